@@ -1,0 +1,49 @@
+"""Selective Attention Freezing: fix the attention of heads whose pattern does not depend on the input."""
+
+from saf import fit, ops
+from saf.calibration import calibrate
+from saf.errors import SafError
+from saf.fit import fit_compact, fit_kl
+from saf.freeze import FreezeConfig, freeze_
+from saf.freeze_report import FreezeReport
+from saf.heads import HeadLayout, HeadSet
+from saf.models import GPT, GPTConfig, preset
+from saf.ops import FrozenHeads, frozen_attention, mixed_attention
+from saf.pattern import CompactPattern, DensePattern
+from saf.scores import score
+from saf.selection import select
+from saf.sidecar import load, save
+from saf.statistics import AttentionStatistics
+from saf.surgery import finalize_, install_, uninstall_
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GPT",
+    "AttentionStatistics",
+    "CompactPattern",
+    "DensePattern",
+    "FreezeConfig",
+    "FreezeReport",
+    "FrozenHeads",
+    "GPTConfig",
+    "HeadLayout",
+    "HeadSet",
+    "SafError",
+    "calibrate",
+    "finalize_",
+    "fit",
+    "fit_compact",
+    "fit_kl",
+    "freeze_",
+    "frozen_attention",
+    "install_",
+    "load",
+    "mixed_attention",
+    "ops",
+    "preset",
+    "save",
+    "score",
+    "select",
+    "uninstall_",
+]

@@ -1,0 +1,100 @@
+"""One layer's statistics from queries and keys: row strips outside, all sequences inside."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saf.statistics import FLOOR
+
+ROWS = 128
+STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
+
+
+class LayerStatistics(NamedTuple):
+    """The fields of `AttentionStatistics` for the live heads of one layer: `[heads]` or `[heads, T]`, float64."""
+
+    variance: Tensor
+    forward_kl: Tensor
+    eta_abs: Tensor
+    eta_rel: Tensor
+    row_entropy: Tensor
+
+
+def measure_layer(
+    query: Tensor,
+    key: Tensor,
+    *,
+    kv_head: Sequence[int],
+    scale: float | None = None,
+    rows: int = ROWS,
+    strip_elements: int | None = None,
+) -> LayerStatistics:
+    """Measure heads from rotated `query [N, heads, T, D]` and `key [N, K, T, D]`; head h reads key `kv_head[h]`.
+
+    A strip of `rows` query rows holds the patterns of all N sequences, so deviations from the mean are taken
+    directly: no difference of large sums. Strips are computed in float32 (float64 for float64 inputs), summed in
+    float64. Results do not depend on `rows` or `strip_elements` beyond rounding.
+    """
+    count, heads, length, dim = query.shape
+    factor = dim**-0.5 if scale is None else scale
+    limit = STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"]) if strip_elements is None else strip_elements
+    rows = min(rows, length)
+    together = max(1, limit // (count * rows * length))
+    parts = []
+    with torch.autocast(query.device.type, enabled=False):
+        for first in range(0, heads, together):
+            chosen = list(kv_head[first : first + together])
+            parts.append(_measure(query[:, first : first + together], key[:, chosen], factor, rows))
+    return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _measure(query: Tensor, key: Tensor, scale: float, rows: int) -> LayerStatistics:
+    count, heads, length, _ = query.shape
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    query, key = query.to(wide) * scale, key.to(wide)
+    zeros = query.new_zeros(heads, dtype=torch.float64)
+    deviation, divergence, entropy = zeros, zeros, zeros
+    eta_abs, eta_rel = (query.new_zeros(heads, length, dtype=torch.float64) for _ in range(2))
+    for start in range(0, length, rows):
+        end = min(start + rows, length)
+        causal = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
+        scores = query[:, :, start:end] @ key[:, :, :end].mT
+        pattern = scores.masked_fill_(~causal, -torch.inf).softmax(-1)
+        mean = pattern.mean(0)
+        divergence = divergence + _divergence(pattern, mean)
+        if count > 1:
+            deviation = deviation + pattern.sub_(mean).square_().sum((0, 2, 3), dtype=torch.float64)
+        floored = mean.clamp(min=FLOOR).mul_(causal)
+        floored /= floored.sum(-1, keepdim=True)
+        entropy = entropy - torch.xlogy(floored, floored).sum((1, 2), dtype=torch.float64)
+        eta_abs[:, :end] += floored.sum(1, dtype=torch.float64)
+        eta_rel[:, :end] += diagonal_sums(floored)
+    return LayerStatistics(
+        variance=deviation / (max(count - 1, 1) * length**2),  # Eq. (1)
+        forward_kl=divergence / (count * length),  # Eq. (2)
+        eta_abs=eta_abs,
+        eta_rel=eta_rel,
+        row_entropy=entropy / length,
+    )
+
+
+def _divergence(pattern: Tensor, mean: Tensor) -> Tensor:
+    """Return the sum over sequences and rows of KL(pattern || mean), `[heads]`; exactly 0 for one sequence."""
+    tiny = torch.finfo(pattern.dtype).tiny
+    log_mean = mean.clamp(min=tiny).log_()
+    terms = pattern.clamp(min=tiny).log_().sub_(log_mean).mul_(pattern)
+    return terms.sum((0, 2, 3), dtype=torch.float64)
+
+
+def diagonal_sums(strip: Tensor) -> Tensor:
+    """Sum a strip of pattern rows over equal distances: `[heads, R, W]`, last row at query W-1, to `[heads, W]`.
+
+    Reversed rows are laid into a buffer one column wider than a shift per row needs, so that equal distances line
+    up in a strided view.
+    """
+    heads, rows, width = strip.shape
+    padded = torch.nn.functional.pad(strip.flip(1, 2), (0, rows))
+    aligned = padded.as_strided((heads, rows, width), (rows * (width + rows), width + rows + 1, 1))
+    return aligned.sum(1, dtype=torch.float64)

@@ -1,0 +1,98 @@
+"""Fit compact patterns, Eq. (3), to a target's key and distance marginals by minimising Eq. (4)."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.fit.acceptance import MAX_FIT_KL, accepted
+from saf.fit.adam import fit_adam
+from saf.fit.certificate import Certificate, certify
+from saf.fit.dense import fit_dense
+from saf.fit.objective import check_targets, fit_kl, fit_loss, marginals
+from saf.fit.proportional import fit_proportional
+from saf.pattern import CompactPattern
+
+__all__ = [
+    "FITTERS",
+    "MAX_FIT_KL",
+    "Certificate",
+    "accepted",
+    "certify",
+    "check_targets",
+    "fit_compact",
+    "fit_kl",
+    "fit_loss",
+    "fit_with_certificate",
+    "marginals",
+]
+
+# Each takes checked targets [N, T] and keyword options, and returns alpha, rho [N, T] and steps [N].
+FITTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "proportional": fit_proportional,
+    "adam": fit_adam,
+    "dense": fit_dense,
+}
+
+
+def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any) -> CompactPattern:
+    """Return the compact patterns closest to targets with these marginals, in canonical gauge, float64.
+
+    `eta_abs` (by key) and `eta_rel` (by distance) have shape `[..., T]`, positive, each summing to T. Options go
+    to the fitter: `proportional` takes tolerance, max_sweeps, memory, alpha_constant_after; `adam` steps,
+    learning_rate; `dense` tolerance, max_steps, alpha_constant_after. Raises InputError for marginals that no
+    causal pattern has and for an unknown fitter or option; warns if `proportional` or `dense` stops short.
+
+    >>> import torch
+    >>> fit_compact(torch.tensor([1.5, 0.5]), torch.tensor([1.5, 0.5])).dense()
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]], dtype=torch.float64)
+    """
+    pattern, certificate = fit_with_certificate(eta_abs, eta_rel, fitter=fitter, **options)
+    missed = int((~certificate.converged).sum())
+    if missed and fitter != "adam":
+        worst = certificate.max_relative.max().item()
+        warnings.warn(
+            f"{missed} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
+            f"{certificate.tolerance:g} (worst {worst:.2g}); allow more sweeps, or look at their KL",
+            stacklevel=2,
+        )
+    return pattern
+
+
+def fit_with_certificate(
+    eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any
+) -> tuple[CompactPattern, Certificate]:
+    """Return what `fit_compact` returns, and how far each fitted marginal is from its target."""
+    _check_options(fitter, options)
+    eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
+    shape, length = eta_abs.shape, eta_abs.shape[-1]
+    constant_after = options.get("alpha_constant_after")
+    # Up to a quarter of the keys, the canonical gauge keeps a constant tail constant.
+    if constant_after is not None and not (constant_after == 0 or 0 < 4 * constant_after < length):
+        raise InputError(f"alpha_constant_after must lie in [0, T/4), T = {length}; got {constant_after}")
+    rows = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
+    alpha, rho, steps = FITTERS[fitter](*rows, **options)
+    pattern = CompactPattern.from_parameters(alpha.reshape(shape), rho.reshape(shape)).canonical()
+    certificate = certify(
+        pattern,
+        eta_abs,
+        eta_rel,
+        sweeps=steps.reshape(shape[:-1]),
+        tolerance=options.get("tolerance", 1e-4) if fitter == "proportional" else 1e-4,
+        alpha_constant_after=constant_after,
+    )
+    return pattern, certificate
+
+
+def _check_options(fitter: str, options: dict[str, Any]) -> None:
+    if fitter not in FITTERS:
+        raise InputError(f"fitter must be one of {', '.join(FITTERS)}; got {fitter!r}")
+    parameters = inspect.signature(FITTERS[fitter]).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InputError(f"fitter {fitter!r} takes {', '.join(known)}; got {', '.join(unknown)}")

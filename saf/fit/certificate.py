@@ -1,0 +1,88 @@
+"""Evidence of how close a fit is to the optimum of Eq. (4), computed from its marginals alone."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saf.fit.objective import marginals
+from saf.pattern import CompactPattern
+
+# An entry counts in a relative error if the probabilities it sums average at least this: a hundred times the
+# floor under the target, below which a marginal records the floor and not the model.
+MEANINGFUL_PROBABILITY = 1e-7
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """Marginal residuals of fitted patterns; at the optimum of the convex Eq. (4) all of them are zero.
+
+    All tensors have the patterns' leading shape `[...]`.
+    """
+
+    max_relative_abs: Tensor
+    """Largest |fitted / target - 1| over the meaningful key marginals."""
+    max_relative_rel: Tensor
+    """The same over the distance marginals."""
+    l1: Tensor
+    """Sum of |fitted - target| over both marginals and all entries, divided by T."""
+    gap: Tensor
+    """Upper bound, nats per row, on the loss above its minimum if alpha and rho lie within `radius` of an optimum."""
+    radius: float
+    """Largest entrywise distance, nats, from (alpha, rho) to a minimiser in some gauge, assumed by `gap`."""
+    sweeps: Tensor
+    """Sweeps or steps taken."""
+    tolerance: float
+    """The error below which a fit counts as converged."""
+
+    @property
+    def max_relative(self) -> Tensor:
+        """The larger of the two relative errors."""
+        return torch.maximum(self.max_relative_abs, self.max_relative_rel)
+
+    @property
+    def converged(self) -> Tensor:
+        """Whether both relative errors and the L1 residual are within the tolerance, `[...]` bool."""
+        return torch.maximum(self.max_relative, self.l1) <= self.tolerance
+
+
+def meaningful(eta: Tensor) -> Tensor:
+    """Return which entries of a marginal `[..., T]` average at least 1e-7 over the probabilities they sum."""
+    count = torch.arange(eta.shape[-1], 0, -1, dtype=eta.dtype, device=eta.device)
+    return eta >= MEANINGFUL_PROBABILITY * count
+
+
+def pool_tail(values: Tensor, first: int | None) -> Tensor:
+    """Add up all keys from `first` on, `[..., T]` to `[..., first + 1]`; None leaves `values` as they are."""
+    if first is None:
+        return values
+    return torch.cat([values[..., :first], values[..., first:].sum(-1, keepdim=True)], -1)
+
+
+def certify(
+    pattern: CompactPattern,
+    eta_abs: Tensor,
+    eta_rel: Tensor,
+    *,
+    sweeps: Tensor,
+    tolerance: float = 1e-4,
+    radius: float = 1.0,
+    alpha_constant_after: int | None = None,
+) -> Certificate:
+    """Compare the fitted marginals with the targets `[..., T]` (of `check_targets`).
+
+    The loss is convex and its gradient is the residual over T, so a minimiser at entrywise distance r from
+    (alpha, rho) lies at most r times the L1 residual below. With alpha constant from a key on, that tail's
+    marginals count as one, since the fit has one parameter for them.
+    """
+    fitted_abs, fitted_rel = marginals(pattern)
+    counted = meaningful(eta_abs)
+    if alpha_constant_after is not None:
+        counted = pool_tail(counted.double(), alpha_constant_after) > 0
+    pairs = [
+        (pool_tail(fitted_abs, alpha_constant_after), pool_tail(eta_abs, alpha_constant_after), counted),
+        (fitted_rel, eta_rel, meaningful(eta_rel)),
+    ]
+    relative = [((fitted / eta - 1).abs() * mask).amax(-1) for fitted, eta, mask in pairs]
+    l1 = torch.stack([(fitted - eta).abs().sum(-1) for fitted, eta, _ in pairs]).sum(0) / pattern.length
+    return Certificate(*relative, l1, radius * l1, radius, sweeps, tolerance)

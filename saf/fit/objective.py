@@ -1,0 +1,92 @@
+"""The fit objective of Eq. (4), its sufficient statistics, and how far a fitted pattern is from its target."""
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.pattern import CompactPattern
+from saf.tiles import log_column_sums, log_diagonal_sums
+
+# Marginals measured in float32 or by a few tiles at a time miss their sums by far less than this, relatively;
+# marginals of two different patterns by more.
+_CONSISTENCY = 1e-3
+
+
+def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two marginals `[..., T]` in float64 with rounding errors of their sums removed.
+
+    Marginals of one row-stochastic causal T x T pattern each sum to T and, since a query's position is its key's
+    plus their distance, satisfy `sum_j j*eta_abs + sum_δ δ*eta_rel = T(T-1)/2`. Raises InputError where a value
+    is not finite and positive or a relation misses by more than 0.1%. The third relation makes Eq. (4) blind to
+    the tilt; it is restored exactly by an exponential tilt of both marginals.
+    """
+    if eta_abs.shape != eta_rel.shape or eta_abs.ndim == 0 or eta_abs.shape[-1] == 0:
+        shapes = f"{list(eta_abs.shape)} and {list(eta_rel.shape)}"
+        raise InputError(f"eta_abs and eta_rel must share one shape [..., T], T >= 1; got {shapes}")
+    length = eta_abs.shape[-1]
+    eta_abs, eta_rel = eta_abs.detach().double(), eta_rel.detach().double()
+    for name, eta in (("eta_abs", eta_abs), ("eta_rel", eta_rel)):
+        if not bool((eta.isfinite() & (eta > 0)).all()):
+            raise InputError(f"{name} must be finite and positive; floor the pattern at 1e-9 and renormalise it")
+        _check_relation(f"{name} sums to T", eta.sum(-1), length)
+    eta_abs = eta_abs * (length / eta_abs.sum(-1, keepdim=True))
+    eta_rel = eta_rel * (length / eta_rel.sum(-1, keepdim=True))
+    position = torch.arange(length, dtype=torch.float64, device=eta_abs.device)
+    total = length * (length - 1) / 2
+    _check_relation("sum(j*eta_abs) + sum(δ*eta_rel) is T(T-1)/2", ((eta_abs + eta_rel) * position).sum(-1), total)
+    return _restore_moment(eta_abs, eta_rel, position, total)
+
+
+def _check_relation(what: str, got: Tensor, expected: float) -> None:
+    error = (got - expected).abs()
+    if got.numel() and error.max().item() > _CONSISTENCY * max(expected, 1.0):
+        worst = got.flatten()[error.flatten().argmax()].item()
+        raise InputError(f"marginals of one causal pattern: {what} = {expected:g}; got {worst:g}")
+
+
+def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: float) -> tuple[Tensor, Tensor]:
+    length = len(position)
+    if length == 1:
+        return eta_abs, eta_rel
+    for _ in range(3):
+        means = [(eta * position).sum(-1, keepdim=True) / length for eta in (eta_abs, eta_rel)]
+        # Positions of queries vary as T^2/12, so the two variances cannot both be small.
+        offsets = [position - mean for mean in means]
+        variance = (eta_abs * offsets[0].square() + eta_rel * offsets[1].square()).sum(-1, keepdim=True)
+        tilt = (total - length * (means[0] + means[1])) / variance
+        tilted = [eta * (tilt * offset).exp() for eta, offset in zip((eta_abs, eta_rel), offsets, strict=True)]
+        eta_abs, eta_rel = (eta * (length / eta.sum(-1, keepdim=True)) for eta in tilted)
+    return eta_abs, eta_rel
+
+
+def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the paper's start, `[..., T]`: alpha = 0 and rho = log(max(eta_rel / (T - δ), 1e-9))."""
+    length = eta_rel.shape[-1]
+    count = torch.arange(length, 0, -1, dtype=eta_rel.dtype, device=eta_rel.device)
+    return torch.zeros_like(eta_rel), (eta_rel / count).clamp(min=1e-9).log()
+
+
+def fit_loss(alpha: Tensor, rho: Tensor, log_z: Tensor, eta_abs: Tensor, eta_rel: Tensor) -> Tensor:
+    """Return Eq. (4): the row-averaged cross-entropy in nats, `[...]`, for inputs `[..., T]`."""
+    return (log_z - eta_abs * alpha - eta_rel * rho).mean(-1)
+
+
+def marginals(pattern: CompactPattern) -> tuple[Tensor, Tensor]:
+    """Return the pattern's column sums (by key) and diagonal sums (by distance), each `[..., T]` float64."""
+    alpha, rho, log_row = pattern.alpha.double(), pattern.rho.double(), -pattern.log_z.double()
+    columns = (log_column_sums(log_row, rho) + alpha).exp()
+    return columns, (log_diagonal_sums(log_row, alpha) + rho).exp()
+
+
+def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entropy: Tensor) -> Tensor:
+    """Return the row-averaged KL(target || pattern) in nats, `[...]`.
+
+    The target enters through its marginals `[..., T]` and its row-averaged entropy `[...]` in nats: the KL is
+    Eq. (4) less that entropy, without any T x T array. Raises InputError for shapes that do not belong together.
+    """
+    if pattern.alpha.shape != eta_abs.shape or row_entropy.shape != pattern.shape:
+        got = f"{list(pattern.alpha.shape)}, {list(eta_abs.shape)} and {list(row_entropy.shape)}"
+        raise InputError(f"expected a pattern [..., T], marginals [..., T] and row entropy [...]; got {got}")
+    eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
+    loss = fit_loss(pattern.alpha.double(), pattern.rho.double(), pattern.log_z.double(), eta_abs, eta_rel)
+    return loss - row_entropy.double()

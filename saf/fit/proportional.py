@@ -1,0 +1,139 @@
+"""Three-way proportional fitting, the default: exact block minimisation of Eq. (4), without a step size.
+
+Rows, keys and distances each divide the causal entries among them, so normalising the rows, scaling each key to
+its marginal and scaling each distance to its marginal are exact minimisations over log Z, alpha and rho. One
+such sweep is a fixed-point map; Anderson extrapolation over the last sweeps shortens its linear tail. A point
+that raises the loss is replaced by the plain sweep, which cannot raise it.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.fit.certificate import meaningful, pool_tail
+from saf.fit.objective import fit_loss, initial_parameters
+from saf.tiles import log_column_sums, log_diagonal_sums, log_row_sums
+
+# An extrapolation that moves a parameter further than this from the plain sweep, in nats, is not trusted.
+_LONGEST_STEP = 5.0
+# Rounding of the loss, in nats: a rise below this is none.
+_LOSS_NOISE = 1e-12
+
+
+def fit_proportional(
+    eta_abs: Tensor,
+    eta_rel: Tensor,
+    *,
+    tolerance: float = 1e-4,
+    max_sweeps: int = 500,
+    memory: int = 3,
+    alpha_constant_after: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return alpha, rho `[N, T]` and the sweeps taken `[N]` for targets `[N, T]` (of `check_targets`).
+
+    A head is finished, and leaves the batch, when the next sweep would change no meaningful marginal by more
+    than half of `tolerance`, relatively, and both marginals together by no more than half of it in L1 per row.
+    `memory` is the number of earlier sweeps used to extrapolate (0: none). With `alpha_constant_after=s` alpha
+    has one value for all keys from s on, fitted to their pooled marginal.
+    """
+    if not (tolerance > 0 and max_sweeps >= 1 and memory >= 0):
+        got = f"{tolerance}, {max_sweeps} and {memory}"
+        raise InputError(f"expected tolerance > 0, max_sweeps >= 1 and memory >= 0; got {got}")
+    alpha, rho = initial_parameters(eta_rel)
+    sweeps = torch.full(eta_abs.shape[:1], max_sweeps, dtype=torch.int64, device=eta_abs.device)
+    active = torch.arange(len(eta_abs), device=eta_abs.device)
+    heads = _Heads.start(eta_abs, eta_rel, torch.cat([alpha, rho], -1), memory)
+    for sweep in range(1, max_sweeps + 1):
+        image = heads.sweep(alpha_constant_after)
+        alpha[active], rho[active] = image.chunk(2, -1)
+        running = heads.change(image) > tolerance / 2
+        sweeps[active[~running]] = sweep
+        if not bool(running.any()):
+            break
+        heads.advance(image, sweep, alpha_constant_after)
+        if not bool(running.all()):
+            active, heads = active[running], heads.select(running)
+    return alpha, rho, sweeps
+
+
+@dataclass
+class _Heads:
+    """The heads still being fitted: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps."""
+
+    eta_abs: Tensor
+    eta_rel: Tensor
+    point: Tensor
+    loss: Tensor  # [N], of the last accepted point
+    plain: Tensor  # the image of that point under one sweep
+    residual: Tensor  # that image less that point
+    images: Tensor  # differences of the images of consecutive points, [N, memory, 2T]
+    residuals: Tensor  # differences of their residuals
+
+    @classmethod
+    def start(cls, eta_abs: Tensor, eta_rel: Tensor, point: Tensor, memory: int) -> "_Heads":
+        history = point.new_zeros(len(point), memory, point.shape[-1])
+        loss = point.new_full(point.shape[:1], torch.inf)
+        return cls(eta_abs, eta_rel, point, loss, point, torch.zeros_like(point), history, history.clone())
+
+    def select(self, keep: Tensor) -> "_Heads":
+        return _Heads(*(getattr(self, field.name)[keep] for field in fields(self)))
+
+    def sweep(self, constant_after: int | None) -> Tensor:
+        """Return the image of each point, after falling back to `plain` where the point raised the loss."""
+        log_z, loss = self._rows(slice(None))
+        worse = ~(loss <= self.loss + _LOSS_NOISE)
+        if bool(worse.any()):
+            self.point = torch.where(worse[:, None], self.plain, self.point)
+            self.images[worse], self.residuals[worse] = 0.0, 0.0
+            log_z[worse], loss[worse] = self._rows(worse)
+        self.loss = loss
+        alpha, rho = self.point.chunk(2, -1)
+        alpha = _alpha_step(self.eta_abs, log_column_sums(-log_z, rho), constant_after)
+        rho = self.eta_rel.log() - log_diagonal_sums(-log_z, alpha)
+        return torch.cat([alpha, rho], -1)
+
+    def _rows(self, which: slice | Tensor) -> tuple[Tensor, Tensor]:
+        alpha, rho = self.point[which].chunk(2, -1)
+        log_z = log_row_sums(alpha, rho)
+        return log_z, fit_loss(alpha, rho, log_z, self.eta_abs[which], self.eta_rel[which])
+
+    def change(self, image: Tensor) -> Tensor:
+        """Return the largest relative change of a meaningful marginal or, if larger, the L1 change per row."""
+        change = (image - self.point).abs()
+        counted = torch.cat([meaningful(self.eta_abs), meaningful(self.eta_rel)], -1)
+        mass = torch.cat([self.eta_abs, self.eta_rel], -1) / self.eta_abs.shape[-1]
+        return torch.maximum((change * counted).amax(-1), (change * mass).sum(-1))
+
+    def advance(self, image: Tensor, sweep: int, constant_after: int | None) -> None:
+        """Move to the point extrapolated from the last sweeps, `image` itself in the first."""
+        residual, memory = image - self.point, self.images.shape[1]
+        if memory and sweep > 1:
+            slot = sweep % memory
+            self.images[:, slot], self.residuals[:, slot] = image - self.plain, residual - self.residual
+        self.plain, self.residual, self.point = image, residual, image
+        if memory == 0 or sweep <= 2:
+            return
+        weighted = self.residuals * torch.cat([self.eta_abs, self.eta_rel], -1)[:, None]
+        gram = weighted @ self.residuals.mT
+        ridge = 1e-10 * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-300
+        gram = gram + ridge[:, None, None] * torch.eye(memory, dtype=gram.dtype, device=gram.device)
+        coefficients = torch.linalg.solve(gram, weighted @ residual[..., None])
+        step = (coefficients * self.images).sum(1)
+        step = torch.where((step.abs().amax(-1) <= _LONGEST_STEP)[:, None], step, 0.0)
+        self.point = image - step
+        if constant_after is not None:
+            length = self.eta_abs.shape[-1]
+            self.point[:, constant_after:length] = self.point[:, constant_after : constant_after + 1]
+
+
+def _alpha_step(eta_abs: Tensor, log_columns: Tensor, constant_after: int | None) -> Tensor:
+    """Return the alpha whose key marginals are the targets, given the rows' normalisers and rho."""
+    if constant_after is None:
+        return eta_abs.log() - log_columns
+    log_tail = log_columns[:, constant_after:].logsumexp(-1, keepdim=True)
+    log_columns = torch.cat([log_columns[:, :constant_after], log_tail], -1)
+    alpha = pool_tail(eta_abs, constant_after).log() - log_columns
+    tail = alpha[:, -1:].expand(-1, eta_abs.shape[-1] - constant_after)
+    return torch.cat([alpha[:, :-1], tail], -1)

@@ -1,0 +1,90 @@
+"""What a freezing event measured, chose and cost."""
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor
+
+from saf.heads import Head, HeadSet
+from saf.pattern import CompactPattern
+from saf.statistics import AttentionStatistics
+
+SCHEMA = "saf.freeze/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreezeReport:
+    """The result of `freeze_`; `print(report)` shows a table, `save` writes JSON and safetensors."""
+
+    heads: HeadSet
+    patterns: CompactPattern | None
+    """`[F, T]` in the heads' order; None when no head was frozen."""
+    fit_kl: dict[Head, float]
+    """Row-averaged KL of each frozen head's pattern to its compact fit, in nats."""
+    rejected: dict[Head, float]
+    """Heads skipped because their KL was above the limit, with it."""
+    requested: int
+    """k, the number of heads asked for."""
+    scores: Tensor
+    """`[L, H]`; NaN for heads that were frozen before."""
+    statistics: AttentionStatistics
+    config: dict[str, Any]
+    seconds: dict[str, float]
+    """Wall-clock seconds of capture, statistics, score, fit and install."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        rows = [[None if value != value else value for value in row] for row in self.scores.tolist()]
+        return {
+            "schema": SCHEMA,
+            "config": self.config,
+            "requested": self.requested,
+            "heads": self.heads.to_list(),
+            "score_name": self.config["score"],
+            "scores": rows,
+            "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
+            "rejected": [[*head, kl] for head, kl in sorted(self.rejected.items())],
+            "seconds": self.seconds,
+            "num_sequences": self.statistics.num_sequences,
+            "length": self.statistics.length,
+            "sequences_hash": self.statistics.sequences_hash,
+        }
+
+    def save(self, folder: str | Path, **extra: Any) -> None:
+        """Write `freeze.json` (with `extra` values) and `freeze.safetensors` into an existing folder."""
+        folder = Path(folder)
+        tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
+        tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
+        if self.patterns is not None:
+            tensors |= {name: getattr(self.patterns, name).float() for name in ("alpha", "rho", "log_z")}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "freeze.safetensors")
+        (folder / "freeze.json").write_text(json.dumps(self.to_dict() | extra, indent=1))
+
+    def __rich__(self) -> Table:
+        """Return one row a layer: frozen heads, score range, worst fit; totals and seconds in the caption."""
+        total = sum(self.seconds.values())
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        table = Table(
+            title=f"{len(self.heads)} of {self.scores.numel()} heads frozen by {self.config['score']}",
+            caption=f"{len(self.rejected)} rejected; {total:.2f} s ({parts})",
+        )
+        for name in ("layer", "frozen heads", f"{self.config['score']} (frozen)", "fit KL, nats (worst)"):
+            table.add_column(name, justify="left" if name == "frozen heads" else "right")
+        for layer in range(self.scores.shape[0]):
+            chosen = self.heads.in_layer(layer)
+            scores = [self.scores[layer, head].item() for head in chosen]
+            span = f"{min(scores):.2e} to {max(scores):.2e}" if scores else ""
+            worst = f"{max(self.fit_kl[layer, head] for head in chosen):.4f}" if chosen else ""
+            table.add_row(str(layer), " ".join(map(str, chosen)), span, worst)
+        return table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(width=100, file=text).print(self)
+        return text.getvalue()

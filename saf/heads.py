@@ -1,0 +1,126 @@
+"""Sets of attention heads, and the order in which one layer executes them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from saf.errors import InputError
+
+Head = tuple[int, int]
+
+
+class HeadSet:
+    """An immutable set of `(layer, head)` pairs, iterated in that order; ids are the original model's.
+
+    >>> heads = HeadSet([(1, 0), (0, 2)])
+    >>> list(heads), heads.in_layer(0)
+    ([(0, 2), (1, 0)], [2])
+    """
+
+    def __init__(self, heads: Iterable[Head] = ()):
+        """Take `(layer, head)` pairs in any order; raise InputError on a repeated or negative one."""
+        pairs = [(int(layer), int(head)) for layer, head in heads]
+        self._heads = tuple(sorted(set(pairs)))
+        if len(self._heads) != len(pairs):
+            raise InputError(f"a head set names each head once; got {len(pairs)} pairs, {len(self._heads)} different")
+        if any(layer < 0 or head < 0 for layer, head in pairs):
+            raise InputError(f"layers and heads count from 0; got {min(pairs)}")
+
+    @classmethod
+    def from_list(cls, pairs: Iterable[Iterable[int]]) -> "HeadSet":
+        """Build from `[[layer, head], ...]`, the form used in JSON files."""
+        return cls((layer, head) for layer, head in pairs)
+
+    def to_list(self) -> list[list[int]]:
+        """Return `[[layer, head], ...]` for JSON files."""
+        return [[layer, head] for layer, head in self._heads]
+
+    def in_layer(self, layer: int) -> list[int]:
+        """Return the ascending head ids of one layer."""
+        return [head for at, head in self._heads if at == layer]
+
+    def index(self, head: Head) -> int:
+        """Return the position of a head in iteration order."""
+        return self._heads.index(head)
+
+    def __iter__(self) -> Iterator[Head]:
+        return iter(self._heads)
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    def __contains__(self, head: object) -> bool:
+        return head in self._heads
+
+    def __or__(self, other: "HeadSet") -> "HeadSet":
+        return HeadSet({*self._heads, *other})
+
+    def __and__(self, other: "HeadSet") -> "HeadSet":
+        return HeadSet(set(self._heads) & set(other))
+
+    def __sub__(self, other: "HeadSet") -> "HeadSet":
+        return HeadSet(set(self._heads) - set(other))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeadSet) and self._heads == other._heads
+
+    def __hash__(self) -> int:
+        return hash(self._heads)
+
+    def __repr__(self) -> str:
+        return f"HeadSet({list(self._heads)})"
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """One layer's execution order: live heads first, then frozen ones, each in ascending original id.
+
+    >>> HeadLayout(4, 4, frozen=(1,)).slots
+    (0, 2, 3, 1)
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    frozen: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        """Raise InputError when heads do not divide into groups or a frozen id does not exist."""
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise InputError(f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads")
+        if list(self.frozen) != sorted(set(self.frozen)):
+            raise InputError(f"frozen head ids must ascend without repeats; got {self.frozen}")
+        if self.frozen and not 0 <= self.frozen[0] <= self.frozen[-1] < self.num_heads:
+            raise InputError(f"frozen head ids must lie in [0, {self.num_heads}); got {self.frozen}")
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """Original ids of the heads that compute ordinary attention."""
+        return tuple(head for head in range(self.num_heads) if head not in set(self.frozen))
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Original head id of each execution slot."""
+        return self.live + self.frozen
+
+    @property
+    def num_live(self) -> int:
+        """How many heads compute ordinary attention."""
+        return self.num_heads - len(self.frozen)
+
+    @property
+    def num_frozen(self) -> int:
+        """How many heads use a fixed pattern."""
+        return len(self.frozen)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share one KV head."""
+        return self.num_kv_heads != self.num_heads
+
+    @property
+    def kv_head(self) -> tuple[int, ...]:
+        """The value head that each slot reads; without grouped queries values are already in slot order."""
+        if not self.grouped:
+            return tuple(range(self.num_heads))
+        group = self.num_heads // self.num_kv_heads
+        return tuple(head // group for head in self.slots)

@@ -1,0 +1,73 @@
+"""Shapes of the paper's decoder."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from saf.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Shape of a pre-LayerNorm decoder without biases; raises InputError when it does not fit together."""
+
+    vocab_size: int = 50_304
+    """Rows of the embedding, tied with the output."""
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    max_length: int
+    """Longest input, in tokens."""
+    position: Literal["rope", "learned"] = "rope"
+    """Rotary positions (base 10,000) or learned absolute ones."""
+    mlp_ratio: int = 4
+
+    def __post_init__(self):
+        """Check that every size is positive and heads divide the hidden size."""
+        for name, value in asdict(self).items():
+            if name != "position" and value < 1:
+                raise InputError(f"{name} must be at least 1; got {value}")
+        if self.hidden_size % self.num_heads:
+            raise InputError(f"hidden_size {self.hidden_size} does not divide into {self.num_heads} heads")
+        if self.position not in ("rope", "learned"):
+            raise InputError(f"position must be 'rope' or 'learned'; got {self.position!r}")
+        if self.position == "rope" and self.head_dim % 2:
+            raise InputError(f"rotary positions need an even head dimension; got {self.head_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.hidden_size // self.num_heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "GPTConfig":
+        """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InputError(f"not a model configuration: {error}") from error
+
+
+PRESETS = {
+    "tiny": GPTConfig(vocab_size=2_048, num_layers=4, num_heads=4, hidden_size=128, max_length=256),
+    "124m": GPTConfig(num_layers=12, num_heads=12, hidden_size=768, max_length=4_096),
+    "774m": GPTConfig(num_layers=36, num_heads=20, hidden_size=1_280, max_length=4_096),
+    "1b": GPTConfig(num_layers=32, num_heads=16, hidden_size=1_536, max_length=8_192),
+}
+
+
+def preset(name: str, **overrides: Any) -> GPTConfig:
+    """Return a preset with some fields changed; raise InputError for an unknown name.
+
+    >>> preset("124m", max_length=1024).head_dim
+    64
+    """
+    if name not in PRESETS:
+        raise InputError(f"unknown model preset {name!r}; expected one of {sorted(PRESETS)}")
+    try:
+        return replace(PRESETS[name], **overrides)
+    except TypeError as error:
+        raise InputError(f"preset {name!r}: {error}") from error

@@ -1,0 +1,81 @@
+"""Cross-entropy of a tied output layer, a chunk of tokens at a time: no logits of the whole batch are held."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK_LOGITS = 1 << 28
+IGNORED = -100
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """How many tokens' logits are held at once."""
+    return max(256, CHUNK_LOGITS // vocab_size // 256 * 256)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of `-log softmax(hidden weight^T)[target]` in nats, a float32 scalar.
+
+    `hidden [..., C]`, `weight [V, C]`, `targets [...]` with -100 for tokens left out. Under autocast the products
+    run in the autocast dtype; softmax and sums always run in float32 or wider.
+    """
+    rows, labels = hidden.flatten(0, -2), targets.flatten()
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        rows = rows.to(torch.get_autocast_dtype(device))
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(rows, weight, labels)
+    log_probs = linear_log_probs(rows, weight, labels)
+    kept = labels != IGNORED
+    return -log_probs.where(kept, 0).sum() / kept.sum()
+
+
+def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return `log softmax(hidden weight^T)[target]`, shaped like `targets`, float32 or wider, without gradient."""
+    rows, labels = hidden.flatten(0, -2), targets.flatten()
+    size = chunk_rows(weight.shape[0])
+    parts = [
+        _log_prob(F.linear(h, weight.to(h.dtype)), t) for h, t in zip(rows.split(size), labels.split(size), strict=True)
+    ]
+    return torch.cat(parts).view(targets.shape)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _log_prob(logits: Tensor, labels: Tensor) -> Tensor:
+    wide = _wide(logits)
+    chosen = wide.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return chosen - wide.logsumexp(1)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Loss and both gradients in one pass over chunks: the backward pass only scales them."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        matrix = weight.to(rows.dtype)
+        count = (labels != IGNORED).sum()
+        size = chunk_rows(weight.shape[0])
+        losses, row_gradients = [], []
+        weight_gradient = torch.zeros_like(weight)
+        for h, t in zip(rows.split(size), labels.split(size), strict=True):
+            with torch.autocast(rows.device.type, enabled=False):
+                logits = _wide(h @ matrix.t())
+                kept = (t != IGNORED)[:, None]
+                target = t.clamp(min=0)[:, None]
+                normaliser = logits.logsumexp(1, keepdim=True)
+                losses.append((normaliser - logits.gather(1, target)).where(kept, 0).sum())
+                slope = (logits - normaliser).exp()
+                slope = slope - (torch.arange(logits.shape[1], device=t.device) == target).to(slope.dtype)
+                slope = (slope.where(kept, 0) / count).to(h.dtype)
+                row_gradients.append(slope @ matrix)
+                weight_gradient += slope.t() @ h
+        ctx.save_for_backward(torch.cat(row_gradients), weight_gradient)
+        return torch.stack(losses).sum() / count
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        row_gradient, weight_gradient = ctx.saved_tensors
+        return (row_gradient * gradient).to(row_gradient.dtype), weight_gradient * gradient, None

@@ -1,0 +1,128 @@
+"""The paper's decoder: pre-LayerNorm, no biases, GELU MLP, tied embeddings, rotary or learned positions."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from saf.errors import InputError
+from saf.models.attention import Attention
+from saf.models.config import GPTConfig
+from saf.models.cross_entropy import linear_cross_entropy, linear_log_probs
+from saf.models.rotary import Rotary
+
+INIT_STD = 0.02
+
+
+class MLP(nn.Module):
+    """Two matrices with a GELU between them: `[B, T, C]` to `[B, T, C]`."""
+
+    def __init__(self, hidden_size: int, ratio: int):
+        super().__init__()
+        self.up = nn.Linear(hidden_size, ratio * hidden_size, bias=False)
+        self.down = nn.Linear(ratio * hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block."""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size, bias=False)
+        self.attention = Attention(config.hidden_size, config.num_heads)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, bias=False)
+        self.mlp = MLP(config.hidden_size, config.mlp_ratio)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
+        """Apply attention and MLP, each added to the residual stream `x [B, T, C]`."""
+        x = x + self.attention(self.attention_norm(x), rotation, start)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """A causal language model whose attention heads can be frozen."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = nn.Embedding(config.max_length, config.hidden_size) if config.position == "learned" else None
+        self.rotary = Rotary(config.head_dim, config.max_length) if config.position == "rope" else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw all weights anew: normal with std 0.02, residual projections divided by sqrt(2 layers)."""
+        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.ones_(parameter)
+            else:
+                std = residual_std if name.endswith(("o_proj.weight", "down.weight")) else INIT_STD
+                nn.init.normal_(parameter, std=std, generator=generator)
+
+    def attention_layers(self) -> list[Attention]:
+        """Return the attention modules in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def hidden(self, input_ids: Tensor, start: Tensor | None = None) -> Tensor:
+        """Return the normalised final hidden states `[B, T, C]` of `input_ids [B, T]`."""
+        if input_ids.dim() != 2:
+            raise InputError(f"input_ids must be [batch, positions]; got shape {tuple(input_ids.shape)}")
+        length = input_ids.shape[1]
+        if not 1 <= length <= self.config.max_length:
+            raise InputError(f"inputs have 1 to {self.config.max_length} positions; got {length}")
+        positions = torch.arange(length, device=input_ids.device)[None]
+        if start is not None:
+            positions = (positions - start.to(input_ids.device)[:, None]).clamp(min=0)
+        x = self.embed(input_ids)
+        if self.position is not None:
+            x = x + self.position(positions)
+        rotation = None if self.rotary is None else self.rotary(positions)
+        for block in self.blocks:
+            x = block(x, rotation, start)
+        return self.norm(x)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits `[B, T, V]`, or with `targets [B, T]` the mean loss in nats per token (float32).
+
+        `attention_mask [B, T]` (1 for real tokens) may mark padding on the left only; `start [B]` says the same
+        as first real positions. Targets of -100 are left out of the loss.
+        """
+        if attention_mask is not None:
+            start = left_padding(attention_mask)
+        hidden = self.hidden(input_ids, start)
+        if targets is None:
+            return F.linear(hidden, self.embed.weight)
+        return linear_cross_entropy(hidden, self.embed.weight, targets)
+
+    @torch.no_grad()
+    def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the log-probability of every target token, `[B, T]` float32, in nats."""
+        return linear_log_probs(self.hidden(input_ids), self.embed.weight, targets)
+
+
+def left_padding(attention_mask: Tensor) -> Tensor:
+    """Return the first real position of each row of a 0/1 mask `[B, T]`; raise InputError unless padding is left."""
+    real = attention_mask.bool()
+    start = (~real).sum(1)
+    expected = torch.arange(real.shape[1], device=real.device) >= start[:, None]
+    if not torch.equal(real, expected) or (start == real.shape[1]).any():
+        raise InputError(
+            "attention_mask must mark padding at the left end of each row only, with one real token at least; "
+            "pad on the left, or leave the mask out when padding is on the right (causal attention never sees it)"
+        )
+    return start

@@ -1,0 +1,148 @@
+"""`mixed_attention` and `frozen_attention`: validation, head maps and positions; a backend does the mixing."""
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.ops.backends import BACKENDS
+from saf.ops.frozen_heads import FrozenHeads
+from saf.ops.live import live_attention
+
+
+def mixed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    frozen: FrozenHeads | None,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    start: Tensor | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """Attention of one layer whose heads are partly frozen, in slot order: live heads first.
+
+    Args:
+        query: `[B, L, Tq, D]`, the live heads only; the last `Tq` of `T` positions.
+        key: `[B, K, T, D]`, ascending, only the KV heads that some live head uses.
+        value: `[B, H_kv, T, D]`, every value head.
+        frozen: The `F` frozen heads, or None for ordinary attention.
+        scale: Score scale of live heads; `1/sqrt(D)` by default.
+        backend: `"auto"` or the name of the backend that `frozen` was prepared for.
+        start: `[B]` first real position of each row (left padding); outputs before it are zero.
+        kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"` or `"math"`.
+
+    Returns:
+        `[B, L + F, Tq, D]`.
+
+    Raises:
+        InputError: Shapes that do not fit, inputs longer than the patterns, another backend than prepared.
+    """
+    live, mixed = split_attention(query, key, value, frozen, scale=scale, backend=backend, start=start, kernel=kernel)
+    return torch.cat([part for part in (live, mixed) if part is not None], dim=1)
+
+
+def split_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    frozen: FrozenHeads | None,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    start: Tensor | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor | None, Tensor | None]:
+    """`mixed_attention` with live `[B, L, Tq, D]` and frozen `[B, F, Tq, D]` outputs apart (None when empty).
+
+    A model that splits its output projection the same way copies nothing together.
+    """
+    num_live, num_frozen = query.shape[1], 0 if frozen is None else frozen.num_frozen
+    live_kv = _live_value_heads(num_live, num_frozen, value.shape[1], frozen)
+    live = mixed = None
+    if num_live:
+        live_key, live_value = _expand(key, value, live_kv)
+        live = live_attention(query, live_key, live_value, scale=scale, start=start, kernel=kernel)
+    if frozen is not None:
+        mixed = frozen_attention(value, frozen, backend=backend, start=start, rows=query.shape[-2])
+    return live, mixed
+
+
+def frozen_attention(
+    value: Tensor,
+    frozen: FrozenHeads,
+    *,
+    backend: str = "auto",
+    start: Tensor | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """The frozen heads alone, `P V` (Eq. 3): `value [B, H_kv, T, D]` to `[B, F, T, D]`.
+
+    `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`); `rows` keeps the
+    last positions only; `start` is as in `mixed_attention`. Raises InputError as `mixed_attention` does.
+    """
+    if value.dim() != 4:
+        raise InputError(f"value must be [batch, heads, positions, head_dim]; got shape {tuple(value.shape)}")
+    if backend not in ("auto", frozen.backend):
+        raise InputError(
+            f"frozen heads were prepared for backend {frozen.backend!r}, not {backend!r}; prepare them again"
+        )
+    length = value.shape[-2]
+    frozen.check(length)
+    selected = take_heads(value, frozen.value_heads(value.shape[1]))
+    forward, tables = BACKENDS[frozen.backend].forward, frozen.tables(value.dtype)
+    rows = length if rows is None else rows
+    if start is None:
+        return forward(selected, tables, rows)
+    shifted = _shift(selected, start.to(value.device))
+    mixed = _shift(forward(shifted, tables, length), -start.to(value.device))
+    return mixed[:, :, length - rows :]
+
+
+def take_heads(value: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Select value heads: a view when they are consecutive, a copy otherwise."""
+    first, last = heads[0], heads[-1]
+    if heads == tuple(range(first, last + 1)):
+        return value[:, first : last + 1]
+    return value[:, list(heads)]
+
+
+def _live_value_heads(
+    num_live: int, num_frozen: int, num_value_heads: int, frozen: FrozenHeads | None
+) -> tuple[int, ...]:
+    """The value head of each live slot."""
+    num_heads = num_live + num_frozen
+    if frozen is None or frozen.kv_head is None:
+        if num_value_heads == num_heads:
+            return tuple(range(num_live))
+        if frozen is None and num_live % num_value_heads == 0:
+            group = num_live // num_value_heads
+            return tuple(slot // group for slot in range(num_live))
+        raise InputError(
+            f"{num_live} live and {num_frozen} frozen heads over {num_value_heads} value heads need kv_head; "
+            "pass it to FrozenHeads.from_patterns"
+        )
+    if len(frozen.kv_head) != num_heads:
+        raise InputError(
+            f"kv_head has {len(frozen.kv_head)} slots, query and frozen heads make {num_live} + {num_frozen}"
+        )
+    return frozen.kv_head[:num_live]
+
+
+def _expand(key: Tensor, value: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Give live heads their keys and values: grouped when every group has the same size, else one per head."""
+    used = sorted(set(live_kv))
+    if key.shape[1] != len(used):
+        raise InputError(f"key holds the {len(used)} KV heads that live heads use, ascending; got {key.shape[1]}")
+    if len(used) == len(live_kv) or live_kv == tuple(sorted(used * (len(live_kv) // len(used)))):
+        return key, take_heads(value, tuple(used))
+    return key[:, [used.index(head) for head in live_kv]], value[:, list(live_kv)]
+
+
+def _shift(x: Tensor, start: Tensor) -> Tensor:
+    """Move row b of `x [B, F, T, D]` left by `start[b]` positions (right when negative), filling with zeros."""
+    length = x.shape[-2]
+    source = torch.arange(length, device=x.device) + start[:, None]
+    inside = (source >= 0) & (source < length)
+    index = source.clamp(0, length - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
+    return x.gather(2, index) * inside[:, None, :, None]

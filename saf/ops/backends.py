@@ -1,0 +1,64 @@
+"""The backends by name, and the rule by which `"auto"` picks one."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError, UnsupportedError
+from saf.ops import reference, toeplitz
+
+
+class Backend(Protocol):
+    """What a backend module provides; tables are whatever its `prepare` made."""
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why this backend cannot run on `device` with values of `dtype`; None when it can."""
+        ...
+
+    def prepare(self, patterns: Sequence[Any], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """Return the tables (tensors, or tuples of ints) that execute one pattern per frozen head."""
+        ...
+
+    def forward(self, value: Tensor, tables: dict[str, Any], rows: int) -> Tensor:
+        """Mix `value [B, F, T, D]` and return the last `rows` positions."""
+        ...
+
+
+BACKENDS: dict[str, Any] = {"toeplitz": toeplitz, "reference": reference}
+AUTO_ORDER = ("toeplitz", "reference")
+
+
+def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dtype]) -> str:
+    """Resolve a backend name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
+
+    Raises InputError for an unknown name and UnsupportedError when a named backend cannot run: it is never
+    replaced by another one.
+    """
+    if name == "auto":
+        reasons = {}
+        for candidate in AUTO_ORDER:
+            reason = next(filter(None, (BACKENDS[candidate].supports(device, dtype) for dtype in dtypes)), None)
+            if reason is None:
+                return candidate
+            reasons[candidate] = reason
+        raise UnsupportedError(f"no backend runs on {device} with {list(dtypes)}: {reasons}")
+    if name not in BACKENDS:
+        raise InputError(f"unknown backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}")
+    for dtype in dtypes:
+        if reason := BACKENDS[name].supports(device, dtype):
+            raise UnsupportedError(f"backend {name!r} cannot run: {reason}; use backend='auto' or another one")
+    return name
+
+
+def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
+    """Say in lines which backend `"auto"` takes for this device and dtype, and why not the others."""
+    device = torch.device(device)
+    lines = [f"rule: the first of {', '.join(AUTO_ORDER)} that supports the device and the dtype"]
+    for name in AUTO_ORDER:
+        reason = BACKENDS[name].supports(device, dtype)
+        how = BACKENDS[name].describe(device, dtype) if reason is None else f"no: {reason}"
+        lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
+    lines.append(f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}")
+    return lines

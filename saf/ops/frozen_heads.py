@@ -1,0 +1,134 @@
+"""The frozen heads of one layer, prepared for execution by one backend."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saf.errors import InputError
+from saf.ops.backends import BACKENDS, choose_backend
+from saf.pattern import CompactPattern, DensePattern
+
+Pattern = CompactPattern | DensePattern
+
+
+def as_list(pattern: Pattern | Sequence[Pattern]) -> list[Pattern]:
+    """Return one pattern per head from a batched `[F, ...]` pattern or a list of patterns."""
+    if isinstance(pattern, CompactPattern | DensePattern):
+        if len(pattern.shape) == 0:
+            return [pattern]
+        if len(pattern.shape) != 1:
+            raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {pattern.shape}")
+        return [pattern[index] for index in range(pattern.shape[0])]
+    return [single for item in pattern for single in as_list(item)]
+
+
+class FrozenHeads(nn.Module):
+    """Tables that execute the fixed patterns of a layer's frozen heads, for up to `max_length` positions.
+
+    Build it with `from_patterns`. Buffers keep their dtype when the model is cast; only the device follows.
+    """
+
+    def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
+        super().__init__()
+        self.patterns = [pattern.to(device="cpu") for pattern in patterns]
+        self.backend = backend
+        self.max_length = max_length
+        self.kv_head = kv_head
+        self._names: dict[torch.dtype, dict[str, str]] = {}
+        self._static: dict[torch.dtype, dict[str, Any]] = {}
+
+    @classmethod
+    def from_patterns(
+        cls,
+        pattern: Pattern | Sequence[Pattern],
+        *,
+        backend: str = "auto",
+        dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
+        device: torch.device | str = "cpu",
+        kv_head: Sequence[int] | Tensor | None = None,
+    ) -> "FrozenHeads":
+        """Prepare patterns over `[F, T]`, in head order, for values of `dtype` (one or several).
+
+        `kv_head [H]`, in slot order, names the value head each slot reads; without it slots and value heads
+        correspond one to one. Raises InputError on unequal lengths and UnsupportedError when a named backend
+        cannot run here.
+        """
+        patterns = as_list(pattern)
+        lengths = {single.length for single in patterns}
+        if len(lengths) != 1:
+            raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")
+        dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+        slots = None if kv_head is None else tuple(int(head) for head in kv_head)
+        if slots is not None and len(slots) < len(patterns):
+            raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
+        name = choose_backend(backend, device=torch.device(device), dtypes=dtypes)
+        heads = cls(patterns, name, lengths.pop(), slots)
+        for one in dtypes:
+            heads._add_tables(one, BACKENDS[name].prepare(patterns, one, torch.device(device)))
+        return heads
+
+    def _add_tables(self, dtype: torch.dtype, tables: dict[str, Tensor | tuple[int, ...]]) -> None:
+        prefix = str(dtype).removeprefix("torch.")
+        for name, table in tables.items():
+            if isinstance(table, Tensor):
+                self.register_buffer(f"{prefix}_{name}", table, persistent=False)
+        self._names[dtype] = {name: f"{prefix}_{name}" for name, t in tables.items() if isinstance(t, Tensor)}
+        self._static[dtype] = {name: t for name, t in tables.items() if not isinstance(t, Tensor)}
+
+    @property
+    def num_frozen(self) -> int:
+        """How many heads the patterns belong to."""
+        return len(self.patterns)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The value dtypes that tables were prepared for."""
+        return tuple(self._names)
+
+    def tables(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the backend's tables for values of `dtype`; raise InputError when none were prepared."""
+        if dtype not in self._names:
+            raise InputError(
+                f"frozen heads were prepared for {[str(d) for d in self.dtypes]}, the values are {dtype}; "
+                "pass dtype= to from_patterns or install_ again after casting the model"
+            )
+        return self._static[dtype] | {name: self._buffers[at] for name, at in self._names[dtype].items()}
+
+    def value_heads(self, num_value_heads: int) -> tuple[int, ...]:
+        """Return the value head that each frozen slot reads, among `num_value_heads`."""
+        if self.kv_head is None:
+            if num_value_heads < self.num_frozen:
+                raise InputError(f"{self.num_frozen} frozen heads need as many value heads; got {num_value_heads}")
+            return tuple(range(num_value_heads - self.num_frozen, num_value_heads))
+        if max(self.kv_head) >= num_value_heads:
+            raise InputError(f"kv_head names value head {max(self.kv_head)}, value has {num_value_heads} heads")
+        return self.kv_head[len(self.kv_head) - self.num_frozen :]
+
+    def check(self, length: int) -> None:
+        """Raise InputError when an input is longer than the patterns."""
+        if length > self.max_length:
+            raise InputError(
+                f"input has {length} positions, the frozen heads' patterns cover {self.max_length}; "
+                "shorten the input or calibrate and freeze at the longer length"
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
+        """Follow the module to another device but keep every buffer's dtype."""
+        for key, tensor in list(self._buffers.items()):
+            if tensor is not None:
+                moved = fn(tensor.new_empty(0, dtype=torch.float32))
+                self._buffers[key] = tensor.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Describe the heads when the model is printed."""
+        return f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenHeads":
+        copy = FrozenHeads(self.patterns, self.backend, self.max_length, self.kv_head)
+        for dtype in self.dtypes:
+            tables = self.tables(dtype)
+            copy._add_tables(dtype, {k: t.clone() if isinstance(t, Tensor) else t for k, t in tables.items()})
+        return copy

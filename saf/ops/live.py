@@ -1,0 +1,72 @@
+"""Ordinary causal attention for live heads, on the best kernel that PyTorch's SDPA has here."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from saf.errors import InputError
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def pinned(kernel: str):
+    """Return a context in which SDPA may run only `kernel`; `"auto"` leaves PyTorch's own order.
+
+    The choice is made inside the forward pass because it is not part of the compile cache's key.
+    """
+    if kernel == "auto":
+        return nullcontext()
+    if kernel not in KERNELS:
+        raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}")
+    return sdpa_kernel(KERNELS[kernel])
+
+
+def causal_mask(rows: int, columns: int, start: Tensor | None, device: torch.device) -> Tensor:
+    """Which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with per-row starts.
+
+    Queries are the last `rows` of `columns` positions. A padded query sees itself alone, so that no row is empty.
+    """
+    keys = torch.arange(columns, device=device)
+    queries = keys[columns - rows :, None]
+    visible = keys <= queries
+    if start is None:
+        return visible
+    first = start.to(device)[:, None, None, None]
+    return visible & ((keys >= first) | (keys == queries))
+
+
+def live_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    start: Tensor | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """Causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
+
+    `L` must be a multiple of `K` (consecutive query heads share a key head); queries are the last `Tq` positions.
+    `start [B]` is the first real position of each row (left padding); outputs before it are zero.
+    """
+    rows, columns = query.shape[-2], key.shape[-2]
+    grouped = query.shape[1] != key.shape[1]
+    mask = None
+    if start is not None or (rows != columns and rows != 1):
+        mask = causal_mask(rows, columns, start, query.device)
+    with pinned(kernel):
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None and rows > 1, scale=scale, enable_gqa=grouped
+        )
+    if start is None:
+        return output
+    position = torch.arange(columns - rows, columns, device=query.device)
+    return output * (position >= start.to(query.device)[:, None])[:, None, :, None]

@@ -1,0 +1,38 @@
+"""The oracle: dense patterns, eager PyTorch, any floating dtype; every other backend is compared with it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from saf.pattern import CompactPattern, DensePattern
+
+
+def supports(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why this backend cannot run; None when it can."""
+    return None if dtype.is_floating_point else f"values must be floating point, got {dtype}"
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """Say how this backend would run."""
+    return "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
+
+
+def prepare(
+    patterns: Sequence[CompactPattern | DensePattern], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Return `weights [F, T, T]`: Eq. (3) computed in float64, then rounded to `dtype`."""
+    dense = [_weights(pattern) for pattern in patterns]
+    return {"weights": torch.stack([weights.to(device=device, dtype=dtype) for weights in dense])}
+
+
+def _weights(pattern: CompactPattern | DensePattern) -> Tensor:
+    if isinstance(pattern, CompactPattern):
+        return CompactPattern.from_parameters(pattern.alpha.double(), pattern.rho.double()).dense()
+    return pattern.weights
+
+
+def forward(value: Tensor, tables: dict[str, Tensor], rows: int) -> Tensor:
+    """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
+    length = value.shape[-2]
+    return tables["weights"][:, length - rows : length, :length] @ value

@@ -1,0 +1,101 @@
+"""Frozen heads as a batch-shared causal convolution: `P V = diag(1/Z) Toeplitz(exp rho) diag(exp alpha) V`.
+
+One Toeplitz tile serves every batch element and every channel, so the product is a plain matrix product. Weights
+are non-negative: each row's error is bounded whatever the range of alpha and rho (docs/method.md). A pattern
+that the value dtype cannot hold in this form, or a dense one, is executed as a stored matrix.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from saf.ops.toeplitz_operator import blocked_product, implementation, toeplitz_product
+from saf.pattern import CompactPattern, DensePattern
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ROW_SUM_TOLERANCE = 0.02
+SMALL_VALUE = 2.0**-8
+
+
+def supports(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why this backend cannot run; None when it can."""
+    return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """Say how this backend would run."""
+    return implementation(device, dtype)
+
+
+def prepare(
+    patterns: Sequence[CompactPattern | DensePattern], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor | tuple[int, ...]]:
+    """Return the tables of one pattern per head.
+
+    `distance [C, T]` exp(rho) in `dtype`; `key_scale [C, T]` exp(alpha) and `row_scale [C, T]` 1/Z in float32
+    (float64 for float64 values) for the `C` heads of `convolved`; `weights [F - C, T, T]` for those of `stored`.
+    """
+    compact = {slot: pattern for slot, pattern in enumerate(patterns) if isinstance(pattern, CompactPattern)}
+    made: dict[str, Tensor | tuple[int, ...]] = {}
+    convolved: tuple[int, ...] = ()
+    if compact:
+        stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
+        tables, holds = _convolution(CompactPattern.stack(stacked), dtype)
+        convolved = tuple(slot for slot, held in zip(compact, holds.tolist(), strict=True) if held)
+        made |= {name: table[holds] for name, table in tables.items()} if convolved else {}
+    stored = tuple(slot for slot in range(len(patterns)) if slot not in convolved)
+    if stored:
+        dense = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
+        made["weights"] = torch.stack(dense)
+    return made | {"convolved": convolved, "stored": stored}
+
+
+def _convolution(pattern: CompactPattern, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tables of heads `[C, T]` and, per head, whether `dtype` can hold them.
+
+    Z is summed in float64 from the rounded tables that are executed. The row sums that scaled and rounded values
+    would give, for values of size 1 and of size 2**-8, show whether anything underflows.
+    """
+    balanced = pattern.balanced()
+    scale_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    distance = balanced.rho.exp().to(dtype)
+    key_scale = balanced.alpha.exp().to(scale_dtype)
+    ones = torch.ones(1, *distance.shape, 1, dtype=torch.float64, device=distance.device)
+
+    def row_sums(keys: Tensor) -> Tensor:
+        return blocked_product(ones, distance.double(), keys.double(), ones[0, :, :, 0])[0, :, :, 0]
+
+    total = row_sums(key_scale)
+    row_scale = (1 / total).to(scale_dtype)
+    holds = (row_scale.isfinite() & (row_scale > 0)).all(1)
+    for size in (1.0, SMALL_VALUE):
+        executed = row_sums((key_scale * size).to(dtype)) / size
+        holds &= ((executed / total - 1).abs() <= ROW_SUM_TOLERANCE).all(1)
+    return {"distance": distance, "key_scale": key_scale, "row_scale": row_scale}, holds
+
+
+def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
+    """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
+    if not tables["stored"]:
+        return _convolve(value, tables, rows)
+    length = value.shape[-2]
+    output = value.new_empty(value.shape[0], rows, value.shape[1], value.shape[3]).transpose(1, 2)
+    stored, convolved = list(tables["stored"]), list(tables["convolved"])
+    output[:, stored] = tables["weights"][:, length - rows : length, :length] @ value[:, stored]
+    if convolved:
+        output[:, convolved] = _convolve(value[:, convolved], tables, rows)
+    return output
+
+
+def _convolve(value: Tensor, tables: dict, rows: int) -> Tensor:
+    length = value.shape[-2]
+    distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
+    if rows * 4 > length:
+        full = toeplitz_product(value, distance, key_scale, row_scale, False)
+        return full[:, :, length - rows :]
+    query = torch.arange(length - rows, length, device=value.device)
+    lag = query[:, None] - torch.arange(length, device=value.device)
+    weights = torch.where(lag >= 0, distance[:, lag.clamp(min=0)].to(row_scale.dtype), 0)
+    weights = weights * key_scale[:, None, :length] * row_scale[:, query, None]
+    return weights.to(value.dtype) @ value

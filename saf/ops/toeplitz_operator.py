@@ -1,0 +1,74 @@
+"""The registered operator `saf::toeplitz`, its plain PyTorch form (blocked matrix products) and its gradient."""
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+
+
+def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Return `y[b,f,i] = after[f,i] * sum_{j<=i} distance[f,i-j] * before[f,j] * x[b,f,j]`, a row block at a time.
+
+    `x [B, F, T, D]`; `distance`, `before`, `after` `[F, >=T]`. Block diagonal `d` of the Toeplitz matrix is one
+    `C x C` tile for the whole batch: a product of `[C, C]` with `[C, (T/C - d) * B * D]`. 16-bit inputs are
+    scaled in their own dtype and accumulated in float32. Memory order of the result is `[B, T, F, D]`.
+    """
+    batch, heads, length, dim = x.shape
+    block = min(BLOCK, max(16, 1 << (length - 1).bit_length()))
+    count = -(-length // block)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    scaled = (x.to(compute) * before[:, :length, None].to(compute)).to(x.dtype).to(compute)
+    scaled = torch.nn.functional.pad(scaled, (0, 0, 0, count * block - length))
+    columns = scaled.view(batch, heads, count, block, dim).permute(1, 3, 2, 0, 4).reshape(heads, block, -1)
+    width = batch * dim
+    padded = torch.nn.functional.pad(distance[:, :length].to(compute), (block - 1, count * block - length))
+    lags = torch.arange(block, device=x.device)[:, None] - torch.arange(block, device=x.device) + block - 1
+    total = torch.zeros_like(columns)
+    for offset in range(count):
+        tile = padded[:, lags + offset * block]
+        total[:, :, offset * width :].baddbmm_(tile, columns[:, :, : (count - offset) * width])
+    total = total.view(heads, block, count, batch, dim).permute(3, 2, 1, 0, 4)
+    total = total.reshape(batch, count * block, heads, dim)[:, :length]
+    output = x.new_empty(batch, length, heads, dim)
+    output.copy_(total * after[:, :length].t()[:, :, None].to(compute))
+    return output.transpose(1, 2)
+
+
+def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """The adjoint of the same Toeplitz matrix: `y[j] = after[j] * sum_{i>=j} distance[i-j] * before[i] * x[i]`."""
+    length = x.shape[-2]
+    flipped = blocked_product(x.flip(2), distance, before[:, :length].flip(1), after[:, :length].flip(1))
+    return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
+
+
+@torch.library.custom_op("saf::toeplitz", mutates_args=())
+def toeplitz_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
+    """Batch-shared causal convolution between two scalings (docs/method.md), or its adjoint.
+
+    `x [B, F, T, D]`, tables `[F, >=T]`; returns `[B, F, T, D]` stored as `[B, T, F, D]`. Plain PyTorch here.
+    """
+    return (reversed_product if transpose else blocked_product)(x, distance, before, after)
+
+
+@toeplitz_product.register_fake
+def _(x: Tensor, distance: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
+    batch, heads, length, dim = x.shape
+    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def _setup(ctx, inputs, output) -> None:
+    _, distance, before, after, ctx.transpose = inputs
+    ctx.save_for_backward(distance, before, after)
+
+
+def _backward(ctx, gradient: Tensor):
+    distance, before, after = ctx.saved_tensors
+    return toeplitz_product(gradient, distance, after, before, not ctx.transpose), None, None, None, None
+
+
+toeplitz_product.register_autograd(_backward, setup_context=_setup)
+
+
+def implementation(device: torch.device, dtype: torch.dtype) -> str:
+    """Say how `saf::toeplitz` runs on a device."""
+    return f"block-Toeplitz matrix products in PyTorch ({BLOCK} x {BLOCK} tiles shared by the batch)"

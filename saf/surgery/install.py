@@ -1,0 +1,63 @@
+"""Freezing chosen heads of a model in place."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from saf.adapters import adapter_for
+from saf.adapters.site import frozen_heads
+from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadSet
+from saf.ops.frozen_heads import Pattern, as_list
+from saf.surgery.layout import change_layout_, prepare_heads
+from saf.surgery.rows import check_optimizer, unwrap_optimizer
+
+
+def install_(
+    model: nn.Module,
+    heads: HeadSet,
+    patterns: Pattern | Sequence[Pattern],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    backend: str = "auto",
+    trainable: bool = False,
+) -> None:
+    """Replace the attention of `heads` by fixed `patterns` (in the heads' order), changing the model in place.
+
+    Query and key rows of the heads leave the weights and are kept on the CPU until `finalize_`; the optimiser's
+    moments follow the retained rows exactly. Parameters keep their identity. An optimiser that trains the model
+    but is not passed fails at its next step. Heads that are frozen already keep their patterns.
+
+    Raises:
+        InputError: Heads that do not exist or are frozen, a wrong number of patterns, unequal lengths, an
+            optimiser that does not hold the model's weights. Nothing is changed then.
+        UnsupportedError: A backend that cannot run, optimiser state that cannot be carried.
+    """
+    if trainable:
+        raise UnsupportedError("trainable patterns are not available in this version; use trainable=False")
+    sites = adapter_for(model).sites()
+    given = as_list(patterns) if len(heads) else []
+    if len(given) != len(heads):
+        raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(given)}")
+    already = heads & frozen_heads(adapter_for(model))
+    if len(already):
+        raise InputError(f"already frozen: {already.to_list()}; uninstall_ them first")
+    optimizer = unwrap_optimizer(optimizer)
+    changes = []
+    for layer in sorted({layer for layer, _ in heads}):
+        if layer >= len(sites):
+            raise InputError(
+                f"the model has layers 0 to {len(sites) - 1}; got head {(layer, heads.in_layer(layer)[0])}"
+            )
+        site = sites[layer]
+        new = {head: given[heads.index((layer, head))] for head in heads.in_layer(layer)}
+        old = {} if site.frozen is None else dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
+        if max(new) >= site.layout.num_heads:
+            raise InputError(f"layer {layer} has heads 0 to {site.layout.num_heads - 1}; got {max(new)}")
+        together = old | new
+        layout = type(site.layout)(site.layout.num_heads, site.layout.num_kv_heads, tuple(sorted(together)))
+        check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
+        changes.append((site, layout.frozen, prepare_heads(site, layout, together, backend)))
+    for site, frozen, prepared in changes:
+        change_layout_(site, frozen, prepared, optimizer)

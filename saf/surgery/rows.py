@@ -1,0 +1,90 @@
+"""Rearranging the head rows of a parameter together with its optimiser state; the parameter stays the same object."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError, UnsupportedError
+
+Plan = Sequence[int | dict[str, Tensor]]
+"""For each head of the result: the old slot it comes from, or rows to put back, by name (`weight`, moments)."""
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the PyTorch optimiser under wrappers such as accelerate's."""
+    while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        if not hasattr(optimizer, "optimizer"):
+            raise InputError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Iterable[Tensor]) -> None:
+    """Raise unless the optimiser holds the parameters' training state in a form that can be carried by rows."""
+    if optimizer is None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        if parameter.requires_grad and id(parameter) not in held:
+            raise InputError(
+                "this optimizer does not hold the model's attention weights; pass the one that trains them"
+            )
+        for name, state in optimizer.state.get(parameter, {}).items():
+            if isinstance(state, Tensor) and state.dim() > 0 and state.shape != parameter.shape:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} keeps {name!r} of shape {tuple(state.shape)} for a weight of shape "
+                    f"{tuple(parameter.shape)}; only state of the weight's own shape can be carried by heads"
+                )
+
+
+def moments(parameter: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Return the optimiser's tensors that have the parameter's shape, by name."""
+    state = {} if optimizer is None else optimizer.state.get(parameter, {})
+    return {name: t for name, t in state.items() if isinstance(t, Tensor) and t.shape == parameter.shape}
+
+
+def take_rows(
+    parameter: Tensor, dimension: int, slot: int, head_dim: int, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """Return copies on the CPU of one slot's weight rows and moments, by name."""
+    tensors = {"weight": parameter.data, **moments(parameter, optimizer)}
+    return {
+        name: tensor.narrow(dimension, slot * head_dim, head_dim).detach().to("cpu", copy=True)
+        for name, tensor in tensors.items()
+    }
+
+
+def rearrange_(
+    parameter: Tensor,
+    dimension: int,
+    plan: Plan,
+    head_dim: int,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Rebuild the head rows of a parameter and of its moments by a plan; its gradient is dropped.
+
+    Rows to put back that lack a moment (frozen before the optimiser's first step) get zeros.
+    """
+    state = moments(parameter, optimizer)
+    for name, old in state.items():
+        assert optimizer is not None
+        optimizer.state[parameter][name] = _rebuilt(old, dimension, plan, head_dim, name)
+    parameter.data = _rebuilt(parameter.data, dimension, plan, head_dim, "weight")
+    parameter.grad = None
+
+
+def _rebuilt(old: Tensor, dimension: int, plan: Plan, head_dim: int, name: str) -> Tensor:
+    shape = list(old.shape)
+    shape[dimension] = head_dim
+    parts = []
+    for item in plan:
+        if isinstance(item, int):
+            parts.append(old.narrow(dimension, item * head_dim, head_dim))
+        else:
+            parts.append(item[name].to(old) if name in item else old.new_zeros(shape))
+    if not parts:
+        shape[dimension] = 0
+        return old.new_empty(shape)
+    return torch.cat(parts, dim=dimension)

@@ -1,0 +1,86 @@
+"""The frozen heads of a model as plain data: what checkpoints and sidecars store beside the weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from saf.adapters import adapter_for
+from saf.errors import CheckpointError
+from saf.ops.frozen_heads import Pattern
+from saf.pattern import CompactPattern, DensePattern
+from saf.surgery.layout import prepare_heads
+
+SCHEMA = "saf.heads/1"
+
+
+def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what `restore_` needs: values for JSON, and tensors for safetensors.
+
+    Tensors are `layer.head.alpha`, `.rho` (or `.weights`) and the rows kept for undoing, `layer.head.removed.*`.
+    """
+    layers, tensors = [], {}
+    for number, site in enumerate(adapter_for(model).sites()):
+        frozen = site.frozen
+        layers.append(
+            {
+                "num_heads": site.layout.num_heads,
+                "num_kv_heads": site.layout.num_kv_heads,
+                "frozen": list(site.layout.frozen),
+                "backend": None if frozen is None else frozen.backend,
+            }
+        )
+        for head, pattern in zip(site.layout.frozen, [] if frozen is None else frozen.patterns, strict=True):
+            parts = {"weights": pattern.weights} if isinstance(pattern, DensePattern) else _parameters(pattern)
+            tensors |= {f"{number}.{head}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
+        for head, rows in site.removed.items():
+            tensors |= {f"{number}.{head}.removed.{name}": tensor.contiguous() for name, tensor in rows.items()}
+    return {"schema": SCHEMA, "layers": layers}, tensors
+
+
+def _parameters(pattern: CompactPattern) -> dict[str, Tensor]:
+    return {"alpha": pattern.alpha, "rho": pattern.rho}
+
+
+def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
+    """Give a model with no frozen heads the layout and patterns of `state_of`, before its weights are loaded.
+
+    Weights are only resized to the layout, so load them afterwards. Raises CheckpointError when the state is of
+    another schema or of another shape of model.
+    """
+    sites = adapter_for(model).sites()
+    if state.get("schema") != SCHEMA:
+        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
+    if len(state["layers"]) != len(sites):
+        raise CheckpointError(f"frozen heads of a model with {len(state['layers'])} layers; this one has {len(sites)}")
+    for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True)):
+        shape = (layer["num_heads"], layer["num_kv_heads"])
+        if shape != (site.layout.num_heads, site.layout.num_kv_heads) or site.layout.frozen:
+            raise CheckpointError(
+                f"layer {number}: the frozen heads belong to {shape[0]} query and {shape[1]} KV heads with none "
+                f"frozen yet; the model has {site.layout}"
+            )
+        if not layer["frozen"]:
+            continue
+        layout = replace(site.layout, frozen=tuple(layer["frozen"]))
+        patterns = {head: _pattern(tensors, f"{number}.{head}.") for head in layout.frozen}
+        heads = prepare_heads(site, layout, patterns, backend)
+        for role in ("query",) if layout.grouped else ("query", "key"):
+            parameter, dimension = site.projections()[role]
+            parameter.data = parameter.data.narrow(dimension, 0, layout.num_live * site.head_dim).clone()
+        site.assign(layout, heads)
+        for head in layout.frozen:
+            prefix = f"{number}.{head}.removed."
+            rows = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            if rows:
+                site.removed[head] = rows
+
+
+def _pattern(tensors: Mapping[str, Tensor], prefix: str) -> Pattern:
+    if f"{prefix}weights" in tensors:
+        return DensePattern(tensors[f"{prefix}weights"])
+    try:
+        return CompactPattern.from_parameters(tensors[f"{prefix}alpha"], tensors[f"{prefix}rho"])
+    except KeyError as error:
+        raise CheckpointError(f"the pattern {prefix}alpha/rho is missing from the frozen heads' tensors") from error

@@ -1,0 +1,51 @@
+"""Undoing a freeze exactly, and making it final."""
+
+import torch
+from torch import nn
+
+from saf.adapters import adapter_for
+from saf.adapters.site import frozen_heads
+from saf.errors import InputError
+from saf.heads import HeadSet
+from saf.surgery.layout import change_layout_, prepare_heads
+from saf.surgery.rows import check_optimizer, unwrap_optimizer
+
+
+def uninstall_(
+    model: nn.Module, heads: HeadSet | None = None, *, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Give frozen heads (all of them by default) their ordinary attention back, changing the model in place.
+
+    Removed query and key rows and their moments return as they were when removed; everything else keeps its
+    progress since. Raises InputError when a head is not frozen or its rows are gone (after `finalize_`, or when
+    the model was loaded without them); nothing is changed then.
+    """
+    adapter = adapter_for(model)
+    frozen = frozen_heads(adapter)
+    heads = frozen if heads is None else heads
+    if strangers := (heads - frozen).to_list():
+        raise InputError(f"not frozen: {strangers}; frozen heads are {frozen.to_list()}")
+    optimizer = unwrap_optimizer(optimizer)
+    changes = []
+    for layer in sorted({layer for layer, _ in heads}):
+        site = adapter.sites()[layer]
+        gone = [head for head in heads.in_layer(layer) if head not in site.removed]
+        if gone:
+            raise InputError(
+                f"the query and key rows of layer {layer}, heads {gone} were not kept; "
+                "undo before finalize_, or load a checkpoint that holds them"
+            )
+        check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
+        assert site.frozen is not None
+        patterns = dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
+        kept = tuple(head for head in site.layout.frozen if (layer, head) not in heads)
+        layout = type(site.layout)(site.layout.num_heads, site.layout.num_kv_heads, kept)
+        changes.append((site, kept, prepare_heads(site, layout, patterns, site.frozen.backend)))
+    for site, kept, prepared in changes:
+        change_layout_(site, kept, prepared, optimizer)
+
+
+def finalize_(model: nn.Module) -> None:
+    """Forget the rows kept for undoing; the frozen heads stay frozen."""
+    for site in adapter_for(model).sites():
+        site.removed.clear()

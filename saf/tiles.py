@@ -1,0 +1,129 @@
+"""Sums over a compact pattern's causal entries, in the log domain, without ever forming a T x T array.
+
+Row, column and diagonal sums of `exp(u_i + alpha_j + rho_{i-j})` are one operation, a causal convolution of
+exponentials, read in different orders. It is cut into blocks of C positions: the tile of `right` at block
+offset d serves every pair of blocks (I, I - d), so each offset is one small matrix product per head. Terms
+are non-negative, so nothing cancels: with block maxima factored out each result is accurate in itself.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+
+DEFAULT_BLOCK = 128
+_GPU_OFFSETS = 64
+# Tile elements held at once; heads beyond that wait their turn.
+_HELD_ELEMENTS = 1 << 27
+
+
+def log_row_sums(alpha: Tensor, rho: Tensor, *, block: int = DEFAULT_BLOCK) -> Tensor:
+    """Return `log Z(i) = logsumexp_{j<=i}(alpha_j + rho_{i-j})` of Eq. (3); inputs and result `[..., T]`."""
+    return log_causal_convolution(alpha, rho, block=block)
+
+
+def log_column_sums(log_row: Tensor, rho: Tensor, *, block: int = DEFAULT_BLOCK) -> Tensor:
+    """Return `logsumexp_{i>=j}(log_row_i + rho_{i-j})` for every key j; inputs and result `[..., T]`."""
+    return log_causal_convolution(log_row.flip(-1), rho, block=block).flip(-1)
+
+
+def log_diagonal_sums(log_row: Tensor, alpha: Tensor, *, block: int = DEFAULT_BLOCK) -> Tensor:
+    """Return `logsumexp_j(log_row_{j+δ} + alpha_j)` for every distance δ; inputs and result `[..., T]`."""
+    return log_causal_convolution(alpha, log_row.flip(-1), block=block).flip(-1)
+
+
+def log_causal_convolution(left: Tensor, right: Tensor, *, block: int = DEFAULT_BLOCK) -> Tensor:
+    """Return `logsumexp_{j<=k}(left_j + right_{k-j})` for every k; inputs and result `[..., T]`.
+
+    Keeps the dtype. Any T, any leading dimensions, any finite values: the block shrinks when the inputs vary
+    so much inside one that a sum could underflow. Raises InputError unless both are float32 or float64 of one
+    shape.
+    """
+    if left.shape != right.shape or left.ndim == 0 or left.shape[-1] == 0:
+        shapes = f"{list(left.shape)} and {list(right.shape)}"
+        raise InputError(f"expected two tensors [..., T] of one shape, T >= 1; got {shapes}")
+    if left.dtype != right.dtype or left.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"expected two float32 or two float64 tensors; got {left.dtype} and {right.dtype}")
+    length = left.shape[-1]
+    block = _safe_block(left, right, max(1, min(block, length)))
+    # A GPU takes many offsets in one product; a CPU is fastest with one offset's tiles in cache. Neither choice
+    # depends on the number of heads, so a head's result does not depend on the batch it is in.
+    num_blocks = -(-length // block)
+    group = 1 if left.device.type == "cpu" else min(num_blocks, _GPU_OFFSETS)
+    chunk = max(1, _HELD_ELEMENTS // (group * block * max(block, num_blocks)))
+    pairs = zip(left.reshape(-1, length).split(chunk), right.reshape(-1, length).split(chunk), strict=True)
+    return torch.cat([_convolve(*pair, block, group) for pair in pairs]).reshape(left.shape)
+
+
+def _safe_block(left: Tensor, right: Tensor, block: int) -> int:
+    """Halve the block until no row of a tile lies so far below the tile's maximum that it underflows."""
+    limit = -0.95 * math.log(torch.finfo(left.dtype).tiny)
+    # Cheap bound first: the whole range of both inputs.
+    if left.numel() == 0 or (_range(left) + _range(right)).max().item() <= limit:
+        return block
+    while block > 1:
+        spread = _range(_blocks(left, block, "edge")) + _range(_windows(right, block, "edge"))
+        if spread.max().item() <= limit:
+            break
+        block //= 2
+    return block
+
+
+def _range(values: Tensor) -> Tensor:
+    """Return max - min over the last dimension, then the largest over the one before, if there is one."""
+    spread = values.amax(-1) - values.amin(-1)
+    return spread.amax(-1) if values.ndim > 2 else spread
+
+
+def _blocks(values: Tensor, block: int, fill: str) -> Tensor:
+    """Cut `[..., T]` into `[heads, n, C]`, the end filled with -inf or with the last value ("edge")."""
+    values = values.reshape(-1, values.shape[-1])
+    missing = -values.shape[-1] % block
+    return _extend(values, 0, missing, fill).unflatten(-1, (-1, block))
+
+
+def _windows(values: Tensor, block: int, fill: str) -> Tensor:
+    """Return for each block offset d the values at distances `dC-C+1 .. dC+C-1`: `[heads, n, 2C-1]`."""
+    values = values.reshape(-1, values.shape[-1])
+    missing = -values.shape[-1] % block
+    return _extend(values, block - 1, missing, fill).unfold(-1, 2 * block - 1, block)
+
+
+def _extend(values: Tensor, before: int, after: int, fill: str) -> Tensor:
+    if fill == "edge":
+        first, last = values[:, :1].expand(-1, before), values[:, -1:].expand(-1, after)
+        return torch.cat([first, values, last], -1)
+    return torch.nn.functional.pad(values, (before, after), value=-torch.inf)
+
+
+def _convolve(left: Tensor, right: Tensor, block: int, group: int) -> Tensor:
+    """Convolve `[heads, T]`, `group` block offsets at once.
+
+    A distance below 0 or above T-1 has weight exp(-inf) = 0, which also makes the diagonal tiles causal.
+    """
+    heads, length = left.shape
+    keys = _blocks(left, block, "zero")
+    windows = _windows(right, block, "zero")
+    num_blocks = keys.shape[1]
+    key_max, window_max = keys.amax(-1), windows.amax(-1)
+    keys = (keys - key_max[..., None]).exp().flip(-1)
+    windows = (windows - window_max[..., None]).exp()
+
+    # offsets[d, I]: the block I - d that query block I meets at offset d; scale[h, d, I] is that meeting's
+    # largest term relative to the largest of all that I meets.
+    index = torch.arange(num_blocks, device=left.device)
+    offsets = index[None, :] - index[:, None]
+    scale = (window_max[:, :, None] + key_max[:, offsets.clamp(min=0)]).masked_fill(offsets < 0, -torch.inf)
+    largest = scale.amax(1)
+    scale = (scale - largest[:, None]).exp()
+
+    sums = left.new_zeros(heads, num_blocks, block)
+    for start in range(0, num_blocks, group):
+        stop = min(start + group, num_blocks)
+        # [heads, queries, offsets, C]: the scaled keys that each query block meets at these offsets.
+        met = keys[:, offsets[start:stop, start:].clamp(min=0).T] * scale[:, start:stop, start:].mT[..., None]
+        tiles = windows[:, start:stop].unfold(-1, block, 1).reshape(heads, -1, block)
+        sums[:, start:] += met.flatten(2) @ tiles
+    return (sums.log_() + largest[..., None]).flatten(1)[:, :length]

@@ -1,0 +1,105 @@
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before huggingface_hub is imported: it reads this once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+# Chromium must not call home, and has no sandbox of its own when run as root in a container.
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+hypothesis.settings.register_profile("saf", deadline=None, derandomize=True, max_examples=25, database=None)
+hypothesis.settings.load_profile("saf")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    """Let tests connect to this machine only."""
+    connect = socket.socket.connect
+
+    def local_only(self: socket.socket, address) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in LOCAL_HOSTS:
+            raise AssertionError(f"tests do not use the network; this one tried {address}")
+        return connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", local_only)
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real corpora, tokenizers and patterns, in a folder beside the repository that not every checkout has."""
+    if not SHARED.is_dir():
+        pytest.skip("no folder ../shared beside the repository")
+    return SHARED
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def nan_empty() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, so that an output left unwritten shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """A headless Chromium, driven by Playwright."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no chromium or google-chrome on this machine")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=CHROMIUM_FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium):
+    """A new page that cannot reach the network; mark the test `browser`."""
+    context = chromium.new_context(offline=True)
+    yield context.new_page()
+    context.close()

@@ -1,0 +1,104 @@
+"""The decoder: sizes, loss, positions, padding, causality."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from saf.errors import InputError
+from saf.models import GPT, GPTConfig, preset
+from saf.models import cross_entropy as module
+
+
+def small(**overrides) -> GPT:
+    shape = {"vocab_size": 50, "num_layers": 2, "num_heads": 2, "hidden_size": 16, "max_length": 32}
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**(shape | overrides)))
+
+
+@pytest.mark.parametrize(("name", "count"), [("1b", 983_336_448), ("124m", 123_587_328)])
+def test_presets_have_the_parameters_they_should(name, count):
+    with torch.device("meta"):
+        model = GPT(preset(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_learned_positions_add_one_row_a_position():
+    with torch.device("meta"):
+        rope, learned = (GPT(preset("124m", position=kind)) for kind in ("rope", "learned"))
+    assert sum(p.numel() for p in learned.parameters()) - sum(p.numel() for p in rope.parameters()) == 4_096 * 768
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_loss_and_gradients_equal_plain_cross_entropy(position, monkeypatch):
+    monkeypatch.setattr(module, "chunk_rows", lambda vocab_size: 7)
+    model = small(position=position).double()
+    tokens = torch.randint(0, 50, (3, 17))
+    targets = tokens[:, 1:].clone()
+    targets[0, :4] = -100
+    loss = model(tokens[:, :-1], targets)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    plain = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets.flatten())
+    expected = torch.autograd.grad(plain, list(model.parameters()))
+    torch.testing.assert_close(loss, plain)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens[:, :-1], targets), plain)
+
+
+def test_token_log_probs_are_those_of_the_softmax():
+    model = small()
+    tokens = torch.randint(0, 50, (2, 9))
+    found = model.token_log_probs(tokens[:, :-1], tokens[:, 1:])
+    expected = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_later_token_changes_no_earlier_logit(position):
+    model = small(position=position)
+    tokens = torch.randint(0, 50, (1, 20))
+    other = tokens.clone()
+    other[0, 12] = (tokens[0, 12] + 1) % 50
+    before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.equal(before[:, 12:], after[:, 12:])
+
+
+def test_rotary_scores_depend_on_distance_only():
+    from saf.models.rotary import Rotary, rotate
+
+    rotary = Rotary(8, 64)
+    query, key = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+
+    def product(at: int, behind: int) -> torch.Tensor:
+        positions = [rotary(torch.tensor([[at]])), rotary(torch.tensor([[at - behind]]))]
+        return (rotate(query, positions[0]) * rotate(key, positions[1])).sum()
+
+    torch.testing.assert_close(product(40, 9), product(15, 9), rtol=1e-4, atol=1e-5)
+    assert abs(product(40, 9) - product(40, 10)) > 1e-4
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_left_padding_gives_the_unpadded_logits(position):
+    model = small(position=position)
+    tokens = torch.randint(0, 50, (2, 12))
+    mask = torch.ones(2, 12)
+    mask[1, :5] = 0
+    padded = model(tokens, attention_mask=mask)
+    torch.testing.assert_close(padded[1:, 5:], model(tokens[1:, 5:]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(padded[:1], model(tokens[:1]), rtol=1e-4, atol=1e-5)
+    for wrong in (mask.flip(1), torch.zeros(2, 12)):
+        with pytest.raises(InputError, match="padding at the left end"):
+            model(tokens, attention_mask=wrong)
+
+
+def test_bad_shapes_are_refused():
+    with pytest.raises(InputError, match="1 to 32 positions; got 33"):
+        small()(torch.zeros(1, 33, dtype=torch.long))
+    with pytest.raises(InputError, match="does not divide into 3 heads"):
+        small(num_heads=3)
+    with pytest.raises(InputError, match="unknown model preset"):
+        preset("7b")
+    with pytest.raises(InputError, match="num_layers must be at least 1"):
+        small(num_layers=0)

@@ -1,0 +1,234 @@
+"""The seam against a float64 dense computation: values, gradients, positions, head maps, bad input."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saf.errors import InputError
+from saf.ops import FrozenHeads, frozen_attention, mixed_attention
+from saf.pattern import CompactPattern, DensePattern
+
+LENGTHS = [1, 2, 63, 64, 129, 300]
+
+
+def random_pattern(heads: int, length: int, generator: torch.Generator, scale: float = 1.0) -> CompactPattern:
+    alpha, rho = (scale * torch.randn(heads, length, generator=generator, dtype=torch.float64) for _ in range(2))
+    return CompactPattern.from_parameters(alpha, rho)
+
+
+def dense_output(pattern: CompactPattern, value: torch.Tensor) -> torch.Tensor:
+    length = value.shape[-2]
+    return pattern.dense()[:, :length, :length] @ value.double()
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("dtype", "budget"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 4.5e-3)])
+def test_output_and_gradient_match_the_dense_pattern(backend, length, dtype, budget, generator):
+    pattern = random_pattern(3, length, generator)
+    value = torch.randn(2, 3, length, 20, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    exact = value.detach().double().requires_grad_()
+    upstream = torch.randn(2, 3, length, 20, generator=generator, dtype=torch.float64).to(dtype)
+    output = frozen_attention(value, FrozenHeads.from_patterns(pattern, backend=backend, dtype=dtype))
+    expected = dense_output(pattern, exact)
+    output.backward(upstream)
+    expected.backward(upstream.double())
+    assert output.dtype == dtype
+    assert relative(output, expected) <= budget
+    assert relative(value.grad, exact.grad) <= budget
+
+
+def extreme_patterns(length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    position = torch.arange(length, dtype=torch.float64)
+    flat, soft = torch.zeros(length, dtype=torch.float64), -0.5 * torch.log1p(position)
+    sink = flat.clone()
+    sink[0] = 25
+    hollow = flat.clone()
+    hollow[0] = -25
+    late = flat.clone()
+    late[:100] = -20
+    return {
+        "sink +25": (sink, soft),
+        "sink -25": (hollow, soft),
+        "alpha[:100] = -20": (late, soft),
+        "local": (flat, -position / 4),
+        "rising": (flat, position / 4),
+        "sink +20 and local": (sink * 0.8, -position / 30),
+        "tilted gauge": (flat + 3 * position, soft + 3 * position),
+        "bump": (flat, torch.where(position < 150, position / 4, 75 - position / 4)),
+    }
+
+
+@pytest.mark.parametrize("name", extreme_patterns(1))
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [(torch.float32, 2e-6), (torch.bfloat16, 2.5 * 2**-8), (torch.float16, 1e-3)]
+)
+def test_extreme_patterns_stay_within_the_row_bound(name, dtype, budget, generator):
+    length = 300
+    pattern = CompactPattern.from_parameters(*(part[None] for part in extreme_patterns(length)[name]))
+    value = torch.randn(2, 1, length, 16, generator=generator, dtype=torch.float64).to(dtype)
+    output = frozen_attention(value, FrozenHeads.from_patterns(pattern, dtype=dtype))
+    exact = dense_output(pattern, value)
+    bound = dense_output(pattern, value.abs())
+    rounding = torch.finfo(dtype).eps * exact.abs()
+    assert ((output.double() - exact).abs() <= budget * bound + rounding + 1e-300).all()
+
+
+def test_real_patterns_match_float64(shared, generator):
+    import numpy as np
+
+    from saf.fit import fit_compact
+
+    real = np.load(shared / "data/patterns/rope-124m-4k.npz")
+    length = 700
+    eta = [torch.from_numpy(real[name][0, :3]).double() for name in ("eta_abs", "eta_rel")]
+    pattern = fit_compact(*eta, max_sweeps=8).prefix(length)
+    value = torch.randn(1, 3, length, 64, generator=generator)
+    output = frozen_attention(value, FrozenHeads.from_patterns(pattern))
+    assert relative(output, dense_output(pattern, value)) <= 1e-6
+
+
+@settings(max_examples=25, deadline=None)
+@given(length=st.integers(2, 150), change=st.integers(1, 149), seed=st.integers(0, 99))
+def test_later_values_never_change_earlier_outputs(length, change, seed):
+    change = min(change, length - 1)
+    generator = torch.Generator().manual_seed(seed)
+    frozen = FrozenHeads.from_patterns(random_pattern(2, length, generator))
+    value = torch.randn(1, 2, length, 4, generator=generator)
+    other = value.clone()
+    other[:, :, change:] = torch.randn(1, 2, length - change, 4, generator=generator)
+    before, after = frozen_attention(value, frozen), frozen_attention(other, frozen)
+    assert torch.equal(before[:, :, :change], after[:, :, :change])
+
+
+def test_shorter_inputs_use_a_prefix_and_longer_ones_raise(generator):
+    pattern = random_pattern(2, 192, generator)
+    frozen = FrozenHeads.from_patterns(pattern)
+    value = torch.randn(1, 2, 129, 8, generator=generator)
+    assert relative(frozen_attention(value, frozen), dense_output(pattern, value)) <= 1e-6
+    with pytest.raises(InputError, match=r"input has 193 positions.*cover 192"):
+        frozen_attention(torch.randn(1, 2, 193, 8), frozen)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_the_last_rows_alone_equal_those_of_the_whole(rows, generator):
+    pattern = random_pattern(2, 100, generator)
+    frozen = FrozenHeads.from_patterns(pattern)
+    query, key, value = (torch.randn(2, heads, 90, 8, generator=generator) for heads in (1, 1, 3))
+    whole = mixed_attention(query, key, value, frozen)
+    last = mixed_attention(query[:, :, -rows:], key, value, frozen)
+    torch.testing.assert_close(last, whole[:, :, -rows:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+def test_left_padding_gives_the_unpadded_output(backend, generator):
+    frozen = FrozenHeads.from_patterns(random_pattern(2, 60, generator), backend=backend)
+    start = torch.tensor([0, 7, 31])
+    query, key, value = (torch.randn(3, heads, 50, 8, generator=generator) for heads in (2, 2, 4))
+    padded = mixed_attention(query, key, value, frozen, start=start)
+    for row, first in enumerate(start.tolist()):
+        alone = mixed_attention(*(x[row : row + 1, :, first:] for x in (query, key, value)), frozen)
+        torch.testing.assert_close(padded[row : row + 1, :, first:], alone, rtol=1e-5, atol=1e-6)
+        assert not padded[row, :, :first].any()
+
+
+@pytest.mark.parametrize("kv_head", [(0, 0, 1, 1, 2, 2), (0, 1, 0, 1, 2, 2), (0, 1, 1, 0, 2, 2)], ids=str)
+def test_grouped_queries_read_their_own_value_head(kv_head, generator):
+    pattern = random_pattern(2, 40, generator)
+    frozen = FrozenHeads.from_patterns(pattern, kv_head=kv_head)
+    query, key, value = (torch.randn(2, heads, 40, 8, generator=generator) for heads in (4, 2, 3))
+    output = mixed_attention(query, key, value, frozen)
+    for slot, head in enumerate(kv_head[:4]):
+        used = sorted(set(kv_head[:4]))
+        alone = torch.nn.functional.scaled_dot_product_attention(
+            query[:, slot], key[:, used.index(head)], value[:, head], is_causal=True
+        )
+        torch.testing.assert_close(output[:, slot], alone, rtol=1e-5, atol=1e-6)
+    expected = dense_output(pattern, value[:, [2, 2]])
+    assert relative(output[:, 4:], expected) <= 1e-6
+    assert relative(frozen_attention(value, frozen), expected) <= 1e-6
+
+
+def test_dense_and_compact_patterns_mix_in_one_layer(generator):
+    compact = random_pattern(2, 50, generator)
+    weights = torch.rand(50, 50, generator=generator, dtype=torch.float64).tril() + 1e-3 * torch.eye(50)
+    dense = DensePattern(weights / weights.sum(-1, keepdim=True))
+    frozen = FrozenHeads.from_patterns([compact[0], dense, compact[1]], dtype=torch.float64)
+    value = torch.randn(2, 3, 50, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    expected = torch.stack([compact.dense()[0], dense.weights, compact.dense()[1]])
+    output = frozen_attention(value, frozen)
+    assert relative(output, expected @ value) <= 1e-13
+    (gradient,) = torch.autograd.grad(output.sum(), value)
+    assert relative(gradient, expected.mT.sum(-1, keepdim=True).expand_as(value)) <= 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_values_and_gradients(dtype, generator):
+    frozen = FrozenHeads.from_patterns(random_pattern(3, 70, generator), dtype=dtype)
+    packed = torch.randn(2, 70, 5 * 16, generator=generator).to(dtype).requires_grad_()
+    value = packed.unflatten(-1, (5, 16)).transpose(1, 2)[:, 2:]
+    (gradient,) = torch.autograd.grad(frozen_attention(value, frozen).square().sum(), packed)
+    copied = value.detach().contiguous().requires_grad_()
+    (expected,) = torch.autograd.grad(frozen_attention(copied, frozen).square().sum(), copied)
+    assert torch.equal(gradient.unflatten(-1, (5, 16)).transpose(1, 2)[:, 2:], expected)
+
+
+def test_operator_passes_opcheck_and_compiles_whole(generator):
+    frozen = FrozenHeads.from_patterns(random_pattern(2, 40, generator))
+    value = torch.randn(1, 2, 40, 8, generator=generator, requires_grad=True)
+    tables = frozen.tables(torch.float32)
+    arguments = (value, tables["distance"], tables["key_scale"], tables["row_scale"], False)
+    torch.library.opcheck(torch.ops.saf.toeplitz.default, arguments)
+    compiled = torch.compile(lambda v: frozen_attention(v, frozen), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(value), frozen_attention(value, frozen))
+
+
+def test_no_frozen_heads_is_ordinary_attention(generator):
+    query, key, value = (torch.randn(2, 3, 30, 8, generator=generator) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.equal(mixed_attention(query, key, value, None), expected)
+
+
+def test_with_every_head_frozen_queries_and_keys_do_not_matter(generator):
+    frozen = FrozenHeads.from_patterns(random_pattern(3, 30, generator))
+    value = torch.randn(2, 3, 30, 8, generator=generator)
+    empty = torch.empty(2, 0, 30, 8)
+    assert torch.equal(mixed_attention(empty, empty, value, frozen), frozen_attention(value, frozen))
+
+
+def test_tables_keep_their_dtype_when_the_model_is_cast(generator):
+    frozen = FrozenHeads.from_patterns(random_pattern(2, 30, generator), dtype=(torch.float32, torch.bfloat16))
+    before = {name: buffer.clone() for name, buffer in frozen.named_buffers()}
+    frozen.to(torch.bfloat16)
+    assert before
+    for name, buffer in frozen.named_buffers():
+        assert buffer.dtype == before[name].dtype
+        assert torch.equal(buffer, before[name])
+
+
+def test_bad_input_says_what_was_expected(generator):
+    pattern = random_pattern(2, 30, generator)
+    frozen = FrozenHeads.from_patterns(pattern)
+    value = torch.randn(1, 2, 30, 8)
+    with pytest.raises(InputError, match="prepared for backend 'toeplitz', not 'reference'"):
+        frozen_attention(value, frozen, backend="reference")
+    with pytest.raises(InputError, match="unknown backend 'fast'"):
+        FrozenHeads.from_patterns(pattern, backend="fast")
+    with pytest.raises(InputError, match="prepared for"):
+        frozen_attention(value.half(), frozen)
+    with pytest.raises(InputError, match="patterns of one length"):
+        FrozenHeads.from_patterns([pattern[0], pattern[1].prefix(20)])
+    with pytest.raises(InputError, match="key holds the 1 KV heads"):
+        mixed_attention(torch.randn(1, 1, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 3, 30, 8), frozen)
+    with pytest.raises(InputError, match="need kv_head"):
+        mixed_attention(torch.randn(1, 1, 30, 8), torch.randn(1, 1, 30, 8), value, frozen)

@@ -1,0 +1,254 @@
+"""Installing and undoing: exact, with the optimiser carried along, and all or nothing."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from saf.adapters import adapter_for
+from saf.adapters.site import frozen_heads
+from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.heads import HeadSet
+from saf.models import GPT, GPTConfig
+from saf.pattern import CompactPattern
+from saf.surgery import finalize_, install_, restore_, state_of, uninstall_
+
+LENGTH = 24
+SHAPE = GPTConfig(vocab_size=40, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
+SOME = HeadSet([(0, 1), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)])
+
+
+def make(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options):
+    torch.manual_seed(3)
+    model = GPT(SHAPE).double()
+    trainer = optimizer(model.parameters(), lr=1e-2, **options)
+    for _ in range(2):
+        update(model, trainer)
+    return model, trainer
+
+
+def update(model: GPT, trainer: torch.optim.Optimizer, seed: int = 0) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH + 1), generator=generator)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    trainer.step()
+    trainer.zero_grad()
+    return loss.item()
+
+
+def patterns(count: int, seed: int = 0) -> CompactPattern:
+    generator = torch.Generator().manual_seed(seed)
+    return CompactPattern.from_parameters(*torch.randn(2, count, LENGTH, generator=generator, dtype=torch.float64))
+
+
+def snapshot(model: GPT, trainer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    taken = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        taken |= {
+            f"{name}.{key}": t.clone() for key, t in trainer.state[parameter].items() if isinstance(t, torch.Tensor)
+        }
+    return taken
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: CompactPattern) -> torch.Tensor:
+    """Logits of a model with no frozen heads whose chosen heads' attention is overwritten by fixed patterns."""
+    handles = []
+    for layer, block in enumerate(model.blocks):
+
+        def replace(module, inputs, output, layer=layer):
+            mixed = output.clone()
+            for head in heads.in_layer(layer):
+                length = output.shape[-2]
+                mixed[:, head] = fixed.dense()[heads.index((layer, head)), :length, :length] @ inputs[2][:, head]
+            return mixed
+
+        handles.append(block.attention.live.register_forward_hook(replace))
+    logits = model(tokens)
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+def test_installed_model_computes_the_fixed_patterns():
+    model, trainer = make()
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH))
+    expected = by_hand(model, tokens, SOME, patterns(6))
+    install_(model, SOME, patterns(6), optimizer=trainer)
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+    assert frozen_heads(adapter_for(model)) == SOME
+    assert model.blocks[1].attention.q_proj.weight.shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"amsgrad": True})],
+    ids=["adamw", "sgd", "amsgrad"],
+)
+def test_uninstall_is_the_exact_inverse(optimizer, options):
+    model, trainer = make(optimizer, **options)
+    before, parameters = snapshot(model, trainer), list(model.parameters())
+    install_(model, SOME, patterns(6), optimizer=trainer)
+    uninstall_(model, HeadSet([(1, 2)]), optimizer=trainer)
+    uninstall_(model, optimizer=trainer)
+    assert_equal(snapshot(model, trainer), before)
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert not any(site.removed for site in adapter_for(model).sites())
+
+
+def test_retained_rows_train_as_if_their_optimiser_had_always_been_theirs():
+    """A model with the heads' patterns fixed by hand, all rows kept, takes the same AdamW steps."""
+    model, trainer = make()
+    twin = copy.deepcopy(model)
+    twin_trainer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    twin_trainer.load_state_dict(copy.deepcopy(trainer.state_dict()))
+    install_(model, SOME, patterns(6), optimizer=trainer)
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH + 1))
+    for _ in range(3):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        trainer.step()
+        trainer.zero_grad()
+        other = torch.nn.functional.cross_entropy(
+            by_hand(twin, tokens[:, :-1], SOME, patterns(6)).flatten(0, 1), tokens[:, 1:].flatten()
+        )
+        other.backward()
+        for layer, head in SOME:
+            for name in ("q_proj", "k_proj"):
+                assert not getattr(twin.blocks[layer].attention, name).weight.grad[head * 8 : head * 8 + 8].any()
+        twin_trainer.step()
+        twin_trainer.zero_grad()
+        torch.testing.assert_close(loss, other, rtol=1e-12, atol=1e-12)
+    uninstall_(model, optimizer=trainer)
+    for layer in range(3):
+        for name in ("v_proj", "o_proj"):
+            one, two = (getattr(m.blocks[layer].attention, name).weight for m in (model, twin))
+            torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-12)
+        live = [row for head in range(4) if (layer, head) not in SOME for row in range(head * 8, head * 8 + 8)]
+        one, two = (m.blocks[layer].attention.q_proj.weight[live] for m in (model, twin))
+        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-12)
+
+
+def test_an_optimiser_that_was_not_passed_fails_at_its_next_step():
+    model, trainer = make()
+    install_(model, HeadSet([(0, 1)]), patterns(1))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        update(model, trainer)
+
+
+def test_installing_nothing_changes_nothing():
+    model, trainer = make()
+    before = snapshot(model, trainer)
+    install_(model, HeadSet(), [], optimizer=trainer)
+    assert_equal(snapshot(model, trainer), before)
+    other, other_trainer = make()
+    assert update(model, trainer) == update(other, other_trainer)
+    assert_equal(snapshot(model, trainer), snapshot(other, other_trainer))
+
+
+def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
+    model, trainer = make()
+    before = snapshot(model, trainer)
+    stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    requests = [
+        (HeadSet([(0, 4)]), patterns(1), {}, "heads 0 to 3; got 4"),
+        (HeadSet([(0, 0), (7, 0)]), patterns(2), {}, "layers 0 to 2; got head"),
+        (SOME, patterns(5), {}, "6 heads need as many patterns.*got 5"),
+        (SOME, patterns(6), {"optimizer": stranger}, "does not hold the model's"),
+        (SOME, patterns(6), {"backend": "cudnn"}, "unknown backend"),
+    ]
+    for heads, fixed, options, message in requests:
+        with pytest.raises(InputError, match=message):
+            install_(model, heads, fixed, **options)
+    with pytest.raises(UnsupportedError, match="only state of the weight's own shape"):
+        install_(model, SOME, patterns(6), optimizer=broken(trainer))
+    with pytest.raises(InputError, match="not frozen"):
+        uninstall_(model, HeadSet([(0, 0)]))
+    assert_equal(snapshot(model, trainer), before)
+    install_(model, HeadSet([(0, 1)]), patterns(1), optimizer=trainer)
+    with pytest.raises(InputError, match="already frozen"):
+        install_(model, HeadSet([(0, 1)]), patterns(1), optimizer=trainer)
+    finalize_(model)
+    with pytest.raises(InputError, match="were not kept"):
+        uninstall_(model, optimizer=trainer)
+
+
+def broken(trainer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model = GPT(SHAPE).double()
+    other = torch.optim.AdamW(trainer.param_groups[0]["params"], lr=1e-3)
+    weight = next(
+        p for p in other.param_groups[0]["params"] if p.shape == model.blocks[0].attention.q_proj.weight.shape
+    )
+    other.state[weight]["row"] = torch.zeros(3)
+    return other
+
+
+def test_state_restores_an_equal_model_and_can_still_be_undone():
+    model, trainer = make()
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    install_(model, SOME, patterns(6), optimizer=trainer)
+    other = GPT(SHAPE).double()
+    restore_(other, *state_of(model))
+    other.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH))
+    assert torch.equal(model(tokens), other(tokens))
+    uninstall_(other)
+    assert all(torch.equal(tensor, original[name]) for name, tensor in other.state_dict().items())
+    small = GPT(GPTConfig(vocab_size=40, num_layers=2, num_heads=4, hidden_size=32, max_length=LENGTH))
+    with pytest.raises(CheckpointError, match="with 3 layers; this one has 2"):
+        restore_(small, *state_of(model))
+
+
+class FreezeMachine(RuleBasedStateMachine):
+    """Random freezing, undoing and training; the model always computes its frozen heads' patterns."""
+
+    @initialize()
+    def start(self):
+        self.model, self.trainer = make()
+        self.fixed: dict[tuple[int, int], int] = {}
+        self.steps = 0
+
+    @rule(layer=st.integers(0, 2), head=st.integers(0, 3), seed=st.integers(0, 5))
+    def freeze(self, layer, head, seed):
+        if (layer, head) not in self.fixed:
+            install_(self.model, HeadSet([(layer, head)]), patterns(1, seed), optimizer=self.trainer)
+            self.fixed[layer, head] = seed
+
+    @rule(choice=st.integers(0, 11))
+    def undo(self, choice):
+        if self.fixed:
+            head = sorted(self.fixed)[choice % len(self.fixed)]
+            uninstall_(self.model, HeadSet([head]), optimizer=self.trainer)
+            del self.fixed[head]
+
+    @rule()
+    def train(self):
+        update(self.model, self.trainer, self.steps)
+        self.steps += 1
+
+    @invariant()
+    def matches_the_oracle(self):
+        if not hasattr(self, "model"):
+            return
+        heads = HeadSet(self.fixed)
+        tokens = torch.arange(LENGTH)[None] % SHAPE.vocab_size
+        thawed = copy.deepcopy(self.model)
+        uninstall_(thawed)
+        fixed = patterns(1)
+        if heads:
+            fixed = CompactPattern.stack([patterns(1, self.fixed[head])[0] for head in heads])
+        expected = by_hand(thawed, tokens, heads, fixed)
+        torch.testing.assert_close(self.model(tokens), expected, rtol=1e-11, atol=1e-11)
+
+
+FreezeMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=50, deadline=None)
+TestFreezeMachine = FreezeMachine.TestCase
