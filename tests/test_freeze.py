@@ -1,0 +1,163 @@
+"""The whole recipe: budgets, the fit gate, controls, and what it leaves behind."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import saf
+from saf.errors import CheckpointError, InputError, SelectionError
+from saf.models import GPT, GPTConfig
+
+LENGTH = 48
+SHAPE = GPTConfig(vocab_size=60, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
+
+
+def make(gain: float = 30.0) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
+    for block in model.blocks:
+        block.attention.q_proj.weight.data *= gain
+    return model
+
+
+def tokens(count: int = 6) -> torch.Tensor:
+    return torch.randint(0, SHAPE.vocab_size, (count, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def planted(inputs, head):
+    """Make a head attend, on every input alike, in a way that no alpha and rho express: to key i - (i mod 7)^2."""
+    query, key = inputs[0].clone(), inputs[1].clone()
+    position = torch.arange(query.shape[2])
+    wanted = (position - (position % 7) ** 2).clamp(min=0)
+    angle = torch.outer(position.float(), torch.arange(1.0, 5.0))
+    key[:, head] = torch.cat([angle.cos(), angle.sin()], -1) * 6
+    query[:, head] = key[:, head][:, wanted]
+    return query, key
+
+
+def test_the_lowest_heads_are_frozen_with_fits_of_their_mean():
+    model, ids = make(), tokens()
+    statistics = saf.calibrate(model, [ids])
+    report = saf.freeze_(model, [ids[:3], ids[3:]], saf.FreezeConfig(rate=0.25))
+    assert report.heads == saf.select(saf.score(statistics), 0.25)
+    assert len(report.heads) == 3
+    chosen = (
+        [statistics.eta_abs[layer, head] for layer, head in report.heads],
+        [statistics.eta_rel[layer, head] for layer, head in report.heads],
+    )
+    entropy = torch.stack([statistics.row_entropy[layer, head] for layer, head in report.heads])
+    fitted = saf.fit_compact(*map(torch.stack, chosen))
+    torch.testing.assert_close(report.patterns.dense(), fitted.dense())
+    kls = saf.fit_kl(fitted, *map(torch.stack, chosen), entropy)
+    assert list(report.fit_kl.values()) == pytest.approx(kls.tolist(), abs=1e-9)
+    assert max(report.fit_kl.values()) <= 0.2
+    assert model(ids).shape == (6, LENGTH, 60)
+
+
+@pytest.mark.parametrize("score", ["variance", "forward_kl"])
+def test_scores_choose_their_own_heads_and_frozen_ones_are_never_chosen_again(score):
+    model, ids = make(), tokens()
+    first = saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, score=score))
+    second = saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, score=score))
+    assert len(first.heads & second.heads) == 0
+    assert all(second.scores[layer, head].isnan() for layer, head in first.heads)
+    assert first.heads == saf.select(getattr(first.statistics, score), 0.25)
+
+
+def test_a_planted_head_that_cannot_be_fitted_is_skipped_and_refused_in_strict_mode():
+    model, ids = make(), tokens()
+    model.blocks[0].attention.live.register_forward_pre_hook(
+        lambda module, inputs: (*planted(inputs, 2), *inputs[2:]), prepend=True
+    )
+    scores = saf.score(saf.calibrate(model, [ids]))
+    assert scores[0, 2] < 1e-12, "its pattern does not depend on the input, so it ranks first"
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(SelectionError, match=r"strict.*\(0, 2\)"):
+        saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    report = saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25))
+    assert list(report.rejected) == [(0, 2)]
+    assert report.rejected[0, 2] > 0.2
+    assert len(report.heads) == 3
+    assert (0, 2) not in report.heads
+
+
+def test_a_rate_that_cannot_be_attained_warns_or_is_refused():
+    model, ids = make(), tokens()
+    with pytest.warns(UserWarning, match="of 12 heads could be frozen"):
+        report = saf.freeze_(model, [ids], saf.FreezeConfig(rate=1.0, max_fit_kl=1e-4))
+    assert len(report.heads) + len(report.rejected) == 12 == report.requested
+    saf.uninstall_(model)
+    excluded = saf.FreezeConfig(rate=1.0, strict=True, exclude=((0, 0),))
+    with pytest.raises(SelectionError, match="asks for 12 heads; 11 can be frozen"):
+        saf.freeze_(model, [ids], excluded)
+
+
+def test_freezing_no_head_changes_nothing():
+    model, ids = make(), tokens()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.0))
+    assert (len(report.heads), report.patterns) == (0, None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model(ids), make()(ids))
+
+
+def test_with_all_heads_frozen_queries_and_keys_are_gone():
+    model, ids = make(gain=1.0), tokens()
+    report = saf.freeze_(model, [ids], saf.FreezeConfig(rate=1.0))
+    assert len(report.heads) == 12
+    for block in model.blocks:
+        assert block.attention.q_proj.weight.numel() == block.attention.k_proj.weight.numel() == 0
+    model(ids[:, :-1], ids[:, 1:]).backward()
+    assert model.blocks[0].attention.v_proj.weight.grad.abs().sum() > 0
+
+
+def test_the_report_prints_and_saves(tmp_path):
+    model, ids = make(), tokens()
+    report = saf.freeze_(model, [ids])
+    assert "3 of 12 heads frozen by variance" in str(report)
+    assert set(report.seconds) == {"capture", "statistics", "score", "fit", "install"}
+    report.save(tmp_path, update=7)
+    saved = json.loads((tmp_path / "freeze.json").read_text())
+    tensors = load_file(tmp_path / "freeze.safetensors")
+    assert saved["heads"] == report.heads.to_list()
+    assert saved["update"] == 7
+    assert tensors["alpha"].shape == (3, LENGTH)
+    assert tensors["eta_abs"].shape == (3, 4, LENGTH)
+
+
+def test_save_then_load_is_the_identity(tmp_path):
+    model, ids = make(), tokens()
+    saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.5))
+    saf.save(model, tmp_path)
+    loaded = saf.load(tmp_path)
+    assert torch.equal(loaded(ids), model(ids))
+    saf.uninstall_(loaded)
+    assert torch.equal(loaded(ids), make()(ids))
+    filled = saf.load(GPT(SHAPE), tmp_path)
+    assert torch.equal(filled(ids), model(ids))
+    (tmp_path / "saf.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot read .*saf.json"):
+        saf.load(tmp_path)
+
+
+def test_inputs_longer_than_the_patterns_are_refused():
+    model, ids = make(), tokens()
+    saf.freeze_(model, [ids[:, :20]])
+    assert model(ids[:, :20]).shape[1] == 20
+    with pytest.raises(InputError, match="input has 48 positions, the frozen heads' patterns cover 20"):
+        model(ids)
+
+
+def test_bad_settings_are_refused():
+    for options, message in [
+        ({"rate": 1.2}, "from 0 to 1"),
+        ({"score": "magic"}, "unknown score"),
+        ({"pattern": "median"}, "unknown pattern"),
+        ({"fitter": "newton"}, "unknown fitter"),
+        ({"max_fit_kl": 0}, "positive"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            saf.FreezeConfig(**options)
