@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.ops.toeplitz_operator import blocked_product, implementation, toeplitz_product
+from saf.ops.toeplitz_operator import blocked_product, distance_table, implementation, toeplitz_product
 from saf.pattern import CompactPattern, DensePattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -34,7 +34,8 @@ def prepare(
     """Return the tables of one pattern per head.
 
     `distance [C, T]` exp(rho) in `dtype`; `key_scale [C, T]` exp(alpha) and `row_scale [C, T]` 1/Z in float32
-    (float64 for float64 values) for the `C` heads of `convolved`; `weights [F - C, T, T]` for those of `stored`.
+    (float64 for float64 values) and `table` from `distance_table`, for the `C` heads of `convolved`;
+    `weights [F - C, T, T]` for those of `stored`.
     """
     compact = {slot: pattern for slot, pattern in enumerate(patterns) if isinstance(pattern, CompactPattern)}
     made: dict[str, Tensor | tuple[int, ...]] = {}
@@ -43,7 +44,9 @@ def prepare(
         stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
         tables, holds = _convolution(CompactPattern.stack(stacked), dtype)
         convolved = tuple(slot for slot, held in zip(compact, holds.tolist(), strict=True) if held)
-        made |= {name: table[holds] for name, table in tables.items()} if convolved else {}
+        if convolved:
+            made |= {name: table[holds] for name, table in tables.items()}
+            made["table"] = distance_table(tables["distance"][holds])
     stored = tuple(slot for slot in range(len(patterns)) if slot not in convolved)
     if stored:
         dense = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
@@ -92,7 +95,7 @@ def _convolve(value: Tensor, tables: dict, rows: int) -> Tensor:
     length = value.shape[-2]
     distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
     if rows * 4 > length:
-        full = toeplitz_product(value, distance, key_scale, row_scale, False)
+        full = toeplitz_product(value, tables["table"], key_scale, row_scale, False)
         return full[:, :, length - rows :]
     query = torch.arange(length - rows, length, device=value.device)
     lag = query[:, None] - torch.arange(length, device=value.device)

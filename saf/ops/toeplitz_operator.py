@@ -1,9 +1,13 @@
 """The registered operator `saf::toeplitz`, its plain PyTorch form (blocked matrix products) and its gradient."""
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
 BLOCK = 128
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
@@ -41,29 +45,59 @@ def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor)
     return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
 
 
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it is imported only when a kernel runs."""
+    return find_spec("triton") is not None
+
+
+def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the product runs as a Triton kernel on this device."""
+    return device.type == "cuda" and dtype in TRITON_DTYPES and has_triton()
+
+
+def distance_table(distance: Tensor) -> Tensor:
+    """Return what the operator reads exp(rho) from, given `distance [F, T]` on its final device.
+
+    The kernel takes 16-bit weights from materialised 128 x 128 tiles, the fastest of the three forms measured
+    (docs/log.md), and float32 ones from shifted copies. Plain PyTorch takes the vectors themselves.
+    """
+    if not uses_triton(distance.device, distance.dtype):
+        return distance
+    from saf.ops.triton.tables import make_tables
+
+    return make_tables(distance, kind="shifted" if distance.dtype == torch.float32 else "tiles", dtype=distance.dtype)
+
+
 @torch.library.custom_op("saf::toeplitz", mutates_args=())
-def toeplitz_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
+def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
     """Batch-shared causal convolution between two scalings (docs/method.md), or its adjoint.
 
-    `x [B, F, T, D]`, tables `[F, >=T]`; returns `[B, F, T, D]` stored as `[B, T, F, D]`. Plain PyTorch here.
+    `x [B, F, T, D]`, `table` from `distance_table`, scalings `[F, >=T]`; returns `[B, F, T, D]` stored as
+    `[B, T, F, D]`.
     """
-    return (reversed_product if transpose else blocked_product)(x, distance, before, after)
+    if uses_triton(x.device, x.dtype):
+        from saf.ops.triton.toeplitz import toeplitz_matmul
+
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        return toeplitz_matmul(x, table, before, after, transpose=transpose)
+    return (reversed_product if transpose else blocked_product)(x, table, before, after)
 
 
 @toeplitz_product.register_fake
-def _(x: Tensor, distance: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
+def _(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
     batch, heads, length, dim = x.shape
     return x.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
 def _setup(ctx, inputs, output) -> None:
-    _, distance, before, after, ctx.transpose = inputs
-    ctx.save_for_backward(distance, before, after)
+    _, table, before, after, ctx.transpose = inputs
+    ctx.save_for_backward(table, before, after)
 
 
 def _backward(ctx, gradient: Tensor):
-    distance, before, after = ctx.saved_tensors
-    return toeplitz_product(gradient, distance, after, before, not ctx.transpose), None, None, None, None
+    table, before, after = ctx.saved_tensors
+    return toeplitz_product(gradient, table, after, before, not ctx.transpose), None, None, None, None
 
 
 toeplitz_product.register_autograd(_backward, setup_context=_setup)
@@ -71,4 +105,6 @@ toeplitz_product.register_autograd(_backward, setup_context=_setup)
 
 def implementation(device: torch.device, dtype: torch.dtype) -> str:
     """Say how `saf::toeplitz` runs on a device."""
+    if uses_triton(device, dtype):
+        return "block-Toeplitz matrix products in Triton (128 x 128 tiles shared by the batch)"
     return f"block-Toeplitz matrix products in PyTorch ({BLOCK} x {BLOCK} tiles shared by the batch)"

@@ -1,0 +1,92 @@
+"""`saf data prepare` and `saf data info`: make a data folder, look into one."""
+
+import json as json_format
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from saf.data.config import PrepareConfig
+from saf.data.index import PARTITIONS, DataIndex
+from saf.data.preparation import prepare
+from saf.data.token_data import TokenData
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPrepare(PrepareConfig):
+    """Make a data folder of token shards from text: read, tokenise, divide into partitions, shuffle."""
+
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional] = ("python",)
+    """`python` (its own library's text), .txt, .jsonl or .parquet files, folders, or OWNER/NAME[:CONFIG[:SPLIT]]."""
+
+    out: str
+    """Folder to make; it appears only once it is complete."""
+
+    overwrite: bool = False
+    """Replace a finished data folder."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def run(self) -> dict:
+        """Prepare the folder, print what it holds and return its index."""
+        settings = {name: getattr(self, name) for name in PrepareConfig.__dataclass_fields__}
+        index = prepare(self.sources, self.out, overwrite=self.overwrite, **settings)
+        return show(self.out, index, as_json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataInfo:
+    """Show what a data folder holds, checking its files."""
+
+    folder: Annotated[str, tyro.conf.Positional]
+    """A folder made by `saf data prepare`."""
+
+    verify: bool = False
+    """Also check every file's SHA-256 and that no document is in two partitions."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def run(self) -> dict:
+        """Open the folder, print what it holds and return its index."""
+        return show(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
+
+
+def show(folder: str, index: DataIndex, *, as_json: bool) -> dict:
+    """Print a data folder's index as a table for people, or as JSON; return it as a dict."""
+    result = {"folder": folder, **index.to_dict()}
+    if as_json:
+        print(json_format.dumps(result, indent=2))
+        return result
+    console = Console()
+    console.print(partition_table(folder, index))
+    tokenizer, left_out = index.tokenizer, index.duplicates
+    console.print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, stored as {index.dtype}")
+    if index.calibration_from == "train":
+        console.print("calibration  drawn from the training partition")
+    console.print(
+        f"left out     {left_out.get('repeated', 0):,} repeated, {left_out.get('also_held_out', 0):,} also held "
+        f"out, {left_out.get('empty', 0):,} empty documents"
+    )
+    console.print(f"fingerprint  {index.fingerprint}", soft_wrap=True)
+    return result
+
+
+def partition_table(folder: str, index: DataIndex) -> Table:
+    """Return a table with a row for each partition."""
+    table = Table(title=folder, title_justify="left")
+    table.add_column("partition")
+    for heading in ("documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats"):
+        table.add_column(heading, justify="right")
+    for name in PARTITIONS:
+        info = index.partitions[name]
+        entropy = "" if info.unigram_entropy is None else f"{info.unigram_entropy:.3f}"
+        density = f"{info.bytes / info.tokens:.2f}" if info.tokens else ""
+        table.add_row(name, f"{info.documents:,}", f"{info.tokens:,}", f"{info.bytes / 1e6:.2f}", density, entropy)
+    return table
+
+
+COMMANDS = {"prepare": DataPrepare, "info": DataInfo}

@@ -1,0 +1,135 @@
+"""Tokenising documents in several processes, in order."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from saf.data.documents import Document
+from saf.errors import DataError
+
+BATCH_BYTES = 2**20
+BATCH_DOCUMENTS = 1024
+_WORKER = Path(__file__).with_name("encode_worker.py")
+
+
+def usable_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class EncodeWorker:
+    """One tokenising process and the two pipes to it.
+
+    A process of its own rather than a fork, which is unsafe once threads run, or `multiprocessing`'s spawn,
+    which imports the caller's main script again.
+    """
+
+    def __init__(self, tokenizer_file: Path):
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER), str(tokenizer_file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+        )
+
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """Return the token ids (uint32) of each UTF-8 text; raise DataError when the process has died."""
+        sizes = np.array([len(text) for text in texts], dtype="<u8")
+        try:
+            self._send(len(texts).to_bytes(4, "little"), sizes.tobytes(), *texts)
+            ends = np.cumsum(np.frombuffer(self._receive(8 * len(texts)), dtype="<u8"))
+            ids = np.frombuffer(self._receive(4 * int(ends[-1])), dtype="<u4")
+        except (BrokenPipeError, EOFError) as error:
+            code = self.process.wait()
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else "no message; was it killed for memory?"
+            raise DataError(f"a tokenising process died with exit code {code}: {reason}") from error
+        return [ids[start:end] for start, end in pairwise([0, *ends.tolist()])]
+
+    def _send(self, *parts: bytes):
+        assert self.process.stdin is not None
+        for part in parts:
+            self.process.stdin.write(part)
+        self.process.stdin.flush()
+
+    def _receive(self, count: int) -> bytes:
+        assert self.process.stdout is not None
+        data = self.process.stdout.read(count)
+        if len(data) < count:
+            raise EOFError
+        return data
+
+    def close(self):
+        """End the process."""
+        self.process.kill()
+        self.process.communicate()
+        self._errors.close()
+
+
+class EncodePool:
+    """Up to `workers` tokenising processes, started as they are needed; a context manager."""
+
+    def __init__(self, tokenizer_file: Path, workers: int | None):
+        self._file = tokenizer_file
+        self._count = workers or usable_cores()
+        self._threads = ThreadPoolExecutor(self._count)
+        self._own = threading.local()
+        self.workers: list[EncodeWorker] = []
+
+    def __enter__(self) -> "EncodePool":
+        return self
+
+    def __exit__(self, *reason):
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self.workers):
+            worker.process.kill()
+        # A thread that was starting a process meanwhile finishes its batch first.
+        self._threads.shutdown(wait=True)
+        for worker in self.workers:
+            worker.close()
+
+    def _encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        worker = getattr(self._own, "worker", None)
+        if worker is None:
+            worker = self._own.worker = EncodeWorker(self._file)
+            self.workers.append(worker)
+        return worker.encode(texts)
+
+    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, np.ndarray]]:
+        """Yield each document with its token ids (uint32), in the order given, a few batches ahead."""
+        waiting: deque[tuple[list[Document], Future]] = deque()
+        for batch in batches(documents):
+            waiting.append((batch, self._threads.submit(self._encode, [item.data for item in batch])))
+            if len(waiting) > 2 * self._count:
+                done, future = waiting.popleft()
+                yield from zip(done, future.result(), strict=True)
+        for done, future in waiting:
+            yield from zip(done, future.result(), strict=True)
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents into lists of about a mebibyte."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.data)
+        if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,113 @@
+"""One reader for each file format: a path in, documents out, errors that name the file and the line."""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from saf.data.compression import SUFFIXES, Advance, open_stream
+from saf.errors import DataError
+
+Reader = Callable[[Path, Advance], Iterator[str]]
+
+
+def reader_for(path: Path) -> Reader | None:
+    """Return the reader of a file by its name, or None when its suffix is not supported."""
+    bare = path.with_suffix("") if path.suffix in SUFFIXES else path
+    if path.suffix == ".parquet":
+        return read_parquet
+    return {".txt": read_text, ".jsonl": read_jsonl}.get(bare.suffix)
+
+
+@contextmanager
+def _damage_named(path: Path, where: Callable[[], str] = str):
+    try:
+        yield
+    except (EOFError, OSError, zlib.error) as error:
+        kind = {".gz": "gzip", ".zst": "zstandard"}.get(path.suffix)
+        if kind is None:
+            raise DataError(f"{path}: cannot be read ({error})") from error
+        message = f"{path}: truncated or damaged {kind} file{where()} ({error}); copy or download it again"
+        raise DataError(message) from error
+
+
+def read_text(path: Path, advance: Advance) -> Iterator[str]:
+    """Yield a whole UTF-8 text file as one document."""
+    with _damage_named(path), open_stream(path, advance) as file:
+        data = file.read()
+    try:
+        yield data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
+        line = data.count(b"\n", 0, at) + 1
+        raise DataError(f"{path}: not UTF-8 at byte {at} (line {line}); convert it to UTF-8") from error
+
+
+def read_jsonl(path: Path, advance: Advance) -> Iterator[str]:
+    """Yield the `text` field of each line of a JSON Lines file; blank lines are passed over."""
+    number, offset = 0, 0
+
+    def where() -> str:
+        return f" after line {number}"
+
+    with _damage_named(path, where), open_stream(path, advance) as file:
+        lines = iter(file)
+        while True:
+            line = next(lines, None)
+            if line is None:
+                return
+            number += 1
+            if line.strip():
+                yield _jsonl_text(line, path, number, offset)
+            offset += len(line)
+
+
+def _jsonl_text(line: bytes, path: Path, number: int, offset: int) -> str:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        at = offset + error.start
+        raise DataError(f"{path}, line {number}: not UTF-8 at byte {at}; convert the file to UTF-8") from error
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: not JSON ({error}); one object a line is expected") from error
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise DataError(f"{path}, line {number}: expected an object with a text field, got {kind}")
+    return text_field(record, f"{path}, line {number}")
+
+
+def text_field(record: dict, where: str) -> str:
+    """Return a record's `text`; raise DataError naming the place and the fields found instead."""
+    text = record.get("text")
+    if not isinstance(text, str):
+        fields = ", ".join(sorted(map(str, record))) or "none"
+        problem = "no text field" if "text" not in record else f"text is {type(text).__name__}, not a string"
+        raise DataError(f"{where}: {problem}; fields found: {fields}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: half a surrogate pair at character {error.start}; it is not text") from error
+    return text
+
+
+def read_parquet(path: Path, advance: Advance) -> Iterator[str]:
+    """Yield the `text` column of a Parquet file, row group by row group."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading Parquet needs a package: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if "text" not in names:
+                raise DataError(f"{path}: no text column; columns found: {', '.join(names) or 'none'}")
+            size, rows, row = path.stat().st_size, max(file.metadata.num_rows, 1), 0
+            for batch in file.iter_batches(batch_size=256, columns=["text"]):
+                advance(size * batch.num_rows // rows)
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield text_field({"text": text}, f"{path}, row {row}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: truncated or damaged Parquet file ({error})") from error

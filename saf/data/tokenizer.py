@@ -1,0 +1,136 @@
+"""The tokenizer of a data folder: byte-level BPE in the `tokenizers` file format."""
+
+import importlib
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from saf.errors import DataError, InputError
+
+EOT = "<|endoftext|>"
+# Names that other tokenizers give to the token that ends a document.
+_EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+_GPT2_REPOSITORY = "openai-community/gpt2"
+
+
+def tokenizers_package():
+    """Import `tokenizers`; raise DataError when it is missing."""
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise DataError("tokenising needs a package: pip install tokenizers") from error
+
+
+class Tokenizer:
+    """Text to token ids and back. Text that spells a special token is ordinary text, never that token."""
+
+    def __init__(self, data: bytes, *, name: str = "tokenizer.json"):
+        """Build from the bytes of a tokenizer.json; raise DataError when they are not one."""
+        try:
+            self._backend = tokenizers_package().Tokenizer.from_str(data.decode("utf-8"))
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"{name}: not a tokenizer file ({error})") from error
+        self._backend.encode_special_tokens = True
+        self._data = data
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self.eot_token = next((token for token in _EOT_NAMES if token in vocabulary), "")
+        if not self.eot_token:
+            raise DataError(f"{name}: no end-of-text token; one of {', '.join(_EOT_NAMES)} is expected")
+        self.eot_id: int = vocabulary[self.eot_token]
+        self.fingerprint = sha256(data).hexdigest()
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Read a tokenizer.json, or a folder with one or with GPT-2's two files.
+
+        Raises DataError when there is neither, or one of them is damaged.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if file.is_file():
+            return cls(file.read_bytes(), name=str(file))
+        for vocabulary, merges in _GPT2_FILES:
+            if (path / vocabulary).is_file() and (path / merges).is_file():
+                return cls.from_gpt2_files(path / vocabulary, path / merges)
+        pairs = ", ".join(" + ".join(pair) for pair in _GPT2_FILES)
+        raise DataError(f"{path}: no tokenizer there; expected tokenizer.json, or {pairs}")
+
+    @classmethod
+    def from_gpt2_files(cls, vocabulary: str | Path, merges: str | Path) -> "Tokenizer":
+        """Build GPT-2's byte-level BPE from its vocabulary (JSON) and its merges (text)."""
+        package = tokenizers_package()
+        try:
+            model = package.models.BPE.from_file(str(vocabulary), str(merges))
+        except Exception as error:
+            raise DataError(f"{vocabulary}, {merges}: not GPT-2's vocabulary and merges ({error})") from error
+        return cls(_serialised(byte_level(model)), name=str(vocabulary))
+
+    @classmethod
+    def from_hub(cls, repository: str = _GPT2_REPOSITORY) -> "Tokenizer":
+        """Download a tokenizer; raise DataError when the network or the package is not there."""
+        try:
+            backend = tokenizers_package().Tokenizer.from_pretrained(repository)
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{repository}: its tokenizer could not be downloaded ({type(error).__name__}: {error}); offline, "
+                f"give a folder with encoder.json and vocab.bpe instead"
+            ) from error
+        return cls(_serialised(backend), name=repository)
+
+    def save(self, path: str | Path):
+        """Write the tokenizer.json."""
+        Path(path).write_bytes(self._data)
+
+    def encode(self, text: str) -> list[int]:
+        """Return a text's token ids, no end-of-text added."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of several texts, on all cores."""
+        return [row.ids for row in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens spelled out."""
+        return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+def byte_level(model):
+    """Wrap a BPE model in GPT-2's splitting of bytes into words, with an end-of-text token."""
+    package = tokenizers_package()
+    backend = package.Tokenizer(model)
+    backend.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = package.decoders.ByteLevel()
+    backend.add_special_tokens([EOT])
+    return backend
+
+
+def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
+    """Train byte-level BPE with GPT-2's word splitting on texts; end-of-text is token 0.
+
+    The vocabulary comes out smaller than `vocab_size` when the texts have too few pairs to merge. Raises
+    InputError when it has no room for the 256 bytes and the end-of-text token.
+    """
+    if vocab_size < 257:
+        raise InputError(f"vocab_size must be at least 257 (256 bytes and end-of-text); got {vocab_size}")
+    package = tokenizers_package()
+    backend = package.Tokenizer(package.models.BPE())
+    backend.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOT],
+        initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(_serialised(backend))
+
+
+def _serialised(backend) -> bytes:
+    return backend.to_str(pretty=False).encode()

@@ -1,0 +1,208 @@
+"""Launchers of the fused kernels: one forward launch a layer, whatever its mix of heads, and the backward's three."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
+from saf.ops.triton.fused_config import Blocks, FusedConfig, choose_fused_config
+from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
+from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
+from saf.ops.triton.launch import launch
+from saf.ops.triton.tables import PAD
+
+
+def fused_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: HeadMaps,
+    patterns: FusedPatterns,
+    *,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    config: FusedConfig | None = None,
+    precision: str = "ieee",
+) -> tuple[Tensor, Tensor]:
+    """Mix all heads of a layer in one launch.
+
+    Args:
+        query: [B, L, T, D] of live heads, unit stride in D, any other strides; so for all tensors below.
+        key: [B, K, T, D], the key heads that live heads use.
+        value: [B, H_kv, T, D].
+        maps: states and slots of the H heads.
+        patterns: of the frozen heads, for at least T positions.
+        scale: of the live heads' scores; default 1 / sqrt(D).
+        out: [B, H, T, D] view to write into; default: new memory laid out as [B, T, H, D].
+        config: block sizes; default: `choose_fused_config`.
+        precision: of float32 products: "ieee", "tf32" or "tf32x3".
+
+    Returns:
+        The output [B, H, T, D] in head order, and the live heads' row log-sum-exps [B, L, T], float32, nats.
+
+    Raises:
+        InputError: shapes, strides or dtypes that do not fit together.
+    """
+    batch, _, length, dim = value.shape
+    heads = maps.state.numel()
+    _check(query, key, value, maps, patterns)
+    result = empty_heads(value, heads) if out is None else out
+    if result.shape != (batch, heads, length, dim) or result.dtype != value.dtype or result.stride(-1) != 1:
+        raise InputError(f"out must be {(batch, heads, length, dim)} {value.dtype} with unit stride in D")
+    lse = value.new_empty(batch, maps.counts[0], length, dtype=torch.float32)
+    if result.numel() == 0:
+        return result, lse
+    blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype)).forward
+    launch(
+        fused_forward_kernel, (batch * heads, triton.cdiv(length, blocks.block_m)),
+        query, key, value, result, lse, maps.state, maps.query, maps.key, maps.value, maps.pattern,
+        patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
+        heads, maps.counts[0], length, scores_scale(scale, dim) * LOG2E,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *result.stride()[:3],
+        *pattern_strides(patterns), **block_constants(blocks, length, dim, precision),
+        **state_constants(maps), device=value.device,
+    )  # fmt: skip
+    return result, lse
+
+
+def fused_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    maps: HeadMaps,
+    patterns: FusedPatterns,
+    *,
+    scale: float | None = None,
+    config: FusedConfig | None = None,
+    precision: str = "ieee",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `fused_forward` with respect to query, key and value.
+
+    Args:
+        grad: [B, H, T, D], of the output.
+        query: as in the forward.
+        key: as in the forward.
+        value: as in the forward.
+        out: the forward's output.
+        lse: the forward's row log-sum-exps.
+        maps: as in the forward.
+        patterns: as in the forward.
+        scale: as in the forward.
+        config: block sizes; default: `choose_fused_config`.
+        precision: as in the forward.
+
+    Returns:
+        dQ [B, L, T, D], dK [B, K, T, D], dV [B, H_kv, T, D], each laid out as [B, T, heads, D]. Deterministic.
+
+    Raises:
+        InputError: shapes, strides or dtypes that do not fit together.
+    """
+    batch, num_value_heads, length, dim = value.shape
+    live = maps.counts[0]
+    _check(query, key, value, maps, patterns)
+    if grad.shape != out.shape or grad.shape != (batch, maps.state.numel(), length, dim) or grad.stride(-1) != 1:
+        raise InputError(f"grad must be {tuple(out.shape)} with unit stride in D, got {tuple(grad.shape)}")
+    dq, dk, dv = empty_heads(query, live), empty_heads(key, key.shape[1]), empty_heads(value, num_value_heads)
+    if dv.numel() == 0:
+        return dq, dk, dv
+    blocks = config or choose_fused_config(dim=dim, dtype=value.dtype)
+    delta = torch.empty_like(lse)
+    common: dict[str, Any] = {"device": value.device}
+    if live:
+        launch(
+            delta_kernel, (batch * live, triton.cdiv(length, 64)), out, grad, delta, maps.live, live, length,
+            *out.stride()[:3], *grad.stride()[:3],
+            D=dim, DP=padded(dim), BM=64, num_warps=4, **common,
+        )  # fmt: skip
+    launch(
+        key_block_kernel, (batch * num_value_heads, triton.cdiv(length, blocks.keys.block_n)),
+        query, key, value, grad, lse, delta, dk, dv,
+        maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads,
+        patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
+        num_value_heads, live, length, scores_scale(scale, dim),
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
+        *dk.stride()[:3], *dv.stride()[:3], *pattern_strides(patterns),
+        **block_constants(blocks.keys, length, dim, precision), **state_constants(maps), **common,
+    )  # fmt: skip
+    if live:
+        launch(
+            query_block_kernel, (batch * live, triton.cdiv(length, blocks.queries.block_m)),
+            query, key, value, grad, lse, delta, dq, maps.live, maps.key, maps.value,
+            live, length, scores_scale(scale, dim),
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
+            **block_constants(blocks.queries, length, dim, precision, pad=False), **common,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+LOG2E = 1.4426950408889634
+"""1 / log 2: the kernels' exponentials are powers of two."""
+
+
+def scores_scale(scale: float | None, dim: int) -> float:
+    """Return the scale of scores, by default 1 / sqrt(D)."""
+    return dim**-0.5 if scale is None else scale
+
+
+def padded(dim: int) -> int:
+    """Channels rounded up to a power of two that matrix units take."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def empty_heads(like: Tensor, heads: int) -> Tensor:
+    """Uninitialised [B, heads, T, D] laid out as [B, T, heads, D]."""
+    batch, _, length, dim = like.shape
+    return like.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def pattern_strides(patterns: FusedPatterns) -> tuple[int, ...]:
+    """Return the patterns' strides in the order the kernels take them."""
+    return (patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2])
+
+
+def state_constants(maps: HeadMaps) -> dict[str, bool]:
+    """Return which kinds of heads a layer has; code for absent kinds is left out."""
+    return dict(zip(("HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"), (count > 0 for count in maps.counts), strict=True))
+
+
+def block_constants(blocks: Blocks, length: int, dim: int, precision: str, *, pad: bool = True) -> dict[str, Any]:
+    """Return the compile-time arguments that follow from block sizes and shape."""
+    even = length % max(blocks.block_m, blocks.block_n) == 0
+    constants = {
+        "D": dim,
+        "DP": padded(dim),
+        "BM": blocks.block_m,
+        "BN": blocks.block_n,
+        "EVEN": even,
+        "PRECISION": precision,
+        "STAGES": blocks.num_stages,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
+    return constants | ({"PAD": PAD} if pad else {})
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, patterns: FusedPatterns) -> None:
+    """Raise InputError unless operands, maps and patterns fit together."""
+    batch, _, length, dim = value.shape
+    live, compact, dense = maps.counts
+    if query.shape != (batch, live, length, dim):
+        raise InputError(f"query must be {(batch, live, length, dim)}, one slot a live head, got {tuple(query.shape)}")
+    if (key.shape[0], *key.shape[2:]) != (batch, length, dim):
+        raise InputError(f"key must be [{batch}, K, {length}, {dim}], got {tuple(key.shape)}")
+    if not query.dtype == key.dtype == value.dtype or value.dtype == torch.float64:
+        raise InputError(f"query, key and value must share a 16- or 32-bit dtype, got {query.dtype}, {value.dtype}")
+    if any(tensor.numel() and tensor.stride(-1) != 1 for tensor in (query, key, value)):
+        raise InputError("the channels of query, key and value must have stride 1; pass contiguous tensors")
+    for name, count, have in (
+        ("compact", compact, patterns.alpha.shape),
+        ("dense", dense, patterns.dense.shape),
+    ):
+        if count and (have[0] != count or have[1] < length):
+            raise InputError(f"{count} {name} heads of {length} positions need as many patterns, got {tuple(have)}")

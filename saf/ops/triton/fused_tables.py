@@ -1,0 +1,140 @@
+"""What the fused kernels read besides the operands: which head is what, and the frozen heads' patterns."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.ops.triton.tables import PAD
+
+LIVE, COMPACT, DENSE = 0, 1, 2
+"""States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""
+BAND_SHIFTS = 4
+"""Shifted copies of rho: four float32 elements make one aligned 16-byte load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadMaps:
+    """Where each of H heads finds its parts, int32 tensors on the operands' device.
+
+    Attributes:
+        state: [H] LIVE, COMPACT or DENSE.
+        query: [H] slot in the query; heads that are not live hold 0, which is never read.
+        key: [H] slot in the key, for live heads.
+        value: [H] slot in the value.
+        pattern: [H] slot among the patterns of the head's own kind.
+        live: [L] head by query slot.
+        group_start: [H_kv + 1] first entry of each value head in `group_heads`.
+        group_heads: [H] heads sorted by value slot.
+        counts: numbers of live, compact and dense heads.
+    """
+
+    state: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pattern: Tensor
+    live: Tensor
+    group_start: Tensor
+    group_heads: Tensor
+    counts: tuple[int, int, int]
+
+    @classmethod
+    def build(
+        cls,
+        state: Sequence[int],
+        *,
+        key: Sequence[int],
+        value: Sequence[int],
+        num_value_heads: int,
+        device: torch.device | str,
+    ) -> "HeadMaps":
+        """Number the slots of heads in order.
+
+        Args:
+            state: a state a head.
+            key: key slot of each head; ignored for heads that are not live.
+            value: value slot of each head.
+            num_value_heads: heads of the value tensor.
+            device: where the maps go.
+
+        Raises:
+            InputError: lengths differ, or a state or slot is out of range.
+        """
+        if not len(state) == len(key) == len(value):
+            raise InputError(
+                f"state, key and value name {len(state)}, {len(key)} and {len(value)} heads; expected one count"
+            )
+        if set(state) - {LIVE, COMPACT, DENSE} or any(not 0 <= slot < num_value_heads for slot in value):
+            raise InputError(f"states must be 0, 1 or 2 and value slots below {num_value_heads}")
+        seen = [0, 0, 0]
+        own = []
+        for kind in state:
+            own.append(seen[kind])
+            seen[kind] += 1
+        heads = range(len(state))
+        order = sorted(heads, key=lambda head: value[head])
+        starts = [sum(slot < bound for slot in value) for bound in range(num_value_heads + 1)]
+
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return cls(
+            state=tensor(state),
+            query=tensor([own[head] if state[head] == LIVE else 0 for head in heads]),
+            key=tensor([key[head] if state[head] == LIVE else 0 for head in heads]),
+            value=tensor(value),
+            pattern=tensor(own),
+            live=tensor([head for head in heads if state[head] == LIVE]),
+            group_start=tensor(starts),
+            group_heads=tensor(order),
+            counts=(seen[0], seen[1], seen[2]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedPatterns:
+    """Patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
+
+    Attributes:
+        alpha: [F, L] float32, in powers of two.
+        band: [F, 4, PAD + W] float32 copies of rho in powers of two, copy s shifted by s, -inf before distance 0;
+            W is L rounded up to PAD.
+        log_z: [F, L] float32, in powers of two.
+        dense: [F_dense, L, L] bfloat16, float16 or float32; zero heads if there are none.
+    """
+
+    alpha: Tensor
+    band: Tensor
+    log_z: Tensor
+    dense: Tensor
+
+    @classmethod
+    def build(cls, alpha: Tensor, rho: Tensor, log_z: Tensor, dense: Tensor) -> "FusedPatterns":
+        """Build from natural logarithms alpha, rho, log_z [F, L] and dense weights [F_dense, L, L].
+
+        Raises:
+            InputError: the shapes do not fit together.
+        """
+        if alpha.ndim != 2 or alpha.shape != rho.shape or alpha.shape != log_z.shape:
+            shapes = [tuple(tensor.shape) for tensor in (alpha, rho, log_z)]
+            raise InputError(f"alpha, rho and log_z must have one shape [F, L], got {shapes}")
+        if dense.ndim != 3 or dense.shape[1] != dense.shape[2]:
+            raise InputError(f"dense must be [F, L, L], got {tuple(dense.shape)}")
+        log2e = 1 / math.log(2)
+        heads, length = rho.shape
+        width = PAD + -(-length // PAD) * PAD
+        padded = torch.full((heads, width), -math.inf, dtype=torch.float64, device=rho.device)
+        padded[:, PAD : PAD + length] = rho.double() * log2e
+        band = torch.full((heads, BAND_SHIFTS, width), -math.inf, device=rho.device)
+        for shift in range(BAND_SHIFTS):
+            band[:, shift, shift:] = padded[:, : width - shift].float()
+        return cls(
+            alpha=(alpha.double() * log2e).float(),
+            band=band,
+            log_z=(log_z.double() * log2e).float(),
+            dense=dense.contiguous(),
+        )

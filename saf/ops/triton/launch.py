@@ -1,0 +1,12 @@
+"""Launch a Triton kernel on the device of its tensors."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> None:
+    """Run a kernel; Triton launches on the current device, so make that the tensors' one."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*args, **constants)

@@ -1,0 +1,178 @@
+"""Device code of the batch-shared Toeplitz product; the launcher is in `toeplitz.py`.
+
+BM: output rows of a program. BK: positions summed over a step. BN: columns of the folded (batch, channel) axis.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# The device language's constants and ranges are not what their annotations say.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["T"])
+def prescale_kernel(
+    x_ptr, pre_ptr, out_ptr, T, N,
+    x_stride_b, x_stride_f, x_stride_t, pre_stride_f,
+    D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Write x * pre, rounded to x's dtype, as contiguous [F, T, N]."""
+    i_f = tl.program_id(2).to(tl.int64)
+    o_t = tl.program_id(0) * BT + tl.arange(0, BT)
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = (o_t < T)[:, None] & (o_n < N)[None, :]
+    row = o_t.to(tl.int64)
+    column = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
+    b_x = tl.load(x_ptr + i_f * x_stride_f + row[:, None] * x_stride_t + column[None, :], mask=mask, other=0.0)
+    b_pre = tl.load(pre_ptr + i_f * pre_stride_f + o_t, mask=o_t < T, other=0.0)
+    b_y = b_x.to(tl.float32) * b_pre[:, None]
+    tl.store(out_ptr + (i_f * T + row[:, None]) * N + o_n[None, :], b_y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tile_pointers(
+    table_ptr, stride_0, m0, k0,
+    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Pointers [BM, BK] to g(distance) for rows from m0 and summed positions from k0; unused for tiles."""
+    o_m = tl.arange(0, BM)
+    o_k = tl.arange(0, BK)
+    if TRANSPOSE:
+        query = o_k[None, :]
+        key = o_m[:, None]
+        start = PAD + (k0 - m0)
+    else:
+        query = o_m[:, None]
+        key = o_k[None, :]
+        start = PAD + (m0 - k0)
+    if KIND == 1:  # noqa: SIM108
+        # Eight queries at one key are one aligned vector of the copy that is shifted by key % 8.
+        offset = (key % 8) * stride_0 + (query - (key // 8) * 8)
+    else:
+        offset = query - key
+    return table_ptr + start + offset
+
+
+@triton.jit
+def _load_tile(
+    p_g, table_ptr, m0, k0,
+    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """One [BM, BK] tile of the Toeplitz matrix (or of its transpose)."""
+    if KIND == 2:
+        o_m = tl.multiple_of(m0 % TILE, BM) + tl.arange(0, BM)
+        o_k = tl.multiple_of(k0 % TILE, BK) + tl.arange(0, BK)
+        if TRANSPOSE:
+            index = k0 // TILE - m0 // TILE
+            offset = o_k[None, :] * TILE + o_m[:, None]
+        else:
+            index = m0 // TILE - k0 // TILE
+            offset = o_m[:, None] * TILE + o_k[None, :]
+        return tl.load(table_ptr + index * (TILE * TILE) + offset, cache_modifier=CACHE)
+    return tl.load(p_g, cache_modifier=CACHE)
+
+
+@triton.jit
+def _output_tile(
+    tile, x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
+    x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
+    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PRE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute and store one [BM, BN] tile of the output of one head; PRE is 0 none, 1 on x, 2 on the tile."""
+    # Tiles with the longest sum come first, so that the last wave is made of short ones.
+    per_row = num_n * num_f
+    i_m = tile // per_row
+    i_f = ((tile % per_row) // num_n).to(tl.int64)
+    i_n = tile % num_n
+    if not TRANSPOSE:
+        i_m = num_m - 1 - i_m
+    m0 = i_m * BM
+    o_n = i_n * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    batch = (o_n // D).to(tl.int64)
+    channel = o_n % D
+    if TRANSPOSE:
+        lo = (m0 // BK) * BK
+        hi = T
+    else:
+        lo = m0 * 0
+        hi = tl.minimum(m0 + BM, T)
+
+    table_ptr += i_f * table_stride_f
+    p_g = _tile_pointers(table_ptr, table_stride_0, m0, lo, TRANSPOSE, KIND, PAD, BM, BK)
+    p_x = (
+        x_ptr + i_f * x_stride_f + lo.to(tl.int64) * x_stride_t
+        + o_k[:, None] * x_stride_t + (batch * x_stride_b + channel)[None, :]
+    )  # fmt: skip
+    p_pre = pre_ptr + i_f * pre_stride_f + o_k
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
+        b_a = _load_tile(p_g, table_ptr, m0, k0, TRANSPOSE, KIND, TILE, BM, BK, CACHE)
+        m_k = k0 + o_k < T
+        if EVEN_T and EVEN_N:
+            b_x = tl.load(p_x)
+        elif EVEN_N:
+            b_x = tl.load(p_x, mask=m_k[:, None], other=0.0)
+        else:
+            b_x = tl.load(p_x, mask=m_k[:, None] & (o_n < N)[None, :], other=0.0)
+        if PRE != 0:
+            b_pre = tl.load(p_pre + k0, mask=m_k, other=0.0)
+            if PRE == 1:
+                b_x = (b_x.to(tl.float32) * b_pre[:, None]).to(b_x.dtype)
+            else:
+                b_a = b_a.to(tl.float32) * b_pre[None, :]
+        acc = tl.dot(b_a.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
+        p_x += BK * x_stride_t
+        if TRANSPOSE:
+            p_g += BK
+        else:
+            p_g -= BK
+
+    o_m = m0 + tl.arange(0, BM)
+    b_post = tl.load(post_ptr + i_f * post_stride_f + o_m, mask=o_m < T, other=0.0)
+    p_out = (
+        out_ptr + i_f * out_stride_f + o_m.to(tl.int64)[:, None] * out_stride_t
+        + (batch * out_stride_b + channel)[None, :]
+    )  # fmt: skip
+    mask = (o_m < T)[:, None] & (o_n < N)[None, :]
+    tl.store(p_out, (acc * b_post[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f"])
+def toeplitz_kernel(
+    x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
+    x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
+    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PRE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
+    STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """Multiply by every head's Toeplitz matrix; a program computes one output tile, persistent ones several."""
+    if PERSISTENT:
+        programs = tl.num_programs(0)
+        pid = tl.program_id(0)
+        total = num_m * num_n * num_f
+        for turn in range(0, tl.cdiv(total, programs)):
+            # Alternate direction: whoever got a longer tile in one turn gets a shorter one in the next.
+            place = pid if turn % 2 == 0 else programs - 1 - pid
+            tile = turn * programs + place
+            if tile < total:
+                _output_tile(
+                    tile, x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
+                    x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
+                    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f,
+                    D, BM, BN, BK, TRANSPOSE, KIND, PRE, PAD, TILE, EVEN_T, EVEN_N, PRECISION, CACHE, STAGES,
+                )  # fmt: skip
+    else:
+        _output_tile(
+            tl.program_id(0), x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
+            x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
+            table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f,
+            D, BM, BN, BK, TRANSPOSE, KIND, PRE, PAD, TILE, EVEN_T, EVEN_N, PRECISION, CACHE, STAGES,
+        )  # fmt: skip

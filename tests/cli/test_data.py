@@ -1,0 +1,63 @@
+import json
+
+import pytest
+import tyro
+
+from saf.cli.data import COMMANDS
+from saf.data import TokenData
+from saf.errors import DataError
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.jsonl"
+    lines = (json.dumps({"text": f"Document {n}. " + "some words to learn from " * (n % 7 + 3)}) for n in range(80))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(name: str, *arguments: str) -> dict:
+    return tyro.cli(COMMANDS[name], args=list(arguments)).run()
+
+
+def test_prepare_then_info(text, tmp_path, capsys):
+    out = str(tmp_path / "data")
+    options = ("--vocab-size", "300", "--heldout-fraction", "0.3", "--workers", "1")
+    result = run("prepare", str(text), "--out", out, *options)
+    printed = capsys.readouterr().out
+    data = TokenData.open(out, verify=True)
+    assert result == {"folder": out, **data.index.to_dict()}
+    assert f"{data.num_tokens('train'):,}" in printed
+    assert data.fingerprint in printed
+    assert run("info", out, "--verify", "--json") == json.loads(capsys.readouterr().out) == result
+    with pytest.raises(DataError, match="a finished data folder is there"):
+        run("prepare", str(text), "--out", out, *options)
+
+
+def test_several_sources_and_held_out_ones(text, tmp_path):
+    more, held = tmp_path / "more.txt", tmp_path / "held.jsonl"
+    more.write_text("One more document of training text.")
+    held.write_text("\n".join(json.dumps({"text": f"held out {n}"}) for n in range(9)))
+    out = str(tmp_path / "data")
+    result = run(
+        "prepare", str(text), str(more), "--out", out, "--heldout", str(held), "--calibration-from", "train",
+        "--vocab-size", "300", "--json",
+    )  # fmt: skip
+    assert [source["documents"] for source in result["sources"]] == [80, 1]
+    assert [source["documents"] for source in result["heldout"]] == [9]
+    assert result["calibration_from"] == "train"
+    assert result["partitions"]["calibration"]["tokens"] == 0
+
+
+def test_the_python_text_is_the_default(tmp_path):
+    result = run("prepare", "--out", str(tmp_path / "data"), "--max-bytes", "1000000", "--vocab-size", "512")
+    assert result["sources"][0]["source"] == "python"
+    assert result["partitions"]["train"]["tokens"] > 300_000
+
+
+def test_folders_from_a_given_tokenizer(shared, text, tmp_path):
+    folder = str(shared / "data" / "tokenizers" / "gpt2")
+    result = run("prepare", str(text), "--out", str(tmp_path / "d"), "--tokenizer", folder, "--heldout-fraction", "0.3")
+    assert result["tokenizer"]["vocab_size"] == 50257
+    assert result["tokenizer"]["eot_id"] == 50256
+    assert TokenData.open(tmp_path / "d").tokenizer().encode("Hello world") == [15496, 995]

@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saf.data.documents import order_key, split_text
+from saf.data.partitions import assign, check_disjoint, divide, held_out_pool, hold_out
+from saf.errors import DataError
+
+THIRDS = (1 / 3, 1 / 3, 1 / 3)
+
+
+@given(st.lists(st.integers(1, 100), min_size=30, max_size=200), st.integers(0, 2**32))
+def test_parts_differ_by_less_than_the_longest_document(lengths, seed):
+    tokens = np.array(lengths)
+    keys = np.random.default_rng(seed).integers(0, 2**63, len(tokens)).astype(np.uint64)
+    parts = divide(keys, tokens, THIRDS)
+    totals = np.bincount(parts, weights=tokens, minlength=3)
+    assert totals.max() - totals.min() <= tokens.max()
+
+
+def test_order_of_documents_does_not_matter(rng):
+    keys = rng.integers(0, 2**63, 200).astype(np.uint64) * np.uint64(2)
+    tokens = rng.integers(10, 1000, 200)
+    heldout = np.zeros(200, dtype=bool)
+    shuffled = rng.permutation(200)
+    one = assign(keys, tokens, heldout, fraction=0.2, shares=THIRDS)
+    other = assign(keys[shuffled], tokens[shuffled], heldout, fraction=0.2, shares=THIRDS)
+    assert (one[shuffled] == other).all()
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5])
+def test_the_fraction_is_reached_from_the_lowest_keys(rng, fraction):
+    keys = rng.integers(0, 2**63, 2000).astype(np.uint64) * np.uint64(2)
+    tokens = rng.integers(10, 1000, 2000)
+    mask = hold_out(keys, tokens, fraction)
+    assert tokens[mask].sum() / tokens.sum() == pytest.approx(fraction, abs=0.01)
+    assert keys[mask].max() < keys[~mask].min()
+    assert keys[mask].max() < held_out_pool(fraction)
+
+
+def test_a_very_long_document_stays_in_training(rng):
+    keys = np.arange(101, dtype=np.uint64) * np.uint64(2**57)
+    tokens = np.array([5000] + [100] * 100)
+    mask = hold_out(keys, tokens, 0.1)
+    assert not mask[0]
+    assert tokens[mask].sum() == pytest.approx(0.1 * tokens.sum(), abs=100)
+
+
+def test_a_share_of_zero_gets_nothing(rng):
+    parts = divide(np.arange(50, dtype=np.uint64), rng.integers(1, 50, 50), (0.0, 0.5, 0.5))
+    assert set(parts.tolist()) == {1, 2}
+
+
+def test_too_few_documents_are_refused():
+    keys, tokens = np.arange(4, dtype=np.uint64), np.array([10, 10, 10, 10])
+    with pytest.raises(DataError, match="the report partition got no document: 4 documents in all, 2 held out"):
+        assign(keys, tokens, np.array([True, True, False, False]), fraction=None, shares=THIRDS)
+    with pytest.raises(DataError, match="the train partition got no document"):
+        assign(keys, tokens, np.array([True] * 4), fraction=None, shares=THIRDS)
+
+
+def test_a_shared_document_is_found(rng):
+    digests = rng.integers(0, 256, (30, 16), dtype=np.uint8)
+    partition = np.arange(30) % 4
+    check_disjoint(digests, partition)
+    digests[7] = digests[20]
+    with pytest.raises(
+        DataError, match=r"1 documents lie in two partitions, one of them in (train and report|report and train)"
+    ):
+        check_disjoint(digests, partition)
+    partition[7] = partition[20]
+    check_disjoint(digests, partition)
+
+
+@given(st.text(alphabet="ab \n", max_size=200), st.integers(1, 40))
+def test_pieces_join_to_the_text(text, limit):
+    pieces = list(split_text(text, limit))
+    assert "".join(pieces) == text
+    assert all(len(piece) <= limit for piece in pieces)
+
+
+def test_keys_depend_on_seed_and_content():
+    keys = {order_key(digest, seed) for digest in (b"a" * 16, b"b" * 16) for seed in (0, 1, 2**40)}
+    assert len(keys) == 6
+    assert all(0 <= key < 2**64 for key in keys)

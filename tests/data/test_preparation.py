@@ -1,0 +1,175 @@
+import json
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from saf.data import PARTITIONS, TokenData, prepare
+from saf.data.encoding import EncodeWorker
+from saf.data.index import DataIndex
+from saf.errors import DataError, InputError
+
+
+def documents_of(data: TokenData, partition: str) -> list[str]:
+    """Decode a partition into its documents."""
+    ids = np.asarray(data.tokens(partition))
+    assert ids[-1] == data.eot_id
+    tokenizer = data.tokenizer()
+    ends = np.flatnonzero(ids == data.eot_id)
+    return [tokenizer.decode(part[part != data.eot_id]) for part in np.split(ids, ends[:-1] + 1)]
+
+
+def folder_bytes(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_every_document_lands_in_exactly_one_partition(prepared, texts):
+    data = TokenData.open(prepared, verify=True)
+    found = {name: documents_of(data, name) for name in PARTITIONS}
+    assert sorted(chain(*found.values())) == sorted(texts)
+    for name in PARTITIONS:
+        info = data.index.partitions[name]
+        assert len(found[name]) == info.documents
+        assert sum(len(text.encode()) for text in found[name]) == info.bytes
+    assert found["train"] != [text for text in texts if text in set(found["train"])], "documents are shuffled"
+
+
+def test_held_out_tokens_are_balanced(prepared):
+    data = TokenData.open(prepared)
+    counts = np.array([data.num_tokens(name) for name in PARTITIONS])
+    assert counts[1:].sum() / counts.sum() == pytest.approx(0.3, abs=0.03)
+    assert counts[1:].max() <= 1.1 * counts[1:].min()
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_the_number_of_workers_changes_nothing(prepared, corpus, settings, tmp_path, workers, monkeypatch):
+    monkeypatch.setattr("saf.data.encoding.BATCH_DOCUMENTS", 7)
+    prepare(corpus, tmp_path / "data", **{**settings, "workers": workers})
+    assert folder_bytes(tmp_path / "data") == folder_bytes(prepared)
+
+
+def test_the_seed_changes_order_and_partitions(prepared, corpus, settings, tmp_path):
+    index = prepare(corpus, tmp_path / "data", **settings, seed=1)
+    assert index.fingerprint != DataIndex.load(prepared).fingerprint
+
+
+def test_given_heldout_text_is_divided_and_repeats_are_dropped(texts, tmp_path):
+    heldout = jsonl(tmp_path / "heldout.jsonl", texts[:40])
+    train = jsonl(tmp_path / "train.jsonl", [*texts[30:], *texts[50:60], "  "])
+    index = prepare(train, tmp_path / "data", heldout=heldout, vocab_size=300, workers=1)
+    assert index.duplicates["also_held_out"] == 10
+    assert index.duplicates["repeated"] == 10
+    assert index.duplicates["empty"] == 1
+    data = TokenData.open(tmp_path / "data", verify=True)
+    held = [documents_of(data, name) for name in PARTITIONS[1:]]
+    assert sorted(chain(*held)) == sorted(texts[:40])
+    assert sorted(documents_of(data, "train")) == sorted(texts[40:])
+    counts = [data.num_tokens(name) for name in PARTITIONS[1:]]
+    assert max(counts) <= 1.1 * min(counts)
+
+
+def test_heldout_shares(texts, corpus, settings, tmp_path):
+    index = prepare(corpus, tmp_path / "data", **settings, heldout_shares=(2, 1, 1))
+    tokens = [index.partitions[name].tokens for name in PARTITIONS[1:]]
+    assert tokens[0] == pytest.approx(2 * tokens[1], rel=0.15)
+    assert tokens[1] == pytest.approx(tokens[2], rel=0.15)
+
+
+def test_calibration_from_train_leaves_its_partition_empty(corpus, settings, tmp_path):
+    prepare(corpus, tmp_path / "data", **settings, calibration_from="train")
+    data = TokenData.open(tmp_path / "data", verify=True)
+    assert data.num_tokens("calibration") == 0
+    assert data.num_tokens("controller") == pytest.approx(data.num_tokens("report"), rel=0.1)
+    with pytest.raises(DataError, match='source="train"'):
+        data.tokens("calibration")
+
+
+def test_limits_and_splitting(corpus, texts, tmp_path):
+    index = prepare(corpus, tmp_path / "a", max_documents=60, vocab_size=300, heldout_fraction=0.4, workers=1)
+    assert index.sources[0]["documents"] == 60
+    index = prepare(corpus, tmp_path / "b", max_bytes=20_000, vocab_size=300, heldout_fraction=0.4, workers=1)
+    assert 20_000 <= index.sources[0]["bytes"] <= 20_000 + max(map(len, texts))
+    one = tmp_path / "one.txt"
+    one.write_text("\n\n".join(texts))
+    with pytest.raises(DataError, match=r"got no document: 1 documents in all.*split_characters"):
+        prepare(one, tmp_path / "c", vocab_size=300, workers=1)
+    index = prepare(one, tmp_path / "c", vocab_size=300, workers=1, split_characters=400, heldout_fraction=0.2)
+    text_bytes = sum(info.bytes for info in index.partitions.values())
+    assert text_bytes + index.duplicates["repeated"] <= len("\n\n".join(texts)) <= text_bytes + 400
+
+
+def test_a_large_vocabulary_is_stored_as_uint32(corpus, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr("saf.data.shards.token_dtype", lambda size: np.dtype("<u4"))
+    monkeypatch.setattr("saf.data.preparation.token_dtype", lambda size: np.dtype("<u4"))
+    index = prepare(corpus, tmp_path / "data", **settings)
+    assert index.dtype == "uint32"
+    data = TokenData.open(tmp_path / "data", verify=True)
+    assert (tmp_path / "data" / "train-00000.bin").stat().st_size == 4 * data.num_tokens("train")
+    assert len(documents_of(data, "train")) == index.partitions["train"].documents
+
+
+@pytest.mark.parametrize("stage", ["saf.data.preparation.choose_tokenizer", "saf.data.preparation.assign"])
+def test_a_failure_leaves_nothing(corpus, settings, tmp_path, monkeypatch, stage):
+    def fail(*args, **kwargs):
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr(stage, fail)
+    with pytest.raises(RuntimeError, match="power cut"):
+        prepare(corpus, tmp_path / "data", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_text_in_the_middle_leaves_nothing(settings, tmp_path, corpus):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(corpus.read_bytes() + b'{"txt": 1}\n')
+    with pytest.raises(DataError, match="line 121: no text field"):
+        prepare(bad, tmp_path / "data", **settings)
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+def test_a_dead_worker_is_reported(corpus, settings, tmp_path, monkeypatch):
+    encode = EncodeWorker.encode
+
+    def killed(worker, texts):
+        worker.process.kill()
+        return encode(worker, texts)
+
+    monkeypatch.setattr(EncodeWorker, "encode", killed)
+    with pytest.raises(DataError, match="tokenising process died with exit code -9"):
+        prepare(corpus, tmp_path / "data", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"heldout_fraction": 0.0}, "heldout_fraction must lie in"),
+        ({"heldout_fraction": 0.1, "heldout": "x.txt"}, "not both"),
+        ({"heldout_shares": (1, 0, 1)}, "three positive numbers"),
+        ({"workers": 0}, "workers must be a positive integer"),
+        ({"seed": -1}, "seed must be an integer"),
+        ({"calibration_from": "text"}, "calibration_from must be"),
+        ({"vocab_size": 100}, "at least 257"),
+    ],
+)
+def test_settings_out_of_range(corpus, tmp_path, setting, message):
+    with pytest.raises(InputError, match=message):
+        prepare(corpus, tmp_path / "data", **setting)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_source_at_all(tmp_path):
+    with pytest.raises(InputError, match="at least one source"):
+        prepare([], tmp_path / "data")
+
+
+def test_nothing_is_printed_without_a_terminal(corpus, settings, tmp_path, capfd):
+    prepare(corpus, tmp_path / "data", **settings)
+    assert capfd.readouterr() == ("", "")
+    prepare(corpus, tmp_path / "shown", progress=True, **settings)
+    assert "tokenising" in capfd.readouterr().err
