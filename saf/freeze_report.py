@@ -4,16 +4,17 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
 from saf.heads import Head, HeadSet
-from saf.pattern import CompactPattern
+from saf.pattern import CompactPattern, DensePattern
 from saf.statistics import AttentionStatistics
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SCHEMA = "saf.freeze/1"
 
@@ -23,8 +24,8 @@ class FreezeReport:
     """The result of `freeze_`; `print(report)` shows a table, `save` writes JSON and safetensors."""
 
     heads: HeadSet
-    patterns: CompactPattern | None
-    """`[F, T]` in the heads' order; None when no head was frozen."""
+    patterns: CompactPattern | DensePattern | None
+    """`[F, T]` (dense: `[F, T, T]`) in the heads' order; None when no head was frozen."""
     fit_kl: dict[Head, float]
     """Row-averaged KL of each frozen head's pattern to its compact fit, in nats."""
     rejected: dict[Head, float]
@@ -57,17 +58,22 @@ class FreezeReport:
         }
 
     def save(self, folder: str | Path, **extra: Any) -> None:
-        """Write `freeze.json` (with `extra` values) and `freeze.safetensors` into an existing folder."""
+        """Write `freeze.json` (with `extra` values) and `freeze.safetensors` into an existing folder.
+
+        Dense patterns are left out; they are in the model's own checkpoint or sidecar.
+        """
         folder = Path(folder)
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
-        if self.patterns is not None:
+        if isinstance(self.patterns, CompactPattern):
             tensors |= {name: getattr(self.patterns, name).float() for name in ("alpha", "rho", "log_z")}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "freeze.safetensors")
         (folder / "freeze.json").write_text(json.dumps(self.to_dict() | extra, indent=1))
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> "Table":
         """Return one row a layer: frozen heads, score range, worst fit; totals and seconds in the caption."""
+        from rich.table import Table
+
         total = sum(self.seconds.values())
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         table = Table(
@@ -85,6 +91,8 @@ class FreezeReport:
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         text = io.StringIO()
         Console(width=100, file=text).print(self)
         return text.getvalue()

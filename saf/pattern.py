@@ -47,6 +47,8 @@ class CompactPattern:
         """
         if alpha.shape != rho.shape:
             raise InputError(f"alpha and rho must share one shape; got {list(alpha.shape)} and {list(rho.shape)}")
+        if alpha.dtype != rho.dtype or not alpha.is_floating_point():
+            raise InputError(f"alpha and rho must share one dtype, floating point; got {alpha.dtype}, {rho.dtype}")
         if not (bool(alpha.isfinite().all()) and bool(rho.isfinite().all())):
             raise InputError("alpha and rho must be finite")
         with torch.no_grad():
@@ -125,7 +127,8 @@ class CompactPattern:
         """
         position = torch.arange(self.length, dtype=torch.float64, device=self.log_z.device)
         position -= position.mean()
-        slope = (self.log_z.double() * position).sum(-1, keepdim=True) / position.square().sum().clamp(min=1)
+        # The smallest sum of squares, at T = 2, is 0.5; a single position has no slope.
+        slope = (self.log_z.double() * position).sum(-1, keepdim=True) / position.square().sum().clamp(min=0.5)
         return self._gauge(-slope, 0)
 
     def _gauge(self, tilt: Tensor, first: int) -> "CompactPattern":
@@ -209,4 +212,7 @@ def _median_slope(values: Tensor) -> Tensor:
     if values.shape[-1] == 1:
         return torch.zeros_like(values)
     lag = values.shape[-1] // 2
-    return ((values[..., lag:] - values[..., :-lag]) / lag).quantile(0.5, dim=-1, keepdim=True)
+    # Not torch.median, which takes the lower of two middle values, nor quantile, which has a size limit.
+    slopes = ((values[..., lag:] - values[..., :-lag]) / lag).sort(-1).values
+    count = slopes.shape[-1]
+    return (slopes[..., (count - 1) // 2 :][..., :1] + slopes[..., count // 2 :][..., :1]) / 2

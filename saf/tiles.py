@@ -14,7 +14,7 @@ from torch import Tensor
 from saf.errors import InputError
 
 DEFAULT_BLOCK = 128
-_GPU_OFFSETS = 64
+_GPU_OFFSETS = 32
 # Tile elements held at once; heads beyond that wait their turn.
 _HELD_ELEMENTS = 1 << 27
 
@@ -124,6 +124,6 @@ def _convolve(left: Tensor, right: Tensor, block: int, group: int) -> Tensor:
         stop = min(start + group, num_blocks)
         # [heads, queries, offsets, C]: the scaled keys that each query block meets at these offsets.
         met = keys[:, offsets[start:stop, start:].clamp(min=0).T] * scale[:, start:stop, start:].mT[..., None]
-        tiles = windows[:, start:stop].unfold(-1, block, 1).reshape(heads, -1, block)
+        tiles = windows[:, start:stop].unfold(-1, block, 1).reshape(heads, (stop - start) * block, block)
         sums[:, start:] += met.flatten(2) @ tiles
     return (sums.log_() + largest[..., None]).flatten(1)[:, :length]

@@ -85,4 +85,12 @@ def certify(
     ]
     relative = [((fitted / eta - 1).abs() * mask).amax(-1) for fitted, eta, mask in pairs]
     l1 = torch.stack([(fitted - eta).abs().sum(-1) for fitted, eta, _ in pairs]).sum(0) / pattern.length
-    return Certificate(*relative, l1, radius * l1, radius, sweeps, tolerance)
+    return Certificate(
+        max_relative_abs=relative[0],
+        max_relative_rel=relative[1],
+        l1=l1,
+        gap=radius * l1,
+        radius=radius,
+        sweeps=sweeps,
+        tolerance=tolerance,
+    )

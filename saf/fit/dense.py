@@ -84,7 +84,7 @@ def _newton(model: _DenseModel, tolerance: float, max_steps: int) -> tuple[Tenso
         direction = -scale * (inverse @ (scale * gradient))
         slope = gradient @ direction / len(pattern)
         if -slope.item() < tolerance:
-            return parameters, step
+            return parameters + direction, step + 1
         size = 1.0
         while size > 1e-10:
             candidate = parameters + size * direction

@@ -187,7 +187,7 @@ def test_operator_passes_opcheck_and_compiles_whole(generator):
     frozen = FrozenHeads.from_patterns(random_pattern(2, 40, generator))
     value = torch.randn(1, 2, 40, 8, generator=generator, requires_grad=True)
     tables = frozen.tables(torch.float32)
-    arguments = (value, tables["distance"], tables["key_scale"], tables["row_scale"], False)
+    arguments = (value, tables["table"], tables["key_scale"], tables["row_scale"], False)
     torch.library.opcheck(torch.ops.saf.toeplitz.default, arguments)
     compiled = torch.compile(lambda v: frozen_attention(v, frozen), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(value), frozen_attention(value, frozen))

@@ -1,0 +1,45 @@
+# `make help` lists the targets. Each builds .venv from nothing when it is missing or out of date.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix gpu clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+EXTRAS := dev,hf,data,triton
+CODE := saf tests tools $(wildcard examples recipes)
+PYTEST_ARGS ?=
+
+help: ## List these targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-7s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml constraints.txt tools/make_venv.sh
+	@PYTHON=$(PYTHON) tools/make_venv.sh $(VENV) $(EXTRAS)
+	@touch $@
+
+demo: $(READY) ## The main job at toy size on a CPU: pretrain, freeze at the midpoint, continue, compare
+	@$(BIN)/python examples/demo.py
+
+test: $(READY) ## All tests that need no GPU
+	@$(BIN)/python -m pytest --ignore=tests/gpu $(PYTEST_ARGS)
+
+check: $(READY) ## Everything that is checked without running tests: format, lint, types, layers, rules, documents
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/pyright --pythonpath $(BIN)/python saf
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/check_source.py
+	$(BIN)/python tools/check_docs.py
+
+fix: $(READY) ## Format, and mend what the linter can mend by itself
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+gpu: $(READY) ## The tests that need a CUDA device
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu needs a CUDA device and a CUDA build of torch")'
+	@$(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
+
+clean: ## Remove .venv, caches and build products; runs and results stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

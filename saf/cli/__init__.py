@@ -1,0 +1,90 @@
+"""The `saf` command: finds the command asked for, imports that one alone, and turns errors into messages."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from saf.errors import SafError
+
+COMMANDS = {
+    "data": "prepare text as token shards (data prepare), or look into such a folder (data info)",
+    "pretrain": "train one arm: ordinary, frozen, or continued from a checkpoint",
+    "freeze": "freeze heads of a checkpoint and write a new checkpoint",
+    "evaluate": "held-out perplexity of a checkpoint or run",
+    "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",
+    "report": "one self-contained HTML page about one or several runs",
+    "inspect": "what a checkpoint, run, data folder or saved model holds; verifies its sums",
+    "doctor": "versions, devices, and which backend would run here and why",
+}
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0, 2 for an error explained on stderr, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else EXIT_ERROR
+    if arguments[0] in ("-V", "--version"):
+        from saf import __version__
+
+        print(f"saf {__version__}")
+        return 0
+    name, *rest = arguments
+    try:
+        return _run(name, rest)
+    except SafError as error:
+        print(f"saf {name}: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print(f"saf {name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`saf ... | head`); keep Python from complaining when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def usage() -> str:
+    """Return the text of `saf --help`."""
+    lines = [f"  {name:<10}{summary}" for name, summary in COMMANDS.items()]
+    head = "usage: saf COMMAND ...\n\nPretrain, freeze attention heads, continue, and see what it cost and saved.\n"
+    return "\n".join([head, "commands:", *lines, "", "`saf COMMAND --help` lists a command's settings."])
+
+
+def _run(name: str, rest: list[str]) -> int:
+    if name not in COMMANDS:
+        return _unknown(name, list(COMMANDS), "saf")
+    module = importlib.import_module(f"saf.cli.{name}")
+    if not hasattr(module, "COMMANDS"):
+        return _call(module.COMMAND, rest, f"saf {name}")
+    if not rest or rest[0] in ("-h", "--help"):
+        print(_group_usage(name, module), file=sys.stdout if rest else sys.stderr)
+        return 0 if rest else EXIT_ERROR
+    if rest[0] not in module.COMMANDS:
+        return _unknown(rest[0], list(module.COMMANDS), f"saf {name}")
+    return _call(module.COMMANDS[rest[0]], rest[1:], f"saf {name} {rest[0]}")
+
+
+def _call(command: Any, rest: list[str], prog: str) -> int:
+    import tyro
+
+    tyro.cli(command, prog=prog, args=rest).run()
+    return 0
+
+
+def _group_usage(name: str, module: ModuleType) -> str:
+    lines = [f"  {sub:<10}{(command.__doc__ or '').splitlines()[0]}" for sub, command in module.COMMANDS.items()]
+    return "\n".join([f"usage: saf {name} COMMAND ...", "", "commands:", *lines])
+
+
+def _unknown(name: str, known: list[str], prog: str) -> int:
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean `{prog} {near[0]}`?" if near else f"`{prog} --help` lists the commands."
+    print(f"{prog}: there is no command {name!r}; {hint}", file=sys.stderr)
+    return EXIT_ERROR

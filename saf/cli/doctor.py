@@ -1,0 +1,127 @@
+"""`saf doctor`: what is installed, what this machine has, and which path would run here."""
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from saf.cli.output import columns, facts, show
+
+REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "rich", "tensorboard")
+OPTIONAL = {
+    "triton": ("the CUDA kernels", "triton"),
+    "transformers": ("Hugging Face models", "hf"),
+    "datasets": ("Hugging Face datasets as text sources", "hf"),
+    "pyarrow": ("Parquet text sources", "data"),
+    "zstandard": ("zstandard-compressed text", "data"),
+}
+
+
+@dataclass(kw_only=True)
+class Doctor:
+    """Show versions, devices, compilers, and which backend frozen heads would run on here and why."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def run(self) -> dict[str, Any]:
+        """Look around, show and return what was found."""
+        result = {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: _version(name) for name in ("saf", *REQUIRED)},
+            "optional": {name: _version(name) for name in OPTIONAL},
+            "devices": devices(),
+            "compilers": compilers(),
+            "backends": backends(),
+        }
+        show(result, *_tables(result), as_json=self.json)
+        return result
+
+
+def devices() -> list[dict[str, Any]]:
+    """Return the CPU and every CUDA device with its memory and compute capability."""
+    found: list[dict[str, Any]] = [
+        {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),
+            }
+        )
+    return found
+
+
+def compilers() -> dict[str, str | None]:
+    """Return the C++ compiler, and for torch.compile on each kind of device None or what is missing for it."""
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    found = {
+        "c++": compiler,
+        "torch.compile on cpu": None if compiler else "needs a C++ compiler (c++, g++ or clang++)",
+    }
+    if torch.cuda.is_available():
+        missing = None if _version("triton") else "needs triton"
+        found["torch.compile on cuda"] = missing
+    return found
+
+
+def backends() -> list[dict[str, Any]]:
+    """Return what `saf.ops.explain` says for each device and dtype worth asking about."""
+    from saf.ops import explain
+
+    asked = [("cpu", torch.float32)]
+    if torch.cuda.is_available():
+        asked += [("cuda", torch.bfloat16), ("cuda", torch.float32)]
+    return [
+        {"device": device, "dtype": str(dtype).removeprefix("torch."), "lines": list(explain(device, dtype))}
+        for device, dtype in asked
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _tables(result: dict[str, Any]) -> list[Any]:
+    packages = {"python": result["python"], **{n: v or "missing" for n, v in result["packages"].items()}}
+    optional = [[name, result["optional"][name] or "missing", purpose] for name, (purpose, _) in OPTIONAL.items()]
+    wanted = sorted({extra for name, (_, extra) in OPTIONAL.items() if result["optional"][name] is None})
+    hint = [f"for what is missing: pip install 'saf[{','.join(wanted)}]'"] if wanted else []
+    compiled = {
+        name: value or ("not found" if name == "c++" else "available") for name, value in result["compilers"].items()
+    }
+    tables: list[Any] = [
+        facts("installed", packages),
+        columns("optional", ["package", "version", "for"], optional),
+        *hint,
+    ]
+    tables += [facts(device["device"], _device_rows(device)) for device in result["devices"]]
+    tables.append(facts("compilers", compiled))
+    for asked in result["backends"]:
+        tables.append(f"\nfrozen heads on {asked['device']}, {asked['dtype']}:")
+        tables += [f"  {line}" for line in asked["lines"]]
+    return tables
+
+
+def _device_rows(device: dict[str, Any]) -> dict[str, Any]:
+    rows = {key: value for key, value in device.items() if key not in ("device", "memory_bytes")}
+    if "memory_bytes" in device:
+        rows["memory"] = f"{device['memory_bytes'] / 2**30:.1f} GiB"
+    return rows
+
+
+COMMAND = Doctor

@@ -1,0 +1,65 @@
+"""`saf evaluate`: held-out perplexity of one model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from saf.cli.models import open_data, open_source, pick_device
+from saf.cli.output import facts, show
+from saf.evaluate.perplexity import evaluate_perplexity
+
+
+@dataclass(kw_only=True)
+class Evaluate:
+    """Measure the perplexity of a model on held-out text it was neither trained nor tuned on."""
+
+    model: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
+    data: Path | None = None
+    """Folder made by `saf data prepare`; the one it was trained on if not given."""
+    out: Path | None = None
+    """Write evaluation.json and log_probs.safetensors into this folder."""
+    partition: Literal["report", "controller", "calibration", "train"] = "report"
+    """Which text."""
+    length: int | None = None
+    """Tokens of context in a window (the model's longest)."""
+    batch_size: int = 8
+    """Windows in a forward pass."""
+    limit: int | None = None
+    """Stop after this many windows."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto is bf16 autocast on CUDA and fp32 on CPU."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def run(self) -> dict[str, Any]:
+        """Evaluate, show and return the record of evaluation.json."""
+        source = open_source(self.model)
+        data = open_data(self.data, source)
+        record = evaluate_perplexity(
+            source.model(pick_device(self.device)),
+            data,
+            partition=self.partition,
+            length=self.length,
+            batch_size=self.batch_size,
+            limit=self.limit,
+            precision=self.precision,
+            out=self.out,
+        )
+        rows = {
+            "perplexity": f"{record['perplexity']:.4f}",
+            "loss, nats per token": f"{record['loss']:.5f}",
+            "partition": f"{record['partition']} of {data.folder}",
+            "windows": f"{record['windows']:,} of {record['length']:,} tokens",
+            "precision": record["precision"],
+            "written to": self.out,
+        }
+        show({"model": source.folder, **record}, facts(str(source.folder), rows), as_json=self.json)
+        return record
+
+
+COMMAND = Evaluate

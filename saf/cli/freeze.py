@@ -1,0 +1,110 @@
+"""`saf freeze`: the whole recipe on a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from torch import Tensor
+
+from saf.cli.models import Source, open_data, open_source, pick_device
+from saf.cli.output import show
+from saf.data import calibration_windows
+from saf.errors import CheckpointError, InputError
+from saf.evaluate.perplexity import autocast
+from saf.freeze import FreezeConfig, freeze_
+from saf.surgery import finalize_
+from saf.train.checkpoint import Checkpoint, save_checkpoint
+
+
+@dataclass(kw_only=True)
+class Freeze:
+    """Calibrate, choose, fit and install frozen heads in a checkpoint, and write the result as a new checkpoint.
+
+    The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there.
+    """
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint (step-N); a run means its newest one."""
+    out: Path
+    """The new checkpoint; freeze.json and freeze.safetensors are put beside its files."""
+    data: Path | None = None
+    """Folder made by `saf data prepare`; the one it was trained on if not given."""
+    rate: float = 0.25
+    """Share of all heads to freeze."""
+    score: str = "variance"
+    """Heads with the lowest score are frozen first."""
+    pattern: str = "mean"
+    """What replaces their attention."""
+    fitter: str = "proportional"
+    """How compact patterns are fitted."""
+    max_fit_kl: float = 0.2
+    """Largest fit KL of a frozen head, nats."""
+    strict: bool = False
+    """Refuse when one of the lowest heads does not fit, instead of taking the next one."""
+    backend: str = "auto"
+    """Which backend executes frozen heads."""
+    sequences: int = 32
+    """Calibration sequences."""
+    length: int | None = None
+    """Their length in tokens (the run's)."""
+    batch_size: int = 8
+    """Sequences in a forward pass."""
+    seed: int | None = None
+    """Of the choice of calibration sequences (the run's)."""
+    finalize: bool = False
+    """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto is bf16 autocast on CUDA and fp32 on CPU."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def run(self) -> dict[str, Any]:
+        """Freeze, write the checkpoint, show and return the report with the checkpoint's hash."""
+        config = FreezeConfig(
+            rate=self.rate,
+            score=self.score,
+            pattern=self.pattern,
+            fitter=self.fitter,
+            max_fit_kl=self.max_fit_kl,
+            strict=self.strict,
+            backend=self.backend,
+        )
+        checkpoint = self._open()
+        device = pick_device(self.device)
+        batches = self._batches(checkpoint)
+        model = checkpoint.model(device)
+        optimizer = checkpoint.optimizer(model)
+        with autocast(device, self.precision):
+            report = freeze_(model, batches, config, optimizer=optimizer)
+        if self.finalize:
+            finalize_(model)
+        state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
+        written = save_checkpoint(self.out, model, optimizer, state=state, parent=checkpoint.hash)
+        report.save(self.out, update=checkpoint.update)
+        result = {"checkpoint": str(self.out), "hash": written, "parent": checkpoint.hash, **report.to_dict()}
+        show(result, report.__rich__(), f"checkpoint {self.out}", f"hash {written}", as_json=self.json)
+        return result
+
+    def _open(self) -> Checkpoint:
+        source = open_source(self.checkpoint)
+        if source.checkpoint is None:
+            raise InputError(
+                f"{self.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
+            )
+        if self.out.exists():
+            raise CheckpointError(f"{self.out} exists already; remove it, or write to another folder")
+        return source.checkpoint
+
+    def _batches(self, checkpoint: Checkpoint) -> list[Tensor]:
+        settings = checkpoint.state.get("settings") or {}
+        data = open_data(self.data, Source(checkpoint.path, checkpoint))
+        length = self.length or settings.get("length") or checkpoint.state["model"]["max_length"]
+        seed = settings.get("seed", 0) if self.seed is None else self.seed
+        windows = calibration_windows(data, length=length, count=self.sequences, seed=seed)
+        return list(windows.split(self.batch_size))
+
+
+COMMAND = Freeze

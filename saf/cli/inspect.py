@@ -1,0 +1,195 @@
+"""`saf inspect`: what a folder written by `saf` holds, and whether it is whole."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from saf.cli.output import columns, facts, megabytes, show
+from saf.data import TokenData
+from saf.errors import CheckpointError, InputError
+from saf.evaluate.records import read_json, read_tensors
+from saf.evaluate.runs import Run
+from saf.train.checkpoint import checkpoints
+from saf.train.manifest import verify
+
+
+@dataclass(kw_only=True)
+class Inspect:
+    """Show what a checkpoint, run, data folder or saved model holds, checking every recorded sum."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A folder written by saf."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def run(self) -> dict[str, Any]:
+        """Look into the folder, show and return what it holds; raise CheckpointError when a part is damaged."""
+        result, tables = _look(self.path)
+        show(result, *tables, as_json=self.json)
+        if damaged := [entry["problem"] for entry in result.get("checkpoints", []) if entry["problem"]]:
+            raise CheckpointError("; ".join(damaged))
+        return result
+
+
+def _look(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Find out what kind of folder it is; raise InputError when it is none of ours."""
+    if (path / "manifest.json").is_file():
+        return checkpoint_facts(path)
+    if (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir():
+        return run_facts(path)
+    if (path / "index.json").is_file():
+        return data_facts(path)
+    if (path / "saf.json").is_file():
+        return saved_facts(path)
+    reason = "is none of these" if path.is_dir() else "is not a folder"
+    raise InputError(f"{path} {reason}: a checkpoint, a run, a data folder, or a folder written by saf.save")
+
+
+def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Verify a checkpoint and describe it."""
+    manifest, state = verify(path), read_json(path / "state.json")
+    heads = frozen_heads(path)
+    result = {
+        "kind": "checkpoint",
+        "path": str(path),
+        "verified": True,
+        "update": manifest["update"],
+        "tokens": state.get("tokens"),
+        "hash": manifest["hash"],
+        "parent": manifest["parent"],
+        "model": state["model"],
+        "data_fingerprint": state.get("data_fingerprint"),
+        "files": manifest["files"],
+        **heads,
+    }
+    rows = {
+        "update": result["update"],
+        "tokens": result["tokens"],
+        "model": _shape(state["model"]),
+        "heads": _head_words(heads),
+        "hash": result["hash"],
+        "parent": result["parent"] or "none",
+        "data": result["data_fingerprint"],
+    }
+    files = [[name, megabytes(entry["bytes"]), entry["sha256"][:16]] for name, entry in manifest["files"].items()]
+    tables: list[Any] = [facts(f"checkpoint {path}", rows), *_layer_table(heads)]
+    return result, [*tables, columns("files, all sums verified", ["file", "size", "SHA-256"], files)]
+
+
+def run_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Describe a run and verify each of its checkpoints."""
+    run = Run.open(path)
+    kept = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
+    final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
+    result = {
+        "kind": "run",
+        "path": str(path),
+        "verified": all(entry["problem"] is None for entry in kept),
+        "arm": run.arm,
+        "finished": run.result is not None,
+        "updates": final.get("updates", last.get("update")),
+        "tokens": final.get("tokens", last.get("tokens")),
+        "report_perplexity": final.get("report_perplexity"),
+        "num_heads": run.num_heads,
+        "frozen": run.frozen_heads,
+        "rejected": (run.freeze or {}).get("rejected", []),
+        "config": run.config,
+        "checkpoints": kept,
+        "provenance": final.get("provenance"),
+    }
+    rows = {
+        "arm": f"{run.arm}, {'finished' if result['finished'] else 'not finished'}",
+        "updates": result["updates"],
+        "tokens": result["tokens"],
+        "perplexity, held out": final.get("report_perplexity") and f"{final['report_perplexity']:.4f}",
+        "model": _shape(run.config.get("model") or {}),
+        "heads": _head_words({"frozen": run.frozen_heads, "num_heads": run.num_heads}),
+        "parent": (run.config.get("parent") or {}).get("path"),
+        "data": (run.config.get("data") or {}).get("fingerprint"),
+    }
+    table = [[e["name"], (e["hash"] or "")[:16], "whole" if e["problem"] is None else "damaged"] for e in kept]
+    tables: list[Any] = [facts(f"run {path}", rows), *_layer_table(result)]
+    return result, [*tables, columns("checkpoints", ["name", "hash", "state"], table)]
+
+
+def data_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Verify a data folder and describe it."""
+    data = TokenData.open(path, verify=True)
+    index = data.index.to_dict()
+    partitions = index["partitions"]
+    rows = {"tokenizer": f"{index['tokenizer']['kind']}, {data.vocab_size:,} ids", "fingerprint": data.fingerprint}
+    table = [[name, info["tokens"], info["documents"], len(info["shards"])] for name, info in partitions.items()]
+    result = {"kind": "data", "path": str(path), "verified": True, **index}
+    head = ["partition", "tokens", "documents", "shards"]
+    return result, [facts(f"data {path}, all sums verified", rows), columns("partitions", head, table)]
+
+
+def saved_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Describe what `saf.save` wrote, and check that every frozen head has a finite pattern."""
+    heads = frozen_heads(path)
+    tensors = read_tensors(path / "saf.safetensors")
+    patterns: Counter[str] = Counter()
+    for layer, head in heads["frozen"]:
+        names = [name for name in tensors if name.split(".")[:2] == [str(layer), str(head)] and "removed" not in name]
+        kinds = {name.split(".")[2] for name in names}
+        if kinds not in ({"alpha", "rho"}, {"weights"}) or not all(tensors[name].isfinite().all() for name in names):
+            raise CheckpointError(
+                f"{path}/saf.safetensors: the pattern of head ({layer}, {head}) is missing or damaged"
+            )
+        patterns["dense" if "weights" in kinds else "compact"] += 1
+    undo = sum(1 for name in tensors if ".removed.query.weight" in name)
+    sums = {
+        name: _sum(path / name)
+        for name in ("saf.json", "saf.safetensors", "model.safetensors")
+        if (path / name).is_file()
+    }
+    result = {"kind": "saved", "path": str(path), "verified": True, "patterns": dict(patterns), "sha256": sums, **heads}
+    rows = {
+        "heads": _head_words(heads),
+        "patterns": ", ".join(f"{count} {kind}" for kind, count in patterns.items()) or "none",
+        "can be undone": f"{undo} of {len(heads['frozen'])} heads",
+        **{f"SHA-256 of {name}": value for name, value in sums.items()},
+    }
+    return result, [facts(f"saved model {path}", rows), *_layer_table(heads)]
+
+
+def frozen_heads(path: Path) -> dict[str, Any]:
+    """Return the frozen heads that a folder's saf.json tells of: `frozen` pairs and `num_heads` of the whole model."""
+    layers = read_json(path / "saf.json")["layers"]
+    frozen = [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]
+    return {"frozen": frozen, "num_heads": sum(layer["num_heads"] for layer in layers)}
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    try:
+        return {"name": folder.name, "hash": verify(folder)["hash"], "problem": None}
+    except CheckpointError as error:
+        return {"name": folder.name, "hash": None, "problem": str(error)}
+
+
+def _layer_table(heads: Mapping[str, Any]) -> list[Any]:
+    layers = sorted({layer for layer, _ in heads["frozen"]})
+    rows = [[str(layer), " ".join(str(head) for at, head in heads["frozen"] if at == layer)] for layer in layers]
+    return [columns("frozen heads", ["layer", "heads"], rows)] if rows else []
+
+
+def _head_words(heads: Mapping[str, Any]) -> str:
+    return f"{len(heads['frozen'])} of {heads['num_heads']} frozen"
+
+
+def _shape(model: Mapping[str, Any]) -> str:
+    names = ("num_layers", "num_heads", "hidden_size", "max_length", "vocab_size", "position")
+    return ", ".join(f"{name} {model[name]}" for name in names if name in model)
+
+
+def _sum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+COMMAND = Inspect

@@ -1,0 +1,93 @@
+"""Opening what a command was pointed at: a checkpoint, a run's newest checkpoint, or a saved model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from saf.data import DataIndex, TokenData
+from saf.errors import DataError, InputError
+from saf.train.checkpoint import Checkpoint, latest, open_checkpoint
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder with a model: a verified checkpoint (of a run, perhaps), or what `saf.save` wrote."""
+
+    folder: Path
+    checkpoint: Checkpoint | None
+
+    def model(self, device: torch.device) -> nn.Module:
+        """Load the model with its frozen heads."""
+        if self.checkpoint is not None:
+            return self.checkpoint.model(device)
+        from saf.sidecar import load
+
+        return load(self.folder).to(device)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """A checkpoint's state.json; empty for a saved model."""
+        return self.checkpoint.state if self.checkpoint else {}
+
+    @property
+    def data_folder(self) -> str | None:
+        """The data folder that the model was trained on, as recorded."""
+        return (self.state.get("settings") or {}).get("data")
+
+
+def open_source(path: Path) -> Source:
+    """Find the model that `path` means.
+
+    Raises:
+        InputError: There is none.
+        CheckpointError: A checkpoint is damaged.
+    """
+    if (path / "manifest.json").is_file():
+        return Source(path, open_checkpoint(path))
+    if (path / "checkpoints").is_dir():
+        newest = latest(path / "checkpoints")
+        if newest is None:
+            raise InputError(f"{path} is a run without a complete checkpoint")
+        return Source(newest, open_checkpoint(newest))
+    if (path / "saf.json").is_file() and (path / "model.safetensors").is_file():
+        return Source(path, None)
+    reason = "holds no model" if path.is_dir() else "is not a folder"
+    raise InputError(f"{path} {reason}; expected a checkpoint (step-N), a run, or a folder written by saf.save")
+
+
+def open_data(folder: Path | None, source: Source) -> TokenData:
+    """Open the data for a model: `folder`, or what the model was trained on when None.
+
+    Raises:
+        InputError: No folder given or recorded.
+        DataError: The folder's tokenizer is not the one the model was trained with.
+    """
+    if folder is None and source.data_folder is None:
+        raise InputError(f"{source.folder} does not tell its data; give --data, a folder made by `saf data prepare`")
+    data = TokenData.open(folder or Path(str(source.data_folder)))
+    if data.fingerprint != source.state.get("data_fingerprint", data.fingerprint):
+        _check_tokenizer(data, source)
+    return data
+
+
+def _check_tokenizer(data: TokenData, source: Source) -> None:
+    """Compare tokenizers where the training data folder is still there; other text by the same one is fine."""
+    trained = Path(str(source.data_folder))
+    if not (trained / "index.json").is_file():
+        return
+    expected, got = DataIndex.load(trained).tokenizer.sha256, data.index.tokenizer.sha256
+    if expected != got:
+        raise DataError(
+            f"{data.folder} was made with another tokenizer ({got[:12]}) than the model's training data "
+            f"({expected[:12]}); prepare the text with the tokenizer of {trained}"
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device for "auto" (CUDA if there is one), "cpu" or "cuda"; raise InputError when it is absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("device cuda was asked for, but torch sees no CUDA device; use cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,0 +1,213 @@
+"""`saf pretrain`: train one arm, ordinary or frozen."""
+
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.table import Table
+
+from saf.cli.output import facts, show
+from saf.errors import InputError
+
+if TYPE_CHECKING:
+    from saf.train import TrainConfig
+
+
+def _optional(metavar: str) -> Any:
+    """Show an option that may be left out; its help text names the default."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+Int = Annotated[int | None, _optional("INT")]
+Float = Annotated[float | None, _optional("FLOAT")]
+Moment = Annotated[int | float | None, _optional("INT|FLOAT")]
+Name = Annotated[str | None, _optional("NAME")]
+Folder = Annotated[Path | None, _optional("FOLDER")]
+
+
+@dataclass(kw_only=True)
+class FreezeOptions:
+    """How heads are frozen; nothing is frozen without a rate."""
+
+    rate: Float = None
+    """Share of all heads to freeze."""
+    score: Name = None
+    """Heads with the lowest score are frozen first (variance)."""
+    pattern: Name = None
+    """What replaces their attention (mean)."""
+    fitter: Name = None
+    """How compact patterns are fitted (proportional)."""
+    max_fit_kl: Float = None
+    """Largest fit KL of a frozen head, nats (0.2)."""
+    strict: bool = False
+    """Refuse when one of the lowest heads does not fit, instead of taking the next one."""
+    backend: Name = None
+    """Which backend executes frozen heads (auto)."""
+
+
+@dataclass(kw_only=True)
+class Pretrain:
+    """Train a model, or one arm from another run's checkpoint, in a folder of its own.
+
+    Settings left out take the default in brackets, or with --parent the parent run's value.
+    Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
+    """
+
+    out: Path
+    """Folder of the run."""
+    data: Folder = None
+    """Folder made by `saf data`; needed for a new run."""
+    resume: bool = False
+    """Go on from the newest checkpoint in --out, with the run's own settings."""
+    parent: Folder = None
+    """Start from this checkpoint folder of another run."""
+    model: Name = None
+    """Preset: tiny, 124m, 774m, 1b (tiny)."""
+    model_overrides: dict[str, str] = field(default_factory=dict)
+    """Fields of the preset to change, as name value pairs: num_layers 2 position learned."""
+    length: Int = None
+    """Context in tokens (the preset's longest)."""
+    batch_size: Int = None
+    """Windows of one micro-batch (8)."""
+    accumulation: Int = None
+    """Micro-batches of one update (1)."""
+    updates: Int = None
+    """Updates of the whole schedule (1000)."""
+    peak_lr: Float = None
+    """Learning rate after the warm-up (6e-4)."""
+    min_lr_ratio: Float = None
+    """Last learning rate as a share of the peak (0.1)."""
+    warmup: Moment = None
+    """Warm-up, in updates or as a share of the schedule (0.1)."""
+    lr_by: Annotated[Literal["update", "elapsed"] | None, _optional("update|elapsed")] = None
+    """Advance the learning rate by updates or by time (update)."""
+    lr_start: Int = None
+    """Update at which the learning-rate schedule begins (0)."""
+    time_budget_seconds: Float = None
+    """With --lr-by elapsed: stop before an update that would exceed this."""
+    betas: Annotated[tuple[float, float] | None, _optional("FLOAT FLOAT")] = None
+    """AdamW's averaging coefficients (0.9 0.95)."""
+    weight_decay: Float = None
+    """Of matrices (0.1)."""
+    clip: Float = None
+    """Largest gradient norm (1.0)."""
+    seed: Int = None
+    """Of initial weights and data order (1337)."""
+    sampler: Annotated[Literal["shuffled", "random"] | None, _optional("shuffled|random")] = None
+    """Non-overlapping windows in shuffled order, or windows starting anywhere (shuffled)."""
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, _optional("auto|cpu|cuda")] = None
+    """Where to train (auto)."""
+    precision: Annotated[Literal["auto", "fp32", "bf16"] | None, _optional("auto|fp32|bf16")] = None
+    """auto is bf16 autocast on CUDA and fp32 on CPU."""
+    compile: Annotated[Literal["auto", "on", "off"] | None, _optional("auto|on|off")] = None
+    """torch.compile the model; auto is on for CUDA."""
+    freeze: FreezeOptions = field(default_factory=FreezeOptions)
+    """How heads are frozen."""
+    freeze_at: Moment = None
+    """When: an update or a share of the schedule (0.5; with --parent, right at the parent's update)."""
+    calibration_sequences: Int = None
+    """Windows to calibrate on (32)."""
+    calibration_source: Annotated[
+        Literal["auto", "calibration", "train"] | None, _optional("auto|calibration|train")
+    ] = None
+    """Partition to calibrate on (auto)."""
+    eval_every: Int = None
+    """Updates between controller evaluations, 0 for none (250)."""
+    eval_windows: Int = None
+    """Windows of a controller evaluation (32)."""
+    save_every: Int = None
+    """Updates between checkpoints, 0 for none but those at the freezing point and the end (500)."""
+    keep: Int = None
+    """Newest checkpoints to keep beside the one at the freezing point, 0 for all (2)."""
+    log_every: Int = None
+    """Updates between progress lines without a terminal (10)."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    quiet: bool = False
+    """Show no progress."""
+    json: bool = False
+    """Print the result as JSON instead of a table."""
+
+    def run(self) -> dict[str, Any]:
+        """Train, print the result and return it; exits with code 75 when a signal stopped the run."""
+        from saf.train import EXIT_STOPPED, pretrain
+
+        result = pretrain(self.config(), resume=self.resume)
+        if "stopped_at" in result:
+            print(
+                f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
+                f"Go on with: saf pretrain --out {self.out} --resume",
+                file=sys.stderr,
+            )
+            raise SystemExit(EXIT_STOPPED)
+        show(result, _table(result), as_json=self.json)
+        return result
+
+    def config(self) -> "TrainConfig":
+        """Return the run's settings from the options, the parent, or the run to resume."""
+        from saf.train import TrainConfig, continue_from
+        from saf.train.run_config import recorded_config
+
+        given = self._given()
+        if self.resume and (self.out / "config.json").exists():
+            recorded = recorded_config(self.out).to_dict()
+            return TrainConfig.from_dict({**recorded, **given, "out": str(self.out)})
+        if self.parent is not None:
+            return continue_from(self.parent, out=self.out, **given)
+        if self.data is None:
+            raise InputError("a new run needs --data, a folder made by `saf data`")
+        return TrainConfig(**given, out=str(self.out))
+
+    def _given(self) -> dict[str, Any]:
+        """Return the settings that were given on the command line."""
+        apart = {"out", "resume", "parent", "freeze", "json", "model_overrides"}
+        given = {name: value for name, value in _changed(self).items() if name not in apart}
+        if self.data is not None:
+            given["data"] = str(self.data)
+        if self.model_overrides:
+            given["model_overrides"] = {name: _number(text) for name, text in self.model_overrides.items()}
+        if freeze := _changed(self.freeze):
+            given["freeze"] = self._freeze_config(freeze)
+        return given
+
+    def _freeze_config(self, options: dict[str, Any]) -> Any:
+        from saf.freeze import FreezeConfig
+
+        if "rate" not in options:
+            raise InputError(f"--freeze.{next(iter(options)).replace('_', '-')} needs --freeze.rate beside it")
+        return FreezeConfig(**options)
+
+
+COMMAND = Pretrain
+
+
+def _changed(options: Any) -> dict[str, Any]:
+    """Return the fields whose value is not the default: what was given on the command line."""
+    values = {f.name: (getattr(options, f.name), f.default) for f in fields(options)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _table(result: dict[str, Any]) -> Table:
+    timing, event = result["update_seconds"], result["intervention"] or {}
+    rows = {
+        "perplexity, report": f"{result['report_perplexity']:.4f}",
+        "loss, report": f"{result['report_loss']:.5f} nats per token",
+        "unigram entropy": f"{result['unigram_entropy']:.4f} nats",
+        "loss, training": result["train_loss"] and f"{result['train_loss']:.4f} nats per token",
+        "update, median": timing
+        and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
+        "peak memory": result["peak_memory_bytes"] and f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
+        "training": f"{result['total_seconds']:.1f} s",
+    }
+    if event:
+        rows["heads frozen"] = f"{len(event['heads'])} after update {event['update']:,}"
+        rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
+        rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after freezing"
+    rows["checkpoint"] = result["checkpoint"]
+    return facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)

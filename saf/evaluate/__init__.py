@@ -1,0 +1,1 @@
+"""Held-out perplexity, paired differences, and the comparison of two finished runs."""

@@ -1,0 +1,155 @@
+"""Comparing two finished runs, an ordinary and a frozen arm: what freezing cost and what it saved."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saf.errors import CompareError, InputError
+from saf.evaluate.paired import paired_delta_ppl
+from saf.evaluate.records import read_json, write_json
+from saf.evaluate.runs import Run, read_evaluation
+
+SCHEMA = "saf.compare/1"
+SETTLE_UPDATES = 10
+MINIMUM_TIMED_UPDATES = 5
+_TIMING = (
+    "update_seconds_ordinary",
+    "update_seconds_frozen",
+    "update_time_ratio",
+    "update_seconds_spread_ordinary",
+    "update_seconds_spread_frozen",
+    "timed_updates",
+)
+# The same data may lie elsewhere: their fingerprint is compared.
+_IRRELEVANT = frozenset({"data.folder"})
+
+
+def compare_runs(
+    ordinary: Path | str,
+    frozen: Path | str,
+    *,
+    out: Path | str | None = None,
+    allow_differences: bool = False,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return delta-PPL with its interval, update times, memory and intervention cost of two finished run folders.
+
+    `update_time_ratio` is ordinary / frozen: above 1 the frozen arm is faster. Written to `out`/compare.json if given.
+
+    Raises:
+        CompareError: The arms differ in more than the freezing (`allow_differences` passes all but other held-out
+            windows), or two ordinary arms.
+        InputError: A run that has not ended or was not evaluated.
+    """
+    arms = Run.open(ordinary), Run.open(frozen)
+    results = [run.finished_result() for run in arms]
+    if arms[1].arm != "frozen":
+        raise CompareError(f"{frozen} froze no heads; expected the ordinary arm first and the frozen arm second")
+    found = differences(*arms)
+    if found and not allow_differences:
+        listed = "\n  ".join(found)
+        raise CompareError(
+            f"these runs differ in more than the freezing:\n  {listed}\n"
+            "Run both arms with the same settings, or allow the differences explicitly (--allow-differences)"
+        )
+    (record_o, log_probs_o), (record_f, log_probs_f) = (read_evaluation(run.folder) for run in arms)
+    hashes = record_o["windows_hash"], record_f["windows_hash"]
+    delta = paired_delta_ppl(log_probs_o, log_probs_f, windows_hash=hashes, resamples=resamples, seed=seed)
+    intervention = results[1].get("intervention") or {}
+    comparison = {
+        "schema": SCHEMA,
+        "ordinary": str(ordinary),
+        "frozen": str(frozen),
+        **delta,
+        **compare_update_times(*arms),
+        "peak_memory_ordinary": results[0].get("peak_memory_bytes"),
+        "peak_memory_frozen": results[1].get("peak_memory_bytes"),
+        "heads": len(arms[1].frozen_heads),
+        "num_heads": arms[1].num_heads,
+        "intervention_seconds": intervention.get("seconds"),
+        "differences": found,
+    }
+    if out is not None:
+        write_json(Path(out) / "compare.json", comparison)
+    return comparison
+
+
+def differences(ordinary: Run, frozen: Run) -> list[str]:
+    """Return every difference of two runs that is not the freezing, a line each; empty when they are comparable."""
+    lines = []
+    left, right = _settings(ordinary.config), _settings(frozen.config)
+    for key in sorted(left.keys() | right.keys()):
+        if left.get(key) != right.get(key):
+            lines.append(f"{key}: {left.get(key)!r} in the ordinary arm, {right.get(key)!r} in the frozen arm")
+    lines += _parent_difference(ordinary, frozen)
+    for key in ("updates", "tokens"):
+        pair = [run.finished_result().get(key) for run in (ordinary, frozen)]
+        if pair[0] != pair[1]:
+            lines.append(f"{key}: {pair[0]} in the ordinary arm, {pair[1]} in the frozen arm")
+    for key in ("partition", "length", "precision", "data_fingerprint"):
+        pair = [(run.evaluation or {}).get(key) for run in (ordinary, frozen)]
+        if pair[0] != pair[1]:
+            lines.append(f"evaluation {key}: {pair[0]!r} in the ordinary arm, {pair[1]!r} in the frozen arm")
+    return lines
+
+
+def compare_update_times(ordinary: Run, frozen: Run) -> dict[str, Any]:
+    """Return median update seconds of both arms over the same updates after the event, and ordinary / frozen.
+
+    A spread is the 20th and 80th percentile; where the two overlap, the ratio says little. The first updates after
+    the event or a resumption (compilation, allocator growth) are left out; with fewer than five common ones the
+    ratio is None. Arms are separate processes: a controlled measurement interleaves them.
+    """
+    begin = max(frozen.freeze_update or 0, *(_ends(run)[0] - 1 for run in (ordinary, frozen)))
+    last = min(_ends(run)[1] for run in (ordinary, frozen))
+    start = begin + min(SETTLE_UPDATES, max(0, last - begin) // 4)
+    seconds = [
+        {m["update"]: m["update_seconds"] for m in run.metrics if m["update"] > start} for run in (ordinary, frozen)
+    ]
+    common = sorted(seconds[0].keys() & seconds[1].keys())
+    if not common:
+        return dict.fromkeys(_TIMING)
+    (low_o, median_o, high_o), (low_f, median_f, high_f) = (quantiles([arm[u] for u in common]) for arm in seconds)
+    ratio = median_o / median_f if len(common) >= MINIMUM_TIMED_UPDATES else None
+    spans = [low_o, high_o], [low_f, high_f], [common[0], common[-1]]
+    return dict(zip(_TIMING, (median_o, median_f, ratio, *spans), strict=True))
+
+
+def quantiles(seconds: list[float]) -> tuple[float, float, float]:
+    """Return the 20th percentile, median and 80th percentile."""
+    low, middle, high = (
+        torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    )
+    return low, middle, high
+
+
+def _ends(run: Run) -> tuple[int, int]:
+    if not run.metrics:
+        raise InputError(f"{run.folder}/metrics.jsonl is missing or empty; update times cannot be compared")
+    return int(run.metrics[0]["update"]), int(run.metrics[-1]["update"])
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that both arms must share, by dotted name."""
+    flat: dict[str, Any] = {}
+    for section in ("model", "train", "data"):
+        for key, value in (config.get(section) or {}).items():
+            flat[f"{section}.{key}"] = value
+    flat["device"] = config.get("device")
+    return {key: value for key, value in flat.items() if key not in _IRRELEVANT}
+
+
+def _parent_difference(ordinary: Run, frozen: Run) -> list[str]:
+    """Return a line unless both arms start from the same weights, or the frozen one from a checkpoint of the other."""
+    hashes = [(run.config.get("parent") or {}).get("hash") for run in (ordinary, frozen)]
+    if hashes[0] == hashes[1] or hashes[1] in _checkpoint_hashes(ordinary):
+        return []
+    shown = [f"checkpoint {value[:12]}" if value else "no checkpoint" for value in hashes]
+    return [f"parent: the ordinary arm starts from {shown[0]}, the frozen arm from {shown[1]}"]
+
+
+def _checkpoint_hashes(run: Run) -> set[str]:
+    manifests = (run.folder / "checkpoints").glob("*/manifest.json")
+    return {str(read_json(manifest).get("hash")) for manifest in manifests}

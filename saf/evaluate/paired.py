@@ -1,0 +1,101 @@
+"""Paired perplexity differences: two models, the same held-out windows."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.errors import CompareError, InputError
+
+_RESAMPLES_AT_ONCE = 4_194_304  # window draws held in memory together
+
+
+def paired_delta_ppl(
+    log_probs_ordinary: Tensor,
+    log_probs_frozen: Tensor,
+    *,
+    windows_hash: tuple[str, str] | None = None,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return delta-PPL% = 100 (p_frozen / p_ordinary - 1) with its 95% interval over windows.
+
+    Each resample draws windows with replacement, the same draw for both models, so what a window costs both of them
+    cancels. The interval speaks of held-out text, not of training seeds.
+
+    Args:
+        log_probs_ordinary: Log-probability of each target token, `[windows, T]`, nats.
+        log_probs_frozen: The same windows under the other model, `[windows, T]`, nats.
+        windows_hash: Hashes of the windows of the two, which must agree.
+        resamples: How many bootstrap draws.
+        seed: Seed of the draws' own generator.
+
+    Raises:
+        CompareError: Different windows.
+        InputError: Empty or non-finite log-probabilities, fewer than one resample.
+    """
+    if windows_hash is not None and windows_hash[0] != windows_hash[1]:
+        raise CompareError(
+            f"the two arms were evaluated on different windows ({windows_hash[0][:12]} and {windows_hash[1][:12]}); "
+            "evaluate both with the same data, partition, length and limit"
+        )
+    if log_probs_ordinary.shape != log_probs_frozen.shape or log_probs_ordinary.ndim != 2:
+        raise CompareError(
+            "log-probabilities must both be [windows, T] of the same windows; "
+            f"got {list(log_probs_ordinary.shape)} and {list(log_probs_frozen.shape)}"
+        )
+    ordinary = window_losses(log_probs_ordinary)
+    frozen = window_losses(log_probs_frozen)
+    loss_ordinary, loss_frozen = float(ordinary.mean()), float(frozen.mean())
+    draws = bootstrap_means(frozen - ordinary, resamples=resamples, seed=seed)
+    low, high = torch.quantile(100.0 * torch.expm1(draws), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return {
+        "ppl_ordinary": math.exp(loss_ordinary),
+        "ppl_frozen": math.exp(loss_frozen),
+        "delta_ppl_percent": 100.0 * math.expm1(loss_frozen - loss_ordinary),
+        "ci95": [low, high],
+        "windows": ordinary.numel(),
+        "resamples": resamples,
+    }
+
+
+def window_losses(log_probs: Tensor) -> Tensor:
+    """Return the mean loss of each window, `[windows]` float64 nats, from log-probabilities `[windows, T]`.
+
+    Raises:
+        InputError: Nothing to average, or a value that is not finite.
+    """
+    if log_probs.numel() == 0:
+        raise InputError(f"no log-probabilities to average; got shape {list(log_probs.shape)}")
+    losses = -log_probs.mean(dim=1, dtype=torch.float64)
+    bad = int((~torch.isfinite(losses)).sum())
+    if bad:
+        raise InputError(f"{bad} of {losses.numel()} windows hold log-probabilities that are not finite")
+    return losses
+
+
+def bootstrap_means(values: Tensor, *, resamples: int = 10_000, seed: int = 0) -> Tensor:
+    """Return the means `[resamples]` of `values` `[windows]` drawn with replacement, float64."""
+    if resamples < 1:
+        raise InputError(f"resamples must be at least 1; got {resamples}")
+    values = values.detach().double().cpu()
+    generator = torch.Generator().manual_seed(seed)
+    means = []
+    while resamples > 0:
+        rows = min(resamples, max(1, _RESAMPLES_AT_ONCE // values.numel()))
+        drawn = torch.randint(values.numel(), (rows, values.numel()), generator=generator)
+        means.append(values[drawn].mean(dim=1))
+        resamples -= rows
+    return torch.cat(means)
+
+
+def mean_and_standard_error(values: list[float]) -> dict[str, Any]:
+    """Return the mean over seeds of paired differences and its standard error, sd / sqrt(n); None for one seed."""
+    if not values:
+        raise InputError("a mean over seeds needs at least one value; got none")
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return {"mean": mean, "standard_error": None, "seeds": 1}
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return {"mean": mean, "standard_error": math.sqrt(variance / len(values)), "seeds": len(values)}

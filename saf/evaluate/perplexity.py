@@ -1,0 +1,149 @@
+"""Held-out perplexity over non-overlapping sequential windows, with every token's log-probability kept."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from saf.data import PARTITIONS, TokenData, sequential_windows
+from saf.errors import DataError, DivergenceError, InputError
+from saf.evaluate.records import write_json, write_tensors
+
+SCHEMA = "saf.evaluation/1"
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+def evaluate_perplexity(
+    model: nn.Module,
+    data: TokenData,
+    *,
+    partition: str = "report",
+    length: int | None = None,
+    batch_size: int = 8,
+    limit: int | None = None,
+    precision: str = "auto",
+    out: Path | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Return the loss (nats per token) and perplexity of `model` on one partition.
+
+    Args:
+        model: The project's GPT, or a causal LM whose call returns an object with `.logits`; left in the mode it had.
+        data: A prepared data folder.
+        partition: Which held-out text; final numbers come from "report".
+        length: Tokens of context in a window; the model's maximum when None.
+        batch_size: Windows in a forward pass.
+        limit: Stop after this many windows; None reads the partition.
+        precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere.
+        out: Folder for `evaluation.json` and `log_probs.safetensors`; nothing is written when None.
+        progress: Called with (windows done, windows) after each batch.
+
+    Raises:
+        InputError: A setting out of range, or longer windows than the model takes.
+        DataError: Less than one window of text, or token ids the model does not have.
+        DivergenceError: A log-probability that is not finite.
+    """
+    length = _check_settings(model, data, partition=partition, length=length, batch_size=batch_size, limit=limit)
+    windows = sequential_windows(data.tokens(partition), length, limit)
+    device = next(model.parameters()).device
+    rows = []
+    with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
+        for batch in windows.split(batch_size):
+            batch = batch.to(device)
+            rows.append(_token_log_probs(model, batch[:, :-1], batch[:, 1:]).float().cpu())
+            if progress:
+                progress(sum(len(row) for row in rows), len(windows))
+    log_probs = torch.cat(rows)
+    loss = -float(log_probs.mean(dtype=torch.float64))
+    if not math.isfinite(loss):
+        raise DivergenceError(f"the loss on partition {partition!r} is {loss}: the model's outputs are not finite")
+    record = {
+        "schema": SCHEMA,
+        "partition": partition,
+        "windows": len(windows),
+        "length": length,
+        "tokens": log_probs.numel(),
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "precision": resolve_precision(device, precision),
+        "data_fingerprint": data.fingerprint,
+        "windows_hash": hash_windows(windows),
+    }
+    if out is not None:
+        write_tensors(
+            Path(out) / "log_probs.safetensors", {"log_probs": log_probs}, {"windows_hash": record["windows_hash"]}
+        )
+        write_json(Path(out) / "evaluation.json", record)
+    return record
+
+
+def hash_windows(windows: Tensor) -> str:
+    """Return the SHA-256 of windows of token ids `[windows, length + 1]`, shape included."""
+    digest = hashlib.sha256(f"{list(windows.shape)}".encode())
+    digest.update(windows.to(torch.int64).contiguous().numpy().astype("<i8", copy=False).tobytes())
+    return digest.hexdigest()
+
+
+def resolve_precision(device: torch.device, precision: str) -> str:
+    """Return "fp32" or "bf16"; "auto" is bf16 on CUDA and fp32 elsewhere."""
+    if precision not in PRECISIONS:
+        raise InputError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    if precision == "auto":
+        return "bf16" if device.type == "cuda" else "fp32"
+    return precision
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Return the context in which a model of float32 weights runs in `precision`."""
+    if resolve_precision(device, precision) == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation mode, and back in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _token_log_probs(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return log p(target) `[B, T]`; Hugging Face models give logits, the project's GPT the values themselves."""
+    if isinstance(getattr(model, "token_log_probs", None), Callable):
+        return model.token_log_probs(inputs, targets)
+    logits = model(input_ids=inputs, use_cache=False).logits.float()
+    return -functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+def _check_settings(
+    model: Any, data: TokenData, *, partition: str, length: int | None, batch_size: int, limit: int | None
+) -> int:
+    """Return the window length; raise before any work when a setting cannot be used."""
+    if partition not in PARTITIONS:
+        raise InputError(f"partition must be one of {', '.join(PARTITIONS)}; got {partition!r}")
+    for name, value in (("batch_size", batch_size), ("limit", limit), ("length", length)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1; got {value}")
+    longest = getattr(model.config, "max_length", None) or getattr(model.config, "max_position_embeddings", None)
+    length = length or longest
+    if length is None:
+        raise InputError("the model does not tell its maximum length; pass length=")
+    if longest is not None and length > longest:
+        raise InputError(f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}")
+    if data.vocab_size > model.config.vocab_size:
+        raise DataError(
+            f"the data's tokenizer has {data.vocab_size:,} ids, the model only {model.config.vocab_size:,}; "
+            "evaluate with data prepared by the tokenizer the model was trained with"
+        )
+    return length

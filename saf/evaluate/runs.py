@@ -1,0 +1,104 @@
+"""Reading the folder of one run: settings, metrics, the freezing event, evaluation and final numbers."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.evaluate.records import read_json, read_lines, read_tensors
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds; parts that the run did not write are None or empty."""
+
+    folder: Path
+    config: dict[str, Any]
+    result: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+    freeze: dict[str, Any] | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Run":
+        """Read a run folder; raise InputError when it is none or a file in it cannot be read."""
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            reason = "holds no config.json" if folder.is_dir() else "is not a folder"
+            raise InputError(f"{folder} {reason}; expected the folder of a run, as `saf pretrain` writes it")
+        return cls(
+            folder=folder,
+            config=read_json(folder / "config.json"),
+            result=_optional(folder / "result.json"),
+            evaluation=_optional(folder / "evaluation.json"),
+            freeze=_optional(folder / "freeze.json"),
+            metrics=_latest_by_update(read_lines(folder / "metrics.jsonl")),
+            evaluations=read_lines(folder / "evaluations.jsonl"),
+        )
+
+    @property
+    def arm(self) -> str:
+        """Return "frozen" when the run froze heads, else "ordinary"."""
+        if self.result is not None:
+            return str(self.result["arm"])
+        return "ordinary" if self.freeze is None and not self.config.get("freeze") else "frozen"
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads the whole model has, frozen ones included."""
+        model = self.config.get("model") or {}
+        return int(model.get("num_layers", 0)) * int(model.get("num_heads", 0))
+
+    @property
+    def frozen_heads(self) -> list[list[int]]:
+        """Every head that is frozen in the final model, `[[layer, head], ...]`; the event's until the run ends."""
+        provenance = (self.result or {}).get("provenance") or {}
+        heads = provenance.get("heads") or (self.freeze or {}).get("heads") or []
+        return [list(head) for head in heads]
+
+    @property
+    def freeze_update(self) -> int | None:
+        """The update after which heads were frozen, or None."""
+        intervention = (self.result or {}).get("intervention") or {}
+        update = intervention.get("update", (self.freeze or {}).get("update"))
+        return None if update is None else int(update)
+
+    @cached_property
+    def freeze_tensors(self) -> dict[str, Tensor]:
+        """freeze.safetensors: patterns `[F, T]`, marginals `[L, H, T]`, scores `[L, H]`; empty without an event."""
+        path = self.folder / "freeze.safetensors"
+        return read_tensors(path) if self.freeze is not None and path.exists() else {}
+
+    def finished_result(self) -> dict[str, Any]:
+        """Return result.json; raise InputError when the run has not ended."""
+        if self.result is None:
+            raise InputError(f"{self.folder} has no result.json: the run has not ended. Resume it first")
+        return self.result
+
+
+def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
+    """Return evaluation.json and its log-probabilities `[windows, T]`; raise InputError if they disagree."""
+    folder = Path(folder)
+    record = read_json(folder / "evaluation.json")
+    log_probs = read_tensors(folder / "log_probs.safetensors").get("log_probs")
+    expected = [record.get("windows"), record.get("length")]
+    if log_probs is None or list(log_probs.shape) != expected:
+        got = "nothing" if log_probs is None else list(log_probs.shape)
+        raise InputError(
+            f"{folder}: evaluation.json tells of log-probabilities {expected}, log_probs.safetensors holds {got}"
+        )
+    return record, log_probs
+
+
+def _optional(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.exists() else None
+
+
+def _latest_by_update(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the last line of each update, in order: a resumed run writes some updates twice."""
+    latest = {int(record["update"]): record for record in records}
+    return [latest[update] for update in sorted(latest)]

@@ -1,0 +1,47 @@
+"""Which runs of a report are compared with which, and what came of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saf.errors import SafError
+from saf.evaluate.arms import compare_runs
+from saf.evaluate.runs import Run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A frozen run beside the report's ordinary run; `record` is None when they could not be compared."""
+
+    name: str
+    ordinary: Run
+    frozen: Run
+    record: dict[str, Any] | None
+    reason: str | None = None
+
+
+def compare_all(runs: Sequence[Run], names: Sequence[str]) -> list[Comparison]:
+    """Compare every frozen run with the first ordinary one; differences and failures are kept to be shown."""
+    ordinary = next((run for run in runs if run.arm == "ordinary"), None)
+    if ordinary is None:
+        return []
+    found = []
+    for run, name in zip(runs, names, strict=True):
+        if run.arm != "frozen":
+            continue
+        try:
+            record, reason = compare_runs(ordinary.folder, run.folder, allow_differences=True), None
+        except SafError as error:
+            record, reason = None, str(error)
+        found.append(Comparison(name, ordinary, run, record, reason))
+    return found
+
+
+def arm_names(runs: Sequence[Run]) -> list[str]:
+    """Return a name for each run: its folder's, with as much of the path before it as makes all names differ."""
+    parts = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(path[-depth:]) for path in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path[-1]} {number}" for number, path in enumerate(parts, start=1)]

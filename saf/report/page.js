@@ -1,0 +1,96 @@
+// Training curves, intervention costs, theme; then everything is put on the page.
+function lossChart() {
+  const host = document.getElementById('loss');
+  if (!host) return;
+  const events = DATA.arms.filter((a) => a.freeze_update !== null);
+  const state = { yKind: 'linear', range: 'late' };
+  const chart = el('div', { class: 'figure' });
+  const draw = () => {
+    const arms = DATA.arms.filter((a) => a.smooth.x.length);
+    const last = Math.max(...arms.flatMap((a) => a.smooth.x.slice(-1)));
+    const first = Math.min(...arms.map((a) => a.smooth.x[0]));
+    const event = events.length ? Math.min(...events.map((a) => a.freeze_update)) : last / 2;
+    const from = { all: first, late: first + (last - first) * 0.1, after: Math.max(first, event - (last - event) * 0.1) }[state.range];
+    const lines = arms.flatMap((a) => [
+      { ...a.raw, color: armColor(a.name), faint: true },
+      { ...a.smooth, name: a.name, color: armColor(a.name) },
+      ...(a.probes.x.length ? [{ ...a.probes, color: armColor(a.name), faint: true, points: true }] : []),
+    ]);
+    const markers = [...new Map(events.map((a) => [a.freeze_update, { x: a.freeze_update, label: 'heads frozen' }])).values()];
+    lineChart(chart, lines, {
+      height: 320, yKind: state.yKind, xDomain: [from, last], markers, yLabel: 'Training loss, nats per token', xLabel: 'update', xName: 'Update',
+      format: (v) => v.toFixed(4), label: 'Training loss by update',
+    });
+  };
+  const ranges = [{ value: 'late', label: 'Without warm-up' }, { value: 'all', label: 'Whole run' }];
+  if (events.length) ranges.push({ value: 'after', label: 'After freezing' });
+  const probes = DATA.arms.some((a) => a.probes.x.length);
+  host.replaceChildren(
+    el('div', { class: 'controls' }, [
+      segmented('Updates', ranges, (v) => { state.range = v; draw(); }),
+      segmented('Loss axis', [{ value: 'linear', label: 'Linear' }, { value: 'log', label: 'Log' }], (v) => { state.yKind = v; draw(); }),
+    ]),
+    chart,
+    el('p', { class: 'small', text: `Lines are moving means over ${whole(DATA.arms[0].window)} updates, the faint lines behind them the updates themselves.${probes ? ' Circles are losses on the controller’s held-out text.' : ''}` }),
+  );
+  draw();
+}
+
+function gapChart() {
+  const host = document.getElementById('gap');
+  if (!host || !DATA.gaps.length) return;
+  const chart = el('div', { class: 'figure' });
+  const lines = DATA.gaps.flatMap((g) => [{ ...g.raw, color: armColor(g.name), faint: true }, { ...g.smooth, name: g.name, color: armColor(g.name) }]);
+  host.replaceChildren(
+    el('h3', { text: 'The same batches, with and without frozen heads' }),
+    el('p', { class: 'intro', text: 'Both arms read the same text in the same order, so most noise cancels in the difference. Above zero, the frozen arm does worse.' }),
+    chart,
+    el('p', { class: 'small', text: `Frozen minus ordinary training loss; the line is a centred mean over ${whole(DATA.gaps[0].window)} updates.` }),
+  );
+  lineChart(chart, lines, {
+    height: 240, zero: true, yLabel: 'Difference in training loss, nats per token', xLabel: 'update', xName: 'Update',
+    format: (v) => `${v > 0 ? '+' : ''}${v.toFixed(4)}`.replace('-', '−'), label: 'Difference in training loss by update', focus: true,
+  });
+}
+
+function costs() {
+  const host = document.getElementById('costs');
+  const shown = DATA.freezes.filter((f) => Object.keys(f.seconds).length);
+  if (!host || !shown.length) return;
+  const longest = Math.max(...shown.flatMap((f) => Object.values(f.seconds)));
+  host.replaceChildren(el('h3', { text: 'What freezing itself took' }), ...shown.map((f) => {
+    const parts = Object.entries(f.seconds).filter(([name]) => name !== 'total');
+    const total = parts.reduce((sum, [, s]) => sum + s, 0);
+    return el('figure', { class: 'costs' }, [
+      el('figcaption', { text: `${shown.length > 1 ? `${f.name}: ` : ''}${duration(total)} in all, once` }),
+      ...parts.map(([name, s]) => el('div', { class: 'cost' }, [
+        el('span', { class: 'cost-name', text: name.replace(/_/g, ' ') }),
+        el('span', { class: 'track' }, [el('span', { class: 'length', style: `width:${Math.max(0.4, (100 * s) / longest)}%` })]),
+        el('span', { class: 'cost-value', text: duration(s) }),
+      ])),
+    ]);
+  }));
+}
+
+function theme() {
+  const button = document.getElementById('theme');
+  const root = document.documentElement;
+  const system = matchMedia('(prefers-color-scheme: dark)');
+  const dark = () => (root.dataset.theme ? root.dataset.theme === 'dark' : system.matches);
+  const tell = () => {
+    button.textContent = dark() ? 'Light page' : 'Dark page';
+    button.setAttribute('aria-pressed', dark());
+    repaint();
+  };
+  button.hidden = false;
+  button.addEventListener('click', () => { root.dataset.theme = dark() ? 'light' : 'dark'; tell(); });
+  system.addEventListener('change', tell);
+  tell();
+}
+
+document.body.append(el('p', { id: 'status', class: 'hidden', role: 'status' }));
+if (DATA.freezes.length) headMap(DATA.freezes[0]);
+lossChart();
+gapChart();
+costs();
+theme();

@@ -1,0 +1,62 @@
+"""Folders that are either whole on disk or not there at all."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TEMPORARY = ".writing-"
+DELETED = ".deleted-"
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; flush and rename it on success, remove it on any error.
+
+    A process killed inside leaves only the temporary folder, which `remove_leftovers_` clears.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in sorted(temporary.iterdir()):
+            flush(file)
+        flush(temporary)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    flush(path.parent)
+
+
+def remove_folder_(path: Path) -> None:
+    """Remove a folder so that no reader ever sees half of it under its own name."""
+    doomed = path.with_name(f"{DELETED}{path.name}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_leftovers_(parent: Path) -> None:
+    """Clear what killed writes and removals left in `parent`; for the run that owns the folder."""
+    for path in [*parent.glob(f"{TEMPORARY}*"), *parent.glob(f"{DELETED}*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error, safetensors' own included, says that the disk is full."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

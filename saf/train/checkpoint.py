@@ -1,0 +1,165 @@
+"""Checkpoints: safetensors and JSON in one folder a step, whole or absent, verified before use."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import AdamW
+
+from saf.errors import CheckpointError
+from saf.models import GPT, GPTConfig
+from saf.surgery import restore_, state_of
+from saf.train.atomic import is_full, new_folder, remove_folder_
+from saf.train.manifest import MANIFEST, read_manifest, verify, write_manifest
+from saf.train.optimizer import optimizer_state, restore_optimizer
+
+_NAME = re.compile(r"step-(\d+)(-frozen)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint; `state` is its state.json."""
+
+    path: Path
+    hash: str
+    parent: str | None
+    state: dict[str, Any]
+
+    @property
+    def update(self) -> int:
+        """How many updates were done."""
+        return int(self.state["update"])
+
+    def model(self, device: torch.device | str = "cpu", *, backend: str = "auto") -> GPT:
+        """Build the model with its frozen heads and weights, on `device`."""
+        model = blank_model(GPTConfig.from_dict(self.state["model"])).to(device)
+        heads = json.loads((self.path / "saf.json").read_text(encoding="utf-8"))
+        restore_(model, heads, load_file(self.path / "saf.safetensors"), backend=backend)
+        weights = load_file(self.path / "model.safetensors", device=str(device))
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.path} does not fit the model it describes: {error}") from error
+        return model
+
+    def optimizer(self, model: GPT) -> AdamW:
+        """Build the optimiser of `model` with its moments."""
+        tensors = load_file(self.path / "optimizer.safetensors")
+        return restore_optimizer(model, self.state["optimizer_groups"], tensors)
+
+
+def blank_model(shape: GPTConfig) -> GPT:
+    """Return a model whose weights are still to be set; global generators stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        return GPT(shape)
+
+
+def step_name(update: int, *, after_freezing: bool = False) -> str:
+    """Return a checkpoint's folder name; the second form tells a state after an event from that before it."""
+    return f"step-{update}-frozen" if after_freezing else f"step-{update}"
+
+
+def save_checkpoint(
+    path: Path, model: GPT, optimizer: AdamW, *, state: dict[str, Any], parent: str | None = None
+) -> str:
+    """Write one checkpoint and return its hash; `state` must hold `update` and `model` (its shape).
+
+    Raises:
+        CheckpointError: The disk is full, or the folder exists; earlier checkpoints are untouched.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
+    groups, moments = optimizer_state(optimizer, model)
+    heads, head_tensors = state_of(model)
+    try:
+        with new_folder(path) as folder:
+            save_file(_plain(model.state_dict()), folder / "model.safetensors")
+            save_file(_plain(moments), folder / "optimizer.safetensors")
+            save_file(_plain(head_tensors), folder / "saf.safetensors")
+            _write_json(folder / "saf.json", heads)
+            _write_json(folder / "state.json", {**state, "optimizer_groups": groups})
+            return write_manifest(folder, update=int(state["update"]), parent=parent)
+    except (OSError, SafetensorError) as error:
+        if not is_full(error):
+            raise
+        raise CheckpointError(
+            f"no space left on the disk for checkpoint {path}; nothing of it was kept. {_previous(path)} "
+            "Free some space and resume"
+        ) from error
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return CPU copies that share no storage."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Verify a checkpoint's sums and read its state.
+
+    Raises:
+        CheckpointError: No checkpoint is there, or a file is missing or damaged; the message names the file and
+            the newest earlier checkpoint that is whole.
+    """
+    path = Path(path)
+    try:
+        manifest = verify(path)
+    except CheckpointError as error:
+        advice = f"To go on from it, move {path.name} away" if latest(path.parent) == path else ""
+        raise CheckpointError(f"{error}. {_previous(path)} {advice}".rstrip()) from None
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return Checkpoint(path, manifest["hash"], manifest["parent"], state)
+
+
+def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str = "auto") -> GPT:
+    """Return the model of a verified checkpoint, frozen heads included."""
+    return open_checkpoint(path).model(device, backend=backend)
+
+
+def checkpoints(folder: Path | str) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first; leftovers of killed writes are not among them."""
+    found = []
+    for path in Path(folder).glob("step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            found.append((int(match[1]), bool(match[2]), path))
+    return [path for _, _, path in sorted(found)]
+
+
+def latest(folder: Path | str) -> Path | None:
+    """Return the newest complete checkpoint in `folder`, or None."""
+    return next(reversed(checkpoints(folder)), None)
+
+
+def prune_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
+    """Remove all but the newest `keep` checkpoints and the protected names; `keep=0` removes none."""
+    if keep:
+        for path in [p for p in checkpoints(folder) if p.name not in protect][:-keep]:
+            remove_folder_(path)
+
+
+def _previous(path: Path) -> str:
+    """Return a sentence about the newest whole checkpoint older than `path`."""
+    others = checkpoints(path.parent)
+    older = others[: others.index(path)] if path in others else [p for p in others if p != path]
+    for candidate in reversed(older):
+        try:
+            verify(candidate)
+        except CheckpointError:
+            continue
+        return f"The previous checkpoint {candidate} is whole."
+    return f"No earlier checkpoint in {path.parent} is whole."
+
+
+def checkpoint_hash(path: Path) -> str:
+    """Return a checkpoint's recorded hash without reading its tensors."""
+    return str(read_manifest(path)["hash"])

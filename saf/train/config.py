@@ -1,0 +1,162 @@
+"""Every setting of a training run."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from saf.errors import InputError
+from saf.freeze import FreezeConfig
+from saf.schedules import SCHEDULES
+
+Sampler = Literal["shuffled", "random"]
+LearningRateBy = Literal["update", "elapsed"]
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
+Switch = Literal["auto", "on", "off"]
+CalibrationSource = Literal["auto", "calibration", "train"]
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Settings of one arm; raises InputError naming the field that cannot be used."""
+
+    data: str
+    """Folder of prepared data."""
+    out: str
+    """Folder of the run; new, or the one to resume."""
+    parent: str | None = None
+    """Checkpoint to start from: weights, optimiser, place in the data and in the schedule."""
+    model: str = "tiny"
+    """Preset."""
+    model_overrides: dict[str, Any] = field(default_factory=dict)
+    """Fields of the preset to change; the vocabulary is the tokenizer's, rounded up to 64, unless given."""
+    length: int | None = None
+    """Context in tokens; the preset's longest when None."""
+    batch_size: int = 8
+    """Windows of one micro-batch."""
+    accumulation: int = 1
+    """Micro-batches of one update."""
+    updates: int = 1_000
+    """Length of the schedule."""
+    peak_lr: float = 6e-4
+    """Learning rate at the end of the warm-up."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate, as a share of the peak."""
+    warmup: int | float = 0.1
+    """Warm-up: a whole number of updates, or a share of the schedule."""
+    lr_by: LearningRateBy = "update"
+    """Advance the learning rate by updates done or by time spent."""
+    lr_start: int = 0
+    """Update at which the learning-rate schedule begins; above 0 for a later continuation with rates of its own."""
+    time_budget_seconds: float | None = None
+    """With `lr_by="elapsed"`: stop before an update that would exceed this."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging coefficients."""
+    weight_decay: float = 0.1
+    """Of matrices; vectors do not decay."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    seed: int = 1337
+    """Of the initial weights and the data order."""
+    sampler: Sampler = "shuffled"
+    """Shuffled non-overlapping windows, or windows starting anywhere."""
+    device: Device = "auto"
+    """CUDA if there is one."""
+    precision: Precision = "auto"
+    """bfloat16 autocast over float32 weights on CUDA, float32 on CPU."""
+    compile: Switch = "auto"
+    """torch.compile the whole model; on for CUDA, off for CPU."""
+    eval_every: int = 250
+    """Updates between controller evaluations; 0 for none."""
+    eval_windows: int = 32
+    """Windows of the controller partition to evaluate."""
+    save_every: int = 500
+    """Updates between checkpoints; 0 for none but those at the freezing point and the end."""
+    keep: int = 2
+    """Newest checkpoints to keep beside the one at the freezing point; 0 keeps all."""
+    log_every: int = 10
+    """Updates between progress lines where there is no terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    quiet: bool = False
+    """Show no progress."""
+    freeze: FreezeConfig | None = None
+    """How to freeze heads; None for the ordinary arm."""
+    freeze_at: int | float | None = 0.5
+    """When: a whole number of updates or a share of the schedule; an ordinary arm saves a checkpoint there."""
+    schedule: str = "one_time"
+    """Name in `SCHEDULES`."""
+    calibration_sequences: int = 32
+    """Windows to calibrate on."""
+    calibration_source: CalibrationSource = "auto"
+    """Partition to calibrate on; "auto" is the one the data folder was prepared for. The sampler never moves."""
+
+    def __post_init__(self):
+        """Raise InputError naming the first field that cannot be used."""
+        self.betas = (float(self.betas[0]), float(self.betas[1]))
+        for name in ("batch_size", "accumulation", "updates", "eval_windows", "log_every", "calibration_sequences"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("length", self.length is None or self.length >= 1, "at least 1, or None")
+        self._require("peak_lr", self.peak_lr > 0, "above 0")
+        self._require("clip", self.clip > 0, "above 0")
+        self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
+        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        self._require("lr_start", self.lr_start < self.updates, f"below updates={self.updates}")
+        self._require("warmup", 0 <= self.warmup_share < 1, "updates or a share, shorter than the schedule")
+        budget = self.time_budget_seconds
+        self._require(
+            "time_budget_seconds",
+            (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
+            'a positive number with lr_by="elapsed" and None otherwise',
+        )
+        if self.freeze_at is not None:
+            inside = 0 <= self.freeze_at <= (1 if isinstance(self.freeze_at, float) else self.updates)
+            self._require("freeze_at", inside, f"a share in [0, 1] or an update in [0, {self.updates}]")
+        self._require("freeze_at", self.freeze is None or self.freeze_at is not None, "a moment when freezing")
+        self._require("schedule", self.schedule in SCHEDULES, f"one of {sorted(SCHEDULES)}")
+        for name, kind in _CHOICES.items():
+            self._require(name, getattr(self, name) in get_args(kind), f"one of {get_args(kind)}")
+
+    def _require(self, name: str, usable: bool, expected: str) -> None:
+        if not usable:
+            raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
+
+    @property
+    def freeze_update(self) -> int | None:
+        """After how many updates heads are frozen, or an ordinary arm saves the checkpoint to branch from."""
+        if self.freeze_at is None or isinstance(self.freeze_at, int):
+            return self.freeze_at
+        return round(self.freeze_at * self.updates)
+
+    @property
+    def warmup_share(self) -> float:
+        """Share of the learning-rate schedule that warms up."""
+        return self.warmup / (self.updates - self.lr_start) if isinstance(self.warmup, int) else self.warmup
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "freeze"}
+        return {**values, "betas": list(self.betas), "freeze": self.freeze and self.freeze.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
+        """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
+        try:
+            freeze = values.get("freeze")
+            if isinstance(freeze, dict):
+                exclude = tuple((layer, head) for layer, head in freeze.get("exclude", ()))
+                freeze = FreezeConfig(**{**freeze, "exclude": exclude})
+            return cls(**{**values, "freeze": freeze})
+        except TypeError as error:
+            raise InputError(f"not a training configuration: {error}") from error
+
+
+_CHOICES = {
+    "sampler": Sampler,
+    "lr_by": LearningRateBy,
+    "device": Device,
+    "precision": Precision,
+    "compile": Switch,
+    "calibration_source": CalibrationSource,
+}

@@ -1,0 +1,115 @@
+"""Pretraining from the first update, or the last checkpoint, to the final numbers."""
+
+from pathlib import Path
+from typing import Any
+
+from saf.errors import CheckpointError, DivergenceError
+from saf.train.atomic import is_full
+from saf.train.checkpoint import latest, prune_checkpoints_, save_checkpoint, step_name
+from saf.train.clock import Clock
+from saf.train.config import TrainConfig
+from saf.train.intervention import controller_loss, intervene_
+from saf.train.random_state import capture_random_state
+from saf.train.results import finish
+from saf.train.signals import StopRequest
+from saf.train.start import start_training
+from saf.train.training import Training
+from saf.train.update import run_update
+
+EXIT_STOPPED = 75
+"""Exit code of a run that a signal stopped after saving: start it again with `--resume`."""
+
+
+def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
+    """Train one arm in the folder `config.out` and return its result.json.
+
+    With `resume` it goes on from the folder's newest checkpoint (from the beginning when there is none); on a CPU
+    the outcome is bit for bit that of a run that never stopped. After a first SIGINT or SIGTERM the current update
+    ends, a checkpoint is saved, and `{"stopped_at": update, "checkpoint": path}` is returned.
+
+    Raises:
+        InputError: The folder holds a run already, or other settings than the run to resume.
+        CheckpointError: A damaged checkpoint, or no space left for one.
+        DivergenceError: A loss or gradient that is not finite; nothing of that update was applied.
+    """
+    clock = Clock()
+    with StopRequest() as stop:
+        training = start_training(config, resume=resume, clock=clock)
+        try:
+            finished = _train(training, stop)
+        except DivergenceError as error:
+            raise DivergenceError(f"{error}. {_last_good(training)}, with a lower peak_lr") from None
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise CheckpointError(f"no space left on the disk for the run's logs. {_last_good(training)}") from error
+        finally:
+            training.close()
+    if not finished:
+        return {"stopped_at": training.update, "checkpoint": str(latest(training.checkpoints))}
+    return finish(training)
+
+
+def _train(training: Training, stop: StopRequest) -> bool:
+    """Run updates to the end; return False when a signal stopped them."""
+    config = training.config
+    training.model.train()
+    _intervene_if_due(training, saved=training.update == training.start and training.parent_hash is not None)
+    finished = training.finished()
+    while not finished:
+        record = run_update(training)
+        training.observer.updated(record)
+        if training.schedule:
+            training.schedule.observe(training.update, record["loss"])
+        if config.eval_every and training.update % config.eval_every == 0:
+            controller_loss(training, "periodic")
+        finished = training.finished()
+        periodic = config.save_every and training.update % config.save_every == 0
+        if periodic or finished or stop.requested or training.update == config.freeze_update:
+            save(training)
+        if stop.requested and not finished:
+            return False
+        _intervene_if_due(training)
+    return True
+
+
+def _intervene_if_due(training: Training, *, saved: bool = False) -> None:
+    """Carry out the events that are due, after a checkpoint of the state before them (unless the parent is it)."""
+    events = training.schedule.due(training.update) if training.schedule else []
+    if events and not saved:
+        save(training)
+    for event in events:
+        intervene_(training, event)
+    if events and training.finished():
+        save(training, after_freezing=True)
+
+
+def save(training: Training, *, after_freezing: bool = False) -> Path:
+    """Save a checkpoint, unless it is there already, and remove the oldest ones that need not be kept."""
+    path = training.checkpoints / step_name(training.update, after_freezing=after_freezing)
+    if path.exists():
+        return path
+    state = {
+        "update": training.update,
+        "tokens": training.update * training.tokens_per_update,
+        "sampler_position": training.update * training.windows_per_update,
+        "elapsed_seconds": training.clock.elapsed,
+        "model": training.model.config.to_dict(),
+        "settings": training.config.to_dict(),
+        "data_fingerprint": training.data.fingerprint,
+        "schedule": training.schedule.state_dict() if training.schedule else None,
+        "random": capture_random_state(),
+    }
+    with training.clock.paused():
+        save_checkpoint(path, training.model, training.optimizer, state=state, parent=training.parent_hash)
+        branch = training.config.freeze_update
+        protect = set() if branch is None else {step_name(branch)}
+        prune_checkpoints_(training.checkpoints, keep=training.config.keep, protect=protect)
+    return path
+
+
+def _last_good(training: Training) -> str:
+    good = latest(training.checkpoints) or training.config.parent
+    if good is None:
+        return "There is no checkpoint yet: start again"
+    return f"The last good checkpoint is {good}: continue from it"

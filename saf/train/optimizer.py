@@ -1,0 +1,92 @@
+"""AdamW: which parameters decay, and its state by parameter name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from saf.errors import CheckpointError
+
+STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups: matrices decay (the tied embedding is one), vectors do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def build_optimizer(model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1) -> AdamW:
+    """Return the paper's AdamW; each update sets the learning rate.
+
+    The fused kernel runs on CPU and CUDA and skips an update on the device when told that a value is not finite.
+    """
+    return _adamw(parameter_groups(model, weight_decay), betas)
+
+
+def _adamw(groups: list[dict[str, Any]], betas: Sequence[float]) -> AdamW:
+    return AdamW([g for g in groups if g["params"]], lr=0.0, betas=(betas[0], betas[1]), fused=True)
+
+
+def set_learning_rate_(optimizer: AdamW, rate: float) -> None:
+    """Set the learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def step_if_finite_(optimizer: AdamW, watched: Tensor) -> None:
+    """Step unless a watched value is not finite; weights, moments and step counts then stay as they are.
+
+    The check runs on the device, so the host need not wait for the values before it launches the step.
+    """
+    # The fused kernels read this attribute, as they do for a gradient scaler.
+    optimizer.found_inf = (~torch.isfinite(watched)).any().float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return the groups, as names and settings, and every moment and step count by parameter name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups, tensors = [], {}
+    for group in optimizer.param_groups:
+        if unknown := [list(p.shape) for p in group["params"] if p not in names]:
+            raise CheckpointError(f"the optimiser holds parameters of shapes {unknown} that are not the model's")
+        members = [names[parameter] for parameter in group["params"]]
+        groups.append(
+            {"names": members, "weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
+        )
+        for name, parameter in zip(members, group["params"], strict=True):
+            tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return groups, tensors
+
+
+def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: dict[str, Tensor]) -> AdamW:
+    """Return an AdamW over `model` in the state that `optimizer_state` described.
+
+    Raises:
+        CheckpointError: The state names other parameters or other shapes than the model's.
+    """
+    parameters = dict(model.named_parameters())
+    if unknown := [name for group in groups for name in group["names"] if name not in parameters]:
+        raise CheckpointError(f"the optimiser state names parameters the model does not have: {unknown[:5]}")
+    optimizer = _adamw(
+        [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups], groups[0]["betas"]
+    )
+    for group in groups:
+        for name in group["names"]:
+            state = {key: tensors[f"{name}.{key}"] for key in STATE_NAMES if f"{name}.{key}" in tensors}
+            parameter = parameters[name]
+            for key, value in state.items():
+                if key != "step" and value.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"optimiser state {name}.{key} has shape {list(value.shape)}, "
+                        f"the parameter {list(parameter.shape)}"
+                    )
+            if state:
+                optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+    return optimizer

@@ -1,0 +1,109 @@
+"""result.json: the final numbers of a run, from its files and its last model."""
+
+import hashlib
+import json
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Any
+
+from saf.evaluate.perplexity import evaluate_perplexity
+from saf.evaluate.records import read_json, read_lines, write_json
+from saf.surgery import state_of
+from saf.train.checkpoint import checkpoint_hash, latest
+from saf.train.manifest import file_hash
+from saf.train.provenance import provenance
+from saf.train.training import Training
+
+SCHEMA = "saf.result/1"
+
+
+def finish(training: Training) -> dict[str, Any]:
+    """Evaluate the reporting partition, write result.json and return it.
+
+    `train_loss` averages the last twentieth of the updates (at most 100). `total_seconds` counts updates
+    (compilation in the first ones included) and the intervention, not evaluation and checkpoints.
+    """
+    folder = training.folder
+    record = evaluate_perplexity(
+        training.model,
+        training.data,
+        partition="report",
+        length=training.length,
+        batch_size=training.config.batch_size,
+        precision=training.execution.precision,
+        out=folder,
+    )
+    metrics = read_lines(folder / "metrics.jsonl")
+    intervention = intervention_record(folder) if training.config.freeze is not None else None
+    last = metrics[-max(1, min(100, training.config.updates // 20)) :]
+    seconds = sum(line["update_seconds"] for line in metrics)
+    seconds += sum(intervention["seconds"].values()) if intervention else 0.0
+    final = latest(training.checkpoints) or Path(training.config.parent or "")
+    result = {
+        "schema": SCHEMA,
+        "arm": "frozen" if training.config.freeze is not None or _frozen_heads(training) else "ordinary",
+        "updates": training.update,
+        "tokens": training.update * training.tokens_per_update,
+        "train_loss": fmean(line["loss"] for line in last) if last else None,
+        "report_loss": record["loss"],
+        "report_perplexity": record["perplexity"],
+        "unigram_entropy": training.data.unigram_entropy("report"),
+        "update_seconds": update_seconds(metrics, training.timed_from),
+        "peak_memory_bytes": training.peak_memory,
+        "total_seconds": seconds,
+        "intervention": intervention,
+        "checkpoint": str(final),
+        "provenance": {
+            **provenance(training.execution.device_name),
+            "parent_hash": training.parent_hash,
+            "final_hash": checkpoint_hash(final),
+            "config_hash": config_hash(read_json(folder / "config.json")),
+            "patterns_hash": file_hash(folder / "freeze.safetensors") if intervention else None,
+            "heads": _frozen_heads(training),
+            "seed": training.config.seed,
+        },
+    }
+    write_json(folder / "result.json", result)
+    return result
+
+
+def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:
+    """Return median, 20th and 80th percentile of the seconds of updates from `timed_from` on, and which they are."""
+    timed = [line for line in metrics if line["update"] >= timed_from] or metrics
+    if not timed:
+        return None
+    seconds = [line["update_seconds"] for line in timed]
+    cuts = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
+    return {
+        "median": cuts[4],
+        "p20": cuts[1],
+        "p80": cuts[7],
+        "first_update": timed[0]["update"],
+        "last_update": timed[-1]["update"],
+    }
+
+
+def intervention_record(folder: Path) -> dict[str, Any]:
+    """Return when and which heads were frozen, its cost in seconds and the controller losses around it."""
+    freeze = read_json(folder / "freeze.json")
+    losses = {line["when"]: line["loss"] for line in read_lines(folder / "evaluations.jsonl")}
+    return {
+        "update": freeze["update"],
+        "heads": freeze["heads"],
+        "seconds": freeze["seconds"],
+        "loss_before": losses.get("before_freeze"),
+        "loss_after": losses.get("after_freeze"),
+    }
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Return the SHA-256 of what decides a run's outcome: model, training, freezing, data and parent."""
+    kept = {name: config[name] for name in ("model", "train", "freeze")}
+    kept["data"] = config["data"]["fingerprint"]
+    kept["parent"] = config["parent"]["hash"] if config["parent"] else None
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _frozen_heads(training: Training) -> list[list[int]]:
+    layers = state_of(training.model)[0]["layers"]
+    return [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]

@@ -1,0 +1,170 @@
+"""Setting a run up: new, from a parent's checkpoint, or resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saf.data import TokenData
+from saf.errors import CheckpointError, InputError
+from saf.evaluate.records import read_json, write_json
+from saf.models import GPTConfig
+from saf.schedules import SCHEDULES, Schedule
+from saf.train.atomic import remove_leftovers_
+from saf.train.batches import SAMPLERS, MicroBatches, check_heldout
+from saf.train.checkpoint import Checkpoint, blank_model, latest, open_checkpoint
+from saf.train.clock import Clock
+from saf.train.config import TrainConfig
+from saf.train.execution import Execution
+from saf.train.locking import lock_folder
+from saf.train.observer import Observer
+from saf.train.optimizer import build_optimizer
+from saf.train.progress import Progress
+from saf.train.random_state import restore_random_state
+from saf.train.records import keep_lines_
+from saf.train.run_config import check_same_run, model_config, recorded_config, run_config
+from saf.train.throughput import flops_per_token, peak_flops
+from saf.train.training import Training
+
+
+def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Training:
+    """Open the data, build or restore model and optimiser, write config.json and open the logs.
+
+    Raises:
+        InputError: A run is there already (without `resume`), or has other settings.
+        CheckpointError: The checkpoint is damaged, or is of other data or another model.
+    """
+    folder = Path(config.out)
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(folder)
+    _check_folder(folder, config, resume)
+    execution = Execution.of(config)
+    data = TokenData.open(config.data)
+    shape = model_config(config, data)
+    length = config.length or shape.max_length
+    check_heldout(data, config, length=length)
+    own = latest(folder / "checkpoints") if resume else None
+    origin = own or config.parent
+    checkpoint = open_checkpoint(origin) if origin else None
+    if checkpoint:
+        _check_fits(checkpoint, shape, data)
+        restore_random_state(checkpoint.state["random"])
+    parent = _parent_record(config, folder, checkpoint, resumed=own is not None)
+    model, optimizer = _build(config, shape, execution, checkpoint)
+    update = checkpoint.update if checkpoint else 0
+    if own and checkpoint:
+        clock.advance(checkpoint.state["elapsed_seconds"])
+    write_json(folder / "config.json", run_config(config, model=shape, data=data, execution=execution, parent=parent))
+    _cut_logs(folder, update, after_event=own is not None and own.name.endswith("-frozen"))
+    position = update * config.batch_size * config.accumulation
+    windows = SAMPLERS[config.sampler](data.tokens("train"), length=length, seed=config.seed)
+    return Training(
+        config=config,
+        folder=folder,
+        lock=lock,
+        execution=execution,
+        data=data,
+        length=length,
+        model=model,
+        optimizer=optimizer,
+        batches=MicroBatches(windows, size=config.batch_size, position=position, device=execution.device),
+        schedule=_schedule(config, checkpoint.state["schedule"] if own and checkpoint else None),
+        clock=clock,
+        observer=_observer(config, folder, execution, shape, length, update, clock),
+        update=update,
+        start=parent["update"] if parent else 0,
+        parent_hash=parent["hash"] if parent else None,
+    )
+
+
+def _check_folder(folder: Path, config: TrainConfig, resume: bool) -> None:
+    exists = (folder / "config.json").exists()
+    if exists and not resume:
+        raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
+    if exists:
+        check_same_run(config, recorded_config(folder))
+    remove_leftovers_(folder / "checkpoints")
+
+
+def _check_fits(checkpoint: Checkpoint, shape: GPTConfig, data: TokenData) -> None:
+    if checkpoint.state["model"] != shape.to_dict():
+        raise CheckpointError(
+            f"{checkpoint.path} holds a model of shape {checkpoint.state['model']}; the settings ask for {shape}"
+        )
+    if checkpoint.state["data_fingerprint"] != data.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on data with fingerprint {checkpoint.state['data_fingerprint'][:16]}; "
+            f"the data folder has {data.fingerprint[:16]}. Use the folder it was trained on"
+        )
+
+
+def _parent_record(
+    config: TrainConfig, folder: Path, checkpoint: Checkpoint | None, *, resumed: bool
+) -> dict[str, Any] | None:
+    if not config.parent:
+        return None
+    if resumed:
+        return read_json(folder / "config.json")["parent"]
+    assert checkpoint is not None
+    position = checkpoint.state["sampler_position"]
+    if position != checkpoint.update * config.batch_size * config.accumulation:
+        raise InputError(
+            f"the parent used {position // max(checkpoint.update, 1)} windows an update, this run "
+            f"{config.batch_size} x {config.accumulation}; keep their product so that the data go on where they stopped"
+        )
+    return {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
+
+
+def _build(config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoint: Checkpoint | None):
+    if checkpoint:
+        backend = config.freeze.backend if config.freeze else "auto"
+        model = checkpoint.model(execution.device, backend=backend)
+        return model, checkpoint.optimizer(model)
+    model = blank_model(shape)
+    model.reset_parameters(torch.Generator().manual_seed(config.seed))
+    model.to(execution.device)
+    return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
+
+
+def _schedule(config: TrainConfig, state: dict[str, Any] | None) -> Schedule | None:
+    if config.freeze is None:
+        return None
+    schedule = SCHEDULES[config.schedule](at=config.freeze_update, rate=config.freeze.rate)
+    if state is not None:
+        schedule.load_state_dict(state)
+    return schedule
+
+
+def _cut_logs(folder: Path, update: int, *, after_event: bool) -> None:
+    """Drop what was logged after the checkpoint; its update's event will be met again, unless it is over."""
+
+    def keep(line: dict[str, Any]) -> bool:
+        return line["update"] < update or (line["update"] == update and (after_event or line["when"] == "periodic"))
+
+    keep_lines_(folder / "metrics.jsonl", lambda line: line["update"] <= update)
+    keep_lines_(folder / "evaluations.jsonl", keep)
+    (folder / "result.json").unlink(missing_ok=True)
+
+
+def _observer(
+    config: TrainConfig,
+    folder: Path,
+    execution: Execution,
+    shape: GPTConfig,
+    length: int,
+    update: int,
+    clock: Clock,
+) -> Observer:
+    budget = config.time_budget_seconds
+    left = None if budget is None else budget - clock.elapsed
+    progress = Progress(done=update, total=config.updates, budget=left, every=config.log_every, quiet=config.quiet)
+    tokens = config.batch_size * config.accumulation * length
+    return Observer(
+        folder,
+        progress,
+        tensorboard=config.tensorboard,
+        purge_from=update + 1,
+        tokens_per_update=tokens,
+        flops_per_update=tokens * flops_per_token(shape, length),
+        peak_flops=peak_flops(execution.device_name, execution.precision),
+    )

@@ -1,0 +1,105 @@
+"""Everything one run holds while it trains."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from torch.optim import AdamW
+
+from saf.data import TokenData
+from saf.models import GPT
+from saf.schedules import Schedule
+from saf.train.batches import MicroBatches
+from saf.train.clock import Clock
+from saf.train.config import TrainConfig
+from saf.train.execution import Execution
+from saf.train.learning_rate import learning_rate, progress_by_time, progress_by_update
+from saf.train.observer import Observer
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The state of a run: `update` counts the updates done."""
+
+    config: TrainConfig
+    folder: Path
+    lock: IO[str]
+    """Held while the run goes on."""
+    execution: Execution
+    data: TokenData
+    length: int
+    model: GPT
+    optimizer: AdamW
+    batches: MicroBatches
+    schedule: Schedule | None
+    clock: Clock
+    observer: Observer
+    update: int
+    start: int
+    """Update of the checkpoint that the run began at; 0 for a new one."""
+    parent_hash: str | None
+    forward: Callable[..., Any] = field(init=False)
+    """The model as updates call it: compiled, or itself."""
+    last_seconds: float = 0.0
+    """What the next update is expected to take."""
+    compiling: bool = False
+    """Whether the next update compiles, which says nothing about those after it."""
+    peak_memory: int | None = None
+
+    def __post_init__(self):
+        self.prepare_forward_()
+
+    def prepare_forward_(self) -> None:
+        """Compile again; needed at the start and whenever heads were frozen."""
+        self.forward = self.execution.callable(self.model)
+        self.compiling = self.execution.compile
+
+    def updated_(self, seconds: float) -> None:
+        """Take note of one more update done."""
+        self.update += 1
+        self.last_seconds = 0.0 if self.compiling else seconds
+        self.compiling = False
+
+    @property
+    def windows_per_update(self) -> int:
+        """Windows consumed by one update."""
+        return self.config.batch_size * self.config.accumulation
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Target tokens of one update."""
+        return self.windows_per_update * self.length
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def timed_from(self) -> int:
+        """The first update whose time and memory count: past the freezing point, compilation and warm caches."""
+        begin = max(self.start, self.config.freeze_update or 0)
+        begin = begin if begin < self.config.updates else self.start
+        return begin + 1 + min(10, (self.config.updates - begin) // 4)
+
+    def next_learning_rate(self) -> float:
+        """Return the learning rate of the update to come."""
+        config = self.config
+        progress = progress_by_update(self.update + 1, updates=config.updates, start=config.lr_start)
+        if config.time_budget_seconds is not None:
+            begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
+            spent = self.clock.elapsed + self.last_seconds
+            progress = progress_by_time(spent, budget=config.time_budget_seconds, begin=max(begin, 0.0))
+        return learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+
+    def finished(self) -> bool:
+        """Whether the updates are done or the next one would exceed the time allowance."""
+        if self.config.time_budget_seconds is None:
+            return self.update >= self.config.updates
+        return self.clock.elapsed + self.last_seconds > self.config.time_budget_seconds
+
+    def close(self) -> None:
+        """Close the logs and let go of the folder."""
+        self.observer.close()
+        self.lock.close()

@@ -1,0 +1,63 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from saf.cli import main
+from tests.report.synthetic import write_data
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory) -> Path:
+    """A small data folder."""
+    return write_data(tmp_path_factory.mktemp("cli-text"))
+
+
+@pytest.fixture(scope="session")
+def arms(text_data, tmp_path_factory) -> tuple[Path, Path]:
+    """A trained ordinary run and the frozen one that continues from its midpoint; do not change them."""
+    from saf.freeze import FreezeConfig
+    from saf.train import TrainConfig, continue_from, pretrain
+
+    folder = tmp_path_factory.mktemp("cli-runs")
+    settings = {
+        "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
+        "length": 32,
+        "batch_size": 4,
+        "updates": 24,
+        "eval_every": 8,
+        "eval_windows": 4,
+        "save_every": 0,
+        "calibration_sequences": 4,
+        "tensorboard": False,
+        "quiet": True,
+        "device": "cpu",
+    }
+    pretrain(TrainConfig(data=str(text_data), out=str(folder / "ordinary"), **settings))
+    parent = folder / "ordinary" / "checkpoints" / "step-12"
+    pretrain(continue_from(parent, out=folder / "frozen", freeze=FreezeConfig(rate=0.25)))
+    return folder / "ordinary", folder / "frozen"
+
+
+@pytest.fixture
+def saf(capsys):
+    """Return a function that runs a command and returns its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def saf_json(saf):
+    """Return a function that runs a command with `--json` and returns what it printed, which must be JSON alone."""
+
+    def run(*arguments: object) -> dict:
+        code, out, _ = saf(*arguments, "--json")
+        assert code == 0
+        return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+    return run

@@ -1,0 +1,180 @@
+"""evaluate, compare, report, inspect and freeze on two real, tiny runs."""
+
+import json
+import shutil
+
+import pytest
+
+from saf.evaluate.records import read_json
+from saf.evaluate.runs import read_evaluation
+
+
+def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
+    for run in arms:
+        told = saf_json("evaluate", run, "--device", "cpu", "--out", tmp_path / run.name)
+        recorded, log_probs = read_evaluation(run)
+        again, log_probs_again = read_evaluation(tmp_path / run.name)
+        assert told["loss"] == again["loss"] == pytest.approx(recorded["loss"], rel=1e-6)
+        assert again["windows_hash"] == recorded["windows_hash"]
+        assert (log_probs - log_probs_again).abs().max() < 1e-4
+
+
+def test_evaluate_shows_a_table_and_writes_nothing_unasked(saf, arms):
+    before = sorted(arms[0].rglob("*"))
+    code, out, _ = saf("evaluate", arms[0] / "checkpoints" / "step-12", "--limit", 2, "--partition", "controller")
+    assert code == 0
+    assert "2 of 32 tokens" in out
+    assert "controller of" in out
+    assert sorted(arms[0].rglob("*")) == before
+
+
+def test_evaluate_refuses_text_of_another_tokenizer(saf, arms, text_data, tmp_path):
+    from saf.data import prepare
+
+    prepare([str(text_data.parent / "text")], tmp_path / "other", vocab_size=280, heldout_fraction=0.3, progress=False)
+    code, _, err = saf("evaluate", arms[0], "--data", tmp_path / "other")
+    assert code == 2
+    assert "another tokenizer" in err
+
+
+def test_evaluate_needs_data_for_a_model_that_does_not_tell(saf, saf_json, arms, text_data, tmp_path):
+    from saf.sidecar import save
+    from saf.train import load_model
+
+    save(load_model(arms[1] / "checkpoints" / "step-24"), tmp_path / "saved")
+    code, _, err = saf("evaluate", tmp_path / "saved")
+    assert code == 2
+    assert "give --data" in err
+    told = saf_json("evaluate", tmp_path / "saved", "--data", text_data, "--device", "cpu")
+    assert told["loss"] == pytest.approx(read_json(arms[1] / "evaluation.json")["loss"], rel=1e-6)
+
+
+def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
+    told = saf_json("compare", *arms, "--out", tmp_path)
+    assert told == read_json(tmp_path / "compare.json")
+    assert told["heads"] == 2
+    assert told["differences"] == []
+    assert told["ci95"][0] <= told["delta_ppl_percent"] <= told["ci95"][1]
+    assert told["timed_updates"] == [16, 24]
+    code, out, _ = saf("compare", *arms, "--out", tmp_path)
+    assert code == 0
+    assert "2 of 8 heads frozen" in out
+    assert "paired windows" in out
+
+
+def test_compare_refuses_arms_in_the_wrong_order_and_lists_differences(saf, saf_json, arms, tmp_path):
+    code, _, err = saf("compare", arms[1], arms[0], "--out", tmp_path)
+    assert code == 2
+    assert "froze no heads" in err
+    other = shutil.copytree(arms[1], tmp_path / "other")
+    config = read_json(other / "config.json")
+    config["train"]["seed"] = 5
+    (other / "config.json").write_text(json.dumps(config))
+    code, _, err = saf("compare", arms[0], other)
+    assert code == 2
+    assert "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in err
+    assert not (other / "compare.json").exists()
+    assert len(saf_json("compare", arms[0], other, "--allow-differences")["differences"]) == 1
+    assert (other / "compare.json").exists()
+
+
+def test_report_writes_the_page_and_the_picture(saf_json, arms, tmp_path):
+    told = saf_json("report", *arms, "--out", tmp_path / "page.html", "--picture", tmp_path / "picture.svg")
+    page = (tmp_path / "page.html").read_text()
+    assert told["report"] == str(tmp_path / "page.html")
+    assert told["bytes"] == len(page.encode())
+    assert "Freezing 2 of 8 attention heads" in page
+    assert (tmp_path / "picture.svg").read_text().startswith("<svg")
+
+
+def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):
+    ordinary, frozen = arms
+    run = saf_json("inspect", frozen)
+    assert (run["kind"], run["arm"], run["finished"], run["verified"]) == ("run", "frozen", True, True)
+    assert (len(run["frozen"]), run["num_heads"], run["updates"]) == (2, 8, 24)
+    checkpoint = saf_json("inspect", frozen / "checkpoints" / "step-24")
+    assert (checkpoint["kind"], checkpoint["update"], checkpoint["frozen"]) == ("checkpoint", 24, run["frozen"])
+    assert checkpoint["hash"] == run["provenance"]["final_hash"]
+    assert checkpoint["parent"] == saf_json("inspect", ordinary / "checkpoints" / "step-12")["hash"]
+    data = saf_json("inspect", text_data)
+    assert (data["kind"], data["verified"]) == ("data", True)
+    assert data["fingerprint"] == checkpoint["data_fingerprint"]
+
+
+def test_inspect_shows_tables(saf, arms, text_data):
+    for path, word in ((arms[1], "whole"), (arms[1] / "checkpoints" / "step-24", "SHA-256"), (text_data, "report")):
+        code, out, _ = saf("inspect", path)
+        assert code == 0
+        assert word in out
+
+
+def test_inspect_names_a_damaged_file(saf, arms, tmp_path):
+    run = shutil.copytree(arms[0], tmp_path / "run")
+    weights = run / "checkpoints" / "step-24" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for path in (run, weights.parent):
+        code, _, err = saf("inspect", path)
+        assert code == 2
+        assert f"{weights} is damaged" in err
+
+
+def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from saf.sidecar import save
+    from saf.train import load_model
+
+    save(load_model(arms[1] / "checkpoints" / "step-24"), tmp_path / "saved")
+    told = saf_json("inspect", tmp_path / "saved")
+    assert (told["kind"], told["patterns"], len(told["frozen"])) == ("saved", {"compact": 2}, 2)
+    tensors = load_file(tmp_path / "saved" / "saf.safetensors")
+    tensors.pop(next(name for name in tensors if name.endswith(".rho")))
+    save_file(tensors, tmp_path / "saved" / "saf.safetensors")
+    code, _, err = saf("inspect", tmp_path / "saved")
+    assert code == 2
+    assert "is missing or damaged" in err
+
+
+def test_freeze_writes_a_checkpoint_that_evaluates_and_continues(saf, saf_json, arms, tmp_path):
+    parent = arms[0] / "checkpoints" / "step-12"
+    told = saf_json("freeze", parent, "--rate", 0.5, "--out", tmp_path / "frozen", "--sequences", 4, "--device", "cpu")
+    assert len(told["heads"]) == 4
+    seen = saf_json("inspect", tmp_path / "frozen")
+    assert (seen["hash"], seen["parent"], seen["frozen"]) == (told["hash"], told["parent"], told["heads"])
+    assert read_json(tmp_path / "frozen" / "freeze.json")["update"] == 12
+    assert saf_json("evaluate", tmp_path / "frozen", "--limit", 2)["loss"] > 0
+    code, _, err = saf("pretrain", "--parent", tmp_path / "frozen", "--out", tmp_path / "run", "--quiet")
+    assert code == 0, err
+    assert saf_json("inspect", tmp_path / "run")["frozen"] == told["heads"]
+
+
+def test_freezing_at_the_same_rate_chooses_what_the_run_chose(saf_json, arms, tmp_path):
+    parent = arms[0] / "checkpoints" / "step-12"
+    options = ("--rate", 0.25, "--sequences", 4, "--batch-size", 4, "--device", "cpu")
+    told = saf_json("freeze", parent, "--out", tmp_path / "frozen", *options)
+    event = read_json(arms[1] / "freeze.json")
+    assert told["heads"] == event["heads"]
+    assert told["sequences_hash"] == event["sequences_hash"]
+    assert told["scores"] == event["scores"]
+
+
+def test_a_finalised_checkpoint_is_smaller(saf_json, arms, tmp_path):
+    sizes = []
+    for options in ([], ["--finalize"]):
+        out = tmp_path / f"frozen{len(options)}"
+        saf_json("freeze", arms[0], "--out", out, "--sequences", 4, "--device", "cpu", *options)
+        sizes.append((out / "saf.safetensors").stat().st_size)
+    assert sizes[1] < sizes[0]
+
+
+def test_freeze_refuses_to_overwrite_and_a_rate_that_is_none(saf, arms, tmp_path):
+    (tmp_path / "there").mkdir()
+    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "there")
+    assert code == 2
+    assert "exists already" in err
+    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "new", "--rate", 1.5)
+    assert code == 2
+    assert "rate" in err
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,113 @@
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from saf.cli import COMMANDS, main, usage
+
+
+def test_help_lists_every_command(saf):
+    code, out, _ = saf("--help")
+    assert code == 0
+    assert out.strip() == usage()
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+
+
+def test_no_command_shows_help_as_an_error(saf):
+    code, out, err = saf()
+    assert (code, out) == (2, "")
+    assert "usage: saf COMMAND" in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_a_description(saf, name, capsys):
+    module = importlib.import_module(f"saf.cli.{name}")
+    if hasattr(module, "COMMANDS"):
+        assert saf(name, "--help")[0] == 0
+        return
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "--json" in out
+    assert module.COMMAND.__doc__.split("\n")[0].split(",")[0].split()[0] in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evalute"], "saf: there is no command 'evalute'; did you mean `saf evaluate`?"),
+        (["xyzzy"], "saf: there is no command 'xyzzy'; `saf --help` lists the commands."),
+        (["data", "prepair"], "saf data: there is no command 'prepair'; did you mean `saf data prepare`?"),
+    ],
+)
+def test_an_unknown_command_is_explained(saf, arguments, message):
+    assert saf(*arguments) == (2, "", f"{message}\n")
+
+
+def test_a_group_without_a_command_lists_its_own(saf):
+    code, _, err = saf("data")
+    assert code == 2
+    assert "prepare" in err
+    assert "info" in err
+
+
+def test_an_error_is_one_message_without_a_traceback(saf, tmp_path):
+    code, out, err = saf("evaluate", tmp_path)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"saf evaluate: {tmp_path} holds no model; expected a checkpoint")
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+
+
+def test_a_wrong_option_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--no-such-option"])
+    assert stop.value.code == 2
+
+
+def test_an_interrupt_is_130(saf, monkeypatch):
+    def interrupted(name, rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("saf.cli._run", interrupted)
+    assert saf("doctor") == (130, "", "saf doctor: interrupted\n")
+
+
+def test_a_bug_keeps_its_traceback(saf, monkeypatch):
+    def broken(name, rest):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("saf.cli._run", broken)
+    with pytest.raises(ZeroDivisionError):
+        saf("doctor")
+
+
+def test_the_module_runs_as_a_program_and_imports_no_other_command():
+    code = "import sys; from saf.cli import main; main(['-h']); print([n for n in sys.modules if 'saf.cli.' in n])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]")
+    done = subprocess.run([sys.executable, "-m", "saf", "inspect", "/nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("saf inspect: /nowhere is not a folder")
+
+
+def test_doctor_names_backend_packages_and_devices(saf, saf_json):
+    told = saf_json("doctor")
+    assert told["devices"][0]["device"] == "cpu"
+    assert told["packages"]["torch"]
+    assert any(line.startswith("auto: ") for line in told["backends"][0]["lines"])
+    code, out, _ = saf("doctor")
+    assert code == 0
+    assert "frozen heads on cpu, float32:" in out
+
+
+def test_doctor_says_what_is_missing(saf, saf_json, monkeypatch):
+    monkeypatch.setattr("saf.cli.doctor.shutil.which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("saf.cli.doctor._version", lambda name: None if name == "transformers" else "1.0")
+    assert saf_json("doctor")["optional"]["transformers"] is None
+    assert json.dumps(saf_json("doctor")["compilers"]["torch.compile on cpu"]).startswith('"needs a C++ compiler')
+    assert "for what is missing: pip install 'saf[hf]'" in saf("doctor")[1]

@@ -1,0 +1,93 @@
+import json
+
+import pytest
+import tyro
+
+from saf.cli.pretrain import COMMAND
+from saf.errors import InputError
+from saf.freeze import FreezeConfig
+from saf.train import TrainConfig
+
+SHAPE = "--model-overrides num_layers 2 num_heads 4 hidden_size 32 --length 32 --batch-size 4"
+OPTIONS = "--updates 4 --eval-every 2 --eval-windows 2 --save-every 1 --calibration-sequences 4 --device cpu"
+SMALL = f"{SHAPE} {OPTIONS} --no-tensorboard --quiet".split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    from saf.data import prepare
+
+    folder = tmp_path_factory.mktemp("cli-data")
+    (folder / "text").mkdir()
+    for number in range(30):
+        (folder / "text" / f"{number}.txt").write_text(f"line {number} of the text " * 100)
+    prepare([str(folder / "text")], folder / "data", vocab_size=290, heldout_fraction=0.3, workers=1, progress=False)
+    return folder / "data"
+
+
+def parse(*words):
+    return tyro.cli(COMMAND, args=[str(word) for word in words])
+
+
+def test_options_left_out_are_the_defaults(tmp_path):
+    config = parse("--data", "d", "--out", tmp_path).config()
+    assert config == TrainConfig(data="d", out=str(tmp_path))
+
+
+def test_options_arrive_in_the_settings(tmp_path):
+    config = parse(
+        *f"--data d --out {tmp_path} --updates 50 --peak-lr 1e-3 --warmup 5 --betas 0.8 0.9 --sampler random".split(),
+        *["--model", "124m", "--model-overrides", "num_layers", "2", "position", "learned", "--no-tensorboard"],
+        *["--freeze.rate", "0.5", "--freeze.max-fit-kl", "0.3", "--freeze.strict", "--freeze-at", "0.25"],
+    ).config()
+    assert config == TrainConfig(
+        data="d",
+        out=str(tmp_path),
+        updates=50,
+        peak_lr=1e-3,
+        warmup=5,
+        betas=(0.8, 0.9),
+        sampler="random",
+        model="124m",
+        model_overrides={"num_layers": 2, "position": "learned"},
+        tensorboard=False,
+        freeze=FreezeConfig(rate=0.5, max_fit_kl=0.3, strict=True),
+        freeze_at=0.25,
+    )
+    assert isinstance(config.warmup, int)
+
+
+@pytest.mark.parametrize(("text", "kind"), [("100", int), ("0.5", float)])
+def test_moments_are_whole_updates_or_shares(tmp_path, text, kind):
+    config = parse("--data", "d", "--out", tmp_path, "--freeze-at", text).config()
+    assert type(config.freeze_at) is kind
+
+
+def test_two_arms(data, tmp_path, capsys):
+    ordinary, frozen = tmp_path / "ordinary", tmp_path / "frozen"
+    parse("--data", data, "--out", ordinary, *SMALL, "--json").run()
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((ordinary / "result.json").read_text())
+    parent = ordinary / "checkpoints" / "step-2"
+    result = parse(
+        *("--parent", parent, "--out", frozen, "--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--quiet")
+    ).run()
+    table = capsys.readouterr().out
+    assert "frozen arm, 4 updates" in table
+    assert f"{result['report_perplexity']:.4f}" in table
+    assert "2 after update 2" in table
+    assert result["provenance"]["parent_hash"] == json.loads((parent / "manifest.json").read_text())["hash"]
+
+
+def test_resume_takes_the_runs_settings(data, tmp_path):
+    first = parse("--data", data, "--out", tmp_path, *SMALL).run()
+    assert parse("--out", tmp_path, "--resume").run()["report_loss"] == first["report_loss"]
+    with pytest.raises(InputError, match="cannot resume with other settings"):
+        parse("--out", tmp_path, "--resume", "--peak-lr", 0.1).run()
+
+
+def test_says_what_is_missing(tmp_path):
+    with pytest.raises(InputError, match="needs --data"):
+        parse("--out", tmp_path).config()
+    with pytest.raises(InputError, match=r"--freeze\.max-fit-kl needs --freeze\.rate"):
+        parse("--data", "d", "--out", tmp_path, "--freeze.max-fit-kl", 0.3).config()

@@ -1,0 +1,134 @@
+"""Comparing finished runs: what may differ, what is refused, which updates are timed."""
+
+import json
+import math
+
+import pytest
+
+from saf.errors import CompareError, InputError
+from saf.evaluate.arms import compare_runs, compare_update_times, differences, quantiles
+from saf.evaluate.runs import Run
+from tests.report.synthetic import Shape, edit, write_pair, write_run
+
+
+def test_a_comparison_holds_the_known_cost_and_speed(tmp_path):
+    ordinary, frozen = write_pair(tmp_path, cost=0.004, speedup=1.1)
+    result = compare_runs(ordinary, frozen, out=tmp_path / "out")
+    assert result["ci95"][0] < 100 * math.expm1(0.004) < result["ci95"][1]
+    assert result["update_time_ratio"] == pytest.approx(1.1, rel=0.02)
+    assert result["timed_updates"] == [38, 60]
+    assert result["peak_memory_frozen"] < result["peak_memory_ordinary"]
+    assert (result["heads"], result["num_heads"]) == (3, 12)
+    assert set(result["intervention_seconds"]) == {"capture", "statistics", "score", "fit", "install"}
+    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == result
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"train__lr": 1e-3}, "train.lr: 0.0006 in the ordinary arm, 0.001 in the frozen arm"),
+        ("config.json", {"train__seed": 1}, "train.seed: 1337"),
+        ("config.json", {"model__position": "learned"}, "model.position"),
+        ("config.json", {"data__fingerprint": "e" * 64}, "data.fingerprint"),
+        ("config.json", {"parent": {"path": "x", "hash": "f" * 64}}, "starts from no checkpoint, .* checkpoint ffff"),
+        ("result.json", {"updates": 59}, "updates: 60 in the ordinary arm, 59"),
+        ("evaluation.json", {"precision": "bf16"}, "evaluation precision"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_difference_that_is_not_the_freezing_is_refused_unless_allowed(tmp_path, file, change, message):
+    ordinary, frozen = write_pair(tmp_path)
+    edit(frozen / file, **change)
+    with pytest.raises(CompareError, match=message):
+        compare_runs(ordinary, frozen)
+    assert len(compare_runs(ordinary, frozen, allow_differences=True, resamples=10)["differences"]) == 1
+
+
+def test_every_difference_is_listed_at_once(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    edit(frozen / "config.json", train__lr=1e-3, train__seed=2, model__hidden_size=32)
+    assert len(differences(Run.open(ordinary), Run.open(frozen))) == 3
+
+
+def test_the_folder_of_the_data_may_differ(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    edit(frozen / "config.json", data__folder="elsewhere")
+    assert differences(Run.open(ordinary), Run.open(frozen)) == []
+
+
+def test_a_frozen_arm_may_start_from_a_checkpoint_of_the_ordinary_one(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    edit(frozen / "config.json", parent={"path": "x", "hash": "f" * 64})
+    checkpoint = ordinary / "checkpoints" / "step-30"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text(json.dumps({"hash": "f" * 64}))
+    assert differences(Run.open(ordinary), Run.open(frozen)) == []
+
+
+def test_other_windows_are_refused_even_when_differences_are_allowed(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    edit(frozen / "evaluation.json", windows_hash="0" * 64)
+    with pytest.raises(CompareError, match="different windows"):
+        compare_runs(ordinary, frozen, allow_differences=True)
+
+
+def test_two_ordinary_arms_are_refused(tmp_path):
+    with pytest.raises(CompareError, match="froze no heads"):
+        compare_runs(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
+
+
+def test_an_unfinished_run_is_refused(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    (frozen / "result.json").unlink()
+    with pytest.raises(InputError, match="has not ended"):
+        compare_runs(ordinary, frozen)
+
+
+def test_log_probabilities_of_another_size_are_refused(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    edit(frozen / "evaluation.json", windows=7)
+    with pytest.raises(InputError, match=r"\[7, 64\].*\[40, 64\]"):
+        compare_runs(ordinary, frozen)
+
+
+def test_compilation_after_the_event_is_not_timed(tmp_path):
+    ordinary, frozen = write_pair(tmp_path, speedup=1.25)
+    times = compare_update_times(Run.open(ordinary), Run.open(frozen))
+    assert times["update_seconds_frozen"] == pytest.approx(0.4, rel=0.02)
+
+
+def test_too_few_updates_give_no_ratio(tmp_path):
+    ordinary, frozen = write_pair(tmp_path, Shape(updates=34))
+    times = compare_update_times(Run.open(ordinary), Run.open(frozen))
+    assert times["timed_updates"] == [32, 34]
+    assert times["update_time_ratio"] is None
+
+
+def test_a_resumed_run_counts_each_update_once_and_a_torn_last_line_is_ignored(tmp_path):
+    folder = write_run(tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    again = json.dumps(json.loads(lines[-1]) | {"loss": 1.5})
+    path.write_text("\n".join([*lines, again, '{"update": 61, "lo']))
+    metrics = Run.open(folder).metrics
+    assert len(metrics) == 60
+    assert metrics[-1]["loss"] == 1.5
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(InputError, match="holds no config"):
+        Run.open(tmp_path)
+    with pytest.raises(InputError, match="is not a folder"):
+        Run.open(tmp_path / "absent")
+
+
+def test_arms_without_common_updates_have_no_times(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    path = ordinary / "metrics.jsonl"
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:20]))
+    times = compare_update_times(Run.open(ordinary), Run.open(frozen))
+    assert set(times.values()) == {None}
+
+
+def test_spreads_are_the_20th_and_80th_percentile():
+    assert quantiles([float(n) for n in range(101)]) == pytest.approx((20.0, 50.0, 80.0))

@@ -1,0 +1,114 @@
+"""The paired bootstrap, against cases whose interval is known."""
+
+import math
+
+import pytest
+import torch
+
+from saf.errors import CompareError, InputError
+from saf.evaluate.paired import bootstrap_means, mean_and_standard_error, paired_delta_ppl, window_losses
+
+
+def arms(
+    windows: int = 400, length: int = 16, cost: float = 0.01, spread: float = 0.02
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two models on windows of very different hardness; the second is `cost` +- `spread` nats dearer a window."""
+    generator = torch.Generator().manual_seed(0)
+    hardness = 3 + torch.randn(windows, 1, generator=generator, dtype=torch.float64).expand(windows, length)
+    extra = cost + spread * torch.randn(windows, 1, generator=generator, dtype=torch.float64)
+    return -hardness, -(hardness + extra)
+
+
+def test_the_point_estimate_is_the_formula():
+    ordinary, frozen = arms()
+    result = paired_delta_ppl(ordinary, frozen, resamples=10)
+    ppl_ordinary, ppl_frozen = math.exp(-ordinary.mean()), math.exp(-frozen.mean())
+    assert result["ppl_ordinary"] == pytest.approx(ppl_ordinary)
+    assert result["delta_ppl_percent"] == pytest.approx(100 * (ppl_frozen / ppl_ordinary - 1))
+
+
+def test_the_interval_matches_the_normal_approximation():
+    ordinary, frozen = arms()
+    result = paired_delta_ppl(ordinary, frozen)
+    extra = window_losses(frozen) - window_losses(ordinary)
+    half = 1.96 * float(extra.std(correction=0)) / math.sqrt(len(extra))
+    expected = [100 * math.expm1(float(extra.mean()) + sign * half) for sign in (-1, 1)]
+    assert result["ci95"] == pytest.approx(expected, rel=0.02)
+
+
+def test_a_constant_cost_has_no_uncertainty_however_different_the_windows():
+    ordinary, frozen = arms(spread=0.0)
+    result = paired_delta_ppl(ordinary, frozen)
+    assert result["ci95"] == pytest.approx([100 * math.expm1(0.01)] * 2, abs=1e-9)
+
+
+def test_pairing_beats_independent_resampling():
+    ordinary, frozen = arms()
+    low, high = paired_delta_ppl(ordinary, frozen)["ci95"]
+    unpaired = bootstrap_means(window_losses(frozen), seed=1) - bootstrap_means(window_losses(ordinary), seed=2)
+    unpaired_low, unpaired_high = torch.quantile(
+        100 * torch.expm1(unpaired), torch.tensor([0.025, 0.975]).double()
+    ).tolist()
+    assert (high - low) < 0.1 * (unpaired_high - unpaired_low)
+
+
+def test_the_interval_covers_the_truth_about_95_times_in_100():
+    generator = torch.Generator().manual_seed(4)
+    covered = 0
+    for trial in range(200):
+        values = torch.randn(60, generator=generator, dtype=torch.float64)
+        draws = bootstrap_means(values, resamples=500, seed=trial)
+        low, high = torch.quantile(draws, torch.tensor([0.025, 0.975]).double()).tolist()
+        covered += low <= 0.0 <= high
+    assert 178 <= covered <= 198
+
+
+def test_a_seed_gives_the_same_interval_and_the_global_generator_is_left_alone():
+    ordinary, frozen = arms(windows=50)
+    state = torch.random.get_rng_state()
+    results = [paired_delta_ppl(ordinary, frozen, resamples=200, seed=seed)["ci95"] for seed in (3, 3, 4)]
+    assert results[0] == results[1] != results[2]
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_memory_stays_small_by_drawing_in_parts():
+    values = torch.arange(3_000_000, dtype=torch.float64)
+    assert bootstrap_means(values, resamples=3).shape == (3,)
+
+
+def test_float16_sums_are_taken_in_float64():
+    log_probs = torch.full((4, 4096), -3.1, dtype=torch.float16)
+    assert window_losses(log_probs).tolist() == pytest.approx([float(-log_probs[0, 0])] * 4, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ordinary", "frozen", "hashes", "message"),
+    [
+        (torch.zeros(4, 8), torch.zeros(5, 8), None, r"\[4, 8\] and \[5, 8\]"),
+        (torch.zeros(8), torch.zeros(8), None, r"\[windows, T\]"),
+        (torch.zeros(4, 8), torch.zeros(4, 8), ("aaaa", "bbbb"), "different windows .aaaa and bbbb"),
+    ],
+    ids=["shapes", "one-dimensional", "hashes"],
+)
+def test_other_windows_are_refused(ordinary, frozen, hashes, message):
+    with pytest.raises(CompareError, match=message):
+        paired_delta_ppl(ordinary, frozen, windows_hash=hashes)
+
+
+def test_values_that_cannot_be_averaged_are_refused():
+    bad = torch.zeros(3, 4)
+    bad[1, 2] = torch.nan
+    with pytest.raises(InputError, match="1 of 3 windows"):
+        paired_delta_ppl(bad, torch.zeros(3, 4))
+    with pytest.raises(InputError, match="no log-probabilities"):
+        paired_delta_ppl(torch.zeros(0, 4), torch.zeros(0, 4))
+    with pytest.raises(InputError, match="resamples"):
+        paired_delta_ppl(torch.zeros(3, 4), torch.zeros(3, 4), resamples=0)
+
+
+def test_mean_and_standard_error_over_seeds():
+    summary = mean_and_standard_error([1.0, 2.0, 4.0])
+    assert summary == {"mean": pytest.approx(7 / 3), "standard_error": pytest.approx(math.sqrt(7 / 3 / 3)), "seeds": 3}
+    assert mean_and_standard_error([2.0])["standard_error"] is None
+    with pytest.raises(InputError, match="at least one"):
+        mean_and_standard_error([])

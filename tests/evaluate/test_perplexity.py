@@ -1,0 +1,143 @@
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from saf.data import sequential_windows
+from saf.errors import DataError, DivergenceError, InputError
+from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, resolve_precision
+from saf.evaluate.runs import read_evaluation
+from saf.models import GPT, GPTConfig
+
+LENGTH = 32
+
+
+def small(vocab_size: int = 320) -> GPT:
+    shape = GPTConfig(vocab_size=vocab_size, num_layers=2, num_heads=2, hidden_size=16, max_length=LENGTH)
+    model = GPT(shape)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return model
+
+
+class LogitsModel(nn.Module):
+    """Answers as Hugging Face models do."""
+
+    def __init__(self, inner: GPT):
+        super().__init__()
+        self.inner = inner
+        self.config = SimpleNamespace(vocab_size=inner.config.vocab_size, max_position_embeddings=LENGTH)
+
+    def forward(self, input_ids, use_cache):
+        assert use_cache is False
+        return SimpleNamespace(logits=self.inner(input_ids))
+
+
+def test_the_loss_is_the_mean_over_every_target_of_the_windows(data):
+    model = small().double()
+    windows = sequential_windows(data.tokens("report"), LENGTH)
+    log_probs = torch.log_softmax(model(windows[:, :-1]), dim=-1).gather(-1, windows[:, 1:, None])
+    record = evaluate_perplexity(model, data)
+    assert record["loss"] == pytest.approx(-float(log_probs.detach().mean()), rel=1e-6)
+    assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))
+    assert (record["windows"], record["tokens"]) == (len(windows), len(windows) * LENGTH)
+    assert record["data_fingerprint"] == data.fingerprint
+    assert record["windows_hash"] == hash_windows(windows)
+
+
+def test_files_hold_every_tokens_log_probability(data, tmp_path):
+    record = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "new" / "folder")
+    read, log_probs = read_evaluation(tmp_path / "new" / "folder")
+    assert read == record == json.loads((tmp_path / "new" / "folder" / "evaluation.json").read_text())
+    assert log_probs.shape == (5, LENGTH)
+    assert log_probs.dtype == torch.float32
+    assert -float(log_probs.double().mean()) == record["loss"]
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
+        "evaluation.json",
+        "log_probs.safetensors",
+    ]
+
+
+def test_the_batch_size_changes_nothing_and_progress_is_told(data):
+    told = []
+    one = evaluate_perplexity(small(), data, limit=7, batch_size=1)
+    other = evaluate_perplexity(small(), data, limit=7, batch_size=3, progress=lambda done, of: told.append((done, of)))
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert one["windows_hash"] == other["windows_hash"]
+    assert told == [(3, 7), (6, 7), (7, 7)]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_every_module_gets_its_mode_back(data, monkeypatch, fails):
+    model = small()
+    model.train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+
+    def watched(inputs, targets):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        if fails:
+            raise RuntimeError("stop")
+        return torch.zeros(targets.shape)
+
+    monkeypatch.setattr(model, "token_log_probs", watched)
+    if fails:
+        with pytest.raises(RuntimeError, match="stop"):
+            evaluate_perplexity(model, data, limit=2)
+    else:
+        evaluate_perplexity(model, data, limit=2)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_model_that_answers_with_logits_gives_the_same(data):
+    model = small()
+    expected = evaluate_perplexity(model, data, limit=3)
+    assert evaluate_perplexity(LogitsModel(model), data, limit=3)["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_bfloat16_is_near_and_recorded(data):
+    exact = evaluate_perplexity(small(), data, limit=3)
+    rounded = evaluate_perplexity(small(), data, limit=3, precision="bf16")
+    assert (exact["precision"], rounded["precision"]) == ("fp32", "bf16")
+    assert rounded["loss"] == pytest.approx(exact["loss"], rel=1e-2)
+    assert resolve_precision(torch.device("cuda"), "auto") == "bf16"
+
+
+def test_text_shorter_than_one_window_is_refused(data):
+    model = small()
+    model.config = SimpleNamespace(vocab_size=320, max_length=10**6)
+    with pytest.raises(DataError, match="window of length 1000000"):
+        evaluate_perplexity(model, data)
+
+
+def test_a_vocabulary_too_small_for_the_data_is_refused(data):
+    with pytest.raises(DataError, match=f"{data.vocab_size} ids, the model only 64"):
+        evaluate_perplexity(small(vocab_size=64), data)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"partition": "test"}, "one of train, calibration, controller, report; got 'test'"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"limit": 0}, "limit must be at least 1"),
+        ({"length": 33}, "33 tokens are longer than the model's maximum of 32"),
+        ({"precision": "fp16"}, "precision must be one of auto, fp32, bf16"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_settings_out_of_range_are_refused(data, settings, message):
+    with pytest.raises(InputError, match=message):
+        evaluate_perplexity(small(), data, **settings)
+
+
+def test_a_model_with_nan_weights_is_named(data, tmp_path):
+    model = small()
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    with pytest.raises(DivergenceError, match="not finite"):
+        evaluate_perplexity(model, data, limit=2, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

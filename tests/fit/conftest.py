@@ -1,0 +1,78 @@
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Target:
+    """A dense pattern `[..., T, T]` with its marginals and row-averaged entropy, summed without any tile."""
+
+    pattern: Tensor
+
+    @property
+    def eta_abs(self) -> Tensor:
+        return self.pattern.sum(-2)
+
+    @property
+    def eta_rel(self) -> Tensor:
+        length = self.pattern.shape[-1]
+        return torch.stack([self.pattern.diagonal(-d, -2, -1).sum(-1) for d in range(length)], -1)
+
+    @property
+    def row_entropy(self) -> Tensor:
+        return -torch.xlogy(self.pattern, self.pattern).sum(-1).mean(-1)
+
+    def kl(self, dense: Tensor) -> Tensor:
+        """Row-averaged KL(target || dense), nats, entry by entry."""
+        terms = torch.xlogy(self.pattern, self.pattern) - torch.xlogy(self.pattern, dense)
+        return terms.nan_to_num(0.0).sum((-2, -1)) / self.pattern.shape[-1]
+
+
+def floored(weights: Tensor) -> Tensor:
+    """Floor causal entries at 1e-9 and normalise the rows, as calibration does."""
+    weights = weights.double().clamp(min=1e-9).tril()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def random_target(*heads: int, length: int, scale: float = 1.0, sequences: int = 1, seed: int = 0) -> Target:
+    """The mean over sequences of softmax rows with a recency bias and normal logits of the given scale."""
+    generator = torch.Generator().manual_seed(seed)
+    position = torch.arange(length)
+    bias = -0.5 * (position[:, None] - position).clamp(min=0).double().log1p()
+    logits = scale * torch.randn(sequences, *heads, length, length, dtype=torch.float64, generator=generator)
+    causal = (logits + bias).masked_fill(position[:, None] < position, -torch.inf)
+    return Target(floored(causal.softmax(-1).mean(0)))
+
+
+def one_hot_target(kind: str, length: int) -> Target:
+    """All of each row's mass on one key, the rest on the floor: attention of a single sequence at its sharpest."""
+    row = torch.arange(length)
+    key = {
+        "self": row,
+        "first": torch.zeros_like(row),
+        "previous": (row - 1).clamp(min=0),
+        "random": (torch.rand(length, generator=torch.Generator().manual_seed(0)) * (row + 1)).long(),
+    }[kind]
+    return Target(floored(torch.nn.functional.one_hot(key, length)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Many small products: a second thread gains little, and loses much when the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_target():
+    return random_target
+
+
+@pytest.fixture
+def make_one_hot():
+    return one_hot_target

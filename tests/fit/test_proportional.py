@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+import torch
+
+from saf.fit import fit_compact, fit_kl, fit_with_certificate, marginals
+
+
+@pytest.mark.parametrize("memory", [0, 1, 3, 6])
+def test_sweeps_with_and_without_extrapolation_reach_one_optimum(make_target, memory):
+    target = make_target(6, length=150, scale=2.0)
+    best = fit_compact(target.eta_abs, target.eta_rel, tolerance=1e-10, max_sweeps=5000, memory=0)
+    pattern, certificate = fit_with_certificate(
+        target.eta_abs, target.eta_rel, tolerance=1e-6, max_sweeps=2000, memory=memory
+    )
+    assert bool(certificate.converged.all())
+    torch.testing.assert_close(pattern.dense(), best.dense(), rtol=0, atol=1e-6)
+
+
+def test_extrapolation_saves_sweeps(make_target):
+    target = make_target(8, length=200, scale=2.0, sequences=8)
+    sweeps = [
+        fit_with_certificate(target.eta_abs, target.eta_rel, tolerance=1e-6, memory=memory)[1].sweeps
+        for memory in (0, 3)
+    ]
+    assert sweeps[1].double().mean() < sweeps[0].double().mean()
+
+
+def test_a_hard_head_does_not_change_an_easy_one(make_target, make_one_hot):
+    easy, hard = make_target(length=60), make_one_hot("random", 60)
+    together, certificate = fit_with_certificate(
+        torch.stack([easy.eta_abs, hard.eta_abs]), torch.stack([easy.eta_rel, hard.eta_rel])
+    )
+    alone, own = fit_with_certificate(easy.eta_abs, easy.eta_rel)
+    assert certificate.sweeps[0] == own.sweeps
+    torch.testing.assert_close(together[0].alpha, alone.alpha, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("constant_after", [0, 1, 8])
+def test_constant_tail_is_the_optimum_of_the_constrained_fit(make_target, constant_after):
+    target = make_target(3, length=64, scale=1.0, sequences=4)
+    options = {"alpha_constant_after": constant_after}
+    pattern, certificate = fit_with_certificate(target.eta_abs, target.eta_rel, tolerance=1e-7, **options)
+    best = fit_compact(target.eta_abs, target.eta_rel, fitter="dense", **options)
+    assert bool(certificate.converged.all())
+    assert torch.equal(pattern.alpha[:, constant_after:], pattern.alpha[:, -1:].expand(-1, 64 - constant_after))
+    torch.testing.assert_close(pattern.dense(), best.dense(), rtol=0, atol=1e-6)
+    by_key, by_distance = marginals(pattern)
+    torch.testing.assert_close(by_distance, target.eta_rel, rtol=1e-6, atol=0)
+    torch.testing.assert_close(by_key[:, :constant_after], target.eta_abs[:, :constant_after], rtol=1e-6, atol=0)
+    free = fit_compact(target.eta_abs, target.eta_rel)
+    assert (target.kl(pattern.dense()) > target.kl(free.dense())).all()
+
+
+def test_constant_tail_is_closer_to_the_population_when_late_alpha_is_noise(make_target):
+    """Means of few sequences whose true keys are all alike: fitting them key by key fits their noise."""
+    seen = make_target(6, length=128, scale=1.0, sequences=4, seed=1)
+    unseen = make_target(6, length=128, scale=1.0, sequences=64, seed=2)
+    free = fit_compact(seen.eta_abs, seen.eta_rel)
+    constant = fit_compact(seen.eta_abs, seen.eta_rel, alpha_constant_after=8)
+    assert unseen.kl(constant.dense()).mean() < unseen.kl(free.dense()).mean()
+
+
+def test_all_heads_of_a_trained_model_reach_their_reference(shared):
+    """144 heads of a 124M RoPE decoder at 4,096 positions, some of them noisy, some with ripple."""
+    with np.load(shared / "data" / "patterns" / "rope-124m-4k.npz", allow_pickle=False) as arrays:
+        eta_abs, eta_rel, entropy, reference = (
+            torch.from_numpy(arrays[name]) for name in ("eta_abs", "eta_rel", "mean_row_entropy", "reference_fit_kl")
+        )
+    pattern, certificate = fit_with_certificate(eta_abs, eta_rel)
+    excess = fit_kl(pattern, eta_abs, eta_rel, entropy) - reference
+    assert excess.max() < 1e-5
+    assert bool(certificate.converged.all())
+    assert certificate.sweeps.max() <= 25
+    assert certificate.sweeps.double().mean() <= 12
+    assert pattern.balanced().log_z.abs().max() < 30

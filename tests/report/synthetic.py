@@ -1,0 +1,223 @@
+"""Run folders with invented numbers that follow the layout a training run writes."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+WINDOWS_HASH = hashlib.sha256(b"windows").hexdigest()
+
+
+@dataclass
+class Shape:
+    """Size of the invented model and run."""
+
+    layers: int = 3
+    heads: int = 4
+    length: int = 64
+    updates: int = 60
+    freeze_update: int = 30
+    windows: int = 40
+    rate: float = 0.25
+
+
+def write_pair(
+    folder: Path, shape: Shape | None = None, *, cost: float = 0.004, speedup: float = 1.1
+) -> tuple[Path, Path]:
+    """Write an ordinary and a frozen run of one seed; `cost` nats dearer, `speedup` times faster after the event."""
+    ordinary = write_run(folder / "ordinary", shape)
+    return ordinary, write_run(folder / "frozen", shape, frozen=True, cost=cost, speedup=speedup)
+
+
+def write_run(
+    folder: Path, shape: Shape | None = None, *, frozen: bool = False, cost: float = 0.0, speedup: float = 1.0
+) -> Path:
+    """Write one run folder and return it."""
+    shape = shape or Shape()
+    folder.mkdir(parents=True)
+    num_frozen = round(shape.rate * shape.layers * shape.heads)
+    write(folder / "config.json", config(shape, frozen=frozen))
+    _write_metrics(folder, shape, cost=cost, speedup=speedup)
+    intervention = _write_freeze(folder, shape, num_frozen) if frozen else None
+    loss = _write_evaluation(folder, shape, cost=cost)
+    result = {
+        "schema": "saf.result/1",
+        "arm": "frozen" if frozen else "ordinary",
+        "updates": shape.updates,
+        "tokens": shape.updates * 8 * shape.length,
+        "train_loss": 3.0,
+        "report_loss": loss,
+        "report_perplexity": float(np.exp(loss)),
+        "unigram_entropy": 7.2,
+        "update_seconds": {"median": 0.5 / speedup, "p20": 0.49, "p80": 0.52, "first_update": 41, "last_update": 60},
+        "peak_memory_bytes": 15_560_000_000 - 500_000_000 * frozen,
+        "total_seconds": 31.0,
+        "intervention": intervention,
+        "provenance": _provenance(intervention["heads"] if intervention else []),
+    }
+    write(folder / "result.json", result)
+    return folder
+
+
+def config(shape: Shape, *, frozen: bool) -> dict[str, Any]:
+    """Return the resolved settings of an invented run."""
+    model = {"vocab_size": 512, "num_layers": shape.layers, "num_heads": shape.heads, "max_length": shape.length}
+    freeze = {"rate": shape.rate, "score": "variance", "pattern": "mean", "max_fit_kl": 0.2}
+    return {
+        "schema": "saf.run/1",
+        "model": model | {"hidden_size": 64, "position": "rope"},
+        "train": {"updates": shape.updates, "batch_size": 8, "length": shape.length, "seed": 1337, "lr": 6e-4},
+        "freeze": freeze if frozen else None,
+        "data": {"folder": "data/corpus", "fingerprint": "d" * 64},
+        "parent": None,
+    }
+
+
+def write(path: Path, record: Any) -> None:
+    """Write JSON."""
+    path.write_text(json.dumps(record))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change values of a JSON file; dots in a name (as `__`) go into nested objects."""
+    record = json.loads(path.read_text())
+    for name, value in changes.items():
+        *parents, last = name.split("__")
+        at = record
+        for parent in parents:
+            at = at[parent]
+        at[last] = value
+    write(path, record)
+
+
+def patterns(shape: Shape) -> dict[str, torch.Tensor]:
+    """Return alpha, rho, log_z `[L, H, T]` of invented heads, and the marginals of exactly those patterns."""
+    generator = torch.Generator().manual_seed(7)
+    position = torch.arange(shape.length, dtype=torch.float64)
+    slope = 0.3 + 2.5 * torch.rand(shape.layers, shape.heads, 1, generator=generator, dtype=torch.float64)
+    ripple = 0.4 * torch.rand(shape.layers, shape.heads, 1, generator=generator, dtype=torch.float64)
+    rho = -slope * torch.log1p(position) + ripple * torch.cos(position / 3)
+    alpha = 0.15 * torch.randn(shape.layers, shape.heads, shape.length, generator=generator, dtype=torch.float64)
+    alpha[..., 0] += 1.5
+    distance = (position[:, None] - position).long()
+    logits = alpha[..., None, :] + rho[..., distance.clamp(min=0)]
+    logits = logits.masked_fill(distance < 0, -torch.inf)
+    log_z = torch.logsumexp(logits, dim=-1)
+    dense = torch.exp(logits - log_z[..., None])
+    eta_rel = torch.stack([dense.diagonal(-d, dim1=-2, dim2=-1).sum(-1) for d in range(shape.length)], dim=-1)
+    return {"alpha": alpha, "rho": rho, "log_z": log_z, "eta_abs": dense.sum(-2), "eta_rel": eta_rel}
+
+
+def _write_metrics(folder: Path, shape: Shape, *, cost: float, speedup: float) -> None:
+    random = np.random.default_rng(3)
+    lines, probes = [], []
+    for update in range(1, shape.updates + 1):
+        after = update - shape.freeze_update
+        loss = 3.0 + 6.0 * np.exp(-update / (0.12 * shape.updates)) + 0.04 * random.standard_normal()
+        gap = cost * (1 + 8 * np.exp(-40 * after / shape.updates) + 0.6 * random.standard_normal())
+        loss += gap * (after > 0)
+        seconds = 0.5 * (1 + 0.01 * random.standard_normal()) / (speedup if after > 0 else 1.0)
+        seconds += 4.0 * (cost > 0 and after == 1)
+        tokens = update * 8 * shape.length
+        line = {
+            "update": update,
+            "tokens": tokens,
+            "loss": loss,
+            "lr": 6e-4,
+            "grad_norm": 0.5,
+            "update_seconds": seconds,
+        }
+        lines.append(json.dumps(line))
+        if update % max(1, shape.updates // 10) == 0:
+            probes.append({"update": update, "partition": "controller", "loss": loss + 0.02, "when": "periodic"})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(probe) + "\n" for probe in probes))
+
+
+def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]:
+    """Write the freezing event and return what result.json tells of it."""
+    made = patterns(shape)
+    generator = torch.Generator().manual_seed(11)
+    depth = torch.arange(shape.layers)[:, None] / max(1, shape.layers - 1)
+    variance = torch.exp(torch.randn(shape.layers, shape.heads, generator=generator) + 3 * depth - 12)
+    forward_kl = torch.exp(0.4 * torch.randn(shape.layers, shape.heads, generator=generator) + 1.2 * depth - 1)
+    order = [divmod(int(i), shape.heads) for i in variance.flatten().argsort()]
+    rejected, chosen = order[1], sorted([order[0], *order[2 : num_frozen + 1]])
+    index = tuple(torch.tensor(chosen).T)
+    tensors = {name: made[name][index].float() for name in ("alpha", "rho", "log_z")}
+    tensors |= {name: made[name].float() for name in ("eta_abs", "eta_rel")}
+    entropy = 5 - forward_kl
+    tensors |= {"variance": variance, "forward_kl": forward_kl, "row_entropy": entropy}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "freeze.safetensors")
+    seconds = {"capture": 0.31, "statistics": 0.62, "score": 0.002, "fit": 0.41, "install": 0.05}
+    record = {
+        "schema": "saf.freeze/1",
+        "update": shape.freeze_update,
+        "config": config(shape, frozen=True)["freeze"],
+        "heads": [list(head) for head in chosen],
+        "scores": variance.tolist(),
+        "score_name": "variance",
+        "fit_kl": [[*head, 0.01 + 0.004 * i] for i, head in enumerate(chosen)],
+        "rejected": [[*rejected, 0.31]],
+        "seconds": seconds,
+        "num_sequences": 32,
+        "length": shape.length,
+    }
+    write(folder / "freeze.json", record)
+    probe = {"loss_before": 3.31, "loss_after": 3.38}
+    return {"update": shape.freeze_update, "heads": record["heads"], "seconds": seconds} | probe
+
+
+def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
+    random = np.random.default_rng(5)
+    hardness = 0.5 * random.standard_normal((shape.windows, 1))
+    extra = cost * (1 + 0.5 * random.standard_normal((shape.windows, 1))) if cost else 0.0
+    log_probs = -(3.1 + hardness + extra + 0.3 * random.standard_normal((shape.windows, shape.length)))
+    loss = float(-log_probs.mean())
+    save_file({"log_probs": torch.tensor(log_probs, dtype=torch.float32)}, folder / "log_probs.safetensors")
+    record = {
+        "schema": "saf.evaluation/1",
+        "partition": "report",
+        "windows": shape.windows,
+        "length": shape.length,
+        "tokens": shape.windows * shape.length,
+        "loss": loss,
+        "perplexity": float(np.exp(loss)),
+        "precision": "fp32",
+        "data_fingerprint": "d" * 64,
+        "windows_hash": WINDOWS_HASH,
+    }
+    write(folder / "evaluation.json", record)
+    return loss
+
+
+def _provenance(heads: list[list[int]]) -> dict[str, Any]:
+    names = ("source", "parent", "final", "config", "patterns")
+    hashes = {f"{name}_hash": hashlib.sha256(f"{name}{len(heads)}".encode()).hexdigest() for name in names}
+    return hashes | {
+        "heads": heads,
+        "seed": 1337,
+        "versions": {"torch": "2.13.0", "saf": "0.1.0"},
+        "device": "cpu",
+        "commit": "0123abc",
+        "command": "saf pretrain --preset tiny",
+        "date": "2026-01-01T00:00:00+00:00",
+    }
+
+
+def write_data(folder: Path) -> Path:
+    """Prepare a small data folder from a few invented words."""
+    from saf.data import prepare
+
+    words = ["the", "of", "head", "freeze", "pattern", "window", "token", "loss", "update", "rate", "layer", "model"]
+    random = np.random.default_rng(0)
+    (folder / "text").mkdir(parents=True)
+    for number in range(40):
+        (folder / "text" / f"{number}.txt").write_text(" ".join(random.choice(words, 400)))
+    prepare([str(folder / "text")], folder / "data", vocab_size=300, heldout_fraction=0.3, workers=1, progress=False)
+    return folder / "data"

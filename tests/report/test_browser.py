@@ -1,0 +1,137 @@
+"""The page in a real browser: it reacts, it reads well from the keyboard, and it asks for nothing."""
+
+import pytest
+
+from saf.report.html import write_report
+from tests.report.synthetic import Shape, edit, write_pair, write_run
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture
+def opened(page, tmp_path):
+    """Return the page of a pair of runs, open, with what it asked for and complained of."""
+    runs = [
+        *write_pair(tmp_path, Shape(length=300)),
+        write_run(tmp_path / "half", Shape(length=300, rate=0.5), frozen=True),
+    ]
+    report = write_report(runs, tmp_path / "report.html")
+    page.asked, page.complaints = [], []
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.on("console", lambda message: page.complaints.append(message.text))
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(report.as_uri())
+    yield page
+    assert page.complaints == []
+    assert [url for url in page.asked if not url.startswith(("file:", "data:"))] == []
+
+
+def test_choosing_a_head_shows_its_curves_and_numbers(opened):
+    assert opened.locator("#detail .badge").inner_text() == "frozen"
+    assert opened.locator("#detail canvas").count() == 1
+    before = opened.locator("#detail").inner_html()
+    live = opened.locator(".cell.live").first
+    name = live.get_attribute("id").split("-")
+    live.click()
+    assert opened.locator("#detail h3 span").first.inner_text() == f"Layer {name[1]}, head {name[2]}"
+    assert opened.locator("#detail .badge").inner_text() == "live"
+    assert opened.locator("#detail canvas").count() == 0
+    assert opened.locator("#detail .curve").count() == 2
+    assert "Mean attention by distance" in opened.locator("#detail").inner_text()
+    assert opened.locator("#detail").inner_html() != before
+    assert live.get_attribute("aria-selected") == "true"
+    assert opened.locator('[aria-selected="true"]').count() == 1
+
+
+def test_a_rejected_head_shows_its_fit(opened):
+    opened.locator(".cell.rejected").click()
+    text = opened.locator("#detail").inner_text()
+    assert "fit rejected" in text
+    assert "0.31 nats" in text
+
+
+def test_arrow_keys_move_between_heads_and_stop_at_the_edge(opened):
+    opened.locator("#head-0-0").click()
+    for key, where in (("ArrowRight", "0-1"), ("ArrowDown", "1-1"), ("ArrowLeft", "1-0"), ("ArrowLeft", "1-0")):
+        opened.keyboard.press(key)
+        assert opened.evaluate("document.activeElement.id") == f"head-{where}"
+    assert "Layer 1, head 0" in opened.locator("#status").inner_text()
+    assert opened.locator("[role=gridcell][tabindex='0']").count() == 1
+
+
+def test_switching_the_score_recolours_the_map(opened):
+    colours = "[...document.querySelectorAll('.cell .body')].map((cell) => cell.style.fill)"
+    before = opened.evaluate(colours)
+    assert len(set(before)) > 6
+    opened.get_by_text("Forward KL", exact=True).first.click()
+    assert opened.evaluate(colours) != before
+    assert "Forward KL" in opened.locator(".ramp-name").inner_text()
+    assert "Forward KL" in opened.locator("#head-0-0").get_attribute("aria-label")
+
+
+def test_the_pattern_is_a_lower_triangle_and_can_be_enlarged(opened):
+    opacity = """() => {
+        const canvas = document.querySelector('#detail canvas');
+        const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        return [[10, 200], [200, 10]].map(([x, y]) => pixels[4 * (y * canvas.width + x) + 3]);
+    }"""
+    assert opened.evaluate(opacity) == [255, 0]
+    opened.get_by_text("First 128").click()
+    assert opened.evaluate("document.querySelector('#detail canvas').width") == 128
+    assert "128 × 128 tokens" in opened.locator(".picture").inner_text()
+
+
+def test_charts_tell_values_under_the_pointer_and_the_arrow_keys(opened):
+    readout = opened.locator("#loss .readout")
+    opened.locator("#loss .chart").hover()
+    assert readout.inner_text().startswith("Update ")
+    assert "ordinary" in readout.inner_text()
+    opened.locator("#gap .chart").focus()
+    opened.keyboard.press("End")
+    assert "Update 60" in opened.locator("#gap .readout").inner_text()
+
+
+def test_the_range_and_the_axis_of_the_loss_can_be_changed(opened):
+    ticks = "[...document.querySelectorAll('#loss .tick')].map((tick) => tick.textContent).join(' ')"
+    seen = {opened.evaluate(ticks)}
+    for choice in ("After freezing", "Whole run", "Log"):
+        opened.locator("#loss").get_by_text(choice, exact=True).click()
+        seen.add(opened.evaluate(ticks))
+    assert len(seen) >= 3
+
+
+def test_another_run_can_be_chosen(opened):
+    assert opened.locator(".cell.frozen").count() == 3
+    opened.locator("#run-choice").select_option(label="half")
+    assert opened.locator(".cell.frozen").count() == 6
+
+
+def test_both_themes_repaint_everything(opened):
+    probe = "[getComputedStyle(document.body).backgroundColor, document.querySelector('.cell .body').style.fill]"
+    light = opened.evaluate(probe)
+    opened.get_by_role("button", name="Dark page").click()
+    dark = opened.evaluate(probe)
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_nothing_is_wider_than_a_small_screen(opened, width):
+    opened.set_viewport_size({"width": width, "height": 800})
+    opened.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
+
+
+def test_every_control_and_figure_has_a_name(opened):
+    unnamed = """[...document.querySelectorAll('svg[role], canvas, input, select, button, [role=gridcell]')]
+        .filter((node) => !(node.getAttribute('aria-label') || node.textContent.trim() || node.labels?.length))
+        .map((node) => node.outerHTML.slice(0, 80))"""
+    assert opened.evaluate(unnamed) == []
+
+
+def test_hostile_names_stay_text(page, tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "<img src=x onerror=window.hit=1>", frozen=True)]
+    edit(runs[1] / "freeze.json", score_name="<img src=x onerror=window.hit=1>")
+    page.goto(write_report(runs, tmp_path / "report.html").as_uri())
+    assert page.evaluate("window.hit") is None
+    assert page.locator("img").count() == 0

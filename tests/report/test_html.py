@@ -1,0 +1,139 @@
+import base64
+import hashlib
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from saf.errors import InputError
+from saf.report.html import write_report
+from saf.report.picture import write_picture
+from tests.report.synthetic import Shape, edit, write_pair, write_run
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_the_headline_tells_cost_and_speed(tmp_path):
+    runs = write_pair(tmp_path, cost=0.02, speedup=1.25)
+    page = write_report(runs, tmp_path / "out").read_text()
+    assert re.search(r"<h1>Freezing 3 of 12 attention heads <em>raised perplexity by 2\.\d\d%</em>", page)
+    assert "made updates <em>1.25× faster</em>" in page
+    assert re.search(r"95% interval \+\d\.\d\d% to \+\d\.\d\d%, 40 paired windows of 64 tokens", page)
+    assert "Both runs see the same text in the same order." in page
+
+
+def test_an_interval_over_zero_is_not_called_a_rise(tmp_path):
+    page = write_report(write_pair(tmp_path, Shape(windows=4), cost=1e-4), tmp_path / "out").read_text()
+    assert "less than its uncertainty" in re.search("<h1>.*</h1>", page)[0]
+
+
+def test_a_speed_lost_in_noise_is_not_a_headline(tmp_path):
+    page = write_report(write_pair(tmp_path, speedup=1.005), tmp_path / "out").read_text()
+    assert "faster" not in re.search("<h1>.*</h1>", page)[0]
+    assert "too noisy to tell" in page
+
+
+def test_nothing_is_asked_of_the_network(tmp_path):
+    page = write_report(write_pair(tmp_path), tmp_path / "report.html").read_text()
+    assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert not re.findall(r"(?:src|href)=\"(?!#|data:)", page)
+    assert not re.search(r"@import|url\((?!#|\$\{|`#)", page)
+
+
+def test_the_policy_allows_exactly_the_pages_script(tmp_path):
+    page = write_report(write_pair(tmp_path), tmp_path / "report.html").read_text()
+    script = re.search(r"<script>(.*)</script>", page, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+
+
+def test_text_from_a_run_cannot_become_markup(tmp_path):
+    evil = "</script><img src=x onerror=alert(1)>&<b>"
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b<i>", frozen=True)]
+    edit(runs[1] / "result.json", provenance__device=evil, provenance__command=evil)
+    edit(runs[1] / "freeze.json", score_name=evil)
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    assert "<img" not in page
+    assert "<i>" not in page
+    assert page.count("</script>") == 2
+    assert data_of(page)["freezes"][0]["score_name"] == evil
+
+
+def test_differences_are_shown_and_no_paired_curve_is_drawn(tmp_path):
+    runs = write_pair(tmp_path)
+    edit(runs[1] / "config.json", train__seed=1)
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    assert "differs in more than the freezing: train.seed: 1337" in page
+    assert "Both runs see the same text" not in page
+    assert data_of(page)["gaps"] == []
+
+
+def test_arms_that_cannot_be_compared_say_why(tmp_path):
+    runs = write_pair(tmp_path)
+    edit(runs[1] / "evaluation.json", windows_hash="0" * 64)
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    assert "frozen could not be compared: the two arms were evaluated on different windows" in page
+    assert "3 of 12 attention heads frozen: held-out perplexity" in page
+
+
+def test_one_run_shows_what_there_is(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    alone = write_report([ordinary], tmp_path / "a.html").read_text()
+    assert re.search(r"<h1>Held-out perplexity <em>[\d.]+</em> after 60 updates</h1>", alone)
+    assert data_of(alone)["freezes"] == []
+    alone = write_report([frozen], tmp_path / "b.html").read_text()
+    assert "No ordinary arm to compare with" in alone
+    assert len(data_of(alone)["freezes"]) == 1
+
+
+def test_a_run_that_has_not_ended_is_shown(tmp_path):
+    run = write_run(tmp_path / "run", frozen=True)
+    for name in ("result.json", "evaluation.json", "log_probs.safetensors"):
+        (run / name).unlink()
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert "3 of 12 attention heads frozen: training after 60 updates" in page
+
+
+def test_several_frozen_arms_are_each_compared(tmp_path):
+    runs = [*write_pair(tmp_path), write_run(tmp_path / "half", Shape(rate=0.5), frozen=True, cost=0.01, speedup=1.2)]
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    data = data_of(page)
+    assert [arm["name"] for arm in data["arms"]] == ["ordinary", "frozen", "half"]
+    assert [len(freeze["frozen"]) for freeze in data["freezes"]] == [3, 6]
+    assert [gap["name"] for gap in data["gaps"]] == ["frozen", "half"]
+    assert page.count('class="arm ') == 3
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", frozen=True)]
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    assert [arm["name"] for arm in data_of(page)["arms"]] == ["a/run", "b/run"]
+
+
+def test_no_run_or_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(InputError, match="at least one"):
+        write_report([], tmp_path)
+    with pytest.raises(InputError, match="holds no config"):
+        write_report([tmp_path], tmp_path)
+
+
+def test_the_picture_is_one_svg_with_every_head(tmp_path):
+    path = write_picture(write_pair(tmp_path), tmp_path / "picture.svg")
+    root = ElementTree.fromstring(path.read_text())
+    svg = "{http://www.w3.org/2000/svg}"
+    classes = [node.get("class") for node in root.iter(f"{svg}rect")]
+    assert sum(re.fullmatch(r"s\d+", name) is not None for name in classes) == 12
+    assert classes.count("ring frozen") == 3
+    assert len(list(root.iter(f"{svg}polyline"))) == 3
+    assert "Freezing 3 of 12" in root.get("aria-label")
+
+
+def test_a_picture_needs_frozen_heads_and_an_svg_name(tmp_path):
+    run = write_run(tmp_path / "run")
+    with pytest.raises(InputError, match="none of these runs froze any"):
+        write_picture([run], tmp_path / "x.svg")
+    with pytest.raises(InputError, match=r"ending in \.svg"):
+        write_picture([run], tmp_path / "x.png")

@@ -1,0 +1,45 @@
+import subprocess
+import sys
+
+import pytest
+
+FROZEN_HEADS = """
+import torch
+pattern = saf.CompactPattern.from_parameters(torch.randn(2, 16).double(), torch.randn(2, 16).double())
+frozen = saf.FrozenHeads.from_patterns(pattern, backend={backend!r}, dtype=torch.float64, device="cpu")
+output = saf.frozen_attention(torch.ones(1, 2, 16, 4, dtype=torch.float64), frozen)
+torch.testing.assert_close(output, torch.ones_like(output))
+"""
+
+
+def run_fresh(code: str) -> str:
+    """Run code in a new interpreter and return what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_saf_loads_no_optional_package_and_leaves_cuda_alone():
+    loaded = "[name for name in ('triton', 'transformers', 'datasets', 'tensorboard') if name in sys.modules]"
+    assert run_fresh(f"import sys, saf; print({loaded})") == "[]"
+    assert run_fresh("import saf, torch; print(torch.cuda.is_initialized())") == "False"
+
+
+def test_import_saf_leaves_global_state_alone():
+    code = """
+import random, numpy, torch
+def state():
+    return (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes(),
+            torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision())
+before = state()
+import saf
+print(state() == before)
+"""
+    assert run_fresh(code) == "True"
+
+
+@pytest.mark.parametrize("backend", ["reference", "toeplitz"])
+def test_backends_work_without_optional_packages(backend):
+    blocked = "import sys\nfor name in ('triton', 'transformers', 'datasets'): sys.modules[name] = None\nimport saf\n"
+    run_fresh(blocked + FROZEN_HEADS.format(backend=backend))

@@ -1,0 +1,132 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saf.errors import InputError
+from saf.tiles import log_causal_convolution, log_column_sums, log_diagonal_sums, log_row_sums
+
+LENGTHS = [1, 2, 63, 64, 65, 129, 300]
+
+
+def all_terms(log_row, alpha, rho):
+    """Every `log_row_i + alpha_j + rho_{i-j}` as `[..., T, T]`, -inf above the diagonal."""
+    position = torch.arange(alpha.shape[-1])
+    distance = position[:, None] - position
+    terms = log_row[..., :, None] + alpha[..., None, :] + rho[..., distance.clamp(min=0)]
+    return terms.masked_fill(distance < 0, -torch.inf)
+
+
+def one_row(alpha, rho, row):
+    return (alpha[: row + 1] + rho[: row + 1].flip(0)).logsumexp(0)
+
+
+def normal(*shape, scale=1.0, dtype=torch.float64, seed=0):
+    return scale * torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("block", [1, 7, 64, 512])
+def test_sums_equal_dense_sums(length, block):
+    log_row, alpha, rho = (normal(2, 3, length, scale=3.0, seed=seed) for seed in range(3))
+    terms = all_terms(log_row, alpha, rho)
+    by_distance = torch.stack([terms.diagonal(-d, -2, -1).logsumexp(-1) for d in range(length)], -1)
+    rows = log_row_sums(alpha, rho, block=block) + log_row
+    columns = log_column_sums(log_row, rho, block=block) + alpha
+    diagonals = log_diagonal_sums(log_row, alpha, block=block) + rho
+    torch.testing.assert_close(rows, terms.logsumexp(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(columns, terms.logsumexp(-2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(diagonals, by_distance, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
+def test_float32_stays_float32_and_is_accurate(scale):
+    alpha, rho = (normal(3, 200, scale=scale, dtype=torch.float32, seed=seed) for seed in range(2))
+    sums = log_row_sums(alpha, rho)
+    exact = all_terms(torch.zeros(3, 200).double(), alpha.double(), rho.double()).logsumexp(-1)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums.double(), exact, rtol=2e-7, atol=2e-6)
+
+
+def extreme(name):
+    """`alpha`, `rho` of 4,096 positions that span up to 1,000 nats."""
+    alpha, rho = torch.zeros(4096, dtype=torch.float64), normal(4096, scale=0.1)
+    distance = torch.arange(4096, dtype=torch.float64)
+    if name in ("sink +25", "sink -25"):
+        alpha[0] = float(name[4:])
+    elif name == "small early Z":
+        alpha[:100] = -20
+    elif name == "local":
+        rho = -distance / 4
+    elif name == "rising":
+        rho = distance / 4
+    elif name == "steep":
+        alpha, rho = 5 * distance, -3 * distance
+    return alpha, rho
+
+
+@pytest.mark.parametrize("name", ["sink +25", "sink -25", "small early Z", "local", "rising", "steep"])
+def test_extreme_patterns_keep_every_row(name):
+    alpha, rho = extreme(name)
+    log_z = log_row_sums(alpha, rho)
+    for row in [0, 1, 99, 100, 127, 128, 1000, 2048, 4095]:
+        assert abs(log_z[row] - one_row(alpha, rho, row)) <= 1e-12 * max(1, abs(log_z[row]))
+    # Each row's probabilities sum to one over keys and over distances, so both marginals sum to T.
+    by_key = (log_column_sums(-log_z, rho) + alpha).exp()
+    by_distance = (log_diagonal_sums(-log_z, alpha) + rho).exp()
+    assert abs(by_key.sum() / 4096 - 1) < 1e-9
+    assert abs(by_distance.sum() / 4096 - 1) < 1e-9
+
+
+def test_long_input_is_handled_without_a_square_array():
+    alpha, rho = normal(20001), -torch.arange(1.0, 20002.0, dtype=torch.float64).log()
+    log_z = log_row_sums(alpha, rho)
+    for row in [0, 9999, 20000]:
+        assert abs(log_z[row] - one_row(alpha, rho, row)) < 1e-12
+
+
+@given(
+    length=st.integers(1, 40),
+    block=st.integers(1, 50),
+    scale=st.floats(0, 2000),
+    seed=st.integers(0, 2**31),
+)
+def test_any_range_any_block(length, block, scale, seed):
+    left, right = (normal(2, length, scale=scale, seed=seed + k) for k in range(2))
+    sums = log_causal_convolution(left, right, block=block)
+    exact = all_terms(torch.zeros_like(left), left, right).logsumexp(-1)
+    torch.testing.assert_close(sums, exact, rtol=1e-13, atol=1e-12)
+
+
+@given(seed=st.integers(0, 2**31), length=st.integers(1, 200))
+def test_convolution_is_symmetric(seed, length):
+    left, right = (normal(length, scale=4.0, seed=seed + k) for k in range(2))
+    forth, back = log_causal_convolution(left, right), log_causal_convolution(right, left)
+    torch.testing.assert_close(forth, back, rtol=0, atol=1e-12)
+
+
+def test_a_head_does_not_depend_on_its_batch():
+    alpha, rho = (normal(9, 500, seed=seed) for seed in range(2))
+    together = log_row_sums(alpha, rho)
+    assert torch.equal(together, log_row_sums(alpha, rho))
+    for head in range(9):
+        torch.testing.assert_close(log_row_sums(alpha[head], rho[head]), together[head], rtol=0, atol=1e-14)
+
+
+def test_no_heads_give_no_sums():
+    assert log_row_sums(torch.zeros(0, 5), torch.zeros(0, 5)).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "message"),
+    [
+        (torch.zeros(3), torch.zeros(4), r"got \[3\] and \[4\]"),
+        (torch.zeros(2, 0), torch.zeros(2, 0), "T >= 1"),
+        (torch.tensor(0.0), torch.tensor(0.0), "T >= 1"),
+        (torch.zeros(3), torch.zeros(3).double(), "float32 and torch.float64"),
+        (torch.zeros(3).half(), torch.zeros(3).half(), "float16"),
+    ],
+)
+def test_unusable_inputs_are_refused(left, right, message):
+    with pytest.raises(InputError, match=message):
+        log_row_sums(left, right)

@@ -1,0 +1,83 @@
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from saf.data import prepare
+from saf.train import TrainConfig
+
+WORDS = ["the", "of", "head", "freeze", "pattern", "window", "token", "loss", "update", "rate", "layer", "model"]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A small data folder."""
+    folder = tmp_path_factory.mktemp("train-data")
+    rng = random.Random(0)
+    (folder / "text").mkdir()
+    for number in range(40):
+        (folder / "text" / f"{number}.txt").write_text(" ".join(rng.choice(WORDS) for _ in range(600)))
+    prepare([str(folder / "text")], folder / "data", vocab_size=300, heldout_fraction=0.3, workers=1, progress=False)
+    return folder / "data"
+
+
+@pytest.fixture
+def settings(data, tmp_path):
+    """Return a function that makes the settings of a run of under a second in `tmp_path/name`."""
+
+    def make(name: str = "run", **changes) -> TrainConfig:
+        values = {
+            "data": str(data),
+            "out": str(tmp_path / name),
+            "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
+            "length": 32,
+            "batch_size": 4,
+            "accumulation": 2,
+            "updates": 12,
+            "peak_lr": 3e-3,
+            "eval_every": 4,
+            "eval_windows": 4,
+            "save_every": 3,
+            "calibration_sequences": 4,
+            "tensorboard": False,
+            "quiet": True,
+            "device": "cpu",
+        }
+        return TrainConfig(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture
+def outcome():
+    """Return a function that reads what must not depend on interruptions: tensors and logged losses of a run."""
+
+    def read(folder) -> dict:
+        from saf.evaluate.records import read_json, read_lines
+        from saf.train import latest
+
+        folder = Path(folder)
+        final = latest(folder / "checkpoints")
+        names = ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json")
+        return {
+            "final": final.name,
+            **{name: (final / name).read_bytes() for name in names},
+            "metrics": [
+                {key: value for key, value in line.items() if key != "update_seconds"}
+                for line in read_lines(folder / "metrics.jsonl")
+            ],
+            "evaluations": read_lines(folder / "evaluations.jsonl"),
+            "report_loss": read_json(folder / "result.json")["report_loss"],
+        }
+
+    return read
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread():
+    """Models this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,209 @@
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from saf.errors import DataError, InputError
+from saf.evaluate.records import read_json, read_lines
+from saf.evaluate.runs import read_evaluation
+from saf.freeze import FreezeConfig
+from saf.train import continue_from, load_model, open_checkpoint, pretrain
+
+FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
+RESULT_KEYS = {
+    "schema", "arm", "updates", "tokens", "train_loss", "report_loss", "report_perplexity", "unigram_entropy",
+    "update_seconds", "peak_memory_bytes", "total_seconds", "intervention", "provenance",
+}  # fmt: skip
+PROVENANCE_KEYS = {
+    "source_hash", "parent_hash", "final_hash", "config_hash", "patterns_hash", "heads", "seed", "versions", "device",
+    "commit", "command", "date",
+}  # fmt: skip
+
+
+def test_learns(settings):
+    result = pretrain(settings(updates=150, eval_every=0, save_every=0))
+    assert result["report_loss"] < result["unigram_entropy"] - 0.2
+
+
+def test_frozen_arm_is_the_same_as_one_run_that_freezes(settings, outcome):
+    """Same weights, moments, data order and learning rates, whether or not the arm is a run of its own."""
+    pretrain(settings("ordinary"))
+    parent = f"{settings('ordinary').out}/checkpoints/step-6"
+    frozen = continue_from(parent, out=settings("frozen").out, freeze=FREEZE)
+    result = pretrain(frozen)
+    pretrain(settings("single", freeze=FREEZE))
+    arm, single = outcome(frozen.out), outcome(settings("single").out)
+    for name in ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json", "report_loss"):
+        assert arm[name] == single[name], name
+    assert arm["metrics"] == single["metrics"][6:]
+    assert result["arm"] == "frozen"
+    assert result["provenance"]["parent_hash"] == open_checkpoint(parent).hash
+    assert read_json(path(frozen, "config.json"))["parent"]["path"] == parent
+    assert outcome(settings("ordinary").out)["model.safetensors"] != arm["model.safetensors"]
+
+
+def path(config, name: str) -> Path:
+    return Path(config.out) / name
+
+
+def test_an_arm_that_freezes_nothing_is_the_ordinary_run(settings, outcome):
+    pretrain(settings("ordinary"))
+    zero = pretrain(settings("zero", freeze=FreezeConfig(rate=0.0)))
+    ordinary, arm = outcome(settings("ordinary").out), outcome(settings("zero").out)
+    for name in ("model.safetensors", "optimizer.safetensors", "metrics", "report_loss"):
+        assert arm[name] == ordinary[name], name
+    assert zero["arm"] == "frozen"
+    assert zero["intervention"]["heads"] == []
+    assert zero["intervention"]["loss_before"] == zero["intervention"]["loss_after"]
+
+
+def test_parent_of_an_ordinary_arm(settings, outcome):
+    pretrain(settings("whole"))
+    child = continue_from(f"{settings('whole').out}/checkpoints/step-6", out=settings("child").out)
+    pretrain(child)
+    whole, arm = outcome(settings("whole").out), outcome(child.out)
+    assert arm["model.safetensors"] == whole["model.safetensors"]
+    assert arm["optimizer.safetensors"] == whole["optimizer.safetensors"]
+
+
+def test_run_folder(settings):
+    config = settings(freeze=FREEZE, tensorboard=True)
+    result = pretrain(config)
+    assert result.keys() >= RESULT_KEYS
+    assert result["provenance"].keys() == PROVENANCE_KEYS
+    assert json.loads(path(config, "result.json").read_text()) == json.loads(json.dumps(result))
+    assert result["tokens"] == 12 * 4 * 2 * 32
+    assert (
+        result["provenance"]["heads"]
+        == result["intervention"]["heads"]
+        == read_json(path(config, "freeze.json"))["heads"]
+    )
+    assert len(result["provenance"]["heads"]) == 2
+    written = read_json(path(config, "config.json"))
+    assert written["schema"] == "saf.run/1"
+    assert written["freeze"]["rate"] == 0.25
+    assert written["freeze"]["freeze_at"] == 6
+    assert written["train"]["length"] == 32
+    assert "freeze" not in written["train"]
+    assert written["data"]["folder"] == config.data
+    freeze = read_json(path(config, "freeze.json"))
+    assert (freeze["schema"], freeze["update"], freeze["num_sequences"]) == ("saf.freeze/1", 6, 4)
+    metrics = read_lines(path(config, "metrics.jsonl"))
+    assert [line["update"] for line in metrics] == list(range(1, 13))
+    assert metrics[-1].keys() == {"update", "tokens", "loss", "lr", "grad_norm", "update_seconds"}
+    assert metrics[2]["tokens"] == 3 * 4 * 2 * 32
+    assert read_evaluation(config.out)[0]["loss"] == result["report_loss"]
+    assert list(path(config, "tensorboard").glob("events.*"))
+    timing = result["update_seconds"]
+    assert (timing["first_update"], timing["last_update"]) == (8, 12)
+    assert timing["p20"] <= timing["median"] <= timing["p80"]
+
+
+def test_checkpoint_before_the_event_is_kept(settings):
+    config = settings(freeze=FREEZE, save_every=1, keep=2)
+    pretrain(config)
+    names = sorted(entry.name for entry in path(config, "checkpoints").iterdir())
+    assert names == ["step-11", "step-12", "step-6"]
+    assert load_model(path(config, "checkpoints") / "step-6").blocks[0].attention.layout.num_frozen == 0
+    final = load_model(path(config, "checkpoints") / "step-12")
+    assert sum(block.attention.layout.num_frozen for block in final.blocks) == 2
+
+
+def test_ordinary_arm_saves_the_checkpoint_to_branch_from(settings):
+    config = settings(save_every=0, freeze_at=0.25)
+    pretrain(config)
+    assert sorted(entry.name for entry in path(config, "checkpoints").iterdir()) == ["step-12", "step-3"]
+
+
+def test_freezing_after_the_last_update(settings, outcome):
+    config = settings(freeze=FREEZE, freeze_at=1.0)
+    result = pretrain(config)
+    assert result["intervention"]["update"] == 12
+    assert result["checkpoint"].endswith("step-12-frozen")
+    first = outcome(config.out)
+    pretrain(config, resume=True)
+    assert outcome(config.out) == first
+
+
+def test_freezing_before_the_first_update(settings):
+    result = pretrain(settings(freeze=FREEZE, freeze_at=0))
+    assert result["intervention"]["update"] == 0
+    assert len(result["provenance"]["heads"]) == 2
+
+
+def test_later_continuation_with_rates_of_its_own(settings):
+    pretrain(settings("first"))
+    child = continue_from(
+        f"{settings('first').out}/checkpoints/step-12",
+        out=settings("later").out,
+        updates=18,
+        lr_start=12,
+        peak_lr=3e-4,
+        warmup=0,
+    )
+    pretrain(child)
+    rates = [line["lr"] for line in read_lines(path(child, "metrics.jsonl"))]
+    assert len(rates) == 6
+    assert rates[-1] == pytest.approx(3e-5)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] < 3e-4
+
+
+def test_accumulation_adds_up_to_the_larger_batch(settings):
+    """Averaged micro-batches give the loss and gradient norm of one batch."""
+    pretrain(settings("one", batch_size=8, accumulation=1, updates=2, eval_every=0))
+    pretrain(settings("four", batch_size=2, accumulation=4, updates=2, eval_every=0))
+    one, four = (read_lines(path(settings(name), "metrics.jsonl")) for name in ("one", "four"))
+    for left, right in zip(one, four, strict=True):
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
+        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
+
+
+def test_bf16_stays_close_to_fp32(settings):
+    exact = pretrain(settings("fp32"))
+    lowered = pretrain(settings("bf16", precision="bf16", freeze=FreezeConfig(rate=0.0)))
+    assert lowered["report_loss"] != exact["report_loss"]
+    assert lowered["report_loss"] == pytest.approx(exact["report_loss"], rel=0.01)
+    dtypes = {tensor.dtype for tensor in load_model(lowered["checkpoint"]).state_dict().values()}
+    assert dtypes == {torch.float32}
+
+
+def test_seed_decides_weights_and_order(settings, outcome):
+    pretrain(settings("a", updates=2))
+    pretrain(settings("b", updates=2))
+    pretrain(settings("c", updates=2, seed=7))
+    a, b, c = (outcome(settings(name).out) for name in "abc")
+    assert a["model.safetensors"] == b["model.safetensors"]
+    assert a["model.safetensors"] != c["model.safetensors"]
+
+
+def test_global_generators_are_left_alone(settings):
+    def state():
+        return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()
+
+    before = state()
+    pretrain(settings(freeze=FREEZE))
+    assert state() == before
+
+
+def test_refuses_unusable_parents(settings):
+    config = settings()
+    pretrain(config)
+    parent = f"{config.out}/checkpoints/step-6"
+    with pytest.raises(InputError, match="before the parent's 6"):
+        continue_from(parent, out="x", freeze=FREEZE, freeze_at=0.25)
+    with pytest.raises(InputError, match="unknown settings"):
+        continue_from(parent, out="x", warmpu=3)
+    with pytest.raises(InputError, match="keep their product"):
+        pretrain(continue_from(parent, out=settings("other").out, batch_size=3))
+    pretrain(continue_from(parent, out=settings("same").out, batch_size=8, accumulation=1))
+
+
+def test_too_little_heldout_text_is_told_before_training(settings):
+    config = settings(freeze=FREEZE, calibration_sequences=10_000)
+    with pytest.raises(DataError, match="calibration needs 10000 windows"):
+        pretrain(config)
+    assert not path(config, "metrics.jsonl").exists()

@@ -1,0 +1,219 @@
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import saf.train.checkpoint as module
+from saf.errors import CheckpointError
+from saf.heads import HeadSet
+from saf.models import GPT, preset
+from saf.pattern import CompactPattern
+from saf.surgery import install_, uninstall_
+from saf.train.atomic import remove_leftovers_
+from saf.train.checkpoint import (
+    checkpoints,
+    latest,
+    load_model,
+    open_checkpoint,
+    prune_checkpoints_,
+    save_checkpoint,
+    step_name,
+)
+from saf.train.optimizer import build_optimizer, optimizer_state, set_learning_rate_, step_if_finite_
+
+FILES = ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json", "state.json")
+
+
+@pytest.fixture
+def model(generator) -> GPT:
+    model = GPT(preset("tiny", vocab_size=64, num_layers=2, hidden_size=32, max_length=16))
+    model.reset_parameters(generator)
+    return model
+
+
+@pytest.fixture
+def optimizer(model):
+    optimizer = build_optimizer(model)
+    set_learning_rate_(optimizer, 1e-2)
+    train(model, optimizer)
+    return optimizer
+
+
+def train(model, optimizer, seed: int = 0) -> None:
+    ids = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(seed))
+    model(ids[:, :-1], targets=ids[:, 1:]).backward()
+    step_if_finite_(optimizer, torch.ones(1))
+    optimizer.zero_grad()
+
+
+def write(folder, update: int, model, optimizer, **more):
+    path = folder / step_name(update)
+    save_checkpoint(path, model, optimizer, state={"update": update, "model": model.config.to_dict()}, **more)
+    return path
+
+
+def freeze(model, optimizer, heads) -> None:
+    if not heads:
+        return
+    heads = HeadSet(heads)
+    generator = torch.Generator().manual_seed(3)
+    alpha, rho = (torch.randn(len(heads), 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    install_(model, heads, CompactPattern.from_parameters(alpha, rho), optimizer=optimizer)
+
+
+def equal(left: dict, right: dict) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(
+    "heads", [[], [(0, 1), (1, 3)], [(0, 0), (0, 1), (0, 2), (0, 3)]], ids=["live", "some", "layer"]
+)
+def test_round_trip_is_bit_for_bit(tmp_path, model, optimizer, heads):
+    freeze(model, optimizer, heads)
+    train(model, optimizer, seed=1)
+    checkpoint = open_checkpoint(write(tmp_path, 2, model, optimizer))
+    restored = checkpoint.model()
+    assert equal(model.state_dict(), restored.state_dict())
+    groups, moments = optimizer_state(optimizer, model)
+    again = checkpoint.optimizer(restored)
+    assert optimizer_state(again, restored)[0] == groups
+    assert equal(optimizer_state(again, restored)[1], moments)
+    ids = torch.arange(16)[None]
+    assert torch.equal(model(ids), restored(ids))
+    uninstall_(model, optimizer=optimizer)
+    uninstall_(restored, optimizer=again)
+    assert equal(model.state_dict(), restored.state_dict())
+    assert equal(optimizer_state(again, restored)[1], optimizer_state(optimizer, model)[1])
+
+
+def test_holds_safetensors_and_json_alone(tmp_path, model, optimizer):
+    path = write(tmp_path, 1, model, optimizer)
+    assert {file.name for file in path.iterdir()} == {*FILES, "manifest.json"}
+
+
+def test_hash_names_content_and_parent(tmp_path, model, optimizer):
+    hashes = {
+        open_checkpoint(write(tmp_path / "a", 1, model, optimizer)).hash,
+        open_checkpoint(write(tmp_path / "b", 1, model, optimizer)).hash,
+    }
+    assert len(hashes) == 1
+    child = open_checkpoint(write(tmp_path / "c", 1, model, optimizer, parent=hashes.pop()))
+    assert child.parent is not None
+    assert child.hash != child.parent
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_one_flipped_bit_is_refused_by_name_and_the_previous_offered(tmp_path, model, optimizer, name):
+    good, bad = (write(tmp_path, update, model, optimizer) for update in (1, 2))
+    content = bytearray((bad / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (bad / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(bad)
+    assert str(bad / name) in str(caught.value)
+    assert f"{good} is whole" in str(caught.value)
+    assert open_checkpoint(good).update == 1
+
+
+def test_message_shows_expected_and_actual_sum(tmp_path, model, optimizer):
+    path = write(tmp_path, 1, model, optimizer)
+    recorded = module.read_manifest(path)["files"]["state.json"]["sha256"]
+    (path / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"expected SHA-256 {recorded}, got [0-9a-f]{{64}}.*No earlier"):
+        open_checkpoint(path)
+
+
+def test_missing_file_and_missing_checkpoint(tmp_path, model, optimizer):
+    path = write(tmp_path, 1, model, optimizer)
+    (path / "saf.json").unlink()
+    with pytest.raises(CheckpointError, match=r"saf\.json is missing"):
+        load_model(path)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        load_model(tmp_path)
+
+
+def test_never_overwrites(tmp_path, model, optimizer):
+    write(tmp_path, 1, model, optimizer)
+    with pytest.raises(CheckpointError, match="exists already"):
+        write(tmp_path, 1, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left (os error 28)")],
+    ids=["python", "safetensors"],
+)
+@pytest.mark.parametrize("file", ["model.safetensors", "saf.safetensors"])
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path, model, optimizer, monkeypatch, error, file):
+    good = write(tmp_path, 1, model, optimizer)
+    real = module.save_file
+
+    def full(tensors, path, **options):
+        if path.name == file:
+            path.write_bytes(b"half of it")
+            raise error
+        real(tensors, path, **options)
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(CheckpointError, match=f"no space left.*step-2.*{good.name} is whole"):
+        write(tmp_path, 2, model, optimizer)
+    assert os.listdir(tmp_path) == ["step-1"]
+    assert equal(load_model(latest(tmp_path)).state_dict(), model.state_dict())
+
+
+def test_other_write_errors_pass_through(tmp_path, model, optimizer, monkeypatch):
+    def broken(*arguments, **options):
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(module, "save_file", broken)
+    with pytest.raises(PermissionError):
+        write(tmp_path, 1, model, optimizer)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", ["write_manifest", "rename"])
+def test_killed_during_a_write(tmp_path, moment):
+    """A process killed in the middle leaves a folder that nobody takes for a checkpoint."""
+    code = f"""
+    import os, pathlib, saf.train.checkpoint as c
+    from saf.models import GPT, preset
+    from saf.train.optimizer import build_optimizer
+    model = GPT(preset("tiny", vocab_size=64, num_layers=1, hidden_size=32, max_length=16))
+    optimizer = build_optimizer(model)
+    folder = pathlib.Path({str(tmp_path)!r})
+    state = {{"update": 1, "model": model.config.to_dict()}}
+    c.save_checkpoint(folder / "step-1", model, optimizer, state=state)
+    kill = lambda *a, **k: os.kill(os.getpid(), 9)
+    if {moment!r} == "rename":
+        pathlib.Path.rename = kill
+    else:
+        c.write_manifest = kill
+    c.save_checkpoint(folder / "step-2", model, optimizer, state=state | {{"update": 2}})
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    assert len(os.listdir(tmp_path)) == 2
+    assert latest(tmp_path) == tmp_path / "step-1"
+    assert open_checkpoint(tmp_path / "step-1").update == 1
+    remove_leftovers_(tmp_path)
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_order_and_pruning(tmp_path, model, optimizer):
+    for update in (2, 10, 100, 9):
+        write(tmp_path, update, model, optimizer)
+    state = {"update": 10, "model": model.config.to_dict()}
+    save_checkpoint(tmp_path / step_name(10, after_freezing=True), model, optimizer, state=state)
+    (tmp_path / "step-1000").mkdir()
+    names = [path.name for path in checkpoints(tmp_path)]
+    assert names == ["step-2", "step-9", "step-10", "step-10-frozen", "step-100"]
+    prune_checkpoints_(tmp_path, keep=0, protect=set())
+    assert len(checkpoints(tmp_path)) == 5
+    prune_checkpoints_(tmp_path, keep=1, protect={"step-9"})
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-100"]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]

@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from saf.evaluate.records import read_lines
+from saf.freeze import FreezeConfig
+from saf.train import TrainConfig, continue_from, load_model, pretrain
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.fixture
+def on_gpu(settings):
+    """Return a function that makes settings whose shapes suit the CUDA kernels."""
+
+    def make(name: str, **changes) -> TrainConfig:
+        shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 256}
+        return settings(name, device="cuda", model_overrides=shape, length=128, updates=16, **changes)
+
+    return make
+
+
+@pytest.mark.parametrize("rate", [0.25, 1.0], ids=["quarter", "all"])
+def test_compiled_run_freezes_in_the_middle(on_gpu, rate):
+    """bf16 autocast, compiled, recompiled after the event; close to the eager run, and resumable."""
+    freeze = FreezeConfig(rate=rate, max_fit_kl=10.0)
+    eager = pretrain(on_gpu("eager", compile="off", freeze=freeze))
+    config = on_gpu("compiled", compile="on", freeze=freeze)
+    compiled = pretrain(config)
+    assert len(compiled["intervention"]["heads"]) == round(rate * 8)
+    assert compiled["report_loss"] == pytest.approx(eager["report_loss"], rel=0.01)
+    assert compiled["peak_memory_bytes"] > 0
+    weights = load_model(compiled["checkpoint"], "cuda").state_dict()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert pretrain(config, resume=True)["report_loss"] == pytest.approx(compiled["report_loss"], rel=1e-3)
+
+
+def test_frozen_arm_continues_the_parents_losses(on_gpu):
+    pretrain(on_gpu("ordinary"))
+    parent = f"{on_gpu('ordinary').out}/checkpoints/step-8"
+    zero = continue_from(parent, out=on_gpu("zero").out, freeze=FreezeConfig(rate=0.0))
+    pretrain(zero)
+    whole = [line["loss"] for line in read_lines(Path(on_gpu("ordinary").out, "metrics.jsonl"))][8:]
+    arm = [line["loss"] for line in read_lines(Path(on_gpu("zero").out, "metrics.jsonl"))]
+    assert arm == pytest.approx(whole, rel=1e-3)

@@ -1,0 +1,247 @@
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import saf.train.intervention as intervention
+import saf.train.loop as loop
+from saf.errors import CheckpointError, InputError
+from saf.evaluate.records import read_json, read_lines
+from saf.freeze import FreezeConfig
+from saf.train import continue_from, latest, pretrain
+from saf.train.locking import lock_folder
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in the package catches it."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    """Return a function that gives the folder of a finished run of settings, trained once."""
+    done = {}
+
+    def run(config, key):
+        if key not in done:
+            config.out = str(tmp_path_factory.mktemp("uninterrupted") / "run")
+            pretrain(config)
+            done[key] = config.out
+        return done[key]
+
+    return run
+
+
+def die_at(monkeypatch, module, name: str, call: int) -> None:
+    """Let the `call`-th call of a function end the process."""
+    real, calls = getattr(module, name), [0]
+
+    def counting(*arguments, **options):
+        calls[0] += 1
+        if calls[0] == call:
+            raise Killed
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(module, name, counting)
+
+
+@pytest.mark.parametrize("sampler", ["shuffled", "random"])
+@pytest.mark.parametrize("call", [2, 5, 12])
+def test_resumed_is_uninterrupted_bit_for_bit(settings, uninterrupted, outcome, monkeypatch, sampler, call):
+    expected = outcome(uninterrupted(settings(sampler=sampler), sampler))
+    config = settings(sampler=sampler)
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", call)
+        with pytest.raises(Killed):
+            pretrain(config)
+    pretrain(config, resume=True)
+    assert outcome(config.out) == expected
+
+
+def test_random_states_are_put_back(settings, monkeypatch):
+    config = settings()
+    torch.rand(3)
+    expected = torch.get_rng_state(), random.getstate()
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 5)
+        with pytest.raises(Killed):
+            pretrain(config)
+    torch.rand(7)
+    random.random()
+    pretrain(config, resume=True)
+    assert torch.equal(torch.get_rng_state(), expected[0])
+    assert random.getstate() == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        (loop, "run_update", 5),
+        (intervention, "freeze_", 1),
+        (loop, "run_update", 7),
+        (loop, "run_update", 11),
+        (loop, "finish", 1),
+    ],
+    ids=["before", "during", "right-after", "later", "evaluation"],
+)
+def test_across_a_freezing_event(settings, uninterrupted, outcome, monkeypatch, module, name, call):
+    freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0)
+    expected = outcome(uninterrupted(settings(freeze=freeze), "frozen"))
+    config = settings(freeze=freeze)
+    with monkeypatch.context() as patch:
+        die_at(patch, module, name, call)
+        with pytest.raises(Killed):
+            pretrain(config)
+    result = pretrain(config, resume=True)
+    assert outcome(config.out) == expected
+    assert result["intervention"]["update"] == 6
+    assert [line["when"] for line in expected["evaluations"]] == [
+        "periodic",
+        "before_freeze",
+        "after_freeze",
+        "periodic",
+        "periodic",
+    ]
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_killed_while_saving(settings, uninterrupted, outcome, monkeypatch, call):
+    import saf.train.checkpoint as checkpoint
+
+    expected = outcome(uninterrupted(settings(), "shuffled"))
+    config = settings()
+    with monkeypatch.context() as patch:
+        die_at(patch, checkpoint, "write_manifest", call)
+        with pytest.raises(Killed):
+            pretrain(config)
+    pretrain(config, resume=True)
+    assert outcome(config.out) == expected
+
+
+@pytest.mark.slow
+def test_killed_process_resumes(settings, uninterrupted, outcome):
+    """SIGKILL at moments nobody chose, until the run is through."""
+    freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0)
+    expected = outcome(uninterrupted(settings(freeze=freeze), "frozen"))
+    config = settings(freeze=freeze, keep=0)
+    code = (
+        "import sys, json, torch; torch.set_num_threads(int(sys.argv[2]));"
+        "from saf.train import TrainConfig, pretrain;"
+        "pretrain(TrainConfig.from_dict(json.loads(sys.argv[1])), resume=True)"
+    )
+    command = [sys.executable, "-c", code, json.dumps(config.to_dict()), str(torch.get_num_threads())]
+    rng = random.Random(0)
+    for _ in range(2):
+        process = subprocess.Popen(command)
+        while process.poll() is None and not read_lines(metrics_of(config)):
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0.0, 0.15))
+        process.kill()
+        process.wait()
+    assert subprocess.run(command).returncode == 0
+    assert outcome(config.out) == expected
+
+
+def metrics_of(config) -> Path:
+    return Path(config.out) / "metrics.jsonl"
+
+
+def test_resuming_a_finished_run_repeats_its_result(settings, outcome):
+    config = settings()
+    first = pretrain(config)
+    before = outcome(config.out)
+    again = pretrain(config, resume=True)
+    assert again["report_loss"] == first["report_loss"]
+    assert outcome(config.out) == before
+
+
+def test_a_half_written_line_is_dropped(settings, uninterrupted, outcome, monkeypatch, tmp_path):
+    expected = outcome(uninterrupted(settings(), "shuffled"))
+    config = settings()
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 9)
+        with pytest.raises(Killed):
+            pretrain(config)
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"update": 9, "tok')
+    pretrain(config, resume=True)
+    assert outcome(config.out) == expected
+
+
+def test_refuses_a_second_run_in_the_folder(settings):
+    config = settings(updates=2)
+    pretrain(config)
+    with pytest.raises(InputError, match="holds a run already"):
+        pretrain(config)
+
+
+def test_refuses_a_folder_in_use(settings):
+    config = settings(updates=2)
+    pretrain(config)
+    with lock_folder(Path(config.out)), pytest.raises(InputError, match="another process trains in"):
+        pretrain(config, resume=True)
+    pretrain(config, resume=True)
+
+
+def test_refuses_other_settings(settings):
+    pretrain(settings(updates=2))
+    with pytest.raises(InputError, match=r"peak_lr: the run has 0.003, got 0.001.*parent="):
+        pretrain(settings(updates=2, peak_lr=1e-3), resume=True)
+    pretrain(settings(updates=2, save_every=1, quiet=True), resume=True)
+
+
+def test_refuses_a_damaged_checkpoint_and_goes_on_from_the_previous_one(settings, uninterrupted, outcome, monkeypatch):
+    expected = outcome(uninterrupted(settings(), "shuffled"))
+    config = settings()
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 11)
+        with pytest.raises(Killed):
+            pretrain(config)
+    damaged = latest(f"{config.out}/checkpoints")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(
+        CheckpointError, match=rf"{weights} is damaged.*step-6 is whole. To go on from it, move step-9 away"
+    ):
+        pretrain(config, resume=True)
+    shutil.rmtree(damaged)
+    pretrain(config, resume=True)
+    assert outcome(config.out) == expected
+
+
+def test_refuses_other_data(settings, data, tmp_path):
+    from saf.data import prepare
+
+    config = settings(updates=2)
+    pretrain(config)
+    prepare(
+        [str(data.parent / "text")],
+        tmp_path / "other",
+        vocab_size=300,
+        heldout_fraction=0.3,
+        workers=1,
+        progress=False,
+        seed=5,
+    )
+    child = continue_from(f"{config.out}/checkpoints/step-1", out=tmp_path / "child", data=str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        pretrain(child)
+
+
+def test_resume_without_a_checkpoint_starts_over(settings, uninterrupted, outcome, monkeypatch):
+    expected = outcome(uninterrupted(settings(), "shuffled"))
+    config = settings()
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 2)
+        with pytest.raises(Killed):
+            pretrain(config)
+    assert latest(f"{config.out}/checkpoints") is None
+    assert len(read_lines(metrics_of(config))) == 1
+    pretrain(config, resume=True)
+    assert outcome(config.out) == expected
+    assert read_json(metrics_of(config).with_name("config.json"))["parent"] is None

@@ -1,0 +1,162 @@
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import saf.train.clock
+import saf.train.loop as loop
+import saf.train.observer
+import saf.train.update
+from saf.errors import CheckpointError, DivergenceError
+from saf.evaluate.records import read_lines
+from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
+from saf.train.signals import StopRequest
+from saf.train.update import run_update
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_and_stops_after_the_current_update(settings, outcome, monkeypatch, number):
+    pretrain(settings("whole", save_every=5))
+    config = settings(save_every=5)
+
+    def interrupted(training):
+        if training.update == 6:
+            os.kill(os.getpid(), number)
+        return run_update(training)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "run_update", interrupted)
+        stopped = pretrain(config)
+    assert signal.getsignal(number) is before
+    assert stopped == {"stopped_at": 7, "checkpoint": f"{config.out}/checkpoints/step-7"}
+    assert not Path(config.out, "result.json").exists()
+    pretrain(config, resume=True)
+    assert outcome(config.out) == outcome(settings("whole").out)
+
+
+def test_second_signal_aborts():
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_terminated_command_tells_how_to_go_on(settings):
+    config = settings(updates=100_000, save_every=0, eval_every=0)
+    words = f"--data {config.data} --out {config.out} --updates 100000 --length 32 --batch-size 4".split()
+    words += ["--eval-every", "0", "--model-overrides", "num_layers", "1", "hidden_size", "32", "--no-tensorboard"]
+    code = "import sys, tyro; from saf.cli.pretrain import COMMAND; tyro.cli(COMMAND, args=sys.argv[1:]).run()"
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
+    metrics = Path(config.out, "metrics.jsonl")
+    while process.poll() is None and not (metrics.exists() and metrics.read_text()):
+        time.sleep(0.02)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == EXIT_STOPPED, errors
+    assert "--resume" in errors
+    update = json.loads(metrics.read_text().splitlines()[-1])["update"]
+    assert latest(Path(config.out, "checkpoints")).name == f"step-{update}"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run(settings, monkeypatch, bad):
+    config = settings()
+    kept = {}
+
+    def poisoned(training):
+        if training.update == 7:
+            forward = training.forward
+            training.forward = lambda *arguments, **options: forward(*arguments, **options) * bad
+            kept.update({name: tensor.clone() for name, tensor in training.model.state_dict().items()})
+        try:
+            return run_update(training)
+        finally:
+            if kept:
+                assert all(torch.equal(kept[n], t) for n, t in training.model.state_dict().items())
+
+    monkeypatch.setattr(loop, "run_update", poisoned)
+    with pytest.raises(
+        DivergenceError, match=r"update 8 was not applied.*last good checkpoint is .*step-6.*lower peak_lr"
+    ):
+        pretrain(config)
+    metrics = read_lines(Path(config.out, "metrics.jsonl"))
+    assert [line["update"] for line in metrics] == list(range(1, 8))
+    assert kept
+    load_model(latest(Path(config.out, "checkpoints")))
+
+
+def test_full_disk_for_the_logs_names_the_last_checkpoint(settings, monkeypatch):
+    config = settings()
+
+    def full(log, record):
+        if record["update"] == 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saf.train.observer.LineLog, "append", full)
+    with pytest.raises(CheckpointError, match=r"no space left.*logs.*last good checkpoint is .*step-6"):
+        pretrain(config)
+
+
+def test_diverging_from_a_parent_names_it(settings, monkeypatch):
+    pretrain(settings("parent"))
+    parent = f"{settings('parent').out}/checkpoints/step-6"
+
+    def diverged(training):
+        raise DivergenceError("update 7 was not applied")
+
+    monkeypatch.setattr(loop, "run_update", diverged)
+    with pytest.raises(DivergenceError, match=r"last good checkpoint is .*parent/checkpoints/step-6"):
+        pretrain(continue_from(parent, out=settings("child").out))
+
+
+@pytest.fixture
+def second_per_look(monkeypatch):
+    """A clock that advances one second whenever it is read."""
+    now = [0.0]
+
+    def look() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    fake = SimpleNamespace(perf_counter=look)
+    monkeypatch.setattr(saf.train.clock, "time", fake)
+    monkeypatch.setattr(saf.train.update, "time", fake)
+    return now
+
+
+def test_time_allowance_is_never_exceeded(settings, second_per_look):
+    config = settings(lr_by="elapsed", time_budget_seconds=60.0, updates=10_000, eval_every=0, save_every=0, warmup=0.1)
+    result = pretrain(config)
+    assert 5 < result["updates"] < 60
+    rates = [line["lr"] for line in read_lines(Path(config.out, "metrics.jsonl"))]
+    assert max(rates) <= 3e-3
+    assert rates[-1] < 4.5e-4
+    peak = rates.index(max(rates))
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+def test_time_allowance_of_a_continuation_begins_at_the_parents_rate(settings, second_per_look):
+    pretrain(settings("parent"))
+    parent_rates = [line["lr"] for line in read_lines(Path(settings("parent").out, "metrics.jsonl"))]
+    child = continue_from(
+        f"{settings('parent').out}/checkpoints/step-6",
+        out=settings("child").out,
+        lr_by="elapsed",
+        time_budget_seconds=200.0,
+    )
+    pretrain(child)
+    rates = [line["lr"] for line in read_lines(Path(child.out, "metrics.jsonl"))]
+    assert len(rates) > 12
+    assert parent_rates[6] < rates[0] <= parent_rates[5]
+    assert rates[-1] == pytest.approx(3e-4, rel=0.2)

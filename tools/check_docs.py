@@ -1,0 +1,152 @@
+"""Check the documents: lengths, links, named files, machine paths, and run their Python code.
+
+    python tools/check_docs.py            # everything
+    python tools/check_docs.py --no-run   # without running code
+
+Blocks marked ```python run in order, one script a document, in an empty folder; blocks that need a GPU or a
+network are marked ```python no-run and must only parse.
+"""
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/**/*.md")
+MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
+# A name in backticks is a file of the repository when it begins with one of these folders.
+FOLDERS = ("saf", "docs", "tests", "tools", "examples", "recipes", "results", ".ci")
+MACHINE_FOLDERS = ("work", "tmp", "root", "home")
+RUN_SECONDS = 240
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
+CODE = re.compile(r"`([^`\n]+)`")
+MACHINE_PATH = re.compile(rf"(?<![\w.:/-])/(?:{'|'.join(MACHINE_FOLDERS)})/")
+PLACEHOLDER = re.compile(r"[A-Z]{2,}|[<>{}*…]|\.\.\.")
+
+
+def documents() -> list[Path]:
+    """Return the documents that exist, in a fixed order."""
+    return sorted({path for pattern in DOCUMENTS for path in ROOT.glob(pattern)})
+
+
+def blocks(text: str) -> Iterator[tuple[int, int, str, int]]:
+    """Yield `(first line, last line, info string, indent)` of each fenced block, fences included, from 0."""
+    start, opening = 0, None
+    for number, line in enumerate(text.splitlines()):
+        fence = FENCE.match(line)
+        if fence and opening is None:
+            start, opening = number, fence
+        elif fence and opening and fence["ticks"] == opening["ticks"] and not fence["info"].strip():
+            yield start, number, opening["info"].strip(), len(opening["indent"])
+            opening = None
+
+
+def prose(text: str) -> list[str]:
+    """Return the lines of the document with fenced blocks left empty."""
+    lines = text.splitlines()
+    for first, last, _, _ in blocks(text):
+        lines[first : last + 1] = [""] * (last + 1 - first)
+    return lines
+
+
+def script(text: str, *, info: str = "python") -> str:
+    """Return the code of all blocks with this info string as one script, each at its own line number."""
+    lines = text.splitlines()
+    kept = [""] * len(lines)
+    for first, last, at, indent in blocks(text):
+        if at == info:
+            kept[first + 1 : last] = [line.removeprefix(" " * indent) for line in lines[first + 1 : last]]
+    return "\n".join(kept)
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a document."""
+    headings = [line.lstrip("#").strip() for line in prose(text) if re.match(r"#{1,6} ", line)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _link_problem(path: Path, target: str) -> str | None:
+    if re.match(r"[a-z]+:", target):
+        return None
+    name, _, anchor = target.partition("#")
+    file = (path.parent / name).resolve() if name else path
+    if not file.exists():
+        return f"link to {target}: no such file"
+    if anchor and file.suffix == ".md" and anchor not in anchors(file.read_text()):
+        return f"link to {target}: no such heading"
+    return None
+
+
+def _name_problem(name: str) -> str | None:
+    """Return what is wrong with a name in backticks that looks like a file of the repository."""
+    if "/" not in name or " " in name or name.split("/")[0] not in FOLDERS:
+        return None
+    known: list[str] = []
+    for part in name.split("/"):
+        if PLACEHOLDER.search(part):
+            break
+        known.append(part)
+    return None if (ROOT / "/".join(known)).exists() else f"names `{name}`: no such file"
+
+
+def static_problems(path: Path) -> list[str]:
+    """Return what is wrong with one document without running it."""
+    text = path.read_text()
+    name = path.relative_to(ROOT).as_posix()
+    found: list[tuple[int, str]] = []
+    limit = MAX_LINES.get(name)
+    if limit and len(text.splitlines()) >= limit:
+        found.append((limit, f"{len(text.splitlines())} lines; it must stay under {limit}"))
+    for number, line in enumerate(prose(text), 1):
+        checks = [_link_problem(path, link["target"]) for link in LINK.finditer(line)]
+        checks += [_name_problem(code) for code in CODE.findall(line)]
+        found += [(number, problem) for problem in checks if problem]
+    for number, line in enumerate(text.splitlines(), 1):
+        if MACHINE_PATH.search(line):
+            found.append((number, "a path of one machine"))
+    for info in ("python", "python no-run"):
+        try:
+            ast.parse(script(text, info=info))
+        except SyntaxError as error:
+            found.append((error.lineno or 0, f"```{info} does not parse: {error.msg}"))
+    return [f"{name}:{number}: {problem}" for number, problem in sorted(found)]
+
+
+def run(path: Path) -> str | None:
+    """Run the Python blocks of one document in an empty folder; return the end of the output if they fail."""
+    code = script(path.read_text())
+    if not code.strip():
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        # Under the document's own name and line numbers, so that a traceback points into the document.
+        (Path(folder) / path.name).write_text(code)
+        try:
+            done = subprocess.run(
+                [sys.executable, path.name], cwd=folder, capture_output=True, text=True, timeout=RUN_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return f"{path.relative_to(ROOT)}: still running after {RUN_SECONDS} s"
+    return f"{path.relative_to(ROOT)}:\n{(done.stdout + done.stderr)[-4000:]}" if done.returncode else None
+
+
+def main() -> int:
+    """Check every document; print what is wrong and return the exit status."""
+    parser = argparse.ArgumentParser(description="Check README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.")
+    parser.add_argument("--no-run", action="store_true", help="do not run the Python blocks")
+    arguments = parser.parse_args()
+    found = [problem for path in documents() for problem in static_problems(path)]
+    if not arguments.no_run:
+        found += [failure for path in documents() if (failure := run(path))]
+    print("\n".join(found) or f"documents: {len(documents())} files, nothing to mend")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Rules about names that ruff and import-linter cannot express: `python tools/check_source.py`.
+
+Read from the syntax tree, so comments and strings do not count.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Dotted name (and everything below it) -> the files where it may appear, and why it may not elsewhere.
+RULES: dict[str, tuple[tuple[str, ...], str]] = {
+    "torch.distributed": (("saf/train/distributed.py",), "distributed training has one door: saf/train/distributed.py"),
+    "pickle": ((), "files are safetensors and JSON"),
+    "torch.load": ((), "files are safetensors and JSON"),
+    "torch.save": ((), "files are safetensors and JSON"),
+    "torch.manual_seed": ((), "take a torch.Generator as an argument; global generators belong to the caller"),
+    "torch.cuda.manual_seed": ((), "take a torch.Generator as an argument; global generators belong to the caller"),
+    "torch.cuda.manual_seed_all": ((), "take a torch.Generator as an argument; global generators belong to the caller"),
+    "numpy.random.seed": ((), "take a numpy Generator as an argument; global generators belong to the caller"),
+    "random.seed": ((), "take a random.Random as an argument; global generators belong to the caller"),
+}
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield `(line, dotted name)` for every import and attribute access, aliases of imports resolved."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                aliases[item.asname or item.name.partition(".")[0]] = (
+                    item.name if item.asname else item.name.partition(".")[0]
+                )
+                yield node.lineno, item.name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for item in node.names:
+                aliases[item.asname or item.name] = f"{node.module}.{item.name}"
+                yield node.lineno, f"{node.module}.{item.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (dotted := _dotted(node)):
+            first, _, rest = dotted.partition(".")
+            if first in aliases:
+                yield node.lineno, f"{aliases[first]}.{rest}"
+
+
+def _dotted(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := _dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def problems(source: str, path: str) -> list[str]:
+    """Return one line for each broken rule in the text of one file; `path` is relative to the repository."""
+    found = set()
+    for line, name in names(ast.parse(source, path)):
+        for rule, (allowed, reason) in RULES.items():
+            if (name == rule or name.startswith(f"{rule}.")) and path not in allowed:
+                found.add((line, f"{path}:{line}: {rule} is not used here: {reason}"))
+    return [message for _, message in sorted(found)]
+
+
+def main() -> int:
+    """Check every file of the package; print what is wrong and return the exit status."""
+    files = sorted((ROOT / "saf").rglob("*.py"))
+    found = [line for file in files for line in problems(file.read_text(), file.relative_to(ROOT).as_posix())]
+    print("\n".join(found) or f"source rules: {len(files)} files, nothing to mend")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
