@@ -71,7 +71,18 @@ def rearrange_(
     for name, old in state.items():
         assert optimizer is not None
         optimizer.state[parameter][name] = _rebuilt(old, dimension, plan, head_dim, name)
-    parameter.data = _rebuilt(parameter.data, dimension, plan, head_dim, "weight")
+    replace_data_(parameter, _rebuilt(parameter.data, dimension, plan, head_dim, "weight"))
+
+
+def replace_data_(parameter: Tensor, data: Tensor) -> None:
+    """Give a parameter other data, perhaps of another shape, and no gradient; it stays the same object.
+
+    A graph that is still alive (a loss kept in a variable) keeps the node that accumulates the parameter's gradient,
+    with the old shape. PyTorch forgets that node when the dtype changes, so the data passes through another one.
+    """
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
     parameter.grad = None
 
 

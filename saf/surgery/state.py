@@ -11,6 +11,7 @@ from saf.errors import CheckpointError
 from saf.ops.frozen_heads import Pattern
 from saf.pattern import CompactPattern, DensePattern
 from saf.surgery.layout import prepare_heads
+from saf.surgery.rows import replace_data_
 
 SCHEMA = "saf.heads/1"
 
@@ -68,7 +69,7 @@ def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tens
         heads = prepare_heads(site, layout, patterns, backend)
         for role in ("query",) if layout.grouped else ("query", "key"):
             parameter, dimension = site.projections()[role]
-            parameter.data = parameter.data.narrow(dimension, 0, layout.num_live * site.head_dim).clone()
+            replace_data_(parameter, parameter.data.narrow(dimension, 0, layout.num_live * site.head_dim).clone())
         site.assign(layout, heads)
         for head in layout.frozen:
             prefix = f"{number}.{head}.removed."

@@ -1,6 +1,7 @@
 """Where a result comes from: source, versions, machine, command, date."""
 
 import hashlib
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -49,8 +50,15 @@ def versions() -> dict[str, str | None]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
+    found["saf"] = saf.__version__
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+
+
+def command() -> str:
+    """Return the command line, with the program's name alone: its folder says nothing about the result."""
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    return shlex.join(["saf" if program == "__main__.py" else program, *sys.argv[1:]])
 
 
 def provenance(device_name: str) -> dict[str, Any]:
@@ -60,6 +68,6 @@ def provenance(device_name: str) -> dict[str, Any]:
         "versions": versions(),
         "device": device_name,
         "commit": commit(),
-        "command": " ".join(sys.argv),
+        "command": command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

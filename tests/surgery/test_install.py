@@ -138,6 +138,19 @@ def test_retained_rows_train_as_if_their_optimiser_had_always_been_theirs():
         torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-12)
 
 
+def test_training_goes_on_while_an_older_loss_is_still_held():
+    model, trainer = make()
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH + 1))
+    held = [model(tokens[:, :-1], tokens[:, 1:])]
+    install_(model, SOME, patterns(6), optimizer=trainer)
+    update(model, trainer)
+    held.append(model(tokens[:, :-1], tokens[:, 1:]))
+    uninstall_(model, optimizer=trainer)
+    update(model, trainer)
+    assert model.blocks[0].attention.q_proj.weight.shape == (32, 32)
+    assert all(loss.isfinite() for loss in held)
+
+
 def test_an_optimiser_that_was_not_passed_fails_at_its_next_step():
     model, trainer = make()
     install_(model, HeadSet([(0, 1)]), patterns(1))
