@@ -1,14 +1,13 @@
 """What a freezing event measured, chose and cost."""
 
 import io
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from saf.files import write_json, write_tensors
 from saf.heads import Head, HeadSet
 from saf.pattern import CompactPattern, DensePattern
 from saf.statistics import AttentionStatistics
@@ -67,8 +66,8 @@ class FreezeReport:
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
         if isinstance(self.patterns, CompactPattern):
             tensors |= {name: getattr(self.patterns, name).float() for name in ("alpha", "rho", "log_z")}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "freeze.safetensors")
-        (folder / "freeze.json").write_text(json.dumps(self.to_dict() | extra, indent=1))
+        write_tensors(folder / "freeze.safetensors", tensors)
+        write_json(folder / "freeze.json", self.to_dict() | extra)
 
     def __rich__(self) -> "Table":
         """Return one row a layer: frozen heads, score range, worst fit; totals and seconds in the caption."""

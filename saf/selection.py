@@ -1,11 +1,16 @@
-"""Which heads to freeze: global ranking by score, budgets, exclusions."""
+"""Which heads to freeze: global ranking by score, budgets, exclusions, limits by layer, whole KV groups."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from saf.errors import InputError, SelectionError
 from saf.heads import Head, HeadSet
+
+Unit = tuple[Head, ...]
+"""Heads that are chosen together: one, or the live heads of a KV group."""
+Limits = int | Mapping[int, int]
+"""Most heads to choose in a layer: one number for all, or by layer; layers left out of a mapping have no limit."""
 
 
 def budget(rate: float, num_heads: int) -> int:
@@ -15,30 +20,170 @@ def budget(rate: float, num_heads: int) -> int:
     return round(rate * num_heads)
 
 
-def ranking(scores: Tensor, exclude: Iterable[Head] = ()) -> list[Head]:
-    """Return `(layer, head)` by ascending score, ties by layer and head; NaN scores and `exclude` are left out."""
-    left_out = set(exclude)
+def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head] | None = None) -> list[Head]:
+    """Return `(layer, head)` by ascending score, ties by layer and head.
+
+    NaN scores and `exclude` are left out; `only` names the heads that may be chosen, all if not given. Raises
+    InputError for heads that do not exist.
+    """
+    left_out = _existing(scores, exclude)
+    allowed = None if only is None else _existing(scores, only)
     heads = [
         (value, layer, head)
         for layer, row in enumerate(scores.tolist())
         for head, value in enumerate(row)
-        if value == value and (layer, head) not in left_out
+        if value == value and (layer, head) not in left_out and (allowed is None or (layer, head) in allowed)
     ]
     return [(layer, head) for _, layer, head in sorted(heads)]
 
 
-def select(
-    scores: Tensor, rate: float | None = None, *, count: int | None = None, exclude: Iterable[Head] = ()
-) -> HeadSet:
-    """Return the heads with the lowest scores: `round(rate * L * H)` of them, or `count`.
+def _existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
+    named = {(int(layer), int(head)) for layer, head in heads}
+    layers, width = scores.shape
+    if strange := sorted(pair for pair in named if not (0 <= pair[0] < layers and 0 <= pair[1] < width)):
+        raise InputError(f"the model has {layers} layers of {width} heads; got {strange}")
+    return named
 
-    `scores [L, H]` are NaN for heads that cannot be chosen. Sets of growing rates are nested. Raises InputError
-    unless exactly one of rate and count is given, SelectionError when too few heads can be chosen.
+
+def units(scores: Tensor, order: Sequence[Head], group_size: int = 1) -> list[Unit]:
+    """Return the ranked heads one by one, or as whole KV groups of `group_size` consecutive heads of a layer.
+
+    A group's live heads come together, by ascending mean of their scores, ties by layer and head; a group with a live
+    head that is missing from `order` is left out.
     """
-    if (rate is None) == (count is None):
-        raise InputError("give either rate or count")
-    wanted = budget(rate, scores.numel()) if rate is not None else count
-    order = ranking(scores, exclude)
-    if wanted is None or not 0 <= wanted <= len(order):
-        raise SelectionError(f"{wanted} heads asked for; {len(order)} of {scores.numel()} can be chosen")
-    return HeadSet(order[:wanted])
+    if group_size < 1 or scores.shape[1] % group_size:
+        raise InputError(f"{scores.shape[1]} heads do not divide into KV groups of {group_size}")
+    if group_size == 1:
+        return [(head,) for head in order]
+    eligible = set(order)
+    found = []
+    for layer in range(scores.shape[0]):
+        for first in range(0, scores.shape[1], group_size):
+            unit = [(layer, head) for head in range(first, first + group_size) if not scores[layer, head].isnan()]
+            if unit and eligible.issuperset(unit):
+                found.append((sum(float(scores[head]) for head in unit) / len(unit), tuple(unit)))
+    return [unit for _, unit in sorted(found)]
+
+
+class Chooser:
+    """Proposes units in order while a total and limits by layer allow; what is rejected makes room for the next.
+
+    Proposing many at a time chooses the same heads as one by one, as long as units are single heads: limits on
+    disjoint layers and a total form a matroid, where leaving an element out never displaces an earlier choice.
+    """
+
+    def __init__(self, order: Sequence[Unit], total: int, limits: Limits | None = None, group_size: int = 1):
+        self.total = total
+        self._group_size = group_size
+        self._waiting = list(order)
+        self._limits = limits
+        self._chosen: list[Head] = []
+
+    def propose(self) -> list[Unit]:
+        """Return the next units that would all be chosen if none were rejected; they wait no longer."""
+        taken, proposed, left = list(self._chosen), [], []
+        for unit in self._waiting:
+            # Groups stop at the first that is too large, so that sets of growing budgets are nested.
+            full = len(taken) + len(unit) > self.total
+            if full:
+                break
+            if self._fits(taken, unit):
+                taken += unit
+                proposed.append(unit)
+            else:
+                left.append(unit)
+        self._waiting = left + self._waiting[len(left) + len(proposed) :]
+        return proposed
+
+    def accept(self, unit: Unit) -> None:
+        """Count a proposed unit as chosen; one that is not accepted is rejected."""
+        self._chosen += unit
+
+    def attained(self, count: int) -> bool:
+        """Return whether `count` heads exhaust the total: no further group would stay within it."""
+        return count > self.total - self._group_size
+
+    def _fits(self, taken: list[Head], unit: Unit) -> bool:
+        layer = unit[0][0]
+        limit = self._limits.get(layer) if isinstance(self._limits, Mapping) else self._limits
+        return limit is None or sum(at == layer for at, _ in taken) + len(unit) <= limit
+
+    def __iter__(self) -> Iterator[Head]:
+        return iter(self._chosen)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+
+def chooser(
+    scores: Tensor,
+    rate: float | None = None,
+    *,
+    count: int | None = None,
+    exclude: Iterable[Head] = (),
+    only: Iterable[Head] | None = None,
+    max_per_layer: Limits | None = None,
+    match: Iterable[Head] | None = None,
+    group_size: int = 1,
+) -> Chooser:
+    """Return what chooses heads under the conditions of `select`, one proposal after another."""
+    if sum(given is not None for given in (rate, count, match)) != 1:
+        raise InputError("give either rate or count, or a set of heads to match by layer")
+    if count is not None and count < 0:
+        raise SelectionError(f"{count} heads asked for; give 0 or more")
+    if match is not None:
+        if max_per_layer is not None:
+            raise InputError("match sets the number of heads of each layer; max_per_layer cannot be given with it")
+        wanted = _existing(scores, match)
+        max_per_layer = {layer: sum(at == layer for at, _ in wanted) for layer in range(scores.shape[0])}
+        count = len(wanted)
+    total = count if count is not None else budget(rate or 0.0, scores.numel())
+    order = units(scores, ranking(scores, exclude, only=only), group_size)
+    return Chooser(order, total, max_per_layer, group_size)
+
+
+def select(
+    scores: Tensor,
+    rate: float | None = None,
+    *,
+    count: int | None = None,
+    exclude: Iterable[Head] = (),
+    only: Iterable[Head] | None = None,
+    max_per_layer: Limits | None = None,
+    match: Iterable[Head] | None = None,
+    group_size: int = 1,
+) -> HeadSet:
+    """Return the heads with the lowest scores, ties by layer and head. Sets of growing rates are nested.
+
+    Args:
+        scores: `[L, H]`, NaN for heads that cannot be chosen.
+        rate: Share of all heads: `round(rate * L * H)` of them, halves to even.
+        count: Their number, instead of a rate.
+        exclude: Heads that stay live.
+        only: The heads that may be chosen; all if not given.
+        max_per_layer: Most heads in a layer, one number or by layer.
+        match: Take as many from each layer as this set has, instead of a rate: the random control.
+        group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
+            scores; as many groups as stay within the budget.
+
+    Raises:
+        InputError: Not exactly one of rate, count and match, heads that do not exist, groups that do not divide.
+        SelectionError: Too few heads can be chosen under these conditions.
+    """
+    choose = chooser(
+        scores,
+        rate,
+        count=count,
+        exclude=exclude,
+        only=only,
+        max_per_layer=max_per_layer,
+        match=match,
+        group_size=group_size,
+    )
+    for unit in choose.propose():
+        choose.accept(unit)
+    if not choose.attained(len(choose)):
+        raise SelectionError(
+            f"{choose.total} heads asked for; {len(choose)} of {scores.numel()} can be chosen under these conditions"
+        )
+    return HeadSet(choose)

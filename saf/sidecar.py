@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError
+from saf.files import write_json, write_tensors
 from saf.models import GPT, GPTConfig
 from saf.surgery import restore_, state_of
 
@@ -20,13 +21,12 @@ def save(model: nn.Module, folder: str | Path) -> None:
     A model loaded from the folder by `load` gives the same outputs bit for bit.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     state, tensors = state_of(model)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
-    (folder / STATE).write_text(json.dumps(state, indent=1))
     if isinstance(model, GPT):
-        save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, folder / WEIGHTS)
-        (folder / CONFIG).write_text(json.dumps({"model": model.config.to_dict()}, indent=1))
+        write_tensors(folder / WEIGHTS, model.state_dict())
+        write_json(folder / CONFIG, {"model": model.config.to_dict()})
+    write_tensors(folder / TENSORS, tensors)
+    write_json(folder / STATE, state)
 
 
 def load(

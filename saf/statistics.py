@@ -1,8 +1,8 @@
-"""What calibration measures of every head; `score`, `select`, patterns and fitters read nothing else."""
+"""What calibration measures of every head; scores, patterns and fitters read it."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -11,10 +11,32 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saf.errors import CheckpointError, InputError
+from saf.heads import HeadSet
 
 SCHEMA = "saf.statistics/1"
 FLOOR = 1e-9
 """Causal entries of a mean pattern are raised to this before its rows are normalised again (paper, Algorithm 1)."""
+
+COLLECTIONS = {
+    "mean": "FTT",
+    "entry_variance": "FTT",
+    "logit_mean": "FTT",
+    "logit_variance": "FTT",
+    "row_variance": "FT",
+    "sharp_eta_abs": "FT",
+    "sharp_eta_rel": "FT",
+    "sharp_row_entropy": "F",
+    "mean_rows": "FRT",
+    "rows": "FNRT",
+    "logit_rows": "FNRT",
+}
+"""What `calibrate(collect=...)` can keep beside the statistics, with its shape: F heads, N sequences, R positions, T.
+
+Means and variances over the sequences (dividing by N - 1) of each entry of the pattern, of its logits (0 above the
+diagonal); `row_variance` sums `entry_variance` over keys. `sharp_*` are the marginals and entropy (nats) of the
+floored sharp mean. `mean_rows` are rows of `mean` at chosen query positions, `rows` and `logit_rows` (-inf above the
+diagonal) those of every sequence.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,35 +61,69 @@ class AttentionStatistics:
     num_sequences: int
     sequences_hash: str
     """SHA-256 of the calibration tokens."""
+    collected: Mapping[str, Tensor] = field(default_factory=dict)
+    """What was asked for by name, see `COLLECTIONS`; the first dimension follows `collected_heads`."""
+    collected_heads: HeadSet = field(default_factory=HeadSet)
+    positions: tuple[int, ...] = ()
+    """Query positions of `mean_rows`, `rows` and `logit_rows`."""
 
     @property
     def measured(self) -> Tensor:
         """`[L, H]` whether a head was measured."""
         return ~self.variance.isnan()
 
+    def take(self, name: str, heads: Iterable[tuple[int, int]]) -> Tensor:
+        """Return what was collected under `name` for `heads`, in their order, `[F, ...]`.
+
+        Raises InputError that says how to collect it when it is missing.
+        """
+        wanted = list(heads)
+        held = self.collected_heads if name in self.collected else HeadSet()
+        lacking = [head for head in wanted if head not in held]
+        if lacking:
+            raise InputError(
+                f"these statistics hold no {name!r} of heads {lacking[:4]}{'...' if len(lacking) > 4 else ''}; "
+                f"measure it with calibrate(model, batches, collect=({name!r},), heads=...)"
+            )
+        return self.collected[name][[self.collected_heads.index(head) for head in wanted]]
+
     @classmethod
     def join(cls, parts: Sequence["AttentionStatistics"]) -> "AttentionStatistics":
         """Merge statistics of different heads of the same sequences; raise InputError when they overlap or differ."""
         first = parts[0]
         for part in parts[1:]:
-            same = ("length", "num_sequences", "sequences_hash")
-            if differing := [name for name in same if getattr(part, name) != getattr(first, name)]:
-                raise InputError(f"statistics of different calibration inputs cannot be joined; differ in {differing}")
+            same = ("length", "num_sequences", "sequences_hash", "positions")
+            differing = [name for name in same if getattr(part, name) != getattr(first, name)]
+            if differing or set(part.collected) != set(first.collected):
+                raise InputError(
+                    "statistics of different calibration inputs or collections cannot be joined; "
+                    f"differ in {differing or ['collected']}"
+                )
         if (torch.stack([part.measured.int() for part in parts]).sum(0) > 1).any():
             raise InputError("statistics to join measure some heads twice; give each head to one part")
         merged = {name: getattr(first, name).clone() for name in _TENSORS}
         for part in parts[1:]:
             for name, tensor in merged.items():
                 tensor[part.measured] = getattr(part, name)[part.measured]
+        given = [head for part in parts for head in part.collected_heads]
+        order = [given.index(head) for head in HeadSet(given)]
+        collected = {name: torch.cat([part.collected[name] for part in parts])[order] for name in first.collected}
         return cls(
-            **merged, length=first.length, num_sequences=first.num_sequences, sequences_hash=first.sequences_hash
+            **merged,
+            length=first.length,
+            num_sequences=first.num_sequences,
+            sequences_hash=first.sequences_hash,
+            collected=collected,
+            collected_heads=HeadSet(given),
+            positions=first.positions,
         )
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file."""
-        meta = {"schema": SCHEMA, "length": self.length, "num_sequences": self.num_sequences}
-        meta["sequences_hash"] = self.sequences_hash
+        meta = {name: getattr(self, name) for name in ("length", "num_sequences", "sequences_hash", "positions")}
+        meta |= {"schema": SCHEMA, "collected_heads": self.collected_heads.to_list()}
         tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
+        tensors |= {f"collected.{name}": tensor.contiguous() for name, tensor in self.collected.items()}
         save_file(tensors, path, metadata={"saf": json.dumps(meta)})
 
     @classmethod
@@ -77,7 +133,11 @@ class AttentionStatistics:
             meta = json.loads((file.metadata() or {}).get("saf", "{}"))
             if meta.pop("schema", None) != SCHEMA:
                 raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
-            return cls(**{name: file.get_tensor(name) for name in _TENSORS}, **meta)
+            meta["collected_heads"] = HeadSet.from_list(meta.get("collected_heads", ()))
+            meta["positions"] = tuple(meta.get("positions", ()))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        collected = {name.removeprefix("collected."): t for name, t in tensors.items() if name.startswith("collected.")}
+        return cls(**{name: tensors[name] for name in _TENSORS}, **meta, collected=collected)
 
 
 _TENSORS = tuple(field.name for field in fields(AttentionStatistics) if field.type is Tensor)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 # Before huggingface_hub is imported: it reads this once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before PyTorch is imported: waiting threads give the core back, which matters on a shared machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import numpy as np

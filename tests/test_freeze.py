@@ -7,8 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 import saf
+from saf.calibration import QKGradient
 from saf.errors import CheckpointError, InputError, SelectionError
 from saf.models import GPT, GPTConfig
+from saf.patterns import PATTERNS, dense_pattern
+from saf.scores import SCORES
 
 LENGTH = 48
 SHAPE = GPTConfig(vocab_size=60, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
@@ -64,6 +67,109 @@ def test_scores_choose_their_own_heads_and_frozen_ones_are_never_chosen_again(sc
     assert len(first.heads & second.heads) == 0
     assert all(second.scores[layer, head].isnan() for layer, head in first.heads)
     assert first.heads == saf.select(getattr(first.statistics, score), 0.25)
+
+
+def gathered(model, ids) -> dict:
+    """Return what the scores read that training measures."""
+    gradient = QKGradient(model)
+    model(ids[:, :-1], ids[:, 1:]).backward()
+    gradient.update()
+    return {"gradient": gradient}
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_every_score_ranks_the_heads_that_are_frozen(score):
+    model, ids = make(), tokens()
+    config = saf.FreezeConfig(rate=0.25, score=score, pattern="structured_random", seed=3)
+    report = saf.freeze_(model, [ids[:4]], config, heldout=[ids[4:]], needed=gathered(model, ids))
+    assert report.heads == saf.select(report.scores, 0.25)
+    assert report.scores.isfinite().all()
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_a_score_that_lacks_something_is_refused_before_the_model_changes():
+    model, ids = make(), tokens()
+    for score, message in [("qk_gradient", r"QKGradient\(model\)"), ("redundancy", "or give freeze_ heldout=")]:
+        with pytest.raises(InputError, match=message):
+            saf.freeze_(model, [ids], saf.FreezeConfig(score=score))
+    assert not model.blocks[0].attention.layout.frozen
+
+
+def test_a_function_can_be_the_score():
+    def first_layers(statistics):
+        return torch.arange(12.0).view(3, 4)
+
+    report = saf.freeze_(make(), [tokens()], saf.FreezeConfig(score=first_layers))
+    assert list(report.heads) == [(0, 0), (0, 1), (0, 2)]
+    assert report.to_dict()["score_name"] == report.to_dict()["config"]["score"] == "first_layers"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("storage", ["compact", "dense"])
+def test_every_pattern_is_installed_and_executed(pattern, storage, tmp_path):
+    model, ids = make(gain=2.0), tokens()
+    config = saf.FreezeConfig(pattern=pattern, storage=storage, seed=7, max_fit_kl=100)
+    statistics = saf.calibrate(model, [ids], collect=("mean", "row_variance", "logit_mean", "logit_variance"))
+    report = saf.freeze_(model, [ids], config)
+    expected = dense_pattern(statistics, report.heads, pattern, **({} if "mean" in pattern else {"seed": 7})).weights
+    held = report.patterns.dense().double()
+    if storage == "dense":
+        assert held.dtype == torch.float64
+        torch.testing.assert_close(held, expected.double(), rtol=2**-8, atol=0)
+        assert set(report.fit_kl.values()) == {0.0}
+    else:
+        floored = expected.double().clamp(min=1e-9).tril()
+        kl = (torch.xlogy(floored, floored) - torch.xlogy(floored, held)).sum((1, 2)) / LENGTH
+        assert list(report.fit_kl.values()) == pytest.approx(kl.tolist(), abs=1e-4)
+    report.save(tmp_path)
+    layer, head = next(iter(report.heads))
+    attention = model.blocks[layer].attention
+    value = torch.randn(1, 4, LENGTH, 8, generator=torch.Generator().manual_seed(0))
+    found = saf.frozen_attention(value, attention.frozen)[0, 0]
+    slot = attention.layout.slots.index(head)
+    torch.testing.assert_close(found, held[0].float() @ value[0, slot], rtol=1e-4, atol=1e-4)
+    logits = model(ids)
+    saf.save(model, tmp_path / "saved")
+    assert torch.equal(saf.load(tmp_path / "saved")(ids), logits)
+
+
+def test_given_heads_are_frozen_whatever_they_score_or_refused():
+    model, ids = make(), tokens()
+    chosen = ((2, 3), (0, 1))
+    report = saf.freeze_(model, [ids], saf.FreezeConfig(heads=chosen, max_fit_kl=9))
+    assert (set(report.heads), report.requested) == (set(chosen), 2)
+    with pytest.raises(SelectionError, match="asks for 2 heads; 1 can be frozen"):
+        saf.freeze_(model, [ids], saf.FreezeConfig(heads=((2, 3), (1, 1))))
+    with pytest.raises(SelectionError, match="do not fit"):
+        saf.freeze_(model, [ids], saf.FreezeConfig(heads=((1, 1), (1, 2)), max_fit_kl=1e-6))
+    assert not model.blocks[1].attention.layout.frozen
+
+
+def test_the_random_control_matches_the_variance_by_layer():
+    ids = tokens()
+    chosen = saf.freeze_(make(), [ids], saf.FreezeConfig(rate=0.5, max_fit_kl=100)).heads
+    drawn = {}
+    for seed in range(3):
+        config = saf.FreezeConfig(rate=0.5, score="random", match="variance", seed=seed, max_fit_kl=100)
+        drawn[seed] = saf.freeze_(make(), [ids], config).heads
+        for layer in range(3):
+            assert len(drawn[seed].in_layer(layer)) == len(chosen.in_layer(layer))
+    assert len(set(drawn.values())) == 3
+
+
+def test_limits_by_layer_hold():
+    model, ids = make(), tokens()
+    with pytest.warns(UserWarning, match="3 of 4 heads could be frozen"):
+        report = saf.freeze_(model, [ids], saf.FreezeConfig(rate=4 / 12, max_per_layer=1, max_fit_kl=100))
+    assert [len(report.heads.in_layer(layer)) for layer in range(3)] == [1, 1, 1]
+    assert len(saf.select(report.scores, 4 / 12).in_layer(2)) == 2
+
+
+def test_settings_survive_json():
+    config = saf.FreezeConfig(
+        heads=((1, 2), (0, 3)), exclude=((0, 0),), pattern="dirichlet", pattern_options={"scale": 4.0}, seed=5
+    )
+    assert saf.FreezeConfig(**json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_a_planted_head_that_cannot_be_fitted_is_skipped_and_refused_in_strict_mode():
@@ -158,6 +264,10 @@ def test_bad_settings_are_refused():
         ({"pattern": "median"}, "unknown pattern"),
         ({"fitter": "newton"}, "unknown fitter"),
         ({"max_fit_kl": 0}, "positive"),
+        ({"storage": "sparse"}, "unknown storage"),
+        ({"match": "magic"}, "unknown match"),
+        ({"pattern_options": {"scale": 2}}, "'mean' takes no options"),
+        ({"match": "variance", "max_per_layer": 2}, "leave heads and max_per_layer out"),
     ]:
         with pytest.raises(InputError, match=message):
             saf.FreezeConfig(**options)

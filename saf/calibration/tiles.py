@@ -1,6 +1,6 @@
 """One layer's statistics from queries and keys: row strips outside, all sequences inside."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,26 @@ class LayerStatistics(NamedTuple):
     row_entropy: Tensor
 
 
+class Strip(NamedTuple):
+    """Query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all."""
+
+    start: int
+    end: int
+    length: int
+    causal: Tensor
+    """`[R, W]` which entries are on or below the diagonal."""
+    logits: Tensor
+    """`[N, heads, R, W]`, -inf above the diagonal."""
+    pattern: Tensor
+    """`[N, heads, R, W]`."""
+    mean: Tensor
+    """`[heads, R, W]`."""
+
+
+Take = Callable[[slice, Strip], None]
+"""Called with the place of some heads among those measured, and their strip, which it must leave as it is."""
+
+
 def measure_layer(
     query: Tensor,
     key: Tensor,
@@ -30,12 +50,13 @@ def measure_layer(
     scale: float | None = None,
     rows: int = ROWS,
     strip_elements: int | None = None,
+    take: Take | None = None,
 ) -> LayerStatistics:
     """Measure heads from rotated `query [N, heads, T, D]` and `key [N, K, T, D]`; head h reads key `kv_head[h]`.
 
     A strip of `rows` query rows holds the patterns of all N sequences, so deviations from the mean are taken
     directly: no difference of large sums. Strips are computed in float32 (float64 for float64 inputs), summed in
-    float64. Results do not depend on `rows` or `strip_elements` beyond rounding.
+    float64. Results do not depend on `rows` or `strip_elements` beyond rounding. `take` sees every strip once.
     """
     count, heads, length, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
@@ -45,12 +66,12 @@ def measure_layer(
     parts = []
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, heads, together):
-            chosen = list(kv_head[first : first + together])
-            parts.append(_measure(query[:, first : first + together], key[:, chosen], factor, rows))
+            at = slice(first, min(first + together, heads))
+            parts.append(_measure(query[:, at], key[:, list(kv_head[at])], factor, rows, at, take))
     return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _measure(query: Tensor, key: Tensor, scale: float, rows: int) -> LayerStatistics:
+def _measure(query: Tensor, key: Tensor, scale: float, rows: int, at: slice, take: Take | None) -> LayerStatistics:
     count, heads, length, _ = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key = query.to(wide) * scale, key.to(wide)
@@ -60,14 +81,15 @@ def _measure(query: Tensor, key: Tensor, scale: float, rows: int) -> LayerStatis
     for start in range(0, length, rows):
         end = min(start + rows, length)
         causal = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
-        scores = query[:, :, start:end] @ key[:, :, :end].mT
-        pattern = scores.masked_fill_(~causal, -torch.inf).softmax(-1)
+        logits = (query[:, :, start:end] @ key[:, :, :end].mT).masked_fill_(~causal, -torch.inf)
+        pattern = logits.softmax(-1)
         mean = pattern.mean(0)
+        if take is not None:
+            take(at, Strip(start, end, length, causal, logits, pattern, mean))
         divergence = divergence + _divergence(pattern, mean)
         if count > 1:
             deviation = deviation + pattern.sub_(mean).square_().sum((0, 2, 3), dtype=torch.float64)
-        floored = mean.clamp(min=FLOOR).mul_(causal)
-        floored /= floored.sum(-1, keepdim=True)
+        floored = floor_rows(mean, causal)
         entropy = entropy - torch.xlogy(floored, floored).sum((1, 2), dtype=torch.float64)
         eta_abs[:, :end] += floored.sum(1, dtype=torch.float64)
         eta_rel[:, :end] += diagonal_sums(floored)
@@ -78,6 +100,12 @@ def _measure(query: Tensor, key: Tensor, scale: float, rows: int) -> LayerStatis
         eta_rel=eta_rel,
         row_entropy=entropy / length,
     )
+
+
+def floor_rows(mean: Tensor, causal: Tensor) -> Tensor:
+    """Return pattern rows `[heads, R, W]` with causal entries floored at 1e-9 and the rows normalised again."""
+    floored = mean.clamp(min=FLOOR).mul_(causal)
+    return floored.div_(floored.sum(-1, keepdim=True))
 
 
 def _divergence(pattern: Tensor, mean: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ COMMANDS = {
     "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",
     "report": "one self-contained HTML page about one or several runs",
     "inspect": "what a checkpoint, run, data folder or saved model holds; verifies its sums",
+    "bench": "speed and memory: one operator, whole updates, prefill; each number beside its baseline and bound",
     "doctor": "versions, devices, and which backend would run here and why",
 }
 EXIT_ERROR = 2

@@ -12,8 +12,8 @@ import tyro
 from saf.cli.output import columns, facts, megabytes, show
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.records import read_json, read_tensors
 from saf.evaluate.runs import Run
+from saf.files import read_json, read_tensors
 from saf.train.checkpoint import checkpoints
 from saf.train.manifest import verify
 

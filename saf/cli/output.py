@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from saf.evaluate.records import to_json
+from saf.files import to_json
 
 
 def show(result: Mapping[str, Any], *tables: Table | str, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from saf.data import PARTITIONS, TokenData, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
-from saf.evaluate.records import write_json, write_tensors
+from saf.files import write_json, write_tensors
 
 SCHEMA = "saf.evaluation/1"
 PRECISIONS = ("auto", "fp32", "bf16")

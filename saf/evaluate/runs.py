@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.evaluate.records import read_json, read_lines, read_tensors
+from saf.files import read_json, read_lines, read_tensors
 
 
 @dataclass(frozen=True)

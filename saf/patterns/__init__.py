@@ -1,31 +1,121 @@
-"""What a frozen head's fixed pattern is made from: one pattern a file."""
+"""What a frozen head's fixed pattern is made from: one pattern a file, dense or as a target for a compact fit."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.heads import HeadSet
-from saf.patterns.mean import mean
+from saf.heads import Head, HeadSet
+from saf.pattern import CompactPattern, DensePattern
+from saf.patterns.dirichlet import dirichlet
+from saf.patterns.gaussian import gaussian
+from saf.patterns.marginals import Target, target_of
+from saf.patterns.mean import dense_mean, mean
+from saf.patterns.sharp_mean import SHARP_MARGINALS, dense_sharp_mean, sharp_mean
+from saf.patterns.storage import StorageReport, storage_report
+from saf.patterns.structured_random import dense_structured_random, structured_random
 from saf.statistics import AttentionStatistics
 
-__all__ = ["PATTERNS", "Target", "target"]
+Storage = Literal["compact", "dense"]
 
 
-class Target(NamedTuple):
-    """What a compact pattern is fitted to: marginals `[F, T]` and row-averaged entropy `[F]` (nats)."""
+class PatternKind(NamedTuple):
+    """How to make one kind of pattern from statistics and a head set, both ways, and what to collect for each."""
 
-    eta_abs: Tensor
-    eta_rel: Tensor
-    row_entropy: Tensor
+    dense: Callable[..., Tensor]
+    """`(statistics, heads, **options)` to the pattern, `[F, T, T]`."""
+    collect: tuple[str, ...] = ()
+    """What `dense` reads beside the statistics, names of `saf.statistics.COLLECTIONS`."""
+    compact: Callable[..., Target | CompactPattern] | None = None
+    """`(statistics, heads, **options)` to what a compact pattern is fitted to, or to the pattern itself when it is
+    compact by nature; None: from the dense pattern."""
+    collect_compact: tuple[str, ...] = ()
+    """What `compact` reads beside the statistics."""
 
 
-PATTERNS: dict[str, Callable[[AttentionStatistics, HeadSet], tuple[Tensor, Tensor, Tensor]]] = {"mean": mean}
+PATTERNS: dict[str, PatternKind] = {
+    "mean": PatternKind(dense_mean, ("mean",), mean),
+    "sharp_mean": PatternKind(dense_sharp_mean, ("logit_mean",), sharp_mean, SHARP_MARGINALS),
+    "gaussian": PatternKind(gaussian, ("logit_mean", "logit_variance")),
+    "dirichlet": PatternKind(dirichlet, ("mean", "row_variance")),
+    "structured_random": PatternKind(dense_structured_random, (), structured_random),
+}
+
+__all__ = [
+    "PATTERNS",
+    "PatternKind",
+    "Storage",
+    "StorageReport",
+    "Target",
+    "collect_for",
+    "dense_pattern",
+    "storage_report",
+    "target",
+    "target_of",
+]
 
 
-def target(statistics: AttentionStatistics, heads: HeadSet, name: str = "mean") -> Target:
-    """Return the marginals of a pattern for `heads`, in their order; raise InputError for an unknown name."""
+def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
+    """Return what `calibrate(collect=...)` must keep for a pattern; raise InputError for an unknown name."""
+    kind = _kind(name)
+    return kind.collect_compact if storage == "compact" and kind.compact is not None else kind.collect
+
+
+def target(
+    statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any
+) -> Target | CompactPattern:
+    """Return what a pattern's compact form is fitted to, for `heads` in order; or that form, where it is exact.
+
+    Options are those of the pattern: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. Raises InputError
+    for unknown names and options, and for statistics that lack what `collect_for` names.
+    """
+    kind = _kind(name)
+    heads = _some(heads)
+    if kind.compact is not None:
+        return kind.compact(statistics, heads, **check_options(name, options))
+    rows = [target_of(kind.dense(statistics, HeadSet([head]), **check_options(name, options))) for head in heads]
+    return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
+
+
+def dense_pattern(
+    statistics: AttentionStatistics,
+    heads: Iterable[Head],
+    name: str = "mean",
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> DensePattern:
+    """Return the pattern of `heads`, in order, entry by entry: float32 for analysis, bfloat16 for execution.
+
+    Raises InputError as `target` does.
+    """
+    kind, given = _kind(name), check_options(name, options)
+    # Head by head: what a pattern is made from takes several times its own memory.
+    return DensePattern(
+        torch.cat([kind.dense(statistics, HeadSet([head]), **given).to(dtype) for head in _some(heads)])
+    )
+
+
+def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options that a pattern takes; `seed` may be given to all. Raise InputError for others."""
+    parameters = inspect.signature(_kind(name).dense).parameters.values()
+    known = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    if unknown := set(options) - known - {"seed"}:
+        raise InputError(f"pattern {name!r} takes {sorted(known) or 'no options'}; got {sorted(unknown)}")
+    return {key: value for key, value in options.items() if key in known}
+
+
+def _some(heads: Iterable[Head]) -> HeadSet:
+    chosen = HeadSet(heads)
+    if not len(chosen):
+        raise InputError("a pattern needs at least one head; got none")
+    return chosen
+
+
+def _kind(name: str) -> PatternKind:
     if name not in PATTERNS:
         raise InputError(f"unknown pattern {name!r}; expected one of {sorted(PATTERNS)}")
-    return Target(*PATTERNS[name](statistics, heads))
+    return PATTERNS[name]

@@ -11,8 +11,8 @@ from string import Template
 from typing import Any
 
 from saf.errors import InputError
-from saf.evaluate.records import to_json, write_atomically
 from saf.evaluate.runs import Run
+from saf.files import to_json, write_atomically
 from saf.report.comparisons import Comparison, arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
 from saf.report.sections import (

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from saf.evaluate.records import read_lines, to_json, write_atomically
+from saf.files import read_lines, to_json, write_atomically
 
 
 class LineLog:

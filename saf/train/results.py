@@ -7,7 +7,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.evaluate.records import read_json, read_lines, write_json
+from saf.files import read_json, read_lines, write_json
 from saf.surgery import state_of
 from saf.train.checkpoint import checkpoint_hash, latest
 from saf.train.manifest import file_hash

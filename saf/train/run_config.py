@@ -6,7 +6,7 @@ from typing import Any
 
 from saf.data import TokenData
 from saf.errors import InputError
-from saf.evaluate.records import read_json
+from saf.files import read_json
 from saf.models import GPTConfig, preset
 from saf.train.config import TrainConfig
 from saf.train.execution import Execution

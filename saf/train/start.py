@@ -7,7 +7,7 @@ import torch
 
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.records import read_json, write_json
+from saf.files import read_json, write_json
 from saf.models import GPTConfig
 from saf.schedules import SCHEDULES, Schedule
 from saf.train.atomic import remove_leftovers_

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from saf.evaluate.records import read_json
 from saf.evaluate.runs import read_evaluation
+from saf.files import read_json
 
 
 def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from saf.evaluate.records import read_lines
+from saf.files import read_lines
 from saf.freeze import FreezeConfig
 from saf.train import TrainConfig, continue_from, load_model, pretrain
 

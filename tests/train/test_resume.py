@@ -12,7 +12,7 @@ import torch
 import saf.train.intervention as intervention
 import saf.train.loop as loop
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.records import read_json, read_lines
+from saf.files import read_json, read_lines
 from saf.freeze import FreezeConfig
 from saf.train import continue_from, latest, pretrain
 from saf.train.locking import lock_folder

@@ -16,7 +16,7 @@ import saf.train.loop as loop
 import saf.train.observer
 import saf.train.update
 from saf.errors import CheckpointError, DivergenceError
-from saf.evaluate.records import read_lines
+from saf.files import read_lines
 from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
 from saf.train.signals import StopRequest
 from saf.train.update import run_update

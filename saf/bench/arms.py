@@ -1,0 +1,70 @@
+"""The arms of a benchmark, and which of them are compared."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Role = Literal["control", "kernel", "frozen", "free"]
+FREE = "free"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a model or a layer: the kernel of live heads, and what frozen heads run on."""
+
+    kernel: str
+    backend: str | None = None
+    rate: float = 0.0
+    control: bool = False
+    """A second, independent ordinary model."""
+
+    @property
+    def name(self) -> str:
+        """A short label."""
+        if self.backend is None:
+            return f"{'control' if self.control else 'ordinary'} {self.kernel}"
+        return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm with the ordinary arm that its times are divided into."""
+
+    baseline: Arm
+    arm: Arm
+    role: Role
+
+
+def plan(
+    *, kernels: Sequence[str], others: Sequence[str], backends: Sequence[str], rates: Sequence[float], free: bool
+) -> list[Comparison]:
+    """Return what to compare, controls first.
+
+    Every kernel has an ordinary baseline, a control and its frozen arms; ordinary arms of the kernels after the
+    first, and of `others`, are compared with the first one.
+    """
+    comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in dict.fromkeys(kernels)]
+    first = Arm(kernels[0])
+    rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
+    comparisons += [Comparison(first, Arm(kernel), "kernel") for kernel in rest]
+    for kernel in dict.fromkeys(kernels):
+        for rate in rates:
+            ways = [*backends, *([FREE] if free else [])]
+            comparisons += [
+                Comparison(Arm(kernel), Arm(kernel, way, rate), "free" if way == FREE else "frozen") for way in ways
+            ]
+    return comparisons
+
+
+def arms_of(comparisons: Sequence[Comparison]) -> list[Arm]:
+    """Return every arm once, in the order of first use."""
+    return list(dict.fromkeys(arm for comparison in comparisons for arm in (comparison.baseline, comparison.arm)))
+
+
+def default_kernels(kernels: Sequence[str], device_type: str) -> tuple[str, ...]:
+    """Return the kernels asked for; by default cuDNN on CUDA and PyTorch's own choice elsewhere."""
+    return tuple(kernels) or (("cudnn",) if device_type == "cuda" else ("auto",))

@@ -1,0 +1,39 @@
+"""What every point of one benchmark shares."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from saf.bench.arms import Comparison, default_kernels, plan
+from saf.bench.recorder import Recorder
+from saf.bench.runner import PointRunner
+from saf.bench.settings import Settings
+from saf.bench.work import Peak, peak_of
+from saf.train.execution import Execution
+
+
+class Context:
+    """Settings, device and record."""
+
+    def __init__(self, settings: Settings, execution: Execution, recorder: Recorder):
+        self.settings = settings
+        self.execution = execution
+        self.recorder = recorder
+        self.peak: Peak | None = peak_of(execution.device_name)
+
+    def plan(self, rates: Sequence[float], *, others: bool = True, free: bool = True) -> list[Comparison]:
+        """Return what to compare at some rates."""
+        settings = self.settings
+        return plan(
+            kernels=default_kernels(settings.kernels, self.execution.device.type),
+            others=settings.others if others else (),
+            backends=settings.backends,
+            rates=rates,
+            free=settings.free and free,
+        )
+
+    def runner(self, name: str, fields: dict[str, Any], *, sixteen_bit: bool) -> PointRunner:
+        """Return what measures one point; the device's peaks are those of 16-bit operands."""
+        peak = self.peak if sixteen_bit else None
+        return PointRunner(
+            self.recorder, self.settings, name=name, fields=fields, device=self.execution.device, peak=peak
+        )

@@ -1,0 +1,57 @@
+"""`measure`: a whole benchmark from its settings to its record."""
+
+from pathlib import Path
+from typing import Any
+
+from saf.bench.context import Context
+from saf.bench.environment import environment
+from saf.bench.flex import FLEX
+from saf.bench.free import free_backend
+from saf.bench.grids import kind_of, points_of
+from saf.bench.model_points import measure_models
+from saf.bench.op_points import measure_operators
+from saf.bench.recorder import Recorder, Say, say_on_stderr
+from saf.bench.settings import ModelSettings, OpSettings, Settings
+from saf.bench.timing import Budget
+from saf.errors import InputError
+from saf.ops import BACKENDS
+from saf.ops.live import KERNELS
+from saf.train.config import TrainConfig
+from saf.train.execution import Execution
+
+BACKEND_NAMES = ("toeplitz", "fused", "reference")
+
+
+def measure(settings: Settings, *, out: Path | None = None, say: Say = say_on_stderr) -> dict[str, Any]:
+    """Run a benchmark and return its record, written to `out` after every point.
+
+    Raises:
+        InputError: Settings that name something unknown, or `out` exists.
+        UnsupportedError: A device that is not there.
+    """
+    budget = Budget(settings.seconds)
+    _check_names(settings)
+    points = points_of(settings)
+    execution = Execution.of(TrainConfig(data="", out="", device=settings.device, compile=settings.compile))
+    recorder = Recorder(out, kind=kind_of(settings), settings=settings.to_dict(), budget=budget, say=say)
+    if FLEX in (*settings.kernels, *settings.others) and execution.device.type == "cuda" and not execution.compile:
+        raise InputError("flex attention is a kernel only where it is compiled; use --compile on, or leave flex out")
+    context = Context(settings, execution, recorder)
+    with recorder, free_backend():
+        recorder.describe(environment=environment(execution.device, execution.device_name))
+        if isinstance(settings, OpSettings):
+            measure_operators(context, settings, points)
+        elif isinstance(settings, ModelSettings):
+            measure_models(context, settings, points)
+    return recorder.record
+
+
+def _check_names(settings: Settings) -> None:
+    """Raise InputError for names nothing answers to."""
+    known = ("auto", FLEX, *KERNELS)
+    for name in (*settings.kernels, *settings.others):
+        if name not in known:
+            raise InputError(f"unknown attention kernel {name!r}; expected one of {', '.join(known)}")
+    for name in settings.backends:
+        if name not in (*BACKEND_NAMES, *BACKENDS):
+            raise InputError(f"unknown backend {name!r}; expected one of {', '.join(BACKEND_NAMES)}")

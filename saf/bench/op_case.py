@@ -1,0 +1,97 @@
+"""The shapes of operator benchmarks: heads, operands and work of each arm."""
+
+from dataclasses import dataclass
+
+import torch
+
+from saf.bench.arms import FREE, Arm
+from saf.bench.grids import Point
+from saf.bench.settings import OpSettings
+from saf.bench.work import Work, attention_work
+from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadLayout
+
+SHAPES = {"124m": (12, 12, 64), "774m": (20, 20, 64), "1b": (16, 16, 96), "qwen3-4b": (32, 8, 128)}
+"""Query heads, KV heads, channels of a head."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCase:
+    """One part of one point. In the part "frozen", `rate` says how many heads ordinary arms have too."""
+
+    settings: OpSettings
+    point: Point
+    part: str
+    rate: float
+    device: torch.device
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, channels."""
+        heads, kv_heads, dim = SHAPES[self.settings.shape]
+        own = self.settings
+        return own.num_heads or heads, own.num_kv_heads or own.num_heads or kv_heads, own.head_dim or dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the operands."""
+        usual = "bf16" if self.device.type == "cuda" else "fp32"
+        return DTYPES[usual if self.settings.dtype == "auto" else self.settings.dtype]
+
+    @property
+    def reason_against(self) -> str | None:
+        """Why this case cannot be measured; None when it can."""
+        if self.part == "frozen" and round(self.rate * self.shape[0]) == 0:
+            return f"a rate of {self.rate:g} freezes none of {self.shape[0]} heads"
+        if self.part == "frozen" and self.shape[0] != self.shape[1]:
+            return "with grouped queries frozen heads share values; only the whole layer is compared"
+        return None
+
+    def layout(self, rate: float) -> HeadLayout:
+        """Return the layer's heads, the frozen ones drawn from the seed; raise InputError when there are none."""
+        heads, kv_heads, _ = self.shape
+        count = round(rate * heads)
+        if count == 0:
+            raise InputError(f"a rate of {rate:g} freezes none of {heads} heads")
+        drawn = torch.randperm(heads, generator=torch.Generator().manual_seed(self.settings.seed))[:count]
+        return HeadLayout(heads, kv_heads, tuple(sorted(drawn.tolist())))
+
+    def operands(self, arm: Arm) -> tuple[int, int, int]:
+        """Return how many query, key and value heads an arm reads."""
+        heads, kv_heads, _ = self.shape
+        if self.part == "frozen":
+            frozen = self.layout(self.rate).num_frozen
+            return (0, 0, frozen) if arm.backend else (frozen, frozen, frozen)
+        if arm.backend is None:
+            return heads, kv_heads, kv_heads
+        layout = self.layout(arm.rate)
+        return layout.num_live, len(set(layout.kv_head[: layout.num_live])), kv_heads
+
+    def work(self, arm: Arm, variant: str) -> Work:
+        """Return the work of one call."""
+        query, key, _ = self.operands(arm)
+        return attention_work(
+            batch=self.point.batch_size,
+            length=self.point.length,
+            dim=self.shape[2],
+            live=query,
+            frozen=self.layout(arm.rate).num_frozen if arm.backend else 0,
+            kv_heads=key,
+            backward=variant.startswith("both"),
+            element=self.dtype.itemsize,
+            free=arm.backend == FREE,
+        )
+
+
+def variants_of(settings: OpSettings, device: torch.device) -> tuple[str, ...]:
+    """Return what is timed: a direction, then "graph" (replayed) or "call".
+
+    Raises UnsupportedError when graphs alone are asked for without CUDA.
+    """
+    ways = {"off": ("call",), "on": ("graph",), "both": ("graph", "call")}[settings.graphs]
+    if device.type != "cuda":
+        if ways == ("graph",):
+            raise UnsupportedError("CUDA graphs need a CUDA device; use --graphs off")
+        ways = ("call",)
+    return tuple(f"{direction} {way}" for direction in settings.directions for way in ways)

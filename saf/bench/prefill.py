@@ -1,0 +1,109 @@
+"""Timing forward passes over whole prompts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from saf.bench.arms import Arm
+from saf.bench.grids import Point
+from saf.bench.models import ModelPlan, build_model
+from saf.bench.profiling import kernels_of
+from saf.bench.settings import PrefillSettings
+from saf.bench.synthetic import random_tokens
+from saf.bench.timing import Call, GraphPool, GraphReplay, repeats_within, wall_block
+from saf.bench.work import Work, prefill_work
+from saf.errors import InputError
+from saf.models import GPT
+from saf.train.config import TrainConfig
+from saf.train.execution import Execution
+
+CALL, GRAPH = "call", "graph"
+PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
+"""By name: the precision of autocast ("fp32" is none) and the dtype of weights."""
+
+
+class LastToken(nn.Module):
+    """The model with its output layer on the last position alone: `[B, T]` token ids to logits `[B, 1, V]`."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the logits of the token after the prompt."""
+        return F.linear(self.model.hidden(input_ids)[:, -1:], self.model.embed.weight)
+
+
+def variants_of(settings: PrefillSettings) -> tuple[str, ...]:
+    """Return which ways of calling are timed."""
+    return {"off": (CALL,), "on": (GRAPH,), "both": (CALL, GRAPH)}[settings.graphs]
+
+
+def precisions_of(settings: PrefillSettings, device: torch.device) -> tuple[str, ...]:
+    """Return the precisions asked for, or the device's usual one; raise InputError for an unknown name."""
+    names = settings.precisions or (("autocast",) if device.type == "cuda" else ("fp32",))
+    if unknown := [name for name in names if name not in PRECISIONS]:
+        raise InputError(f"precisions are {', '.join(PRECISIONS)}; got {unknown}")
+    return names
+
+
+class PrefillSubject:
+    """One model and one batch of prompts."""
+
+    def __init__(self, settings: PrefillSettings, point: Point, arm: Arm, pool: GraphPool):
+        self._settings = settings
+        self._pool = pool
+        autocast, dtype = PRECISIONS[point.precision or "fp32"]
+        usual = Execution.of(TrainConfig(data="", out="", device=settings.device, compile=settings.compile))
+        self._execution = Execution(usual.device, autocast, usual.compile)
+        self._device = usual.device
+        plan = ModelPlan.of(settings, point.length)
+        model = build_model(plan, arm, device=self._device, dtype=dtype).eval()
+        generator = torch.Generator().manual_seed(settings.seed)
+        vocabulary = plan.config.vocab_size
+        tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
+        self._tokens = tokens[0][0].contiguous()
+        self._forward = self._execution.callable(LastToken(model))
+        self._calls: dict[str, tuple[Call, int]] = {}
+
+    def _call(self) -> Tensor:
+        with torch.no_grad(), self._execution.autocast():
+            return self._forward(self._tokens)
+
+    def warm_up(self) -> None:
+        """Compile, run untimed, check that the outcome is finite, capture the graph if one is timed."""
+        for _ in range(self._settings.warmup):
+            self._call()
+        if not bool(self._call().isfinite().all()):
+            raise InputError("the logits are not finite")
+        for variant in variants_of(self._settings):
+            call = self._call
+            if variant == GRAPH:
+                call = GraphReplay(self._call, device=self._device, pool=self._pool)
+            once = wall_block(call, repeats=2, device=self._device)
+            self._calls[variant] = call, repeats_within(self._settings.block_ms, once, self._settings.repeats)
+
+    def block(self, variant: str) -> float:
+        """Return the median milliseconds of one prefill, the device waited for before and after."""
+        call, repeats = self._calls[variant]
+        return wall_block(call, repeats=repeats, device=self._device)
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of one prefill."""
+        return kernels_of(self._call, self._device)
+
+
+def work_of(settings: PrefillSettings, point: Point, arm: Arm) -> Work:
+    """Return the work of one prefill of an arm."""
+    plan = ModelPlan.of(settings, point.length)
+    dtype = PRECISIONS[point.precision or "fp32"][1]
+    return prefill_work(
+        plan.config,
+        plan.per_layer(arm),
+        batch=point.batch_size,
+        length=point.length,
+        weight_bytes=dtype.itemsize,
+        free=arm.backend == "free",
+    )

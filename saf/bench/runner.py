@@ -1,0 +1,180 @@
+"""Measuring one point: every arm made ready, then compared with its baseline in interleaved ABBA pairs."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from saf.bench.arms import Arm, Comparison, arms_of
+from saf.bench.pairs import FEWEST, measure_pair
+from saf.bench.profiling import attention_kernels, kernel_seen
+from saf.bench.recorder import Recorder
+from saf.bench.rows import Taken, WorkOf, line_of, make_rows
+from saf.bench.settings import Settings
+from saf.bench.work import Peak
+
+RECOMPILES = 64
+"""Graphs of one function that the compiler may hold: an arm each, and some to spare."""
+
+
+class Subject(Protocol):
+    """One arm of one point, ready to be timed."""
+
+    def warm_up(self) -> None:
+        """Compile and run untimed."""
+        ...
+
+    def block(self, variant: str) -> float:
+        """Return the milliseconds of one block."""
+        ...
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of one iteration."""
+        ...
+
+
+Build = Callable[[Arm], Subject]
+Describe = Callable[[Arm], Mapping[str, Any]]
+
+
+@contextmanager
+def clean_process() -> Iterator[None]:
+    """Begin a point with an empty compiler and allocator cache, and leave them so.
+
+    Compiled forward and backward graphs are always traced here: the attention kernel that an arm pins is no part
+    of the key under which the cache of such graphs would hand them to another arm.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class PointRunner:
+    """Measures one point; `fields` are what its rows have in common."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        settings: Settings,
+        *,
+        name: str,
+        fields: Mapping[str, Any],
+        device: torch.device,
+        peak: Peak | None,
+    ):
+        self.recorder = recorder
+        self.settings = settings
+        self.name = name
+        self.fields = fields
+        self.device = device
+        self.peak = peak
+
+    def run(
+        self,
+        comparisons: Sequence[Comparison],
+        build: Build,
+        *,
+        variants: Sequence[str],
+        work: WorkOf,
+        describe: Describe = lambda _: {},
+    ) -> None:
+        """Measure and record; an arm that cannot run is left out with its reason."""
+        subjects = self._ready(comparisons, build)
+        possible = [c for c in comparisons if c.baseline in subjects and c.arm in subjects]
+        taken: Taken = {(c, variant): [] for variant in variants for c in possible}
+        longest = 0.0
+        for number in range(self.settings.pairs):
+            if not self.recorder.budget.fits(longest):
+                self.recorder.leave_out(self.name, f"pairs {number + 1} to {self.settings.pairs}: out of time")
+                break
+            began = time.perf_counter()
+            try:
+                self._round(taken, subjects, number)
+            except Exception as error:
+                self.recorder.leave_out(self.name, f"pairs from {number + 1}: {type(error).__name__}: {error}")
+                break
+            longest = max(longest, time.perf_counter() - began)
+            self.recorder.show(self._rows(taken, work, describe))
+        rows = self._rows(taken, work, describe)
+        self.recorder.show(rows)
+        self.recorder.keep()
+        for row in rows:
+            self.recorder.say(f"{self.name} {line_of(row)}")
+        if self.settings.profile:
+            self._profile(subjects)
+
+    def _ready(self, comparisons: Sequence[Comparison], build: Build) -> dict[Arm, Subject]:
+        """Build all arms, then warm each: building one drops what others had compiled."""
+        built: dict[Arm, Subject] = {}
+        for arm in arms_of(comparisons):
+            self._attempt(arm, lambda arm=arm: built.__setitem__(arm, build(arm)))
+        subjects: dict[Arm, Subject] = {}
+        longest = 0.0
+        for arm, subject in built.items():
+            if not self.recorder.budget.fits(longest):
+                self.recorder.leave_out(f"{self.name}: {arm.name}", "out of time")
+                continue
+            began = time.perf_counter()
+            if self._attempt(arm, lambda arm=arm, subject=subject: self._warm(arm, subject)):
+                subjects[arm] = subject
+            longest = max(longest, time.perf_counter() - began)
+        return subjects
+
+    def _attempt(self, arm: Arm, action: Callable[[], None]) -> bool:
+        """Do it; whatever error stops one arm is recorded, and the others go on."""
+        try:
+            action()
+        except Exception as error:
+            self.recorder.leave_out(f"{self.name}: {arm.name}", f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _warm(self, arm: Arm, subject: Subject) -> None:
+        began = time.perf_counter()
+        subject.warm_up()
+        self.recorder.say(f"{self.name} ready: {arm.name}, {time.perf_counter() - began:.1f} s")
+
+    def _profile(self, subjects: Mapping[Arm, Subject]) -> None:
+        """Record what ran, after all timing: a profiler that was used once may slow launches down."""
+        for arm, subject in subjects.items():
+            if not arm.control and self.recorder.budget.fits(0):
+                self._attempt(arm, lambda arm=arm, subject=subject: self._kernels(arm, subject))
+
+    def _kernels(self, arm: Arm, subject: Subject) -> None:
+        kernels = subject.kernels()
+        seen = kernel_seen(arm.kernel, kernels, self.device)
+        entry = {"arm": arm.name, "kernel_seen": seen, "attention": attention_kernels(kernels)}
+        self.recorder.add("kernels", **self.fields, **entry, kernels=kernels)
+        if seen is False:
+            self.recorder.say(f"{self.name} warning: the kernels of {arm.name} do not show {arm.kernel}")
+
+    def _round(self, taken: Taken, subjects: Mapping[Arm, Subject], number: int) -> None:
+        for (comparison, variant), pairs in taken.items():
+            baseline, arm = subjects[comparison.baseline], subjects[comparison.arm]
+            times = measure_pair(
+                lambda baseline=baseline, variant=variant: baseline.block(variant),
+                lambda arm=arm, variant=variant: arm.block(variant),
+                number,
+            )
+            pairs.append(times)
+
+    def _rows(self, taken: Taken, work: WorkOf, describe: Describe) -> list[dict[str, Any]]:
+        fewest = min(FEWEST, self.settings.pairs)
+        enough = {key: pairs for key, pairs in taken.items() if len(pairs) >= fewest}
+        rows = make_rows(enough, work=work, peak=self.peak, tolerance=self.settings.tolerance)
+        return [{**self.fields, **row, **describe(arm)} for arm, row in rows]

@@ -1,0 +1,108 @@
+"""Timing whole optimiser updates, run by the trainer's own code."""
+
+import statistics
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.bench.arms import Arm
+from saf.bench.grids import Point
+from saf.bench.models import ModelPlan, build_model
+from saf.bench.profiling import kernels_of
+from saf.bench.settings import UpdateSettings
+from saf.bench.synthetic import random_tokens
+from saf.bench.work import Work, update_work
+from saf.train.clock import Clock
+from saf.train.config import TrainConfig
+from saf.train.execution import Execution
+from saf.train.optimizer import build_optimizer
+from saf.train.training import Training
+from saf.train.update import run_update
+
+VARIANTS = ("update",)
+SCHEDULE = 100_000
+"""Updates of the learning-rate schedule; a benchmark sees the beginning of its warm-up."""
+PRELOADED = 4
+"""Micro-batches kept on the device and used in turn."""
+
+
+class Preloaded:
+    """Hands out micro-batches that are on the device already, in place of the loader."""
+
+    def __init__(self, batches: list[tuple[Tensor, Tensor]]):
+        self._batches = batches
+        self._taken = 0
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the next inputs and targets."""
+        self._taken += 1
+        return self._batches[self._taken % len(self._batches)]
+
+
+def execution_of(settings: UpdateSettings) -> Execution:
+    """Resolve device, precision and compilation as the trainer does."""
+    return Execution.of(TrainConfig(data="", out="", device=settings.device, compile=settings.compile))
+
+
+class UpdateSubject:
+    """One model with its optimiser."""
+
+    def __init__(self, settings: UpdateSettings, point: Point, arm: Arm):
+        self._settings = settings
+        execution = execution_of(settings)
+        config = TrainConfig(
+            data="",
+            out="",
+            batch_size=point.batch_size,
+            accumulation=point.accumulation or 1,
+            updates=SCHEDULE,
+            device=settings.device,
+            compile=settings.compile,
+            freeze_at=None,
+        )
+        plan = ModelPlan.of(settings, point.length)
+        model = build_model(plan, arm, device=execution.device)
+        generator = torch.Generator().manual_seed(settings.seed)
+        tokens = random_tokens(
+            min(PRELOADED, config.accumulation),
+            point.batch_size,
+            point.length,
+            plan.config.vocab_size,
+            generator,
+            execution.device,
+        )
+        # Nothing of a run's data, folder, logs and schedule takes part in an update.
+        parts: dict[str, Any] = {part.name: None for part in fields(Training) if part.init and part.default is MISSING}
+        parts |= {"config": config, "execution": execution, "length": point.length, "model": model.train()}
+        parts |= {"batches": Preloaded(tokens), "clock": Clock(), "update": 0, "start": 0}
+        parts["optimizer"] = build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
+        self.training = Training(**parts)
+
+    def warm_up(self) -> None:
+        """Compile and run untimed updates."""
+        for _ in range(self._settings.warmup):
+            run_update(self.training)
+
+    def block(self, variant: str) -> float:
+        """Return the median milliseconds of an update, the device waited for at its end."""
+        seconds = [run_update(self.training)["update_seconds"] for _ in range(self._settings.repeats)]
+        return 1e3 * statistics.median(seconds)
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of one update."""
+        return kernels_of(lambda: run_update(self.training), self.training.execution.device)
+
+
+def work_of(settings: UpdateSettings, point: Point, arm: Arm) -> Work:
+    """Return the work of one update of an arm."""
+    plan = ModelPlan.of(settings, point.length)
+    return update_work(
+        plan.config,
+        plan.per_layer(arm),
+        batch=point.batch_size,
+        length=point.length,
+        accumulation=point.accumulation or 1,
+        free=arm.backend == "free",
+    )

@@ -1,0 +1,127 @@
+"""Floating-point operations and bytes that a measurement cannot do without, and the time they take at least."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from saf.models import GPTConfig
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device reaches: bf16 FLOP/s and bytes/s, and how that is known."""
+
+    flops: float
+    bandwidth: float
+    source: str
+
+
+PEAKS = {
+    "GH200": Peak(989e12, 4.0e12, "data sheet"),
+    "H200": Peak(790e12, 4.3e12, "measured: 8192-cube product, 8.6 GB copy"),
+    "H100": Peak(989e12, 3.35e12, "data sheet"),
+    "A100": Peak(312e12, 2.0e12, "data sheet"),
+    "L40S": Peak(362e12, 0.864e12, "data sheet"),
+}
+"""By a part of the device's name; the first that fits."""
+
+
+def peak_of(device_name: str) -> Peak | None:
+    """Return the peaks of a device; None when they are not known here."""
+    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes; a lower limit of both."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(self.flops * times, self.bytes * times)
+
+    def floor_ms(self, peak: Peak | None) -> float | None:
+        """Return the milliseconds that no version runs below: the larger of arithmetic and traffic."""
+        return None if peak is None else 1e3 * max(self.flops / peak.flops, self.bytes / peak.bandwidth)
+
+    def tflops(self, milliseconds: float) -> float:
+        """Return the TFLOP/s reached."""
+        return self.flops / milliseconds / 1e9
+
+
+def attention_work(
+    *,
+    batch: int,
+    length: int,
+    dim: int,
+    live: int,
+    frozen: int,
+    kv_heads: int | None = None,
+    backward: bool,
+    element: int = 2,
+    free: bool = False,
+) -> Work:
+    """Return the work of one layer's mixing, each tensor read or written once.
+
+    A live head does two causal products forward and five backward (scores are computed again), a frozen head one
+    and one: 2/7 of it. `kv_heads` is how many key heads live heads use; `free` leaves out the frozen heads.
+    """
+    product = batch * length * (length + 1) * dim
+    tensor = batch * length * dim * element
+    keys = live if kv_heads is None else kv_heads
+    mixed = 0 if free else frozen
+    flops = product * (live * (7 if backward else 2) + mixed * (2 if backward else 1))
+    # Forward: q, k, v in, output out. Backward: all four and the output's gradient in, three gradients out.
+    moved = live * (6 if backward else 2) + keys * (6 if backward else 2) + mixed * (4 if backward else 2)
+    return Work(float(flops), float(tensor * moved))
+
+
+def layer_parameters(config: GPTConfig, frozen: int) -> int:
+    """Return the matrix entries of one layer with `frozen` heads: their query and key rows are gone."""
+    width = config.hidden_size
+    return (2 + 2 * config.mlp_ratio) * width**2 + 2 * width * config.head_dim * (config.num_heads - frozen)
+
+
+def update_work(
+    config: GPTConfig, per_layer: Sequence[int], *, batch: int, length: int, accumulation: int, free: bool
+) -> Work:
+    """Return the work of one optimiser update: products of all matrices, attention, AdamW in float32.
+
+    Activations between layers are not counted as traffic: how often they move is the compiler's choice.
+    """
+    matrices = sum(layer_parameters(config, frozen) for frozen in per_layer) + config.vocab_size * config.hidden_size
+    micro_batch = Work(6.0 * matrices * batch * length, 12.0 * matrices)
+    for frozen in per_layer:
+        micro_batch += attention_work(
+            batch=batch,
+            length=length,
+            dim=config.head_dim,
+            live=config.num_heads - frozen,
+            frozen=frozen,
+            backward=True,
+            free=free,
+        )
+    return micro_batch * accumulation + Work(0.0, 28.0 * matrices)
+
+
+def prefill_work(
+    config: GPTConfig, per_layer: Sequence[int], *, batch: int, length: int, weight_bytes: int, free: bool
+) -> Work:
+    """Return the work of one forward pass with the output layer on the last token alone."""
+    matrices = sum(layer_parameters(config, frozen) for frozen in per_layer)
+    head = config.vocab_size * config.hidden_size
+    total = Work(2.0 * batch * (matrices * length + head), float(weight_bytes * (matrices + head)))
+    for frozen in per_layer:
+        total += attention_work(
+            batch=batch,
+            length=length,
+            dim=config.head_dim,
+            live=config.num_heads - frozen,
+            frozen=frozen,
+            backward=False,
+            free=free,
+        )
+    return total

@@ -1,0 +1,53 @@
+"""One arm of one point in a process of its own: `python -m saf.bench.worker < spec.json`.
+
+The specification is `{"kind", "settings", "point", "arm", "profile"}`; the reply, the last line of standard output,
+is `{"block_ms": {variant: ms}, "peak_memory_bytes", "memory_kind", "kernels"}`.
+"""
+
+import json
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from saf.bench.arms import Arm
+from saf.bench.free import free_backend
+from saf.bench.grids import Point
+from saf.bench.runner import clean_process
+from saf.bench.settings import KINDS
+from saf.bench.subjects import build_subject, variants_of
+from saf.bench.timing import GraphPool
+
+
+def measure(specification: dict[str, Any]) -> dict[str, Any]:
+    """Warm one arm up, time a block of each variant, and tell its peak memory since the warm-up.
+
+    With `"only_compile"` the reply is empty: the compiler's cache on disk is what is wanted.
+
+    Peak memory is what the allocator handed out on CUDA ("allocated"), the process's resident set elsewhere
+    ("resident").
+    """
+    settings: Any = KINDS[specification["kind"]].from_dict(specification["settings"])
+    with clean_process(), free_backend():
+        subject = build_subject(settings, Point(**specification["point"]), Arm(**specification["arm"]), GraphPool())
+        subject.warm_up()
+        if specification.get("only_compile"):
+            return {}
+        cuda = settings.device != "cpu" and torch.cuda.is_available()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        blocks = {variant: subject.block(variant) for variant in variants_of(settings)}
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = torch.cuda.max_memory_allocated() if cuda else resident
+        kernels = subject.kernels() if specification["profile"] else []
+    return {
+        "block_ms": blocks,
+        "peak_memory_bytes": peak,
+        "memory_kind": "allocated" if cuda else "resident",
+        "kernels": kernels,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.load(sys.stdin))))

@@ -1,0 +1,97 @@
+"""The Q/K-gradient score's running average, paper Eqs. (8) and (9): fed once an update by the training loop."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saf.adapters import Site, adapter_for
+from saf.errors import CheckpointError, InputError
+
+BETA = 0.9
+
+
+class QKGradient:
+    """Exponential average of each head's relative query and key gradient norm, Eq. (9).
+
+    Call `update()` after `backward` and before the optimiser's step. Norms are taken on the device and nothing waits
+    for them. Factors common to all heads (clipping, loss scaling, accumulation) cancel; an update whose gradients are
+    not all finite is left out.
+
+    >>> gradient = QKGradient(model)                                     # doctest: +SKIP
+    >>> loss.backward(); gradient.update(); optimizer.step()             # doctest: +SKIP
+    >>> saf.score(statistics, "qk_gradient", gradient=gradient.scores()) # doctest: +SKIP
+    """
+
+    def __init__(self, model: nn.Module, *, beta: float = BETA):
+        if not 0 <= beta < 1:
+            raise InputError(f"beta is the weight of the past, in [0, 1); got {beta}")
+        self.model = model
+        self.beta = beta
+        self.updates = 0
+        sites = adapter_for(model).sites()
+        shape = (len(sites), sites[0].layout.num_heads)
+        # NaN until a head's first update, which the average starts from.
+        self._average = torch.full(shape, torch.nan, dtype=torch.float64)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the gradients of this update; raise InputError when there are none."""
+        norms = torch.stack([head_norms(site) for site in adapter_for(self.model).sites()])
+        self._average = self._average.to(norms.device)
+        mean = norms.nanmean()
+        relative = norms / mean.clamp(min=torch.finfo(norms.dtype).tiny)
+        blended = self.beta * self._average + (1 - self.beta) * relative
+        new = torch.where(self._average.isnan(), relative, blended)
+        self._average = torch.where(mean.isfinite() & norms.isfinite(), new, self._average)
+        self.updates += 1
+
+    def scores(self) -> Tensor:
+        """Return the average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
+        scores = self._average.cpu().clone()
+        for layer, site in enumerate(adapter_for(self.model).sites()):
+            scores[layer, list(site.layout.frozen)] = torch.nan
+        return scores
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average and its settings as JSON values."""
+        rows = [[None if value != value else value for value in row] for row in self._average.tolist()]
+        return {"beta": self.beta, "updates": self.updates, "average": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()`; raise CheckpointError when it belongs to another shape of model or beta."""
+        rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
+        average = torch.tensor(rows, dtype=torch.float64)
+        if average.shape != self._average.shape or state["beta"] != self.beta:
+            raise CheckpointError(
+                f"expected a gradient average of heads {list(self._average.shape)} with beta={self.beta}; "
+                f"got {list(average.shape)} with beta={state['beta']}"
+            )
+        self._average, self.updates = average, int(state["updates"])
+
+
+def head_norms(site: Site) -> Tensor:
+    """Return Eq. (8) of one layer's heads, `[H]` float64; NaN for frozen heads.
+
+    With grouped queries a query head takes the key gradient of its group.
+    """
+    layout, projections = site.layout, site.projections()
+    missing = torch.full((), torch.nan, dtype=torch.float64, device=projections["query"][0].device)
+    query, key = [missing] * layout.num_heads, [missing] * layout.num_heads
+    if layout.live:
+        by_slot, by_group = (_block_norms(*projections[role], site.head_dim).unbind() for role in ("query", "key"))
+        for slot, head in enumerate(layout.live):
+            query[head], key[head] = by_slot[slot], by_group[layout.kv_head[slot]]
+    # Stacked rather than indexed: an index would be copied to the device and waited for.
+    return torch.stack(query) + torch.stack(key)
+
+
+def _block_norms(parameter: Tensor, dimension: int, head_dim: int) -> Tensor:
+    if parameter.grad is None:
+        raise InputError(
+            "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"
+        )
+    blocks = parameter.grad.movedim(dimension, 0).unflatten(0, (-1, head_dim))
+    wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=wide).double()

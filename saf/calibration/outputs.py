@@ -1,0 +1,134 @@
+"""What heads write into the residual stream of held-out sequences, and how that changes with their mean pattern."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from saf.adapters import Site, adapter_for, unwrap
+from saf.calibration.capture import Batch, evaluation_mode, live_kv_index, read_batches
+from saf.calibration.modules import LayerInputs, LayerModules, layer_modules, watch_layer
+from saf.errors import InputError
+from saf.scores.outputs import HeadOutputs
+from saf.statistics import AttentionStatistics
+
+
+def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: AttentionStatistics) -> HeadOutputs:
+    """Measure the contributions C of all live heads, and those of `C~ = mean pattern · V · W_O` in their place.
+
+    Args:
+        model: A supported model, run in evaluation mode and left as it was.
+        batches: Held-out sequences `[B, T]` of the calibration length, best not the calibration's own.
+        statistics: Of `calibrate(..., collect=("mean_rows",))`: the rows of the mean pattern and their positions.
+
+    Returns:
+        Sums and norms at the statistics' positions of every sequence; NaN for heads without `mean_rows`.
+
+    Raises:
+        InputError: Statistics without `mean_rows`, or sequences of another length.
+        UnsupportedError: A model whose values cannot be seen.
+    """
+    adapter = adapter_for(model)
+    sites = adapter.sites()
+    ids = read_batches(batches)
+    if "mean_rows" not in statistics.collected:
+        raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics lack them")
+    if ids[0].shape[1] != statistics.length:
+        raise InputError(f"expected sequences of {statistics.length} tokens, as calibrated; got {ids[0].shape[1]}")
+    device = sites[0].projections()["output"][0].device
+    found = [layer_modules(unwrap(model), site) for site in sites]
+    layers = [
+        _Layer(site, modules, number, statistics, device)
+        for number, (site, modules) in enumerate(zip(sites, found, strict=True))
+    ]
+    with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(watch_layer(layer.site, layer.modules, layer.take))
+        for batch in ids:
+            adapter.run(batch.to(device))
+    samples = sum(len(batch) for batch in ids) * len(statistics.positions)
+    return HeadOutputs(
+        gram=torch.stack([layer.full(layer.gram, 2) for layer in layers]),
+        change=torch.stack([layer.samples(layer.change, samples) for layer in layers]),
+        residual_change=torch.stack([layer.samples(layer.residual_change, samples) for layer in layers]),
+        residual=torch.stack([layer.totals(layer.residual, samples) for layer in layers]),
+        output=torch.stack([layer.totals(layer.output, samples) for layer in layers]),
+        hidden_size=layers[0].weight.shape[-1],
+    )
+
+
+class _Layer:
+    """Adds up one layer, sequence by sequence."""
+
+    def __init__(
+        self, site: Site, modules: LayerModules, number: int, statistics: AttentionStatistics, device: torch.device
+    ):
+        self.site, self.modules = site, modules
+        self.live = list(site.layout.live)
+        weight, dimension = site.projections()["output"]
+        self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (site.layout.num_heads, -1))
+        self.weight = by_slot[: len(self.live)].to(self.wide)
+        self.rows = list(statistics.positions)
+        mean = torch.full((len(self.live), len(self.rows), statistics.length), torch.nan, dtype=self.wide)
+        held = [head for head in self.live if (number, head) in statistics.collected_heads]
+        if held:
+            slots = [self.live.index(head) for head in held]
+            mean[slots] = statistics.take("mean_rows", [(number, head) for head in held]).to(self.wide)
+        self.mean = mean.to(device)
+        self.gram = torch.zeros(len(self.live), len(self.live), dtype=torch.float64, device=device)
+        self.change, self.residual_change, self.residual, self.output = [], [], [], []
+
+    def take(self, seen: LayerInputs) -> None:
+        """Add the sequences of one forward pass."""
+        groups = list(self.site.layout.kv_head[: len(self.live)])
+        keys = live_kv_index(self.site)
+        rows = self.rows
+        with torch.autocast(seen.query.device.type, enabled=False):
+            for n in range(len(seen.query)):
+                self._add(
+                    seen.query[n][:, rows].to(self.wide),
+                    seen.key[n][keys].to(self.wide),
+                    self._values(seen.normed[n])[groups],
+                    seen.residual[n][rows].to(self.wide),
+                    seen.output[n][rows].to(self.wide),
+                )
+
+    def _values(self, normed: Tensor) -> Tensor:
+        weight, dimension = self.site.projections()["value"]
+        values = normed.to(self.wide) @ weight.movedim(dimension, 0).to(self.wide).T
+        if self.modules.value_bias is not None:
+            values = values + self.modules.value_bias.to(self.wide)
+        return values.unflatten(-1, (-1, self.site.head_dim)).transpose(0, 1)
+
+    def _add(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
+        logits = query @ key.mT * query.shape[-1] ** -0.5
+        position = torch.arange(key.shape[1], device=key.device)
+        future = position > torch.tensor(self.rows, device=key.device)[:, None]
+        pattern = logits.masked_fill_(future, -torch.inf).softmax(-1)
+        contribution = (pattern @ value) @ self.weight
+        change = ((self.mean - pattern) @ value @ self.weight).double()
+        flat = contribution.flatten(1).double()
+        after = (residual + output).double()
+        self.gram += flat @ flat.T
+        self.change.append(change.norm(dim=-1).cpu())
+        self.residual_change.append((change * after).sum(-1).cpu())
+        self.residual.append(after.norm(dim=-1).cpu())
+        self.output.append(output.double().norm(dim=-1).cpu())
+
+    def full(self, tensor: Tensor, dimensions: int) -> Tensor:
+        """Spread `[live, ...]` over all heads along the first dimensions, NaN elsewhere."""
+        heads = self.site.layout.num_heads
+        whole = torch.full([heads] * dimensions + list(tensor.shape[dimensions:]), torch.nan, dtype=torch.float64)
+        index = torch.tensor(self.live, dtype=torch.long)
+        whole[(index[:, None], index) if dimensions == 2 else index] = tensor.cpu()
+        return whole
+
+    def samples(self, parts: list[Tensor], samples: int) -> Tensor:
+        """Return `[H, S]`."""
+        return self.full(torch.cat(parts, 1) if parts else torch.zeros(0, samples, dtype=torch.float64), 1)
+
+    def totals(self, parts: list[Tensor], samples: int) -> Tensor:
+        """Return `[S]`; NaN for a layer without live heads, whose queries nobody computes."""
+        return torch.cat(parts) if parts else torch.full((samples,), torch.nan, dtype=torch.float64)

@@ -1,0 +1,25 @@
+"""What sampled patterns share: a random stream for each head, and causal matrices."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saf.heads import Head
+
+
+def stream_of(seed: int, head: Head, number: int = 0) -> np.random.Generator:
+    """Return a generator that depends on the seed, the head and a stream number alone.
+
+    A head draws the same whatever else is frozen with it, at whatever rate and time.
+    """
+    return np.random.default_rng([seed, *head, number])
+
+
+def causal_softmax(logits: Tensor) -> Tensor:
+    """Return the softmax of each row's causal entries, `[..., T, T]`; what lies above the diagonal has no say."""
+    return logits.masked_fill(~causal_mask(logits.shape[-1]).to(logits.device), -torch.inf).softmax(-1)
+
+
+def causal_mask(length: int) -> Tensor:
+    """Return `[T, T]`, true on and below the diagonal."""
+    return torch.ones(length, length, dtype=torch.bool).tril()

@@ -1,0 +1,118 @@
+import pytest
+import torch
+
+from saf.bench.arms import Arm
+from saf.bench.free import free_backend
+from saf.bench.grids import Point
+from saf.bench.models import ModelPlan, build_model
+from saf.bench.placement import choose_heads, heads_per_layer
+from saf.bench.prefill import LastToken
+from saf.bench.settings import UpdateSettings
+from saf.bench.synthetic import synthetic_patterns
+from saf.bench.update import UpdateSubject
+from saf.errors import InputError
+from saf.ops import BACKENDS, FrozenHeads, frozen_attention
+
+CPU = torch.device("cpu")
+
+
+def plan_of(**settings) -> ModelPlan:
+    return ModelPlan.of(UpdateSettings(model="tiny", **settings), 48)
+
+
+def test_early_placement_is_the_measured_one_at_its_own_rate():
+    per_layer = heads_per_layer(num_layers=12, num_heads=12, rate=0.25, placement="early")
+    assert per_layer == [8, 7, 3, 5, 2, 4, 2, 2, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("placement", ["early", "even"])
+@pytest.mark.parametrize(("num_layers", "num_heads"), [(12, 12), (36, 20), (4, 4), (1, 2)])
+@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 0.75, 1.0])
+def test_placements_add_up(num_layers, num_heads, rate, placement):
+    per_layer = heads_per_layer(num_layers=num_layers, num_heads=num_heads, rate=rate, placement=placement)
+    assert sum(per_layer) == round(rate * num_layers * num_heads)
+    assert len(per_layer) == num_layers
+    assert max(per_layer) <= num_heads
+    if placement == "even":
+        assert max(per_layer) - min(per_layer) <= 1
+
+
+def test_the_right_heads_are_frozen():
+    plan = plan_of(per_layer=(3, 0, 1, 2))
+    toeplitz = build_model(plan, Arm("auto", "toeplitz", 0.375), device=CPU)
+    with free_backend():
+        free = build_model(plan, Arm("auto", "free", 0.375), device=CPU)
+    expected = choose_heads((3, 0, 1, 2), 4, torch.Generator().manual_seed(0))
+    for layer, (one, other) in enumerate(zip(toeplitz.attention_layers(), free.attention_layers(), strict=True)):
+        assert list(one.layout.frozen) == expected.in_layer(layer)
+        assert one.layout == other.layout
+        assert one.q_proj.weight.shape[0] == 32 * one.layout.num_live
+    with pytest.raises(InputError, match="needs 4 numbers"):
+        plan_of(per_layer=(1, 2))
+    with pytest.raises(InputError, match="asks for 5 heads"):
+        build_model(plan_of(per_layer=(5, 0, 0, 0)), Arm("auto", "toeplitz", 0.3), device=CPU)
+
+
+def test_arms_have_the_same_weights_and_a_pinned_kernel():
+    models = [build_model(plan_of(), arm, device=CPU) for arm in (Arm("math"), Arm("math", control=True))]
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert {attention.live.kernel for attention in models[0].attention_layers()} == {"math"}
+    tokens = torch.arange(48)[None]
+    assert torch.isfinite(models[0](tokens)).all()
+    assert models[0].rotary.cos.shape[0] == 48
+
+
+def test_weights_are_drawn_without_touching_global_generators():
+    before = torch.random.get_rng_state()
+    build_model(plan_of(), Arm("auto", "toeplitz", 0.25), device=CPU)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_free_heads_return_their_values(generator):
+    value = torch.randn(2, 3, 40, 8, generator=generator)
+    with free_backend():
+        frozen = FrozenHeads.from_patterns(synthetic_patterns(3, 40, generator), backend="free")
+        mixed = frozen_attention(value, frozen)
+        assert mixed.data_ptr() == value.data_ptr()
+        assert torch.equal(mixed, value)
+    assert "free" not in BACKENDS
+
+
+def test_the_free_arm_runs_no_mixing():
+    names = {}
+    for backend in ("toeplitz", "free"):
+        settings = UpdateSettings(model="tiny", warmup=0)
+        with free_backend():
+            subject = UpdateSubject(settings, Point(32, 1, 1), Arm("auto", backend, 0.5))
+            names[backend] = {kernel["name"] for kernel in subject.kernels()}
+    assert any("toeplitz" in name for name in names["toeplitz"])
+    assert not any("toeplitz" in name for name in names["free"])
+
+
+def test_updates_are_the_trainers_own_and_change_weights():
+    subject = UpdateSubject(UpdateSettings(model="tiny", repeats=2), Point(32, 1, 3), Arm("auto", "toeplitz", 0.25))
+    before = subject.training.model.blocks[0].mlp.up.weight.detach().clone()
+    taken = []
+    take = subject.training.batches.take
+    subject.training.batches.take = lambda: taken.append(1) or take()
+    assert subject.block("update") > 0
+    assert subject.training.update == 2
+    assert len(taken) == 6
+    assert not torch.equal(before, subject.training.model.blocks[0].mlp.up.weight)
+    assert all(parameter.grad is None for parameter in subject.training.model.parameters())
+
+
+def test_the_prefill_model_gives_the_last_tokens_logits():
+    model = build_model(plan_of(), Arm("auto"), device=CPU)
+    tokens = torch.arange(80).view(2, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(LastToken(model)(tokens), model(tokens)[:, -1:])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_is_ordinary_attention():
+    tokens = torch.arange(48)[None]
+    logits = [build_model(plan_of(), Arm(kernel), device=CPU) for kernel in ("flex", "math")]
+    with torch.no_grad():
+        torch.testing.assert_close(logits[0](tokens), logits[1](tokens))

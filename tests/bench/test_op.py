@@ -1,0 +1,111 @@
+import pytest
+import torch
+
+from saf.bench.arms import Arm
+from saf.bench.check import check_arm
+from saf.bench.flex import FlexAttention, causal_blocks
+from saf.bench.free import free_backend
+from saf.bench.grids import Point
+from saf.bench.op import OpSubject
+from saf.bench.op_case import OpCase, variants_of
+from saf.bench.settings import OpSettings
+from saf.bench.synthetic import synthetic_patterns
+from saf.bench.timing import GraphPool
+from saf.errors import InputError, UnsupportedError
+from saf.ops import live_attention
+
+CPU = torch.device("cpu")
+
+
+def case_of(part: str, rate: float = 0.5, **settings) -> OpCase:
+    given = {"num_heads": 4, "head_dim": 16, "graphs": "off", "warmup": 0, "repeats": 1, **settings}
+    return OpCase(settings=OpSettings(**given), point=Point(150, 2), part=part, rate=rate, device=CPU)
+
+
+@pytest.mark.parametrize("part", ["frozen", "layer"])
+@pytest.mark.parametrize("backend", [None, "toeplitz", "reference", "free"])
+def test_every_arm_runs_and_is_right(part, backend):
+    with free_backend():
+        case, arm = case_of(part), Arm("auto", backend, 0.5 if backend else 0.0)
+        subject = OpSubject(case, arm, GraphPool(), compiled=False)
+        subject.warm_up()
+        times = [subject.block(variant) for variant in variants_of(case.settings, CPU)]
+    assert len(times) == 2
+    assert min(times) > 0
+
+
+@pytest.mark.parametrize("rate", [0.25, 0.5, 1.0])
+def test_grouped_queries(rate):
+    case = case_of("layer", rate, num_heads=8, num_kv_heads=2)
+    OpSubject(case, Arm("auto", "toeplitz", rate), GraphPool(), compiled=False).warm_up()
+    assert case_of("frozen", num_heads=8, num_kv_heads=2).reason_against
+    assert case_of("layer", num_heads=8, num_kv_heads=2).reason_against is None
+
+
+def test_a_rate_that_freezes_nothing():
+    assert case_of("frozen", 0.01).reason_against == "a rate of 0.01 freezes none of 4 heads"
+    with pytest.raises(InputError, match="freezes none"):
+        OpSubject(case_of("layer"), Arm("auto", "toeplitz", 0.01), GraphPool(), compiled=False)
+
+
+def test_a_wrong_operator_is_not_timed(monkeypatch):
+    subject = OpSubject(case_of("frozen"), Arm("auto", "toeplitz", 0.5), GraphPool(), compiled=False)
+    right = subject._function
+    subject._function = lambda value: (right(value)[0] * 1.01,)
+    with pytest.raises(InputError, match="outputs are wrong"):
+        subject.warm_up()
+
+
+def test_wrong_gradients_and_nan_are_found(generator):
+    pattern = synthetic_patterns(2, 40, generator)
+    value, gradient = torch.randn(2, 1, 2, 40, 8, generator=generator)
+    dense = pattern.dense().float()
+    right = {"value": value, "output": dense @ value, "output_gradient": gradient}
+    check_arm(pattern, **right, value_gradient=dense.mT @ gradient)
+    with pytest.raises(InputError, match="gradients are wrong"):
+        check_arm(pattern, **right, value_gradient=dense @ gradient)
+    with pytest.raises(InputError, match="outputs are wrong: relative error nan"):
+        check_arm(pattern, **{**right, "output": right["output"] * torch.nan}, value_gradient=None)
+
+
+def test_work_of_the_arms():
+    case = case_of("layer", 0.5)
+    live, frozen, free = (
+        case.work(arm, "both call") for arm in (Arm("auto"), Arm("auto", "toeplitz", 0.5), Arm("auto", "free", 0.5))
+    )
+    # Two of four heads frozen: 2/7 of their arithmetic stays.
+    assert frozen.flops / live.flops == pytest.approx((2 * 7 + 2 * 2) / 28)
+    assert free.flops / live.flops == pytest.approx(0.5)
+    alone = case_of("frozen", 0.5)
+    ratio = alone.work(Arm("auto", "toeplitz", 0.5), "both call").flops / alone.work(Arm("auto"), "both call").flops
+    assert ratio == pytest.approx(2 / 7)
+
+
+def test_graphs_need_cuda():
+    with pytest.raises(UnsupportedError, match="need a CUDA device"):
+        variants_of(OpSettings(graphs="on"), CPU)
+    assert variants_of(OpSettings(graphs="both"), CPU) == ("forward call", "both call")
+    cuda = torch.device("cuda")
+    assert variants_of(OpSettings(), cuda) == ("forward graph", "forward call", "both graph", "both call")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("length", [1, 128, 300])
+def test_flex_blocks_are_causal(generator, length):
+    query, key, value = torch.randn(3, 1, 2, length, 16, generator=generator)
+    with torch.no_grad():
+        mixed = FlexAttention(causal_blocks(length, CPU))(query, key, value)
+    torch.testing.assert_close(mixed, live_attention(query, key, value))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["frozen", "layer"])
+def test_graphs_replay_on_cuda(part):
+    case = OpCase(
+        settings=OpSettings(num_heads=4), point=Point(512, 2), part=part, rate=0.5, device=torch.device("cuda")
+    )
+    pool = GraphPool()
+    for arm in (Arm("cudnn"), Arm("cudnn", "toeplitz", 0.5)):
+        subject = OpSubject(case, arm, pool, compiled=False)
+        subject.warm_up()
+        assert all(subject.block(variant) > 0 for variant in variants_of(case.settings, case.device))

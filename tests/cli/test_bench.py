@@ -1,0 +1,68 @@
+import json
+
+import pytest
+import torch
+import tyro
+
+from saf.cli.bench import COMMANDS
+from saf.errors import InputError, UnsupportedError
+
+SMALL = ["--device=cpu", "--pairs=2", "--tolerance=10", "--warmup=1", "--repeats=1", "--no-profile", "--rates", "0.5"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small work on several threads takes a hundred times as long where other processes keep the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(name: str, *words: object) -> dict:
+    return tyro.cli(COMMANDS[name], args=[str(word) for word in (*SMALL, *words)]).run()
+
+
+def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):
+    path = tmp_path / "new" / "update.json"
+    record = run("update", "--out", path, "--model", "tiny", "--points", "16x1x1")
+    printed = capsys.readouterr()
+    assert "tiny, 16x1x1, update, against ordinary auto" in printed.out
+    assert "50% toeplitz" in printed.out
+    assert "ratio" in printed.err
+    assert json.loads(path.read_text()) == record
+
+
+def test_json_alone_on_standard_output(tmp_path, capsys):
+    path = tmp_path / "prefill.json"
+    run("prefill", "--out", path, "--model", "tiny", "--points", "16x1", "--json")
+    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
+
+
+def test_op_says_what_it_left_out(tmp_path, capsys):
+    shape = ("--num-heads", 4, "--num-kv-heads", 2, "--head-dim", 8, "--points", "32x1", "--others", "auto")
+    run("op", "--out", tmp_path / "op.json", *shape, "--backends", "toeplitz")
+    printed = capsys.readouterr().out
+    assert "layer, 32x1, both call" in printed
+    assert "with grouped queries frozen heads share values" in printed
+
+
+def test_a_refused_measurement_shows_no_ratio(tmp_path, capsys):
+    words = ("--out", tmp_path / "op.json", "--num-heads", 2, "--head-dim", 8, "--points", "32x1", "--no-free")
+    run("op", *words, "--parts", "frozen", "--backends", "toeplitz", "--tolerance", "1e-9")
+    printed = capsys.readouterr().out
+    assert "refused (control auto): two ordinary models differ by" in printed
+
+
+def test_nothing_measured_is_an_error(tmp_path):
+    path = tmp_path / "bench.json"
+    with pytest.raises(UnsupportedError, match="nothing could be measured"):
+        run("update", "--out", path, "--model", "tiny", "--points", "16x1x1", "--seconds", "1e-3")
+    assert json.loads(path.read_text())["left_out"]
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path):
+    path = tmp_path / "bench.json"
+    path.write_text("{}")
+    with pytest.raises(InputError, match="exists already"):
+        run("op", "--out", path)

@@ -1,0 +1,125 @@
+"""What every pattern keeps to: causal rows that sum to one, one draw for a seed and a head, compact where it can be."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import saf
+from saf.errors import InputError
+from saf.fit import fit_compact, fit_kl, marginals
+from saf.pattern import CompactPattern
+from saf.patterns import PATTERNS, collect_for, dense_pattern, target, target_of
+
+SAMPLED = ("gaussian", "dirichlet", "structured_random")
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("count", "length"), [(6, 20), (1, 20), (6, 1), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_are_causal_and_sum_to_one(name, count, length, dtype, make_logits, make_statistics, heads):
+    pattern = dense_pattern(make_statistics(make_logits(count, length)), heads, name, dtype=dtype)
+    assert pattern.weights.shape == (3, length, length)
+    assert pattern.weights.dtype == dtype
+    assert not pattern.weights.triu(1).any()
+    tolerance = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
+    assert ((pattern.weights.double().sum(-1) - 1).abs() <= tolerance).all()
+    assert (pattern.weights >= 0).all()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("storage", ["dense", "compact"])
+def test_collect_for_names_all_that_is_read_and_nothing_else(name, storage, make_logits, make_statistics, heads):
+    found = make_statistics(make_logits())
+    names = collect_for(name, storage)
+    make = dense_pattern if storage == "dense" else target
+    make(replace(found, collected={key: found.collected[key] for key in names}), heads, name)
+    for key in names:
+        lacking = {other: tensor for other, tensor in found.collected.items() if other != key}
+        with pytest.raises(InputError, match=rf"no '{key}' of heads .*collect=\('{key}',\)"):
+            make(replace(found, collected=lacking), heads, name)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_draw_depends_on_seed_layer_and_head_alone(name, make_logits, make_statistics, heads):
+    found = make_statistics(make_logits())
+    state = torch.get_rng_state()
+    whole = dense_pattern(found, heads, name, dtype=torch.float64, seed=5).weights
+    for number, head in enumerate(heads):
+        assert torch.equal(dense_pattern(found, [head], name, dtype=torch.float64, seed=5).weights[0], whole[number])
+    other = dense_pattern(found, heads, name, dtype=torch.float64, seed=6).weights
+    assert (other - whole).abs().amax((1, 2)).min() > 1e-3
+    assert (whole[0] - whole[1]).abs().max() > 1e-3
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_compact_target_is_that_of_the_dense_pattern(name, make_logits, make_statistics, heads):
+    found = make_statistics(make_logits())
+    dense = dense_pattern(found, heads, name, dtype=torch.float64, seed=2).weights
+    compact = target(found, heads, name, seed=2)
+    if isinstance(compact, CompactPattern):
+        torch.testing.assert_close(compact.dense(), dense, rtol=0, atol=1e-12)
+        return
+    for one, other in zip(compact, target_of(dense), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    fitted = fit_compact(compact.eta_abs, compact.eta_rel)
+    entry = torch.xlogy(dense, dense) - torch.xlogy(dense, fitted.dense())
+    torch.testing.assert_close(fit_kl(fitted, *compact), entry.sum((1, 2)) / 20, rtol=1e-4, atol=1e-6)
+
+
+def test_the_target_of_a_compact_pattern_is_itself():
+    pattern = CompactPattern.from_parameters(*torch.randn(2, 3, 30, dtype=torch.float64))
+    goal = target_of(pattern.dense())
+    for one, other in zip(goal[:2], marginals(pattern), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert fit_kl(pattern, *goal).abs().max() < 1e-6
+
+
+def test_zeros_are_floored_before_marginals_are_taken():
+    weights = torch.eye(6, dtype=torch.float64)[None]
+    goal = target_of(weights)
+    assert (goal.eta_abs > 0).all()
+    assert goal.eta_rel[0, 1:].tolist() == pytest.approx([5e-9, 4e-9, 3e-9, 2e-9, 1e-9], rel=1e-6)
+    assert 0 < goal.row_entropy.item() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["sharp_mean", "gaussian", "dirichlet"])
+def test_with_one_sequence_nothing_is_left_to_sample(name, make_logits, make_statistics, heads):
+    logits = make_logits(count=1)
+    found = dense_pattern(make_statistics(logits), heads, name, dtype=torch.float64, seed=3)
+    torch.testing.assert_close(found.weights, logits[:, 0].softmax(-1), rtol=1e-12, atol=1e-15)
+
+
+def test_wrong_requests_are_refused(make_logits, make_statistics, heads):
+    found = make_statistics(make_logits())
+    for arguments, options, message in [
+        ((heads, "median"), {}, "unknown pattern 'median'"),
+        ((heads, "gaussian"), {"scale": 2}, r"'gaussian' takes \['seed'\]; got \['scale'\]"),
+        ((heads, "mean"), {"scale": 2}, "'mean' takes no options"),
+        (([], "mean"), {}, "at least one head"),
+        ((heads, "dirichlet"), {"scale": 0}, "scale > 0"),
+        ((heads, "dirichlet"), {"bounds": (2, 1)}, "0 < low <= high"),
+    ]:
+        for make in (dense_pattern, target):
+            with pytest.raises(InputError, match=message):
+                make(found, *arguments, **options)
+    with pytest.raises(InputError, match="unknown pattern"):
+        collect_for("median")
+
+
+def test_storage_of_the_papers_heads():
+    heads = [(layer, head) for layer in range(10) for head in range(4 if layer < 6 else 3)]
+    report = saf.patterns.storage_report(heads, length=4096, num_heads=12)
+    assert len(heads) == 36
+    assert report.dense_by_layer / 1e9 == pytest.approx(8.060, rel=1e-3)
+    assert report.dense_packed / 1e9 == pytest.approx(2.416, rel=1e-3)
+    assert report.compact == 36 * 3 * 4096 * 4
+    assert report.ratio == pytest.approx(4096 / 3)
+    assert str(report) == "dense by layer 8.05 GB, dense packed 2.42 GB, compact 0.00177 GB"
+    assert saf.patterns.storage_report(heads, length=4096, num_heads=12, dtype=torch.bfloat16).dense_packed == (
+        report.dense_packed // 2
+    )
+    assert saf.patterns.storage_report([], length=8, num_heads=12).ratio == 1
+    with pytest.raises(InputError, match="heads below 3"):
+        saf.patterns.storage_report(heads, length=8, num_heads=3)

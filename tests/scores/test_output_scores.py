@@ -1,0 +1,185 @@
+"""Output-aware scores against a dense computation, every contribution formed head by head."""
+
+import pytest
+import torch
+
+import saf
+from saf.calibration import calibrate, head_outputs, latter_half
+from saf.errors import InputError
+from saf.heads import HeadSet
+from saf.pattern import CompactPattern
+from saf.scores import HeadOutputs
+
+NAMES = ("output_magnitude", "redundancy", "residual_cosine", "relative_output_change")
+
+
+def layer_inputs(model, ids):
+    """Run the model; return queries, keys, values, residual stream and attention output of each layer."""
+    seen = [{} for _ in model.blocks]
+    handles = []
+    for block, kept in zip(model.blocks, seen, strict=True):
+        handles += [
+            block.register_forward_pre_hook(lambda _, args, kept=kept: kept.update(residual=args[0])),
+            block.attention.register_forward_hook(lambda _, args, out, kept=kept: kept.update(output=out)),
+            block.attention.live.register_forward_pre_hook(
+                lambda _, args, kept=kept: kept.update(q=args[0], k=args[1], v=args[2])
+            ),
+        ]
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def causal_patterns(query, key):
+    length, dim = query.shape[-2:]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return (query @ key.mT / dim**0.5).masked_fill(future, -torch.inf).softmax(-1)
+
+
+def dense_scores(model, ids, heldout, positions):
+    """Return the four scores, `[L, H]` each, as the paper defines them."""
+    found = {name: [] for name in NAMES}
+    calibration = layer_inputs(model, ids)
+    for block, before, seen in zip(model.blocks, calibration, layer_inputs(model, heldout), strict=True):
+        heads, dim = seen["q"].shape[1], seen["q"].shape[-1]
+        mean = causal_patterns(before["q"], before["k"]).mean(0)
+        pattern = causal_patterns(seen["q"], seen["k"])
+        weight = block.attention.o_proj.weight.detach()
+        rows = list(positions)
+        c = [pattern[:, h] @ seen["v"][:, h] @ weight[:, h * dim : (h + 1) * dim].T for h in range(heads)]
+        swapped = [mean[h] @ seen["v"][:, h] @ weight[:, h * dim : (h + 1) * dim].T for h in range(heads)]
+        output = sum(c)
+        torch.testing.assert_close(output, seen["output"])
+        after = (seen["residual"] + output)[:, rows]
+        flat = [part[:, rows].flatten() for part in c]
+        found["output_magnitude"].append([part.norm() / len(part) ** 0.5 for part in flat])
+        found["redundancy"].append(
+            [
+                -max(torch.cosine_similarity(flat[h], flat[o], dim=0) for o in range(heads) if o != h)
+                for h in range(heads)
+            ]
+        )
+        found["residual_cosine"].append(
+            [
+                (1 - torch.cosine_similarity(after, after + (swapped[h] - c[h])[:, rows], dim=-1)).mean()
+                for h in range(heads)
+            ]
+        )
+        norm = output[:, rows].norm(dim=-1).clamp(min=1e-8)
+        found["relative_output_change"].append(
+            [((swapped[h] - c[h])[:, rows].norm(dim=-1) / norm).mean() for h in range(heads)]
+        )
+    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in found.items()}
+
+
+def measure(model, ids, heldout, positions):
+    statistics = calibrate(model, [ids], collect=("mean_rows",), positions=positions)
+    outputs = head_outputs(model, [heldout], statistics)
+    return statistics, outputs, {name: saf.score(statistics, name, outputs=outputs) for name in NAMES}
+
+
+def test_scores_equal_the_dense_computation(model, ids, heldout):
+    positions = latter_half(24, 5)
+    _, outputs, found = measure(model, ids, heldout, positions)
+    expected = dense_scores(model, ids, heldout, positions)
+    for name in NAMES:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
+        assert len(found[name].unique()) == 12 or name == "redundancy"
+    assert outputs.num_samples == 3 * 5
+
+
+def test_positions_lie_evenly_in_the_latter_half():
+    assert latter_half(24, 5) == (12, 15, 18, 20, 23)
+    assert latter_half(8192) == tuple(sorted(set(latter_half(8192))))
+    assert len(latter_half(8192)) == 64
+    assert latter_half(1, 5) == (0,)
+    assert latter_half(6, 64) == (3, 4, 5)
+
+
+def test_scores_do_not_depend_on_batches_or_their_order(model, ids, heldout):
+    _, _, whole = measure(model, ids, heldout, (3, 12, 23))
+    statistics = calibrate(model, [ids[3:], ids[:3]], collect=("mean_rows",), positions=(3, 12, 23))
+    outputs = head_outputs(model, [heldout[2:], heldout[:1], heldout[1:2]], statistics)
+    for name in NAMES:
+        torch.testing.assert_close(saf.score(statistics, name, outputs=outputs), whole[name], rtol=1e-10, atol=1e-13)
+
+
+def test_measuring_outputs_leaves_no_trace(model, ids, heldout):
+    statistics = calibrate(model, [ids], collect=("mean_rows",))
+    model.train()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    head_outputs(model, [heldout], statistics)
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+
+
+def test_with_frozen_heads_the_others_are_measured_in_the_model_as_it_is(model, ids, heldout):
+    fixed = CompactPattern.from_parameters(*torch.randn(2, 5, 24, dtype=torch.float64))
+    saf.install_(model, HeadSet([(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]), fixed)
+    _, outputs, found = measure(model, ids, heldout, (12, 20))
+    for name in NAMES:
+        assert found[name].isnan().tolist() == [[False, True, False, False], [True] * 4, [False] * 4]
+    inputs = layer_inputs(model, heldout)[0]
+    torch.testing.assert_close(outputs.output[0], inputs["output"][:, [12, 20]].norm(dim=-1).flatten())
+    # Live slots come first: head 2 is slot 1.
+    head = causal_patterns(inputs["q"], inputs["k"])[:, 1] @ inputs["v"][:, 1]
+    c = (head @ model.blocks[0].attention.o_proj.weight[:, 8:16].T)[:, [12, 20]]
+    torch.testing.assert_close(found["output_magnitude"][0, 2], c.square().mean().sqrt())
+
+
+def outputs_of(c, change, after, output) -> HeadOutputs:
+    """Build from contributions and changes `[L, H, S, d]`, and the stream and output `[L, S, d]`."""
+    flat = c.flatten(2)
+    return HeadOutputs(
+        gram=flat @ flat.mT,
+        change=change.norm(dim=-1),
+        residual_change=(change * after[:, None]).sum(-1),
+        residual=after.norm(dim=-1),
+        output=output.norm(dim=-1),
+        hidden_size=c.shape[-1],
+    )
+
+
+def test_degenerate_rows(statistics):
+    c = torch.zeros(1, 3, 2, 4, dtype=torch.float64)
+    c[0, 0], c[0, 1] = 1.0, 2.0
+    after = torch.ones(1, 2, 4, dtype=torch.float64)
+    found = statistics(torch.ones(1, 3).double())
+    change = torch.stack([torch.zeros_like(after[0]), -after[0], -2 * after[0]])[None]
+    outputs = outputs_of(c, change, after, torch.zeros(1, 2, 4, dtype=torch.float64))
+    assert saf.score(found, "output_magnitude", outputs=outputs).tolist() == [[1.0, 2.0, 0.0]]
+    assert saf.score(found, "redundancy", outputs=outputs).tolist() == [[-1.0, -1.0, 0.0]]
+    assert saf.score(found, "residual_cosine", outputs=outputs)[0].tolist() == pytest.approx([0.0, 0.0, 2.0])
+    assert saf.score(found, "relative_output_change", outputs=outputs)[0, 1].item() == pytest.approx(2 / 1e-8)
+    alone = outputs_of(c[:, :1], change[:, :1], after, after)
+    assert saf.score(statistics(torch.ones(1, 1).double()), "redundancy", outputs=alone).tolist() == [[1.0]]
+
+
+def test_a_tiny_change_is_not_lost(statistics):
+    generator = torch.Generator().manual_seed(0)
+    after = torch.randn(1, 6, 16, generator=generator, dtype=torch.float64)
+    change = 1e-7 * torch.randn(1, 1, 6, 16, generator=generator, dtype=torch.float64)
+    outputs = outputs_of(change, change, after, after)
+    found = saf.score(statistics(torch.ones(1, 1).double()), "residual_cosine", outputs=outputs)
+    across = (
+        change[0, 0] - (change[0, 0] * after[0]).sum(-1, keepdim=True) * after[0] / after[0].square().sum(-1)[:, None]
+    )
+    expected = (across.square().sum(-1) / after[0].square().sum(-1) / 2).mean()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_what_is_missing_is_told(model, ids, heldout):
+    with pytest.raises(InputError, match=r"needs calibrate\(..., collect=\('mean_rows',\)\)"):
+        head_outputs(model, [heldout], calibrate(model, [ids]))
+    some = calibrate(model, [ids], collect=("mean_rows",), heads=[(0, 0), (2, 3)])
+    with pytest.raises(InputError, match="expected sequences of 24 tokens"):
+        head_outputs(model, [heldout[:, :10]], some)
+    outputs = head_outputs(model, [heldout], some)
+    assert saf.score(some, "residual_cosine", outputs=outputs).isfinite().sum() == 2
+    with pytest.raises(InputError, match="'residual_cosine' has no value for live heads"):
+        saf.score(calibrate(model, [ids]), "residual_cosine", outputs=outputs)
