@@ -22,7 +22,9 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
     return "values pass through unmixed (a bound for measurements, not a model)"
 
 
-def prepare(patterns: Sequence[Any], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def prepare(
+    patterns: Sequence[Any], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None = None
+) -> dict[str, Any]:
     """Return no tables."""
     return {}
 

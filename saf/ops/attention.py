@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.ops.backends import BACKENDS
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.live import live_attention
@@ -58,6 +58,8 @@ def split_attention(
     A model that splits its output projection the same way copies nothing together.
     """
     num_live, num_frozen = query.shape[1], 0 if frozen is None else frozen.num_frozen
+    if frozen is not None and num_live and frozen.mixes_live:
+        return _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
     live_kv = _live_value_heads(num_live, num_frozen, value.shape[1], frozen)
     live = mixed = None
     if num_live:
@@ -81,14 +83,8 @@ def frozen_attention(
     `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`); `rows` keeps the
     last positions only; `start` is as in `mixed_attention`. Raises InputError as `mixed_attention` does.
     """
-    if value.dim() != 4:
-        raise InputError(f"value must be [batch, heads, positions, head_dim]; got shape {tuple(value.shape)}")
-    if backend not in ("auto", frozen.backend):
-        raise InputError(
-            f"frozen heads were prepared for backend {frozen.backend!r}, not {backend!r}; prepare them again"
-        )
+    frozen.check_call(value, backend)
     length = value.shape[-2]
-    frozen.check(length)
     selected = take_heads(value, frozen.value_heads(value.shape[1]))
     forward, tables = BACKENDS[frozen.backend].forward, frozen.tables(value.dtype)
     rows = length if rows is None else rows
@@ -97,6 +93,29 @@ def frozen_attention(
     shifted = _shift(selected, start.to(value.device))
     mixed = _shift(forward(shifted, tables, length), -start.to(value.device))
     return mixed[:, :, length - rows :]
+
+
+def _mixed_together(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    frozen: FrozenHeads,
+    scale: float | None,
+    backend: str,
+    start: Tensor | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Let a backend that computes live heads too do all of them; views of its output."""
+    frozen.check_call(value, backend)
+    if start is not None or query.shape[-2] != value.shape[-2] or kernel != "auto":
+        raise UnsupportedError(
+            f"backend {frozen.backend!r} computes live heads itself, over whole sequences: no left padding, no "
+            f"shorter query, no choice of kernel (got {kernel!r}); install_ with backend='toeplitz' for those"
+        )
+    if frozen.kv_head is None:
+        raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
+    output = BACKENDS[frozen.backend].mixed(query, key, value, frozen.tables(value.dtype), scale)
+    return output[:, : query.shape[1]], output[:, query.shape[1] :]
 
 
 def take_heads(value: Tensor, heads: tuple[int, ...]) -> Tensor:

@@ -7,18 +7,26 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops import reference, toeplitz
+from saf.ops import fused, reference, toeplitz
 
 
 class Backend(Protocol):
-    """What a backend module provides; tables are whatever its `prepare` made."""
+    """What a backend module provides; tables are whatever its `prepare` made.
+
+    A backend that computes live heads too has a function `mixed(query, key, value, tables, scale)` besides.
+    """
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why this backend cannot run on `device` with values of `dtype`; None when it can."""
         ...
 
-    def prepare(self, patterns: Sequence[Any], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """Return the tables (tensors, or tuples of ints) that execute one pattern per frozen head."""
+    def prepare(
+        self, patterns: Sequence[Any], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None
+    ) -> dict[str, Any]:
+        """Return the tables (tensors, or tuples of ints) that execute one pattern per frozen head.
+
+        `kv_head`, when known, names the value head of every slot of the layer.
+        """
         ...
 
     def forward(self, value: Tensor, tables: dict[str, Any], rows: int) -> Tensor:
@@ -26,7 +34,7 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: dict[str, Any] = {"toeplitz": toeplitz, "reference": reference}
+BACKENDS: dict[str, Any] = {"toeplitz": toeplitz, "fused": fused, "reference": reference}
 AUTO_ORDER = ("toeplitz", "reference")
 
 
@@ -56,7 +64,7 @@ def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float
     """Say in lines which backend `"auto"` takes for this device and dtype, and why not the others."""
     device = torch.device(device)
     lines = [f"rule: the first of {', '.join(AUTO_ORDER)} that supports the device and the dtype"]
-    for name in AUTO_ORDER:
+    for name in BACKENDS:
         reason = BACKENDS[name].supports(device, dtype)
         how = BACKENDS[name].describe(device, dtype) if reason is None else f"no: {reason}"
         lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")

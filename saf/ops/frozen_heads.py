@@ -66,7 +66,7 @@ class FrozenHeads(nn.Module):
         name = choose_backend(backend, device=torch.device(device), dtypes=dtypes)
         heads = cls(patterns, name, lengths.pop(), slots)
         for one in dtypes:
-            heads._add_tables(one, BACKENDS[name].prepare(patterns, one, torch.device(device)))
+            heads._add_tables(one, BACKENDS[name].prepare(patterns, one, torch.device(device), slots))
         return heads
 
     def _add_tables(self, dtype: torch.dtype, tables: dict[str, Tensor | tuple[int, ...]]) -> None:
@@ -106,8 +106,20 @@ class FrozenHeads(nn.Module):
             raise InputError(f"kv_head names value head {max(self.kv_head)}, value has {num_value_heads} heads")
         return self.kv_head[len(self.kv_head) - self.num_frozen :]
 
-    def check(self, length: int) -> None:
-        """Raise InputError when an input is longer than the patterns."""
+    @property
+    def mixes_live(self) -> bool:
+        """Whether the backend computes live heads in the same launch."""
+        return hasattr(BACKENDS[self.backend], "mixed")
+
+    def check_call(self, value: Tensor, backend: str) -> None:
+        """Raise InputError for values of a wrong shape or longer than the patterns, or for another backend."""
+        if value.dim() != 4:
+            raise InputError(f"value must be [batch, heads, positions, head_dim]; got shape {tuple(value.shape)}")
+        if backend not in ("auto", self.backend):
+            raise InputError(
+                f"frozen heads were prepared for backend {self.backend!r}, not {backend!r}; prepare them again"
+            )
+        length = value.shape[-2]
         if length > self.max_length:
             raise InputError(
                 f"input has {length} positions, the frozen heads' patterns cover {self.max_length}; "

@@ -19,7 +19,10 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def prepare(
-    patterns: Sequence[CompactPattern | DensePattern], dtype: torch.dtype, device: torch.device
+    patterns: Sequence[CompactPattern | DensePattern],
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_head: tuple[int, ...] | None = None,
 ) -> dict[str, Tensor]:
     """Return `weights [F, T, T]`: Eq. (3) computed in float64, then rounded to `dtype`."""
     dense = [_weights(pattern) for pattern in patterns]

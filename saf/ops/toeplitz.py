@@ -29,7 +29,10 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def prepare(
-    patterns: Sequence[CompactPattern | DensePattern], dtype: torch.dtype, device: torch.device
+    patterns: Sequence[CompactPattern | DensePattern],
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_head: tuple[int, ...] | None = None,
 ) -> dict[str, Tensor | tuple[int, ...]]:
     """Return the tables of one pattern per head.
 

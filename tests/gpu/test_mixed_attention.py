@@ -71,6 +71,30 @@ def test_a_compiled_model_equals_the_eager_one(kernel):
         assert block.attention.q_proj.weight.shape[0] == block.attention.layout.num_live * 64
 
 
+@pytest.mark.parametrize(("live", "kv_head"), [(2, (0, 1, 2, 3)), (3, (0, 0, 1, 1, 2)), (0, (0, 1)), (4, (0, 1, 2, 3))])
+@pytest.mark.parametrize(("dtype", "budget"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
+def test_fused_equals_toeplitz_in_output_and_every_gradient(live, kv_head, dtype, budget):
+    length, frozen = 129, len(kv_head) - live
+    fixed = pattern(max(frozen, 1), 192)
+    generator = torch.Generator("cuda").manual_seed(2)
+    shapes = (live, len(set(kv_head[:live])), max(kv_head) + 1)
+    packed = [torch.randn(2, length, n, 64, device="cuda", generator=generator).to(dtype) for n in shapes]
+    upstream = torch.randn(2, len(kv_head), length, 64, device="cuda", generator=generator).to(dtype)
+    found = {}
+    for backend, wide in (("fused", dtype), ("reference", torch.float64)):
+        inputs = [x.to(wide).requires_grad_() for x in packed]
+        heads = None
+        if frozen:
+            options = {"backend": backend, "dtype": wide, "device": "cuda", "kv_head": kv_head}
+            heads = FrozenHeads.from_patterns(fixed, **options)
+        output = mixed_attention(*(x.transpose(1, 2) for x in inputs), heads)
+        output.backward(upstream.to(wide))
+        found[backend] = [output, *(x.grad for x in inputs)]
+    for one, other in zip(found["fused"], found["reference"], strict=True):
+        if other is not None and other.numel():
+            assert relative(one, other) <= budget
+
+
 def test_a_layer_is_captured_in_a_graph():
     frozen = FrozenHeads.from_patterns(pattern(2, 300), dtype=torch.bfloat16, device="cuda")
     query, key, value = (torch.randn(2, n, 300, 64, device="cuda", dtype=torch.bfloat16) for n in (2, 2, 4))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.pattern import CompactPattern, DensePattern
 
@@ -224,6 +224,8 @@ def test_bad_input_says_what_was_expected(generator):
         frozen_attention(value, frozen, backend="reference")
     with pytest.raises(InputError, match="unknown backend 'fast'"):
         FrozenHeads.from_patterns(pattern, backend="fast")
+    with pytest.raises(UnsupportedError, match=r"backend 'fused' cannot run: it needs a CUDA device"):
+        FrozenHeads.from_patterns(pattern, backend="fused")
     with pytest.raises(InputError, match="prepared for"):
         frozen_attention(value.half(), frozen)
     with pytest.raises(InputError, match="patterns of one length"):

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from saf.errors import InputError
-from saf.ops.triton.tables import KINDS, PAD
+from saf.ops.triton.tables import KINDS, PAD, TILE
 
-PRESCALE = ("pass", "x", "tile")
+PRESCALE = ("pass", "x", "tile", "packed")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
+LOADS = ("pointer", "descriptor", "specialized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,10 @@ class Config:
     Attributes:
         tables: kind of table that the tile is read from, see `make_tables`.
         prescale: where the input scaling is applied: "pass" in a launch of its own, "x" to the input as it is
-            loaded, "tile" to the Toeplitz tile.
+            loaded, "tile" to the Toeplitz tile, "packed" likewise but in the operands' dtype (one more rounding,
+            half the instructions).
+        loads: "pointer" reads through addresses; "descriptor" through the bulk copy engine, for "tiles" with
+            "pass" on Hopper and later, and B x D a multiple of 8; "specialized" likewise, with warps for loads alone.
         block_m: output positions a program.
         block_n: columns of the folded (batch, channel) axis a program.
         block_k: positions summed over a step.
@@ -31,12 +35,13 @@ class Config:
             multiprocessor.
     """
 
-    tables: str = "shifted"
-    prescale: str = "tile"
+    tables: str = "tiles"
+    prescale: str = "pass"
+    loads: str = "pointer"
     block_m: int = 128
     block_n: int = 128
     block_k: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 0
     cache: str = ""
@@ -49,20 +54,27 @@ class Config:
                 f"tables must be one of {KINDS} and prescale one of {PRESCALE}, "
                 f"got {self.tables!r} and {self.prescale!r}"
             )
+        if self.loads not in LOADS or (self.loads != "pointer" and (self.tables, self.prescale) != ("tiles", "pass")):
+            raise InputError(f"loads={self.loads!r}: expected one of {LOADS}, all but the first for 'tiles' and 'pass'")
         for name in ("block_m", "block_n", "block_k"):
             size = getattr(self, name)
             if size & (size - 1) or size < 16:
                 raise InputError(f"{name} must be a power of two of at least 16, got {size}")
-        if max(self.block_m, self.block_k) > PAD:
-            raise InputError(f"block_m and block_k must not exceed {PAD}, the padding of the tables")
+        rows = TILE if self.tables == "tiles" else PAD
+        if self.block_m > rows or self.block_k > TILE:
+            raise InputError(
+                f"block_m must not exceed {rows} and block_k {TILE} with {self.tables!r} tables, "
+                f"got {self.block_m} and {self.block_k}"
+            )
 
     @property
     def name(self) -> str:
         """Short label for tables of measurements."""
         grid = f" p{self.programs_per_sm}" if self.programs_per_sm else ""
         registers = f" r{self.max_registers}" if self.max_registers else ""
+        loads = "" if self.loads == "pointer" else f"/{self.loads}"
         return (
-            f"{self.tables}/{self.prescale} {self.block_m}x{self.block_n}x{self.block_k}"
+            f"{self.tables}/{self.prescale}{loads} {self.block_m}x{self.block_n}x{self.block_k}"
             f" w{self.num_warps} s{self.num_stages}{grid}{registers}{self.cache}"
         )
 
@@ -77,7 +89,7 @@ FULL_PRECISION = Config(
 """float32 operands: products in plain float32, without matrix units."""
 
 
-def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, tables: str = "shifted") -> Config:
+def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, tables: str | None = None) -> Config:
     """Pick a configuration by rule.
 
     Args:
@@ -85,15 +97,21 @@ def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, 
         columns: B x D, the columns that share one Toeplitz matrix.
         heads: frozen heads in the call.
         dtype: of the operands.
-        tables: kind of table at hand.
+        tables: kind of table at hand; default: the kind to build, "shifted" for float32 and "tiles" otherwise.
 
     Returns:
         The configuration.
     """
     if dtype == torch.float32:
-        return dataclasses.replace(FULL_PRECISION, tables=tables)
-    block_n = 128 if columns > 64 else 64
-    tiles = -(-length // 128) * -(-columns // block_n) * heads
-    # Fewer tiles than two a multiprocessor leave matrix units idle: halve the rows.
-    block_m = 128 if tiles >= 256 else 64
-    return Config(tables=tables, block_m=block_m, block_n=block_n, num_warps=8 if block_m == 128 else 4)
+        return dataclasses.replace(FULL_PRECISION, tables=tables or FULL_PRECISION.tables)
+    if tables not in (None, "tiles"):
+        return Config(tables=tables, prescale="tile")
+    rows = -(-length // 128)
+    if columns <= 64:
+        return Config(block_m=64, block_n=64, num_stages=4)
+    if length <= 1024 and rows * -(-columns // 128) * heads >= 256:
+        # A pass over the input costs more than slower steps when there are few of them.
+        return Config(prescale="tile")
+    if columns > 128 and rows * -(-columns // 256) * heads >= 256:
+        return Config(block_n=256, num_warps=8)
+    return Config()

@@ -111,7 +111,7 @@ def fused_backward(
     dq, dk, dv = empty_heads(query, live), empty_heads(key, key.shape[1]), empty_heads(value, num_value_heads)
     if dv.numel() == 0:
         return dq, dk, dv
-    blocks = config or choose_fused_config(dim=dim, dtype=value.dtype)
+    blocks = config or choose_fused_config(dim=dim, dtype=value.dtype, grouped=maps.grouped)
     delta = torch.empty_like(lse)
     common: dict[str, Any] = {"device": value.device}
     if live:
@@ -128,7 +128,8 @@ def fused_backward(
         num_value_heads, live, length, scores_scale(scale, dim),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3], *pattern_strides(patterns),
-        **block_constants(blocks.keys, length, dim, precision), **state_constants(maps), **common,
+        **block_constants(blocks.keys, length, dim, precision), **state_constants(maps), GROUPED=maps.grouped,
+        **common,
     )  # fmt: skip
     if live:
         launch(
@@ -185,7 +186,8 @@ def block_constants(blocks: Blocks, length: int, dim: int, precision: str, *, pa
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
-    return constants | ({"PAD": PAD} if pad else {})
+    limit = {"maxnreg": blocks.max_registers} if blocks.max_registers else {}
+    return constants | limit | ({"PAD": PAD} if pad else {})
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, patterns: FusedPatterns) -> None:

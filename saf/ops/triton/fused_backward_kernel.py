@@ -120,6 +120,49 @@ def _dense_keys(
 
 
 @triton.jit
+def _add_head(
+    b_dk, b_dv, key_slot, i_h, i_b, n0, p_v,
+    q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+    grad_stride_b, grad_stride_h, grad_stride_t,
+    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
+    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add one head's part to dV and dK of a key block; return the key slot too if the head is live."""
+    state = tl.load(state_ptr + i_h)
+    slot = tl.load(pattern_ptr + i_h).to(tl.int64)
+    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
+    if HAS_LIVE:  # noqa: SIM102
+        if state == 0:
+            i_q = tl.load(query_ptr + i_h).to(tl.int64)
+            key_slot = tl.load(key_ptr + i_h)
+            rows = (i_b * L + i_q) * T
+            b_dk, b_dv = _live_keys(
+                b_dk, b_dv, k_ptr + i_b * k_stride_b + key_slot.to(tl.int64) * k_stride_h, p_v,
+                q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
+                n0, T, scale * 1.4426950408889634, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
+                D, DP, BM, BN, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    if HAS_COMPACT:  # noqa: SIM102
+        if state == 1:
+            start = slot * pattern_stride
+            b_dv = _compact_keys(
+                b_dv, p_grad, alpha_ptr + start, band_ptr + slot * band_stride, log_z_ptr + start, n0, T,
+                grad_stride_t, band_shift_stride, D, DP, BM, BN, PAD, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    if HAS_DENSE:  # noqa: SIM102
+        if state == 2:
+            b_dv = _dense_keys(
+                b_dv, p_grad, dense_ptr + slot * dense_stride, n0, T, grad_stride_t, dense_row_stride,
+                D, DP, BM, BN, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    return b_dk, b_dv, key_slot
+
+
+@triton.jit
 def key_block_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     state_ptr, query_ptr, key_ptr, pattern_ptr, group_start_ptr, group_heads_ptr,
@@ -129,8 +172,8 @@ def key_block_kernel(
     dk_stride_b, dk_stride_h, dk_stride_t, dv_stride_b, dv_stride_h, dv_stride_t,
     pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
-    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, GROUPED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One (batch element, value head, key block): dV of all its heads, dK of the live ones, in a fixed order."""
     i_b = (tl.program_id(0) // num_value_heads).to(tl.int64)
@@ -141,35 +184,30 @@ def key_block_kernel(
     b_dk = tl.zeros((BN, DP), dtype=tl.float32)
     # Every live head of a value head reads one key head; none: minus one.
     key_slot = n0 * 0 - 1
-    for entry in range(tl.load(group_start_ptr + i_g), tl.load(group_start_ptr + i_g + 1)):
-        i_h = tl.load(group_heads_ptr + entry)
-        state = tl.load(state_ptr + i_h)
-        slot = tl.load(pattern_ptr + i_h).to(tl.int64)
-        p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
-        if HAS_LIVE:  # noqa: SIM102
-            if state == 0:
-                i_q = tl.load(query_ptr + i_h).to(tl.int64)
-                key_slot = tl.load(key_ptr + i_h)
-                rows = (i_b * L + i_q) * T
-                b_dk, b_dv = _live_keys(
-                    b_dk, b_dv, k_ptr + i_b * k_stride_b + key_slot.to(tl.int64) * k_stride_h, p_v,
-                    q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
-                    n0, T, scale * 1.4426950408889634, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
-                    D, DP, BM, BN, EVEN, PRECISION, STAGES,
-                )  # fmt: skip
-        if HAS_COMPACT:  # noqa: SIM102
-            if state == 1:
-                start = slot * pattern_stride
-                b_dv = _compact_keys(
-                    b_dv, p_grad, alpha_ptr + start, band_ptr + slot * band_stride, log_z_ptr + start, n0, T,
-                    grad_stride_t, band_shift_stride, D, DP, BM, BN, PAD, EVEN, PRECISION, STAGES,
-                )  # fmt: skip
-        if HAS_DENSE:  # noqa: SIM102
-            if state == 2:
-                b_dv = _dense_keys(
-                    b_dv, p_grad, dense_ptr + slot * dense_stride, n0, T, grad_stride_t, dense_row_stride,
-                    D, DP, BM, BN, EVEN, PRECISION, STAGES,
-                )  # fmt: skip
+    if GROUPED:
+        lo = tl.load(group_start_ptr + i_g)
+        hi = tl.load(group_start_ptr + i_g + 1)
+        for entry in range(lo, hi):
+            b_dk, b_dv, key_slot = _add_head(
+                b_dk, b_dv, key_slot, tl.load(group_heads_ptr + entry), i_b, n0, p_v,
+                q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+                alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+                q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+                grad_stride_b, grad_stride_h, grad_stride_t,
+                pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+                D, DP, BM, BN, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    else:
+        # Without a loop over heads the compiler keeps no address of one kind of head alive through another's loop.
+        b_dk, b_dv, key_slot = _add_head(
+            b_dk, b_dv, key_slot, tl.load(group_heads_ptr + i_g), i_b, n0, p_v,
+            q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+            alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+            q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+            grad_stride_b, grad_stride_h, grad_stride_t,
+            pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+            D, DP, BM, BN, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+        )  # fmt: skip
 
     _store_rows(dv_ptr + i_b * dv_stride_b + i_g.to(tl.int64) * dv_stride_h, b_dv, n0, dv_stride_t, T, D, DP, BN)
     if HAS_LIVE:  # noqa: SIM102

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from saf.errors import InputError
-from saf.ops.triton.tables import PAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,20 +16,20 @@ class Blocks:
         block_n: key positions.
         num_warps: warps a program.
         num_stages: depth of the software pipeline.
+        max_registers: registers a thread at most, 0 for no limit.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
     def __post_init__(self):
         """Raise InputError for sizes the kernels do not have."""
         for size in (self.block_m, self.block_n):
-            if size & (size - 1) or not 16 <= size <= PAD:
-                raise InputError(
-                    f"blocks must be powers of two from 16 to {PAD}, got {self.block_m} and {self.block_n}"
-                )
+            if size & (size - 1) or not 16 <= size <= 128:
+                raise InputError(f"blocks must be powers of two from 16 to 128, got {self.block_m} and {self.block_n}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +41,37 @@ class FusedConfig:
     queries: Blocks
 
 
-def choose_fused_config(*, dim: int, dtype: torch.dtype) -> FusedConfig:
-    """Pick block sizes by rule from the channels D and the dtype of the operands."""
+def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False) -> FusedConfig:
+    """Pick block sizes by rule.
+
+    Args:
+        dim: channels D.
+        dtype: of the operands.
+        grouped: whether a value head serves several heads; the loop over them takes registers in the backward.
+    """
     if dtype == torch.float32:
-        small = Blocks(block_m=32, block_n=32, num_warps=4, num_stages=1)
+        small = Blocks(
+            block_m=32 if dim <= 64 else 16,
+            block_n=32 if dim <= 128 else 16,
+            num_warps=4 if dim <= 128 else 8,
+            num_stages=1,
+        )
         return FusedConfig(forward=small, keys=small, queries=small)
+    rows = 32 if grouped else 64
     if dim <= 64:
         return FusedConfig(
             forward=Blocks(block_m=128, block_n=64, num_warps=4, num_stages=3),
-            keys=Blocks(block_m=64, block_n=128, num_warps=8, num_stages=2),
+            keys=Blocks(block_m=rows, block_n=128, num_warps=8, num_stages=2),
             queries=Blocks(block_m=128, block_n=64, num_warps=8, num_stages=2),
         )
     if dim <= 128:
         return FusedConfig(
             forward=Blocks(block_m=128, block_n=64, num_warps=8, num_stages=2),
-            keys=Blocks(block_m=64, block_n=128, num_warps=8, num_stages=2),
+            keys=Blocks(block_m=rows, block_n=64 if grouped else 128, num_warps=8, num_stages=2),
             queries=Blocks(block_m=128, block_n=64, num_warps=8, num_stages=2),
         )
     return FusedConfig(
         forward=Blocks(block_m=64, block_n=64, num_warps=8, num_stages=1),
-        keys=Blocks(block_m=32, block_n=64, num_warps=8, num_stages=1),
-        queries=Blocks(block_m=64, block_n=32, num_warps=8, num_stages=1),
+        keys=Blocks(block_m=32, block_n=32, num_warps=4, num_stages=1),
+        queries=Blocks(block_m=32, block_n=32, num_warps=4, num_stages=1),
     )

@@ -16,7 +16,7 @@ def load_rows(
     """Rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
     o_r = tl.arange(0, ROWS)
     o_d = tl.arange(0, DP)
-    p = pointer + start.to(tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
     if EVEN and D == DP:
         return tl.load(p)
     if D == DP:

@@ -30,6 +30,7 @@ class HeadMaps:
         group_start: [H_kv + 1] first entry of each value head in `group_heads`.
         group_heads: [H] heads sorted by value slot.
         counts: numbers of live, compact and dense heads.
+        grouped: whether some value head serves no head or several.
     """
 
     state: Tensor
@@ -41,6 +42,7 @@ class HeadMaps:
     group_start: Tensor
     group_heads: Tensor
     counts: tuple[int, int, int]
+    grouped: bool
 
     @classmethod
     def build(
@@ -92,6 +94,7 @@ class HeadMaps:
             group_start=tensor(starts),
             group_heads=tensor(order),
             counts=(seen[0], seen[1], seen[2]),
+            grouped=sorted(value) != list(range(num_value_heads)),
         )
 
 

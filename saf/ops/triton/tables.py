@@ -5,8 +5,8 @@ from torch import Tensor
 
 from saf.errors import InputError
 
-PAD = 128
-"""Zeros in front of g and the multiple its length is rounded up to: the largest row or key block."""
+PAD = 256
+"""Zeros in front of g and the multiple its length is rounded up to: the largest block of output positions."""
 SHIFTS = 8
 """Shifted copies of g: eight 16-bit elements make one aligned 16-byte load."""
 TILE = 128

@@ -8,7 +8,8 @@ from saf.errors import InputError
 from saf.ops.triton.config import PRECISIONS, PRESCALE, Config, choose_config
 from saf.ops.triton.launch import launch
 from saf.ops.triton.tables import KINDS, PAD, TILE, table_kind, table_length
-from saf.ops.triton.toeplitz_kernel import prescale_kernel, toeplitz_kernel
+from saf.ops.triton.toeplitz_descriptor import multiply_through_descriptors, prescaled
+from saf.ops.triton.toeplitz_kernel import toeplitz_kernel
 
 
 def toeplitz_matmul(
@@ -56,10 +57,13 @@ def toeplitz_matmul(
         raise InputError("x, tables, pre, post and out must be on one device")
     if result.numel() == 0:
         return result
+    if config.loads != "pointer":
+        multiply_through_descriptors(x, tables, pre, post, result, transpose, config)
+        return result
     x_strides = (x.stride(0), x.stride(1), x.stride(2))
     if config.prescale == "pass":
         # The scaled input is [F, T, B D]: as one batch element with B D channels it is a plain matrix.
-        x = _prescale(x, pre)
+        x = prescaled(x, pre)
         x_strides = (dim, x.stride(0), x.stride(1))
     num_m = triton.cdiv(length, config.block_m)
     num_n = triton.cdiv(columns, config.block_n)
@@ -104,19 +108,6 @@ def kernel_options(config: Config) -> dict[str, int]:
     """Return the compiler's options for a configuration."""
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return options | ({"maxnreg": config.max_registers} if config.max_registers else {})
-
-
-def _prescale(x: Tensor, pre: Tensor) -> Tensor:
-    """Return x * pre in x's dtype as contiguous [F, T, B D]."""
-    batch, heads, length, dim = x.shape
-    scaled = x.new_empty(heads, length, batch * dim)
-    grid = (triton.cdiv(length, 32), triton.cdiv(batch * dim, 128), heads)
-    launch(
-        prescale_kernel, grid, x, pre, scaled, length, batch * dim,
-        x.stride(0), x.stride(1), x.stride(2), pre.stride(0),
-        D=dim, BT=32, BN=128, num_warps=4, device=x.device,
-    )  # fmt: skip
-    return scaled
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -30,32 +30,25 @@ def prescale_kernel(
 
 
 @triton.jit
-def _tile_pointers(
-    table_ptr, stride_0, m0, k0,
-    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Pointers [BM, BK] to g(distance) for rows from m0 and summed positions from k0; unused for tiles."""
+def _tile_offsets(stride_0, TRANSPOSE: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """Offsets [BM, BK] of g(query - key) from that of the tile's first entry; unused for tiles."""
     o_m = tl.arange(0, BM)
     o_k = tl.arange(0, BK)
     if TRANSPOSE:
         query = o_k[None, :]
         key = o_m[:, None]
-        start = PAD + (k0 - m0)
     else:
         query = o_m[:, None]
         key = o_k[None, :]
-        start = PAD + (m0 - k0)
-    if KIND == 1:  # noqa: SIM108
+    if KIND == 1:
         # Eight queries at one key are one aligned vector of the copy that is shifted by key % 8.
-        offset = (key % 8) * stride_0 + (query - (key // 8) * 8)
-    else:
-        offset = query - key
-    return table_ptr + start + offset
+        return (key % 8) * stride_0 + (query - (key // 8) * 8)
+    return query - key
 
 
 @triton.jit
 def _load_tile(
-    p_g, table_ptr, m0, k0,
+    p_g, o_g, table_ptr, m0, k0,
     TRANSPOSE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     CACHE: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +63,17 @@ def _load_tile(
             index = m0 // TILE - k0 // TILE
             offset = o_m[:, None] * TILE + o_k[None, :]
         return tl.load(table_ptr + index * (TILE * TILE) + offset, cache_modifier=CACHE)
-    return tl.load(p_g, cache_modifier=CACHE)
+    return tl.load(p_g + o_g, cache_modifier=CACHE)
+
+
+@triton.jit
+def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
+    """One [BK, BN] tile of the input, zero beyond T and N."""
+    if EVEN_T and EVEN_N:
+        return tl.load(p_x)
+    if EVEN_N:
+        return tl.load(p_x, mask=m_k[:, None], other=0.0)
+    return tl.load(p_x, mask=m_k[:, None] & m_n[None, :], other=0.0)
 
 
 @triton.jit
@@ -83,7 +86,7 @@ def _output_tile(
     EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store one [BM, BN] tile of the output of one head; PRE is 0 none, 1 on x, 2 on the tile."""
+    """Compute and store one [BM, BN] tile of the output of one head; PRE is 0 none, 1 on x, 2 on the tile, 3 packed."""
     # Tiles with the longest sum come first, so that the last wave is made of short ones.
     per_row = num_n * num_f
     i_m = tile // per_row
@@ -104,28 +107,24 @@ def _output_tile(
         hi = tl.minimum(m0 + BM, T)
 
     table_ptr += i_f * table_stride_f
-    p_g = _tile_pointers(table_ptr, table_stride_0, m0, lo, TRANSPOSE, KIND, PAD, BM, BK)
-    p_x = (
-        x_ptr + i_f * x_stride_f + lo.to(tl.int64) * x_stride_t
-        + o_k[:, None] * x_stride_t + (batch * x_stride_b + channel)[None, :]
-    )  # fmt: skip
+    o_g = _tile_offsets(table_stride_0, TRANSPOSE, KIND, BM, BK)
+    p_g = table_ptr + (PAD + (lo - m0 if TRANSPOSE else m0 - lo))
+    p_x = x_ptr + i_f * x_stride_f + lo.to(tl.int64) * x_stride_t
+    o_x = o_k[:, None] * x_stride_t + (batch * x_stride_b + channel)[None, :]
     p_pre = pre_ptr + i_f * pre_stride_f + o_k
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        b_a = _load_tile(p_g, table_ptr, m0, k0, TRANSPOSE, KIND, TILE, BM, BK, CACHE)
+        b_a = _load_tile(p_g, o_g, table_ptr, m0, k0, TRANSPOSE, KIND, TILE, BM, BK, CACHE)
         m_k = k0 + o_k < T
-        if EVEN_T and EVEN_N:
-            b_x = tl.load(p_x)
-        elif EVEN_N:
-            b_x = tl.load(p_x, mask=m_k[:, None], other=0.0)
-        else:
-            b_x = tl.load(p_x, mask=m_k[:, None] & (o_n < N)[None, :], other=0.0)
+        b_x = _load_input(p_x + o_x, m_k, o_n < N, EVEN_T, EVEN_N)
         if PRE != 0:
             b_pre = tl.load(p_pre + k0, mask=m_k, other=0.0)
             if PRE == 1:
                 b_x = (b_x.to(tl.float32) * b_pre[:, None]).to(b_x.dtype)
-            else:
+            elif PRE == 2:
                 b_a = b_a.to(tl.float32) * b_pre[None, :]
+            else:
+                b_a = b_a.to(b_x.dtype) * b_pre.to(b_x.dtype)[None, :]
         acc = tl.dot(b_a.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
         p_x += BK * x_stride_t
         if TRANSPOSE:

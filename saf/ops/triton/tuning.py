@@ -20,15 +20,14 @@ from saf.ops.triton.toeplitz import toeplitz_matmul
 
 SHAPES: tuple[dict[str, int], ...] = (
     {"num_warps": 4, "num_stages": 3},
-    {"num_warps": 8, "num_stages": 4},
     {"num_warps": 8, "num_stages": 3, "max_registers": 128},
-    {"block_n": 256, "num_warps": 8, "num_stages": 4},
-    {"block_m": 64, "block_n": 256, "num_warps": 4, "num_stages": 3},
-    {"block_m": 64, "num_warps": 4, "num_stages": 3},
+    {"block_n": 256, "num_warps": 8, "num_stages": 3},
+    {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 4},
+    {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 4},
 )
 CANDIDATES = tuple(
-    dataclasses.replace(Config(tables=tables, prescale=prescale), **shape)
-    for tables, prescale in (("shifted", "tile"), ("tiles", "tile"), ("shifted", "pass"))
+    dataclasses.replace(Config(prescale=prescale, loads=loads), **shape)
+    for prescale, loads in (("pass", "pointer"), ("pass", "descriptor"), ("tile", "pointer"), ("packed", "pointer"))
     for shape in SHAPES
 )
 

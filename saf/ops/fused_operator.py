@@ -1,0 +1,100 @@
+"""The registered operators `saf::fused` and `saf::fused_backward`: live and frozen heads of a layer in one launch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MAPS = ("state", "query", "key", "value", "pattern", "live", "group_start", "group_heads")
+PATTERNS = ("alpha", "band", "log_z", "dense")
+
+
+def _tables(maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool):
+    from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
+
+    named = dict(zip(MAPS, maps, strict=True))
+    live, compact, dense = counts
+    head_maps = HeadMaps(**named, counts=(live, compact, dense), grouped=grouped)
+    return head_maps, FusedPatterns(**dict(zip(PATTERNS, patterns, strict=True)))
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("saf::fused", mutates_args=())
+def fused_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: list[Tensor],
+    patterns: list[Tensor],
+    counts: list[int],
+    grouped: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Mix all heads of a layer, head order kept: `[B, H, T, D]`, and the live heads' row log-sum-exps `[B, L, T]`.
+
+    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
+    `PATTERNS`; `counts` of live, compact and dense heads. The paper's execution (its kernel appendix).
+    """
+    from saf.ops.triton.fused import fused_forward
+
+    query, key, value = (_unit_stride(x) for x in (query, key, value))
+    head_maps, fixed = _tables(maps, patterns, counts, grouped)
+    return fused_forward(query, key, value, head_maps, fixed, scale=scale)
+
+
+@fused_product.register_fake
+def _(query, key, value, maps, patterns, counts, grouped, scale):
+    batch, live, length, _ = query.shape
+    return _heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
+
+
+@torch.library.custom_op("saf::fused_backward", mutates_args=())
+def fused_product_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    maps: list[Tensor],
+    patterns: list[Tensor],
+    counts: list[int],
+    grouped: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients to query, key and value: key-block programs, then a query-block pass for live heads."""
+    from saf.ops.triton.fused import fused_backward
+
+    gradient, query, key, value = (_unit_stride(x) for x in (gradient, query, key, value))
+    head_maps, fixed = _tables(maps, patterns, counts, grouped)
+    return fused_backward(gradient, query, key, value, output, log_sums, head_maps, fixed, scale=scale)
+
+
+@fused_product_backward.register_fake
+def _(gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale):
+    return tuple(_heads_like(x, x.shape[1]) for x in (query, key, value))
+
+
+def _heads_like(x: Tensor, heads: int) -> Tensor:
+    batch, _, length, dim = x.shape
+    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def _setup(ctx, inputs, output) -> None:
+    query, key, value, maps, patterns, ctx.counts, ctx.grouped, ctx.scale = inputs
+    ctx.num_maps = len(maps)
+    ctx.save_for_backward(query, key, value, *output, *maps, *patterns)
+
+
+def _backward(ctx, gradient: Tensor, _):
+    query, key, value, output, log_sums, *tables = ctx.saved_tensors
+    maps, patterns = tables[: ctx.num_maps], tables[ctx.num_maps :]
+    rest = (maps, patterns, ctx.counts, ctx.grouped, ctx.scale)
+    gradients = fused_product_backward(gradient, query, key, value, output, log_sums, *rest)
+    return (*gradients, None, None, None, None, None)
+
+
+fused_product.register_autograd(_backward, setup_context=_setup)

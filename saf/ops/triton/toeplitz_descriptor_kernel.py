@@ -1,0 +1,54 @@
+"""Device code of the Toeplitz product whose operands come through the bulk copy engine (tensor descriptors).
+
+BM: output rows of a program. BK: positions summed over a step. BN: columns of the folded (batch, channel) axis.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# The device language's constants and ranges are not what their annotations say.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f"])
+def toeplitz_descriptor_kernel(
+    x_desc, tiles_desc, post_ptr, out_ptr, T, N,
+    out_stride_b, out_stride_f, out_stride_t, post_stride_f, tiles_per_head, num_m, num_n, num_f,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """One [BM, BN] tile of one head's output, from the scaled input [F, T, N] and tiles stacked as [rows, TILE]."""
+    # Tiles with the longest sum come first, so that the last wave is made of short ones.
+    per_row = num_n * num_f
+    i_m = tl.program_id(0) // per_row
+    i_f = (tl.program_id(0) % per_row) // num_n
+    n0 = (tl.program_id(0) % num_n) * BN
+    if not TRANSPOSE:
+        i_m = num_m - 1 - i_m
+    m0 = i_m * BM
+    if TRANSPOSE:
+        lo = (m0 // BK) * BK
+        hi = T
+    else:
+        lo = m0 * 0
+        hi = tl.minimum(m0 + BM, T)
+    first = i_f * tiles_per_head * TILE
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k0 in tl.range(lo, hi, BK, num_stages=STAGES, warp_specialize=SPECIALIZE):
+        if TRANSPOSE:
+            row = first + (k0 // TILE - m0 // TILE) * TILE + k0 % TILE
+            b_a = tl.trans(tiles_desc.load([row, m0 % TILE]))
+        else:
+            row = first + (m0 // TILE - k0 // TILE) * TILE + m0 % TILE
+            b_a = tiles_desc.load([row, k0 % TILE])
+        b_x = x_desc.load([i_f, k0, n0]).reshape(BK, BN)
+        acc = tl.dot(b_a, b_x, acc)
+
+    o_m = m0 + tl.arange(0, BM)
+    o_n = n0 + tl.arange(0, BN)
+    i_f = i_f.to(tl.int64)
+    b_post = tl.load(post_ptr + i_f * post_stride_f + o_m, mask=o_m < T, other=0.0)
+    column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
+    p_out = out_ptr + i_f * out_stride_f + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+    mask = (o_m < T)[:, None] & (o_n < N)[None, :]
+    tl.store(p_out, (acc * b_post[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

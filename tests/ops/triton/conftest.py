@@ -1,0 +1,58 @@
+"""Run the kernels in a process of their own, so that the interpreter's switch reaches no other test."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+REPOSITORY = FOLDER.parents[2]
+sys.path.insert(0, str(FOLDER))  # the tests and their worker processes share lists of cases
+
+
+def run_worker(script: str, *arguments: str, interpret: bool) -> dict:
+    """Run a script of this folder and return the JSON object on its last line."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(FOLDER)])}
+    environment.pop("TRITON_INTERPRET", None)
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments],
+        env=environment,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def has_gpu() -> bool:
+    """Tell, in a process of its own, whether a CUDA device is at hand."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def toeplitz_results() -> dict:
+    """Results of every Toeplitz case by name."""
+    return run_worker("triton_worker.py", "toeplitz", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
+def fused_results() -> dict:
+    """Results of every fused case by name."""
+    return run_worker("triton_worker.py", "fused", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
+def sm90() -> dict:
+    """Resources of every configuration of the written rules, compiled for compute capability 9.0."""
+    return run_worker("sm90_worker.py", interpret=False)

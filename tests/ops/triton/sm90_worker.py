@@ -1,0 +1,113 @@
+"""Compile what the written rules choose for compute capability 9.0 and print registers, spills and memory as JSON."""
+
+import inspect
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from saf.ops.triton.config import choose_config
+from saf.ops.triton.fused import block_constants
+from saf.ops.triton.fused_backward_kernel import key_block_kernel, query_block_kernel
+from saf.ops.triton.fused_config import choose_fused_config
+from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
+from saf.ops.triton.toeplitz import kernel_constants, kernel_options, toeplitz_kernel
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHAPES = [(512, 64, 3, 64), (1024, 32, 3, 64), (4096, 8, 3, 64), (8192, 4, 6, 64), (8192, 2, 4, 96), (4096, 1, 3, 64)]
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+ALIGNED = ("T", "scale", "H", "L", "num_m", "num_n", "num_f", "num_value_heads")
+INTEGER_POINTERS = ["state", "query", "key", "value", "pattern", "live", "group_start", "group_heads"]
+FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z"]
+
+
+def pointer_type(name: str, dtype: torch.dtype) -> str:
+    """Return the Triton type of an argument."""
+    if not name.endswith("_ptr"):
+        return "fp32" if name == "scale" else "i32"
+    stem = name.removesuffix("_ptr")
+    if stem in INTEGER_POINTERS:
+        return "*i32"
+    return "*fp32" if stem in FLOAT_POINTERS else f"*{NAMES[dtype]}"
+
+
+def resources(kernel, constants: dict, dtype: torch.dtype) -> dict:
+    """Compile one kernel with strides that 16 divides and return what it takes."""
+    names = list(inspect.signature(kernel.fn).parameters)
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
+    signature = {name: "constexpr" if name in constants else pointer_type(name, dtype) for name in names}
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if name not in constants and name not in ALIGNED
+    }
+    source = ASTSource(
+        kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        dump = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "shared": compiled.metadata.shared,
+        "warps": options["num_warps"],
+        "wgmma": "wgmma" in compiled.asm["ptx"],
+    }
+
+
+def toeplitz_rows() -> dict:
+    """Resources of the Toeplitz product for every distinct choice of the rule."""
+    rows = {}
+    for dtype in NAMES:
+        for length, batch, heads, dim in SHAPES:
+            config = choose_config(length=length, columns=batch * dim, heads=heads, dtype=dtype)
+            for transpose in (False, True):
+                name = f"toeplitz {NAMES[dtype]} D{dim} {config.name} {'transposed' if transpose else 'forward'}"
+                if name not in rows:
+                    constants = kernel_constants(config, length, batch * dim, dim, transpose, "ieee")
+                    rows[name] = resources(toeplitz_kernel, constants | kernel_options(config), dtype)
+    return rows
+
+
+def fused_rows() -> dict:
+    """Resources of the fused kernels with all three kinds of heads."""
+    rows = {}
+    states = {"HAS_LIVE": True, "HAS_COMPACT": True, "HAS_DENSE": True}
+    for dtype, dim, grouped in (
+        (torch.bfloat16, 64, False),
+        (torch.bfloat16, 96, False),
+        (torch.bfloat16, 128, False),
+        (torch.bfloat16, 64, True),
+        (torch.float32, 64, False),
+    ):
+        config = choose_fused_config(dim=dim, dtype=dtype, grouped=grouped)
+        plan = [("keys", key_block_kernel, config.keys, states | {"GROUPED": grouped})]
+        if not grouped:
+            plan += [
+                ("forward", fused_forward_kernel, config.forward, states),
+                ("queries", query_block_kernel, config.queries, {}),
+            ]
+        for name, kernel, blocks, more in plan:
+            constants = block_constants(blocks, 4096, dim, "ieee", pad=name != "queries") | more
+            label = f"fused {name} {NAMES[dtype]} D{dim}{' grouped' if grouped else ''}"
+            rows[label] = resources(kernel, constants, dtype)
+    return rows
+
+
+if __name__ == "__main__":
+    if CUOBJDUMP.exists():
+        print(json.dumps(toeplitz_rows() | fused_rows()))
+    else:
+        print(json.dumps({"skip": f"no cuobjdump beside triton {triton.__version__}"}))

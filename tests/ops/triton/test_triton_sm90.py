@@ -1,0 +1,44 @@
+"""What the written rules choose must compile for Hopper without spills and leave room on the multiprocessor."""
+
+import pytest
+
+REGISTER_FILE = 65536
+SHARED_MEMORY = 232448
+"""Bytes of shared memory one program may take on compute capability 9.0."""
+SPILLED = {"fused keys": 128, "toeplitz bf16": 64}
+"""Bytes of local memory a thread, by start of name; compiler versions differ here."""
+PROGRAMS = {"toeplitz bf16 D64 tiles/pass 128x128": 2}
+"""Programs that must fit on one multiprocessor at a time, by start of name; one otherwise."""
+
+
+@pytest.fixture
+def rows(sm90):
+    """Compiled resources by configuration."""
+    if "skip" in sm90:
+        pytest.skip(sm90["skip"])
+    return sm90
+
+
+@pytest.mark.slow
+def test_nothing_spills(rows):
+    """No register goes to local memory, but for a few bytes where 255 registers are in use."""
+    limits = {name: next((n for start, n in SPILLED.items() if name.startswith(start)), 0) for name in rows}
+    assert {name: row["stack"] for name, row in rows.items() if row["stack"] > limits[name]} == {}
+
+
+@pytest.mark.slow
+def test_programs_fit(rows):
+    """Registers and shared memory leave room for the intended number of programs."""
+    short = {}
+    for name, row in rows.items():
+        wanted = next((count for start, count in PROGRAMS.items() if name.startswith(start)), 1)
+        registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]
+        if registers * wanted > REGISTER_FILE or row["shared"] * wanted > SHARED_MEMORY:
+            short[name] = row
+    assert short == {}
+
+
+@pytest.mark.slow
+def test_half_precision_uses_matrix_units(rows):
+    """16-bit products go through Hopper's matrix instructions, float32 ones do not."""
+    assert {name for name, row in rows.items() if row["wgmma"]} == {name for name in rows if " bf16 " in name}

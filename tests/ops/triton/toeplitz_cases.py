@@ -1,0 +1,137 @@
+"""Cases of the Toeplitz product and the float64 answer they are held against."""
+
+import dataclasses
+import itertools
+
+import torch
+
+SMALL = {
+    "tables": "shifted",
+    "prescale": "tile",
+    "block_m": 64,
+    "block_n": 32,
+    "block_k": 32,
+    "num_warps": 4,
+    "num_stages": 2,
+}
+DESCRIPTOR = {"tables": "tiles", "prescale": "pass", "loads": "descriptor"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: shape, how to run it and which way."""
+
+    batch: int = 2
+    heads: int = 2
+    length: int = 129
+    dim: int = 60
+    extra: int = 70
+    dtype: str = "float32"
+    table_dtype: str | None = None
+    transpose: bool = False
+    config: tuple[tuple[str, object], ...] | None = tuple(SMALL.items())
+
+
+def _cases() -> dict[str, Case]:
+    cases = {}
+    for tables, prescale, transpose in itertools.product(
+        ("gather", "shifted", "tiles"), ("pass", "x", "tile", "packed"), (False, True)
+    ):
+        config = tuple({**SMALL, "tables": tables, "prescale": prescale}.items())
+        cases[f"{tables}-{prescale}-{'transposed' if transpose else 'forward'}"] = Case(
+            transpose=transpose, config=config
+        )
+    for name, case in {
+        "T1": Case(length=1, dim=16, extra=0),
+        "T37-D16": Case(length=37, dim=16, batch=3),
+        "T64-D64": Case(length=64, dim=64, extra=0),
+        "T129-D128": Case(dim=128, batch=1),
+        "T129-D96": Case(dim=96, heads=1),
+        "wide-k": Case(config=tuple({**SMALL, "block_k": 128}.items())),
+        "tall-m": Case(config=tuple({**SMALL, "block_m": 128}.items())),
+        "taller-m": Case(config=tuple({**SMALL, "block_m": 256}.items())),
+        "descriptor": Case(dtype="float16", dim=64, config=tuple({**SMALL, **DESCRIPTOR}.items())),
+        "descriptor-D60": Case(dtype="float16", length=300, config=tuple({**SMALL, **DESCRIPTOR}.items())),
+        "descriptor-T1": Case(
+            dtype="float16", length=1, extra=0, dim=16, config=tuple({**SMALL, **DESCRIPTOR}.items())
+        ),
+        "persistent": Case(config=tuple({**SMALL, "programs_per_sm": 1}.items())),
+        "default": Case(config=None),
+        "half": Case(dtype="float16", dim=64),
+        "half-default": Case(dtype="float16", dim=64, config=None),
+        "half-default-narrow": Case(dtype="float16", dim=64, batch=1, config=None),
+        "half-full-table": Case(
+            dtype="float16", table_dtype="float32", config=tuple({**SMALL, "tables": "gather"}.items())
+        ),
+        "bfloat-default": Case(dtype="bfloat16", dim=64, config=None),
+    }.items():
+        cases[f"{name}-forward"] = case
+        cases[f"{name}-transposed"] = dataclasses.replace(case, transpose=True)
+    return cases
+
+
+CASES = _cases()
+
+
+def run(case: Case, device: str) -> dict:
+    """Run a case; return errors and the checks on memory around it."""
+    from saf.ops.triton.config import Config
+    from saf.ops.triton.tables import make_tables
+    from saf.ops.triton.toeplitz import toeplitz_matmul
+
+    if case.dtype == "bfloat16" and device == "cpu":
+        return {"skip": "the interpreter's products of bfloat16 are wrong; needs a GPU"}
+    dtype = getattr(torch, case.dtype)
+    generator = torch.Generator().manual_seed(0)
+    g = torch.rand(case.heads, case.length + case.extra, generator=generator, dtype=torch.float64)
+    pre, post = torch.rand(2, case.heads, case.length + case.extra, generator=generator) + 0.5
+    pre[:, case.length :] = float("nan")
+    post[:, case.length :] = float("nan")
+    x, _ = _surrounded(case, dtype, device)
+    values = torch.randn(case.batch, case.heads, case.length, case.dim, generator=generator)
+    x.copy_(values)
+    out, around = _surrounded(case, dtype, device)
+    config = Config(**dict(case.config)) if case.config else None
+    kind = config.tables if config else "shifted" if case.dtype == "float32" else "tiles"
+    tables = make_tables(g, kind=kind, dtype=getattr(torch, case.table_dtype or case.dtype)).to(device)
+
+    def call(**more):
+        return toeplitz_matmul(
+            x, tables, pre.to(device), post.to(device), transpose=case.transpose, config=config, **more
+        )
+
+    first = call()
+    middle = case.length // 2
+    earlier, later = slice(0, middle + 1), slice(middle + 1, None)
+    kept, other = (later, earlier) if case.transpose else (earlier, later)
+    want = _answer(case, tables, g, pre, post, x.cpu())
+    error = ((first.cpu().double() - want).norm() / want.norm()).item()
+    x[:, :, other] = 7.0
+    call(out=out)
+    return {
+        "error": error if error == error else 1e30,
+        "around_untouched": bool(around().isnan().all()),
+        "causal": bool(torch.equal(out[:, :, kept], first[:, :, kept])),
+        "noticed": case.length == 1 or not bool(torch.equal(out, first)),
+        "layout": list(first.stride()) == list(first.transpose(1, 2).contiguous().transpose(1, 2).stride()),
+    }
+
+
+def _surrounded(case: Case, dtype: torch.dtype, device: str):
+    """A [B, F, T, D] view inside NaN-filled memory, and a function that returns the memory around it."""
+    buffer = torch.full((case.batch, case.length + 5, case.heads + 2, case.dim + 4), float("nan"), dtype=dtype)
+    buffer = buffer.to(device)
+    inside = torch.zeros(buffer.shape, dtype=torch.bool, device=device)
+    inside[:, : case.length, 1:-1, : case.dim] = True
+    return buffer[:, : case.length, 1:-1, : case.dim].transpose(1, 2), lambda: buffer[~inside]
+
+
+def _answer(case, tables, g, pre, post, x):
+    """The float64 product with g as the operands' dtype holds it."""
+    i = torch.arange(case.length)
+    distance = i[:, None] - i[None, :]
+    matrix = torch.where(distance >= 0, g.to(tables.dtype).double()[:, distance.clamp(min=0)], 0.0)
+    if case.transpose:
+        matrix = matrix.transpose(1, 2)
+    scaled = pre[:, : case.length, None].double() * x.double()
+    return post[:, : case.length, None].double() * (matrix @ scaled)
