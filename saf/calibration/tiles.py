@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saf.calibration.backends import uses_kernel
 from saf.statistics import FLOOR
 
 ROWS = 128
@@ -51,13 +52,20 @@ def measure_layer(
     rows: int = ROWS,
     strip_elements: int | None = None,
     take: Take | None = None,
+    backend: str = "auto",
 ) -> LayerStatistics:
     """Measure heads from rotated `query [N, heads, T, D]` and `key [N, K, T, D]`; head h reads key `kv_head[h]`.
 
     A strip of `rows` query rows holds the patterns of all N sequences, so deviations from the mean are taken
     directly: no difference of large sums. Strips are computed in float32 (float64 for float64 inputs), summed in
     float64. Results do not depend on `rows` or `strip_elements` beyond rounding. `take` sees every strip once.
+    Where the Triton kernels can run, `backend="auto"` takes them instead, "strips" does not, and "triton" raises
+    UnsupportedError where they cannot: they hold no strip for `take`.
     """
+    if uses_kernel(query, key, backend, strips_wanted=take is not None):
+        from saf.calibration.triton_tiles import measure_by_kernel
+
+        return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
     count, heads, length, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
     limit = STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"]) if strip_elements is None else strip_elements

@@ -1,0 +1,40 @@
+"""Which form of the tile loop measures a layer."""
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError, UnsupportedError
+from saf.ops.toeplitz_operator import TRITON_DTYPES, has_triton
+
+BACKENDS = ("auto", "strips", "triton")
+MAX_DIM = 256
+
+
+def uses_kernel(query: Tensor, key: Tensor, backend: str, *, strips_wanted: bool) -> bool:
+    """Tell whether the Triton kernels measure these queries and keys; "auto" says yes wherever they can.
+
+    Raises:
+        InputError: An unknown backend.
+        UnsupportedError: "triton" where the kernels cannot run.
+    """
+    if backend not in BACKENDS:
+        raise InputError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if backend == "strips":
+        return False
+    reason = _obstacle(query, key, strips_wanted)
+    if reason and backend == "triton":
+        raise UnsupportedError(f"the calibration kernels cannot measure this layer: {reason}; use backend='strips'")
+    return not reason
+
+
+def _obstacle(query: Tensor, key: Tensor, strips_wanted: bool) -> str:
+    """Return why the kernels cannot run, or nothing."""
+    if query.device.type != "cuda" or not has_triton():
+        return f"they need CUDA tensors and Triton, the queries are on {query.device}"
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "they need a GPU of compute capability 8.0 or later"
+    if query.dtype not in TRITON_DTYPES or key.dtype != query.dtype:
+        return f"queries and keys must be both bfloat16, float16 or float32, got {query.dtype} and {key.dtype}"
+    if query.shape[-1] > MAX_DIM:
+        return f"they take at most {MAX_DIM} channels a head, got {query.shape[-1]}"
+    return "whole rows are to be collected, and they hold none" if strips_wanted else ""

@@ -1,0 +1,110 @@
+"""The Triton tile loop: exact under the interpreter, fitting Hopper when compiled for it, chosen by name or rule."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from saf.calibration.tiles import measure_layer
+from saf.errors import InputError, UnsupportedError
+
+FOLDER = Path(__file__).parent
+FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
+CASES = (
+    *("N1-T37-D16", "N2-T37-D64", "N5-T64-D16", "N2-T64-D64", "N1-T129-D16", "N5-T129-D16"),
+    *("square-tiles", "tall-tiles", "two-channel-steps", "odd-channels", "T1", "half", "sharp", "bands"),
+    "floor-by-rows",
+)
+BY_BLOCKS = "floor-by-blocks"
+SPILLED = {"bf16 D96": 64}
+"""Bytes of local memory a thread where registers are capped; none elsewhere."""
+
+
+def worker(mode: str, **environment: str) -> dict:
+    """Run `tile_worker.py` in a process of its own, so that the interpreter's switch reaches no other test."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    settings |= {"PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, str(FOLDER / "tile_worker.py"), mode]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return worker("interpreted", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    rows = worker("compiled")
+    if "skip" in rows:
+        pytest.skip(rows["skip"])
+    return rows
+
+
+def test_every_case_is_run(interpreted):
+    assert set(interpreted) == {*CASES, BY_BLOCKS, "poisoned"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_dense_oracle(interpreted, name):
+    errors = {field: interpreted[name][field] for field in FIELDS}
+    assert max(errors.values()) <= 2e-6, errors
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("N1-")])
+def test_one_sequence_has_exactly_no_variance_and_no_divergence(interpreted, name):
+    assert interpreted[name]["largest_score"] == 0
+
+
+def test_only_the_marginals_depend_on_normalising_blocks_of_rows(interpreted):
+    """A floor of 1e-3 makes rows of one block need different normalisers, by up to 129 * 1e-3 in all."""
+    errors = interpreted[BY_BLOCKS]
+    assert max(errors[field] for field in ("variance", "forward_kl", "row_entropy")) <= 2e-6
+    assert 1e-4 < max(errors["eta_abs"], errors["eta_rel"]) <= 129e-3 / 2
+
+
+def test_a_query_that_is_not_a_number_reaches_every_statistic_of_its_head_alone(interpreted):
+    assert interpreted["poisoned"] == {field: [True, False, False, False] for field in FIELDS}
+
+
+@pytest.mark.slow
+def test_fits_hopper(compiled):
+    """Nothing spills, one program fits everywhere, and three on a multiprocessor at the paper's head size."""
+    limits = {name: next((n for end, n in SPILLED.items() if name.endswith(end)), 0) for name in compiled}
+    assert {name: row for name, row in compiled.items() if row["stack"] > limits[name]} == {}
+    assert {name: row for name, row in compiled.items() if not row["wgmma"] or row["shared"] > 232448} == {}
+    for name in ("tile bf16 D64", "tile bf16 D96", "edge bf16 D64", "edge bf16 D96"):
+        assert 3 * compiled[name]["registers"] <= 65536
+        assert 3 * compiled[name]["shared"] <= 232448
+
+
+def test_a_backend_is_taken_or_refused_by_name(generator):
+    query, key = torch.randn(2, 2, 2, 20, 8, generator=generator)
+    with pytest.raises(InputError, match="one of"):
+        measure_layer(query, key, kv_head=[0, 1], backend="tritonn")
+    with pytest.raises(UnsupportedError, match="need CUDA tensors and Triton"):
+        measure_layer(query, key, kv_head=[0, 1], backend="triton")
+    for one, two in zip(
+        *(measure_layer(query, key, kv_head=[0, 1], backend=b) for b in ("auto", "strips")), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+def test_kernels_refuse_operands_that_they_cannot_take(generator):
+    pytest.importorskip("triton")
+    from saf.calibration.triton_tiles import TileConfig, measure_by_kernel
+
+    query, key = torch.randn(2, 2, 2, 20, 8, generator=generator)
+    with pytest.raises(InputError, match="float64"):
+        measure_by_kernel(query.double(), key.double(), kv_head=[0, 1])
+    with pytest.raises(InputError, match="powers of two"):
+        TileConfig(block_m=32, block_n=64)

@@ -1,0 +1,149 @@
+"""Run the tile loop under Triton's interpreter, or compile it for compute capability 9.0, and print results as JSON."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+CASES = {
+    f"N{count}-T{length}-D{dim}": {"count": count, "length": length, "dim": dim}
+    for count, length, dim in ((1, 37, 16), (2, 37, 64), (5, 64, 16), (2, 64, 64), (1, 129, 16), (5, 129, 16))
+} | {
+    "square-tiles": {"count": 2, "length": 129, "dim": 16, "blocks": (32, 32)},
+    "tall-tiles": {"count": 2, "length": 129, "dim": 16, "blocks": (64, 16)},
+    "two-channel-steps": {"count": 2, "length": 37, "dim": 40, "blocks": (32, 16)},
+    "odd-channels": {"count": 2, "length": 37, "dim": 20},
+    "T1": {"count": 3, "length": 1, "dim": 16},
+    "half": {"count": 3, "length": 70, "dim": 16, "dtype": "float16"},
+    "sharp": {"count": 3, "length": 70, "dim": 16, "spread": 40.0},
+    "bands": {"count": 2, "length": 129, "dim": 16, "blocks": (32, 32), "options": {"scratch_bytes": 1}},
+    "floor-by-rows": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3, "options": {"tolerance": 0.0}},
+    "floor-by-blocks": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3, "options": {"tolerance": 1.0}},
+}
+COMPILED = [
+    (torch.bfloat16, 64),
+    (torch.bfloat16, 96),
+    (torch.bfloat16, 128),
+    (torch.bfloat16, 256),
+    (torch.float32, 64),
+]
+
+
+def operands(count, length, dim, spread=2.0, dtype="float32"):
+    """Queries of four heads and keys of two, as views inside NaN-filled memory."""
+    generator = torch.Generator().manual_seed(0)
+    views = []
+    for heads in (4, 2):
+        buffer = torch.full((count, length + 3, heads + 1, dim + 4), torch.nan, dtype=getattr(torch, dtype))
+        view = buffer[:, :length, :heads, :dim].transpose(1, 2)
+        views.append(view.copy_(spread**0.5 * torch.randn(count, heads, length, dim, generator=generator)))
+    return views
+
+
+def interpreted(case: dict) -> dict:
+    """Return errors relative to the largest entry, and the largest score."""
+    from saf.calibration import dense, triton_tiles
+
+    shape = {name: case[name] for name in ("count", "length", "dim", "spread", "dtype") if name in case}
+    query, key = operands(**shape)
+    block_m, block_n = case.get("blocks", (64, 32))
+    config = triton_tiles.TileConfig(block_m=block_m, block_n=block_n)
+    kv_head = [1, 0, 0, 1]
+    usual = triton_tiles.FLOOR, dense.FLOOR
+    triton_tiles.FLOOR = dense.FLOOR = case.get("floor", usual[0])
+    try:
+        run = triton_tiles.measure_by_kernel(query, key, kv_head=kv_head, config=config, **case.get("options", {}))
+        exact = dense.dense_statistics(query, key, kv_head=kv_head)
+    finally:
+        triton_tiles.FLOOR, dense.FLOOR = usual
+    errors = {}
+    for name, found, expected in zip(exact._fields, run, exact, strict=True):
+        assert found.shape == expected.shape
+        assert found.dtype == torch.float64
+        scale = expected.abs().max().clamp(min=1e-30)
+        error = ((found - expected).abs().max() / scale).item()
+        errors[name] = error if error == error else 1e30
+    return errors | {"largest_score": max(run.variance.abs().max().item(), run.forward_kl.abs().max().item())}
+
+
+def poisoned() -> dict:
+    """Return which statistics notice a query that is not a number."""
+    from saf.calibration.triton_tiles import TileConfig, measure_by_kernel
+
+    query, key = operands(2, 37, 16)
+    query[1, 0, 20, 3] = torch.nan
+    found = measure_by_kernel(query, key, kv_head=[1, 0, 0, 1], config=TileConfig(block_m=32, block_n=16))
+    return {
+        name: [bool(head.isnan().any()) for head in values] for name, values in zip(found._fields, found, strict=True)
+    }
+
+
+def compiled() -> dict:
+    """Return registers, spilled bytes and shared memory of what the rule chooses."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from saf.calibration.triton_kernels import UNSPECIALIZED, lse_kernel, tile_kernel
+    from saf.calibration.triton_tiles import choose_tile_config, tile_constants
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not program.exists():
+        return {"skip": f"no cuobjdump beside triton {triton.__version__}"}
+    rows = {}
+    for dtype, dim in COMPILED:
+        config = choose_tile_config(dim=dim, dtype=dtype)
+        plans = [("lse", lse_kernel, {}, {})]
+        limit = {"maxnreg": config.max_registers} if config.max_registers else {}
+        plans += [("tile", tile_kernel, {"DIAGONAL": False}, limit), ("edge", tile_kernel, {"DIAGONAL": True}, limit)]
+        for label, kernel, more, options in plans:
+            constants = tile_constants(config, 4096, dim) | more
+            names = list(inspect.signature(kernel.fn).parameters)
+            element = "bf16" if dtype == torch.bfloat16 else "fp32"
+            types = {"q_ptr": f"*{element}", "k_ptr": f"*{element}", "kv_ptr": "*i32", "scale": "fp32", "floor": "fp32"}
+            signature = {
+                name: "constexpr" if name in constants else types.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+                for name in names
+            }
+            source = ASTSource(
+                kernel,
+                signature,
+                {(names.index(name),): value for name, value in constants.items()},
+                {
+                    (place,): [["tt.divisibility", 16]]
+                    for place, name in enumerate(names)
+                    if name not in constants and name not in UNSPECIALIZED
+                },
+            )
+            made = triton.compile(
+                source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.num_warps} | options
+            )
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(made.asm["cubin"])
+                file.flush()
+                dump = [str(program), "--dump-resource-usage", file.name]
+                usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+            found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+            assert found, usage
+            rows[f"{label} {element} D{dim}"] = {
+                "registers": int(found[1]) * 32 * config.num_warps,
+                "stack": int(found[2]),
+                "shared": made.metadata.shared,
+                "wgmma": "wgmma" in made.asm["ptx"],
+            }
+    return rows
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # Memory that a kernel leaves unwritten holds NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if sys.argv[1] == "compiled":
+        print(json.dumps(compiled()))
+    else:
+        print(json.dumps({name: interpreted(case) for name, case in CASES.items()} | {"poisoned": poisoned()}))

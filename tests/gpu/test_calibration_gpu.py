@@ -1,0 +1,134 @@
+"""On a CUDA device: the Triton tile loop against float64 strips, its choice, and its time."""
+
+import functools
+
+import pytest
+import torch
+
+from saf.calibration import calibrate
+from saf.calibration.tiles import measure_layer
+from saf.errors import UnsupportedError
+from saf.models import GPT, GPTConfig
+
+pytestmark = pytest.mark.gpu
+FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
+
+
+def operands(count, heads, key_heads, length, dim, dtype, spread=2.0):
+    """Queries and keys with a part that all sequences share, stored as models store them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def make(number):
+        shared = torch.randn(length, number, dim, device="cuda", generator=generator)
+        own = torch.randn(count, length, number, dim, device="cuda", generator=generator)
+        return ((own + shared) * (spread / 2) ** 0.5).to(dtype).transpose(1, 2)
+
+    return make(heads), make(key_heads)
+
+
+def worst(found, expected) -> dict[str, float]:
+    """Largest error of each statistic, relative to its largest entry."""
+    pairs = zip(FIELDS, found, expected, strict=True)
+    return {name: ((one - two).abs().max() / two.abs().max()).item() for name, one, two in pairs}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("count", "length", "dim"), [(5, 1000, 64), (3, 512, 96), (2, 130, 128), (3, 257, 256), (4, 65, 20), (2, 1, 64)]
+)
+@pytest.mark.usefixtures("nan_empty")
+def test_agrees_with_float64_from_the_same_queries_and_keys(count, length, dim, dtype):
+    query, key = operands(count, 4, 2, length, dim, dtype)
+    found = measure_layer(query, key, kv_head=[0, 0, 1, 1], backend="triton")
+    errors = worst(found, measure_layer(query.double(), key.double(), kv_head=[0, 0, 1, 1]))
+    if length == 1:  # one key: nothing varies, but for rounding of the log-sum-exps
+        assert found.variance.max() <= 1e-12
+        assert found.forward_kl.abs().max() <= 1e-6
+        errors = {name: errors[name] for name in ("eta_abs", "eta_rel")}
+    assert max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scores_of_one_sequence_are_exactly_zero(dtype):
+    query, key = operands(1, 2, 2, 300, 64, dtype, spread=20.0)
+    found = measure_layer(query, key, kv_head=[0, 1], backend="triton")
+    assert not found.variance.any()
+    assert not found.forward_kl.any()
+
+
+def test_a_very_low_variance_stays_positive():
+    generator = torch.Generator("cuda").manual_seed(0)
+    query = 1 + 1e-5 * torch.randn(6, 1, 512, 64, device="cuda", generator=generator)
+    key = torch.randn(1, 1, 512, 64, device="cuda", generator=generator).expand(6, -1, -1, -1)
+    exact = measure_layer(query.double(), key.double(), kv_head=[0]).variance.item()
+    assert (
+        0 < measure_layer(query, key, kv_head=[0], backend="triton").variance.item() == pytest.approx(exact, rel=0.05)
+    )
+
+
+def test_rows_that_need_different_normalisers():
+    """At 16,384 positions a sharp head's normalisers can differ by more than the marginals may."""
+    query, key = operands(2, 1, 1, 16384, 64, torch.bfloat16, spread=30.0)
+    exact = measure_layer(query.double(), key.double(), kv_head=[0])
+    errors = worst(measure_layer(query, key, kv_head=[0], backend="triton"), exact)
+    assert max(errors.values()) <= 1e-5, errors
+
+
+def test_auto_takes_the_kernels_and_repeats_to_the_bit():
+    query, key = operands(3, 2, 2, 300, 64, torch.bfloat16)
+    runs = {name: measure_layer(query, key, kv_head=[0, 1], backend=name) for name in ("auto", "triton", "strips")}
+    assert all(torch.equal(one, two) for one, two in zip(runs["auto"], runs["triton"], strict=True))
+    assert not torch.equal(runs["auto"].variance, runs["strips"].variance)
+
+
+def test_strips_serve_what_the_kernels_cannot():
+    query, key = operands(3, 2, 2, 300, 64, torch.bfloat16)
+    seen = []
+    measure_layer(query, key, kv_head=[0, 1], take=lambda at, strip: seen.append(strip.end))
+    assert seen[-1] == 300
+    with pytest.raises(UnsupportedError, match="whole rows"):
+        measure_layer(query, key, kv_head=[0, 1], take=lambda at, strip: None, backend="triton")
+    with pytest.raises(UnsupportedError, match="float64"):
+        measure_layer(query.double(), key.double(), kv_head=[0, 1], backend="triton")
+
+
+def test_a_model_is_measured_alike_by_both(monkeypatch):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_length=256)).cuda()
+    tokens = torch.randint(0, 512, (4, 256))
+    with torch.autocast("cuda", torch.bfloat16):
+        found = calibrate(model, [tokens])
+        strips = functools.partial(measure_layer, backend="strips")
+        monkeypatch.setattr("saf.calibration.driver.measure_layer", strips)
+        expected = calibrate(model, [tokens])
+    pairs = [[getattr(statistics, name) for name in FIELDS] for statistics in (found, expected)]
+    errors = worst(*pairs)
+    assert max(errors.values()) <= 1e-4, errors
+
+
+def milliseconds(run) -> float:
+    """Median of three, warm."""
+    run()
+    times = []
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[1]
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "dim", "count"), [(12, 4096, 64, 32), (16, 8192, 96, 16)], ids=["124m", "1b"]
+)
+def test_a_layer_is_measured_faster_than_by_strips(heads, length, dim, count, record_property):
+    query, key = operands(count, heads, heads, length, dim, torch.bfloat16)
+    took = {
+        name: milliseconds(functools.partial(measure_layer, query, key, kv_head=range(heads), backend=name))
+        for name in ("triton", "strips")
+    }
+    print({name: f"{value:.2f} ms a layer" for name, value in took.items()})
+    record_property("milliseconds", took)
+    assert took["triton"] * 5 < took["strips"]
