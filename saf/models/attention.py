@@ -1,11 +1,12 @@
 """Multi-head attention whose heads may be frozen; weights lie in slot order, live heads first."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saf.heads import HeadLayout
 from saf.models.rotary import rotate
-from saf.ops import FrozenHeads, frozen_attention, live_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 
 
 class LiveAttention(nn.Module):
@@ -15,8 +16,15 @@ class LiveAttention(nn.Module):
         super().__init__()
         self.kernel = "auto"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, start: Tensor | None) -> Tensor:
-        """Attend: `[B, L, T, D]` each, rotated; returns `[B, L, T, D]`."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, frozen: FrozenHeads | None = None
+    ) -> Tensor:
+        """Attend: `[B, L, T, D]` each, rotated; returns `[B, L, T, D]`.
+
+        With `frozen`, for a backend that mixes all heads in one launch, `value` and the result hold all heads.
+        """
+        if frozen is not None:
+            return mixed_attention(query, key, value, frozen, start=start, kernel=self.kernel)
         return live_attention(query, key, value, start=start, kernel=self.kernel)
 
 
@@ -44,28 +52,27 @@ class Attention(nn.Module):
             "output": self.o_proj.weight,
         }
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
         """Mix positions: `x [B, T, C]` to `[B, T, C]`.
 
-        Live and frozen outputs meet in the output projection, split by columns, so nothing is copied together.
+        One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
+        memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
         """
-        value = self._heads(self.v_proj(x))
-        num_live = self.layout.num_live
-        if self.frozen is None:
-            return self.o_proj(self._live(x, value, rotation, start))
-        mixed = frozen_attention(value, self.frozen, start=start).transpose(1, 2).flatten(2)
-        columns = num_live * self.head_dim
-        output = F.linear(mixed, self.o_proj.weight[:, columns:])
-        if num_live:
-            live = self._live(x, value[:, :num_live], rotation, start)
-            output = output + F.linear(live, self.o_proj.weight[:, :columns])
-        return output
-
-    def _live(self, x: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
-        query, key = self._heads(self.q_proj(x)), self._heads(self.k_proj(x))
+        num_live, num_heads = self.layout.num_live, self.layout.num_heads
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
+        query, key, value = packed.split([num_live, num_live, num_heads], dim=2)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-        return self.live(query, key, value, start).transpose(1, 2).flatten(2)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        if self.frozen is None:
+            mixed = [self.live(query, key, value, start)]
+        elif num_live == 0:
+            mixed = [frozen_attention(value, self.frozen, start=start)]
+        elif self.frozen.mixes_live:
+            mixed = [self.live(query, key, value, start, self.frozen)]
+        else:
+            live = self.live(query, key, value[:, :num_live], start)
+            mixed = [live, frozen_attention(value, self.frozen, start=start)]
+        mixed = [heads.transpose(1, 2) for heads in mixed]
+        return self.o_proj((torch.cat(mixed, dim=2) if len(mixed) > 1 else mixed[0]).flatten(2))

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK_LOGITS = 1 << 28
-IGNORED = -100
+from saf.ops.softmax_gradient import IGNORED, softmax_gradient_
+
+CHUNK_LOGITS = 1 << 29
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -51,27 +52,21 @@ def _log_prob(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss and both gradients in one pass over chunks: the backward pass only scales them."""
+    """Loss and both gradients in one pass over chunks, the gradient written over the logits; backward only scales."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         matrix = weight.to(rows.dtype)
         count = (labels != IGNORED).sum()
+        losses, row_gradients, weight_gradient = [], [], None
         size = chunk_rows(weight.shape[0])
-        losses, row_gradients = [], []
-        weight_gradient = torch.zeros_like(weight)
         for h, t in zip(rows.split(size), labels.split(size), strict=True):
             with torch.autocast(rows.device.type, enabled=False):
-                logits = _wide(h @ matrix.t())
-                kept = (t != IGNORED)[:, None]
-                target = t.clamp(min=0)[:, None]
-                normaliser = logits.logsumexp(1, keepdim=True)
-                losses.append((normaliser - logits.gather(1, target)).where(kept, 0).sum())
-                slope = (logits - normaliser).exp()
-                slope = slope - (torch.arange(logits.shape[1], device=t.device) == target).to(slope.dtype)
-                slope = (slope.where(kept, 0) / count).to(h.dtype)
+                slope = h @ matrix.t()
+                losses.append(softmax_gradient_(slope, t, count).sum())
                 row_gradients.append(slope @ matrix)
-                weight_gradient += slope.t() @ h
+                part = slope.t() @ h
+                weight_gradient = part.to(weight.dtype) if weight_gradient is None else weight_gradient.add_(part)
         ctx.save_for_backward(torch.cat(row_gradients), weight_gradient)
         return torch.stack(losses).sum() / count
 

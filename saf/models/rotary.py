@@ -1,5 +1,7 @@
 """Rotary position embedding (base 10,000), applied to queries and keys before their product."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,12 +22,30 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[B or 1, 1, T, D/2]` of `positions [B or 1, T]`."""
-        return self.cos[positions][:, None], self.sin[positions][:, None]
+        """Return cosines and sines `[B or 1, T, 1, D/2]` of `positions [B or 1, T]`."""
+        return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the two halves of each head's channels, `x [B, H, T, D]`, in at least float32."""
-    cos, sin = rotation
+    """Rotate the two halves of each head's channels, `x [B, T, H, D]`, in at least float32."""
+    return _Rotate.apply(x, *rotation)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient turns back: no scattered slices, and no float32 copy in memory, in a compiled backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)

@@ -38,6 +38,8 @@ def mixed_attention(
     Raises:
         InputError: Shapes that do not fit, inputs longer than the patterns, another backend than prepared.
     """
+    if frozen is not None and query.shape[1] and frozen.mixes_live:
+        return _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
     live, mixed = split_attention(query, key, value, frozen, scale=scale, backend=backend, start=start, kernel=kernel)
     return torch.cat([part for part in (live, mixed) if part is not None], dim=1)
 
@@ -59,7 +61,8 @@ def split_attention(
     """
     num_live, num_frozen = query.shape[1], 0 if frozen is None else frozen.num_frozen
     if frozen is not None and num_live and frozen.mixes_live:
-        return _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
+        output = _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
+        return output[:, :num_live], output[:, num_live:]
     live_kv = _live_value_heads(num_live, num_frozen, value.shape[1], frozen)
     live = mixed = None
     if num_live:
@@ -104,8 +107,8 @@ def _mixed_together(
     backend: str,
     start: Tensor | None,
     kernel: str,
-) -> tuple[Tensor, Tensor]:
-    """Let a backend that computes live heads too do all of them; views of its output."""
+) -> Tensor:
+    """Let a backend that computes live heads too do all of them."""
     frozen.check_call(value, backend)
     if start is not None or query.shape[-2] != value.shape[-2] or kernel != "auto":
         raise UnsupportedError(
@@ -114,8 +117,7 @@ def _mixed_together(
         )
     if frozen.kv_head is None:
         raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
-    output = BACKENDS[frozen.backend].mixed(query, key, value, frozen.tables(value.dtype), scale)
-    return output[:, : query.shape[1]], output[:, query.shape[1] :]
+    return BACKENDS[frozen.backend].mixed(query, key, value, frozen.tables(value.dtype), scale)
 
 
 def take_heads(value: Tensor, heads: tuple[int, ...]) -> Tensor:

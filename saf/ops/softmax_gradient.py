@@ -12,8 +12,8 @@ IGNORED = -100
 def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
     """Return `-log softmax(logits)[label]` by row and overwrite the logits with `(softmax - onehot) / count`.
 
-    `logits [N, V]` contiguous, `labels [N]`, `count` a scalar tensor; rows labelled -100 give zeros. Losses are float32 or
-    wider, as is all arithmetic between reading and writing the logits.
+    `logits [N, V]` contiguous, `labels [N]`, `count` a scalar tensor; rows labelled -100 give zeros. Losses are
+    float32 or wider, as is all arithmetic between reading and writing the logits.
     """
     if uses_triton(logits.device, logits.dtype):
         from saf.ops.triton.softmax_gradient import softmax_gradient

@@ -47,12 +47,14 @@ def test_output_and_gradient_match_float64(length, dim, dtype, budget):
     assert not gradient[:, :2].any()
 
 
-@pytest.mark.parametrize("kernel", ["auto", "cudnn", "flash"])
-def test_a_compiled_model_equals_the_eager_one(kernel):
+@pytest.mark.parametrize(
+    ("kernel", "backend"), [("auto", "toeplitz"), ("cudnn", "toeplitz"), ("flash", "toeplitz"), ("auto", "fused")]
+)
+def test_a_compiled_model_equals_the_eager_one(kernel, backend):
     torch.manual_seed(0)
     shape = GPTConfig(vocab_size=512, num_layers=3, num_heads=4, hidden_size=256, max_length=256)
     model = GPT(shape).cuda()
-    install_(model, HeadSet([(0, 1), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]), pattern(6, 256))
+    install_(model, HeadSet([(0, 1), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]), pattern(6, 256), backend=backend)
     for block in model.blocks:
         block.attention.live.kernel = kernel
     tokens = torch.randint(0, 512, (2, 257), device="cuda")

@@ -79,6 +79,15 @@ def test_rotary_scores_depend_on_distance_only():
     assert abs(product(40, 9) - product(40, 10)) > 1e-4
 
 
+def test_the_rotation_s_gradient_is_its_derivative():
+    from saf.models.rotary import Rotary, rotate
+
+    cos, sin = Rotary(8, 16)(torch.arange(16)[None])
+    x = torch.randn(2, 16, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda heads: rotate(heads, (cos.double(), sin.double())), x)
+    assert rotate(x.bfloat16(), (cos, sin)).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("position", ["rope", "learned"])
 def test_left_padding_gives_the_unpadded_logits(position):
     model = small(position=position)

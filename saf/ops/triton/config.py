@@ -89,8 +89,16 @@ FULL_PRECISION = Config(
 """float32 operands: products in plain float32, without matrix units."""
 
 
-def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, tables: str | None = None) -> Config:
-    """Pick a configuration by rule.
+def choose_config(
+    *,
+    length: int,
+    columns: int,
+    heads: int,
+    dtype: torch.dtype,
+    tables: str | None = None,
+    descriptors: bool = False,
+) -> Config:
+    """Pick a configuration by rule; measured on an H200 (docs/log.md).
 
     Args:
         length: positions T of one call.
@@ -98,6 +106,7 @@ def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, 
         heads: frozen heads in the call.
         dtype: of the operands.
         tables: kind of table at hand; default: the kind to build, "shifted" for float32 and "tiles" otherwise.
+        descriptors: whether the device has the bulk copy engine.
 
     Returns:
         The configuration.
@@ -108,10 +117,14 @@ def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, 
         return Config(tables=tables, prescale="tile")
     rows = -(-length // 128)
     if columns <= 64:
-        return Config(block_m=64, block_n=64, num_stages=4)
-    if length <= 1024 and rows * -(-columns // 128) * heads >= 256:
+        config = Config(block_m=64, block_n=64, block_k=128)
+    elif length <= 1024 and rows * -(-columns // 128) * heads >= 256:
         # A pass over the input costs more than slower steps when there are few of them.
-        return Config(prescale="tile")
-    if columns > 128 and rows * -(-columns // 256) * heads >= 256:
-        return Config(block_n=256, num_warps=8)
-    return Config()
+        return Config(prescale="packed" if dtype == torch.bfloat16 else "tile")
+    elif columns > 128 and length > 4096 and rows * -(-columns // 256) * heads >= 256:
+        config = Config(block_n=256, num_warps=8)
+    else:
+        config = Config(num_stages=4 if length > 8192 else 3)
+    if descriptors and columns % config.block_n == 0:
+        return dataclasses.replace(config, loads="descriptor")
+    return config

@@ -48,7 +48,14 @@ def toeplitz_matmul(
     result = x.new_empty(batch, length, heads, dim).transpose(1, 2) if out is None else out
     if config is None:
         kind = table_kind(tables)
-        config = choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype, tables=kind)
+        config = choose_config(
+            length=length,
+            columns=columns,
+            heads=heads,
+            dtype=x.dtype,
+            tables=kind,
+            descriptors=_has_descriptors(x.device),
+        )
     _check_operands(x, result, precision)
     _check_tables(tables, config, heads, length)
     _check_scale("pre", pre, heads, length)
@@ -108,6 +115,11 @@ def kernel_options(config: Config) -> dict[str, int]:
     """Return the compiler's options for a configuration."""
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return options | ({"maxnreg": config.max_registers} if config.max_registers else {})
+
+
+def _has_descriptors(device: torch.device) -> bool:
+    """Whether the bulk copy engine is there: compute capability 9.0 and later; not in the interpreter."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _multiprocessors(device: torch.device) -> int:

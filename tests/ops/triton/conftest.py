@@ -53,6 +53,12 @@ def fused_results() -> dict:
 
 
 @pytest.fixture(scope="session")
+def softmax_results() -> dict:
+    """Results of every case of the loss kernel by name."""
+    return run_worker("triton_worker.py", "softmax", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
 def sm90() -> dict:
     """Resources of every configuration of the written rules, compiled for compute capability 9.0."""
     return run_worker("sm90_worker.py", interpret=False)

@@ -1,0 +1,26 @@
+"""The rule that picks a configuration: one line a regime that was measured."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("length", "columns", "heads", "name"),
+    [
+        (512, 4096, 3, "tiles/packed 128x128x64 w4 s3"),
+        (1024, 2048, 3, "tiles/packed 128x128x64 w4 s3"),
+        (4096, 512, 3, "tiles/pass/descriptor 128x128x64 w4 s3"),
+        (8192, 256, 6, "tiles/pass/descriptor 128x256x64 w8 s3"),
+        (16384, 128, 3, "tiles/pass/descriptor 128x128x64 w4 s4"),
+        (4096, 64, 3, "tiles/pass/descriptor 64x64x128 w4 s3"),
+        (8192, 192, 4, "tiles/pass 128x256x64 w8 s3"),
+    ],
+)
+def test_the_fastest_measured_configuration_is_picked(length, columns, heads, name):
+    from saf.ops.triton.config import choose_config
+
+    shape = {"length": length, "columns": columns, "heads": heads}
+    assert choose_config(**shape, dtype=torch.bfloat16, descriptors=True).name == name
+    assert choose_config(**shape, dtype=torch.bfloat16).loads == "pointer"
+    assert choose_config(**shape, dtype=torch.float32, descriptors=True).loads == "pointer"
