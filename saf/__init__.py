@@ -1,7 +1,7 @@
 """Selective Attention Freezing: fix the attention of heads whose pattern does not depend on the input."""
 
 from saf import fit, ops
-from saf.calibration import calibrate
+from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
 from saf.errors import SafError
 from saf.fit import fit_compact, fit_kl
 from saf.freeze import FreezeConfig, freeze_
@@ -10,6 +10,7 @@ from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.pattern import CompactPattern, DensePattern
+from saf.patterns import dense_pattern, storage_report
 from saf.scores import score
 from saf.selection import select
 from saf.sidecar import load, save
@@ -29,14 +30,18 @@ __all__ = [
     "GPTConfig",
     "HeadLayout",
     "HeadSet",
+    "QKGradient",
     "SafError",
     "calibrate",
+    "dense_pattern",
     "finalize_",
     "fit",
     "fit_compact",
     "fit_kl",
     "freeze_",
     "frozen_attention",
+    "gate_gradients",
+    "head_outputs",
     "install_",
     "load",
     "mixed_attention",
@@ -45,5 +50,6 @@ __all__ = [
     "save",
     "score",
     "select",
+    "storage_report",
     "uninstall_",
 ]

@@ -19,7 +19,7 @@ from saf.freeze_report import FreezeReport
 from saf.heads import Head, HeadSet
 from saf.pattern import CompactPattern, DensePattern
 from saf.patterns import PATTERNS, Storage, check_options, collect_for, dense_pattern, target
-from saf.scores import SCORES, Score, score, score_name
+from saf.scores import SCORES, Score, needed_by, score, score_name
 from saf.selection import Chooser, budget, chooser, select
 from saf.statistics import AttentionStatistics
 from saf.stopwatch import Stopwatch
@@ -86,6 +86,11 @@ class FreezeConfig:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
         if self.match is not None and (self.heads is not None or self.max_per_layer is not None):
             raise InputError("match sets the number of heads of each layer; leave heads and max_per_layer out")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its scores read beside the statistics: `gradient`, `outputs`, `gates`."""
+        return frozenset(key for name in (self.score, self.match) if name is not None for key in needed_by(name))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -17,6 +17,7 @@ COMMANDS = {
     "evaluate": "held-out perplexity of a checkpoint or run",
     "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",
     "report": "one self-contained HTML page about one or several runs",
+    "analyze": "what single heads cost and which scores foretell it, attention profiles, stability, pattern geometry",
     "inspect": "what a checkpoint, run, data folder or saved model holds; verifies its sums",
     "bench": "speed and memory: one operator, whole updates, prefill; each number beside its baseline and bound",
     "doctor": "versions, devices, and which backend would run here and why",
@@ -80,7 +81,8 @@ def _call(command: Any, rest: list[str], prog: str) -> int:
 
 
 def _group_usage(name: str, module: ModuleType) -> str:
-    lines = [f"  {sub:<10}{(command.__doc__ or '').splitlines()[0]}" for sub, command in module.COMMANDS.items()]
+    width = max(10, *(len(sub) + 2 for sub in module.COMMANDS))
+    lines = [f"  {sub:<{width}}{(command.__doc__ or '').splitlines()[0]}" for sub, command in module.COMMANDS.items()]
     return "\n".join([f"usage: saf {name} COMMAND ...", "", "commands:", *lines])
 
 

@@ -8,17 +8,21 @@ import tyro
 from torch import Tensor
 
 from saf.cli.models import Source, open_data, open_source, pick_device
+from saf.cli.options import FreezeOptions
 from saf.cli.output import show
 from saf.data import calibration_windows
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.perplexity import autocast
 from saf.freeze import FreezeConfig, freeze_
+from saf.models import GPT
 from saf.surgery import finalize_
+from saf.train.batches import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
+from saf.train.gradients import recorded_gradient
 
 
 @dataclass(kw_only=True)
-class Freeze:
+class Freeze(FreezeOptions):
     """Calibrate, choose, fit and install frozen heads in a checkpoint, and write the result as a new checkpoint.
 
     The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there.
@@ -30,27 +34,15 @@ class Freeze:
     """The new checkpoint; freeze.json and freeze.safetensors are put beside its files."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on if not given."""
-    rate: float = 0.25
-    """Share of all heads to freeze."""
-    score: str = "variance"
-    """Heads with the lowest score are frozen first."""
-    pattern: str = "mean"
-    """What replaces their attention."""
-    fitter: str = "proportional"
-    """How compact patterns are fitted."""
-    max_fit_kl: float = 0.2
-    """Largest fit KL of a frozen head, nats."""
-    strict: bool = False
-    """Refuse when one of the lowest heads does not fit, instead of taking the next one."""
-    backend: str = "auto"
-    """Which backend executes frozen heads."""
     sequences: int = 32
     """Calibration sequences."""
     length: int | None = None
     """Their length in tokens (the run's)."""
     batch_size: int = 8
     """Sequences in a forward pass."""
-    seed: int | None = None
+    heldout_sequences: int = 32
+    """Sequences of the controller partition that output-aware scores read."""
+    calibration_seed: int | None = None
     """Of the choice of calibration sequences (the run's)."""
     finalize: bool = False
     """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
@@ -63,22 +55,15 @@ class Freeze:
 
     def run(self) -> dict[str, Any]:
         """Freeze, write the checkpoint, show and return the report with the checkpoint's hash."""
-        config = FreezeConfig(
-            rate=self.rate,
-            score=self.score,
-            pattern=self.pattern,
-            fitter=self.fitter,
-            max_fit_kl=self.max_fit_kl,
-            strict=self.strict,
-            backend=self.backend,
-        )
+        config = FreezeConfig(**self.given())
         checkpoint = self._open()
         device = pick_device(self.device)
-        batches = self._batches(checkpoint)
+        batches, heldout = self._batches(checkpoint, config)
         model = checkpoint.model(device)
         optimizer = checkpoint.optimizer(model)
+        needed = self._needed(checkpoint, model, config)
         with autocast(device, self.precision):
-            report = freeze_(model, batches, config, optimizer=optimizer)
+            report = freeze_(model, batches, config, optimizer=optimizer, heldout=heldout, needed=needed)
         if self.finalize:
             finalize_(model)
         state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
@@ -98,13 +83,28 @@ class Freeze:
             raise CheckpointError(f"{self.out} exists already; remove it, or write to another folder")
         return source.checkpoint
 
-    def _batches(self, checkpoint: Checkpoint) -> list[Tensor]:
+    def _needed(self, checkpoint: Checkpoint, model: GPT, config: FreezeConfig) -> dict[str, Any]:
+        if "gradient" not in config.needs:
+            return {}
+        gradient = recorded_gradient(model, checkpoint.state)
+        if gradient is None:
+            raise InputError(
+                f"{checkpoint.path} holds no average of Q/K gradients, which this score reads; "
+                "train its run with --track-gradients, or choose another score"
+            )
+        return {"gradient": gradient}
+
+    def _batches(self, checkpoint: Checkpoint, config: FreezeConfig) -> tuple[list[Tensor], list[Tensor] | None]:
         settings = checkpoint.state.get("settings") or {}
         data = open_data(self.data, Source(checkpoint.path, checkpoint))
         length = self.length or settings.get("length") or checkpoint.state["model"]["max_length"]
-        seed = settings.get("seed", 0) if self.seed is None else self.seed
+        seed = settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
         windows = calibration_windows(data, length=length, count=self.sequences, seed=seed)
-        return list(windows.split(self.batch_size))
+        heldout = None
+        if "outputs" in config.needs:
+            count, size = self.heldout_sequences, self.batch_size
+            heldout = heldout_batches(data, length=length, count=count, batch_size=size)
+        return list(windows.split(self.batch_size)), heldout
 
 
 COMMAND = Freeze

@@ -1,50 +1,18 @@
 """`saf pretrain`: train one arm, ordinary or frozen."""
 
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from rich.table import Table
 
+from saf.cli.options import Float, Folder, FreezeOptions, Int, Moment, Name, changed, optional
 from saf.cli.output import facts, show
 from saf.errors import InputError
 
 if TYPE_CHECKING:
     from saf.train import TrainConfig
-
-
-def _optional(metavar: str) -> Any:
-    """Show an option that may be left out; its help text names the default."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
-
-
-Int = Annotated[int | None, _optional("INT")]
-Float = Annotated[float | None, _optional("FLOAT")]
-Moment = Annotated[int | float | None, _optional("INT|FLOAT")]
-Name = Annotated[str | None, _optional("NAME")]
-Folder = Annotated[Path | None, _optional("FOLDER")]
-
-
-@dataclass(kw_only=True)
-class FreezeOptions:
-    """How heads are frozen; nothing is frozen without a rate."""
-
-    rate: Float = None
-    """Share of all heads to freeze."""
-    score: Name = None
-    """Heads with the lowest score are frozen first (variance)."""
-    pattern: Name = None
-    """What replaces their attention (mean)."""
-    fitter: Name = None
-    """How compact patterns are fitted (proportional)."""
-    max_fit_kl: Float = None
-    """Largest fit KL of a frozen head, nats (0.2)."""
-    strict: bool = False
-    """Refuse when one of the lowest heads does not fit, instead of taking the next one."""
-    backend: Name = None
-    """Which backend executes frozen heads (auto)."""
 
 
 @dataclass(kw_only=True)
@@ -81,13 +49,13 @@ class Pretrain:
     """Last learning rate as a share of the peak (0.1)."""
     warmup: Moment = None
     """Warm-up, in updates or as a share of the schedule (0.1)."""
-    lr_by: Annotated[Literal["update", "elapsed"] | None, _optional("update|elapsed")] = None
+    lr_by: Annotated[Literal["update", "elapsed"] | None, optional("update|elapsed")] = None
     """Advance the learning rate by updates or by time (update)."""
     lr_start: Int = None
     """Update at which the learning-rate schedule begins (0)."""
     time_budget_seconds: Float = None
     """With --lr-by elapsed: stop before an update that would exceed this."""
-    betas: Annotated[tuple[float, float] | None, _optional("FLOAT FLOAT")] = None
+    betas: Annotated[tuple[float, float] | None, optional("FLOAT FLOAT")] = None
     """AdamW's averaging coefficients (0.9 0.95)."""
     weight_decay: Float = None
     """Of matrices (0.1)."""
@@ -95,24 +63,28 @@ class Pretrain:
     """Largest gradient norm (1.0)."""
     seed: Int = None
     """Of initial weights and data order (1337)."""
-    sampler: Annotated[Literal["shuffled", "random"] | None, _optional("shuffled|random")] = None
+    sampler: Annotated[Literal["shuffled", "random"] | None, optional("shuffled|random")] = None
     """Non-overlapping windows in shuffled order, or windows starting anywhere (shuffled)."""
-    device: Annotated[Literal["auto", "cpu", "cuda"] | None, _optional("auto|cpu|cuda")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, optional("auto|cpu|cuda")] = None
     """Where to train (auto)."""
-    precision: Annotated[Literal["auto", "fp32", "bf16"] | None, _optional("auto|fp32|bf16")] = None
+    precision: Annotated[Literal["auto", "fp32", "bf16"] | None, optional("auto|fp32|bf16")] = None
     """auto is bf16 autocast on CUDA and fp32 on CPU."""
-    compile: Annotated[Literal["auto", "on", "off"] | None, _optional("auto|on|off")] = None
+    compile: Annotated[Literal["auto", "on", "off"] | None, optional("auto|on|off")] = None
     """torch.compile the model; auto is on for CUDA."""
     freeze: FreezeOptions = field(default_factory=FreezeOptions)
-    """How heads are frozen."""
+    """How heads are frozen; nothing is frozen without a rate or heads."""
     freeze_at: Moment = None
     """When: an update or a share of the schedule (0.5; with --parent, right at the parent's update)."""
     calibration_sequences: Int = None
     """Windows to calibrate on (32)."""
     calibration_source: Annotated[
-        Literal["auto", "calibration", "train"] | None, _optional("auto|calibration|train")
+        Literal["auto", "calibration", "train"] | None, optional("auto|calibration|train")
     ] = None
     """Partition to calibrate on (auto)."""
+    heldout_sequences: Int = None
+    """Windows of the controller partition that output-aware scores read (32)."""
+    track_gradients: bool = False
+    """Keep the average that gradient scores read, so that runs which continue from this one can freeze by them."""
     eval_every: Int = None
     """Updates between controller evaluations, 0 for none (250)."""
     eval_windows: Int = None
@@ -163,30 +135,24 @@ class Pretrain:
     def _given(self) -> dict[str, Any]:
         """Return the settings that were given on the command line."""
         apart = {"out", "resume", "parent", "freeze", "json", "model_overrides"}
-        given = {name: value for name, value in _changed(self).items() if name not in apart}
+        given = {name: value for name, value in changed(self).items() if name not in apart}
         if self.data is not None:
             given["data"] = str(self.data)
         if self.model_overrides:
             given["model_overrides"] = {name: _number(text) for name, text in self.model_overrides.items()}
-        if freeze := _changed(self.freeze):
+        if freeze := self.freeze.given():
             given["freeze"] = self._freeze_config(freeze)
         return given
 
     def _freeze_config(self, options: dict[str, Any]) -> Any:
         from saf.freeze import FreezeConfig
 
-        if "rate" not in options:
+        if not options.keys() & {"rate", "heads"}:
             raise InputError(f"--freeze.{next(iter(options)).replace('_', '-')} needs --freeze.rate beside it")
         return FreezeConfig(**options)
 
 
 COMMAND = Pretrain
-
-
-def _changed(options: Any) -> dict[str, Any]:
-    """Return the fields whose value is not the default: what was given on the command line."""
-    values = {f.name: (getattr(options, f.name), f.default) for f in fields(options)}
-    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _number(text: str) -> int | str:

@@ -56,7 +56,7 @@ def evaluate_perplexity(
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
         for batch in windows.split(batch_size):
             batch = batch.to(device)
-            rows.append(_token_log_probs(model, batch[:, :-1], batch[:, 1:]).float().cpu())
+            rows.append(token_log_probs(model, batch[:, :-1], batch[:, 1:]).float().cpu())
             if progress:
                 progress(sum(len(row) for row in rows), len(windows))
     log_probs = torch.cat(rows)
@@ -118,7 +118,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _token_log_probs(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+def token_log_probs(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return log p(target) `[B, T]`; Hugging Face models give logits, the project's GPT the values themselves."""
     if isinstance(getattr(model, "token_log_probs", None), Callable):
         return model.token_log_probs(inputs, targets)

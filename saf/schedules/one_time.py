@@ -33,6 +33,11 @@ class OneTime:
         """Never propose the event again."""
         self._fired = True
 
+    @property
+    def finished(self) -> bool:
+        """Whether the event is over."""
+        return self._fired
+
     def state_dict(self) -> dict[str, Any]:
         """Return the settings and whether the event is over."""
         return {"schedule": "one_time", "at": self.at, "fired": self._fired}

@@ -17,7 +17,8 @@ class Schedule(Protocol):
 
     Training calls `observe` once an update, saves a checkpoint, asks `due`, carries the events out and
     reports each with `done`. A checkpoint holds `state_dict()` from before the events, so a run killed
-    during one meets it again when resumed.
+    during one meets it again when resumed. A schedule may have a property `finished`: once it is true no event comes
+    any more, and nothing is measured for one.
     """
 
     def observe(self, update: int, loss: float) -> None:

@@ -11,7 +11,7 @@ from saf.train.config import TrainConfig
 def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> TrainConfig:
     """Return the settings of a run that starts at checkpoint `parent`: those of its run, but for `changes`.
 
-    With `freeze=` and no `freeze_at=`, heads are frozen right there.
+    With `freeze=` and no `freeze_at=`, heads are frozen right there. `track_gradients` is not taken over.
 
     >>> continue_from("runs/ordinary/checkpoints/step-2500", out="runs/frozen",
     ...               freeze=FreezeConfig(rate=0.25))  # doctest: +SKIP
@@ -26,7 +26,7 @@ def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> Tra
         raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
     freeze = changes.get("freeze")
     moment = {} if freeze is None else {"freeze_at": checkpoint.update}
-    settings |= {"out": str(out), "parent": str(parent), "freeze": None, **moment, **changes}
+    settings |= {"out": str(out), "parent": str(parent), "freeze": None, "track_gradients": False, **moment, **changes}
     config = TrainConfig.from_dict(settings)
     if freeze is not None and (config.freeze_update or 0) < checkpoint.update:
         raise InputError(

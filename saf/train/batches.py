@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from saf.data import RandomWindows, ShuffledWindows, TokenData, calibration_windows, sequential_windows
+from saf.errors import DataError
 from saf.train.config import TrainConfig
 
 SAMPLERS: dict[str, Any] = {"shuffled": ShuffledWindows, "random": RandomWindows}
@@ -47,9 +48,26 @@ def calibration_batches(data: TokenData, config: TrainConfig, *, length: int) ->
     return list(windows.split(config.batch_size))
 
 
+def heldout_batches(data: TokenData, *, length: int, count: int, batch_size: int) -> list[Tensor]:
+    """Return the last `count` windows of the controller partition as LongTensors `[<= batch_size, length]`.
+
+    Evaluations during a run read its first windows, so that what a score saw does not flatter the loss after freezing
+    as long as the partition holds both. Raises DataError when it has fewer than `count`.
+    """
+    windows = sequential_windows(data.tokens("controller"), length)
+    if len(windows) < count:
+        raise DataError(
+            f"output-aware scores were to read {count} windows of {length:,} tokens, the controller partition has "
+            f"{len(windows)}; ask for fewer with heldout_sequences, or prepare more text"
+        )
+    return list(windows[-count:, :-1].split(batch_size))
+
+
 def check_heldout(data: TokenData, config: TrainConfig, *, length: int) -> None:
     """Raise DataError now, not in the middle of training, when a partition is too small for its use."""
     if config.freeze is not None:
         calibration_batches(data, config, length=length)
+        if "outputs" in config.freeze.needs:
+            heldout_batches(data, length=length, count=config.heldout_sequences, batch_size=config.batch_size)
     for partition in ("controller", "report"):
         sequential_windows(data.tokens(partition), length, 1)

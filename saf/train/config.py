@@ -89,11 +89,15 @@ class TrainConfig:
     """Windows to calibrate on."""
     calibration_source: CalibrationSource = "auto"
     """Partition to calibrate on; "auto" is the one the data folder was prepared for. The sampler never moves."""
+    heldout_sequences: int = 32
+    """Windows of the controller partition that output-aware scores read: its last ones."""
+    track_gradients: bool = False
+    """Keep the Q/K-gradient average in any case, so that arms which continue from this run can freeze by it."""
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
         self.betas = (float(self.betas[0]), float(self.betas[1]))
-        for name in ("batch_size", "accumulation", "updates", "eval_windows", "log_every", "calibration_sequences"):
+        for name in _AT_LEAST_ONE:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
@@ -152,6 +156,10 @@ class TrainConfig:
             raise InputError(f"not a training configuration: {error}") from error
 
 
+_AT_LEAST_ONE = (
+    *("batch_size", "accumulation", "updates", "eval_windows", "log_every"),
+    *("calibration_sequences", "heldout_sequences"),
+)
 _CHOICES = {
     "sampler": Sampler,
     "lr_by": LearningRateBy,

@@ -5,7 +5,8 @@ from dataclasses import replace
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freeze import freeze_
 from saf.schedules import Event
-from saf.train.batches import calibration_batches
+from saf.train.batches import calibration_batches, heldout_batches
+from saf.train.gradients import reads_gradient
 from saf.train.training import Training
 
 
@@ -32,16 +33,25 @@ def intervene_(training: Training, event: Event) -> None:
     assert training.config.freeze is not None
     assert training.schedule is not None
     controller_loss(training, "before_freeze")
-    batches = calibration_batches(training.data, training.config, length=training.length)
+    config, freeze = training.config, training.config.freeze
+    batches = calibration_batches(training.data, config, length=training.length)
+    heldout = None
+    if "outputs" in freeze.needs:
+        count, size = config.heldout_sequences, config.batch_size
+        heldout = heldout_batches(training.data, length=training.length, count=count, batch_size=size)
     with training.execution.autocast():
         report = freeze_(
             training.model,
             batches,
-            replace(training.config.freeze, rate=event.rate),
+            replace(freeze, rate=event.rate),
             optimizer=training.optimizer,
+            heldout=heldout,
+            needed={"gradient": training.gradient} if training.gradient else None,
         )
     report.save(training.folder, update=event.update)
     training.schedule.done(event)
+    if not (config.track_gradients or reads_gradient(config, training.schedule)):
+        training.gradient = None
     training.prepare_forward_()
     controller_loss(training, "after_freeze")
     training.observer.progress.say(

@@ -8,6 +8,7 @@ from saf.train.atomic import is_full
 from saf.train.checkpoint import latest, prune_checkpoints_, save_checkpoint, step_name
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
+from saf.train.gradients import KEY
 from saf.train.intervention import controller_loss, intervene_
 from saf.train.random_state import capture_random_state
 from saf.train.results import finish
@@ -98,6 +99,7 @@ def save(training: Training, *, after_freezing: bool = False) -> Path:
         "settings": training.config.to_dict(),
         "data_fingerprint": training.data.fingerprint,
         "schedule": training.schedule.state_dict() if training.schedule else None,
+        KEY: training.gradient.state_dict() if training.gradient else None,
         "random": capture_random_state(),
     }
     with training.clock.paused():

@@ -51,7 +51,7 @@ def run_config(
     }
     freeze = None
     if config.freeze is not None:
-        names = ("schedule", "calibration_sequences", "calibration_source")
+        names = ("schedule", "calibration_sequences", "calibration_source", "heldout_sequences")
         freeze = {**settings["freeze"], "freeze_at": config.freeze_update, **{name: settings[name] for name in names}}
     return {
         "schema": SCHEMA,

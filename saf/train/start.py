@@ -16,6 +16,7 @@ from saf.train.checkpoint import Checkpoint, blank_model, latest, open_checkpoin
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
 from saf.train.execution import Execution
+from saf.train.gradients import start_gradient
 from saf.train.locking import lock_folder
 from saf.train.observer import Observer
 from saf.train.optimizer import build_optimizer
@@ -56,6 +57,8 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
         clock.advance(checkpoint.state["elapsed_seconds"])
     write_json(folder / "config.json", run_config(config, model=shape, data=data, execution=execution, parent=parent))
     _cut_logs(folder, update, after_event=own is not None and own.name.endswith("-frozen"))
+    state = checkpoint.state if checkpoint else None
+    schedule = _schedule(config, state["schedule"] if own and state else None)
     position = update * config.batch_size * config.accumulation
     windows = SAMPLERS[config.sampler](data.tokens("train"), length=length, seed=config.seed)
     return Training(
@@ -68,7 +71,8 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
         model=model,
         optimizer=optimizer,
         batches=MicroBatches(windows, size=config.batch_size, position=position, device=execution.device),
-        schedule=_schedule(config, checkpoint.state["schedule"] if own and checkpoint else None),
+        schedule=schedule,
+        gradient=start_gradient(model, config, schedule, state=state, update=update),
         clock=clock,
         observer=_observer(config, folder, execution, shape, length, update, clock),
         update=update,

@@ -7,6 +7,7 @@ from typing import IO, Any
 
 from torch.optim import AdamW
 
+from saf.calibration import QKGradient
 from saf.data import TokenData
 from saf.models import GPT
 from saf.schedules import Schedule
@@ -33,6 +34,8 @@ class Training:
     optimizer: AdamW
     batches: MicroBatches
     schedule: Schedule | None
+    gradient: QKGradient | None
+    """Fed after every backward pass; None when no score reads it."""
     clock: Clock
     observer: Observer
     update: int

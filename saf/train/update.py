@@ -25,6 +25,8 @@ def run_update(training: Training) -> dict[str, Any]:
     rate = training.next_learning_rate()
     set_learning_rate_(training.optimizer, rate)
     loss = _accumulate_gradients(training)
+    if training.gradient is not None:
+        training.gradient.update()
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), training.config.clip)
     watched = torch.stack([loss, norm])
     step_if_finite_(training.optimizer, watched)

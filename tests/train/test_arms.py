@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from saf.errors import DataError, InputError
-from saf.files import read_json, read_lines
 from saf.evaluate.runs import read_evaluation
+from saf.files import read_json, read_lines
 from saf.freeze import FreezeConfig
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 

@@ -1,0 +1,92 @@
+"""How heads spread their attention: entropy, recent keys, largest weight, first token (paper, appendix A.3)."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from saf.adapters import Site, adapter_for
+from saf.calibration import latter_half
+from saf.calibration.capture import Batch, evaluation_mode, live_kv_index, read_batches
+from saf.errors import InputError
+from saf.heads import HeadSet
+
+PROFILES = ("entropy", "local_mass", "largest", "first_token")
+LOCAL = 64
+
+
+def attention_profiles(
+    model: nn.Module, batches: Iterable[Batch], *, positions: Sequence[int] | None = None, local: int = LOCAL
+) -> dict[str, Tensor]:
+    """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for frozen heads.
+
+    `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `local` keys,
+    the query's own included, `largest` the largest weight, `first_token` the first key's.
+
+    Args:
+        model: A supported model, run in evaluation mode and left as it was.
+        batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`; one T.
+        positions: Query positions, from 1 on; 64, evenly over the latter half of T, if not given.
+        local: How many keys count as recent.
+
+    Raises:
+        InputError: Batches that cannot be used, or positions outside [1, T).
+    """
+    adapter = adapter_for(model)
+    ids = read_batches(batches)
+    length = ids[0].shape[1]
+    rows = list(latter_half(length) if positions is None else positions)
+    if not rows or not all(1 <= row < length for row in rows):
+        raise InputError(f"query positions lie in [1, {length}), where entropy means something; got {rows}")
+    sites = adapter.sites()
+    shape = (len(PROFILES), len(sites), sites[0].layout.num_heads)
+    total = torch.full(shape, torch.nan, dtype=torch.float64)
+    for layer, site in enumerate(sites):
+        total[:, layer, list(site.layout.live)] = 0.0
+
+    def sink(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
+        found = torch.stack([_profile(q, k, live_kv_index(site), rows, local) for q, k in zip(query, key, strict=True)])
+        total[:, layer, list(site.layout.live)] += found.sum(0).cpu()
+
+    with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
+        for layer, site in enumerate(sites):
+            handle = site.capture(lambda query, key, layer=layer, site=site: sink(layer, site, query, key))
+            stack.callback(handle.remove)
+        for batch in ids:
+            adapter.run(batch.to(sites[0].projections()["query"][0].device))
+    return dict(zip(PROFILES, total / (sum(map(len, ids)) * len(rows)), strict=True))
+
+
+def _profile(query: Tensor, key: Tensor, kv_index: Sequence[int], rows: Sequence[int], local: int) -> Tensor:
+    """Return the profiles of one sequence summed over `rows`, `[4, live heads]` float64."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    with torch.autocast(query.device.type, enabled=False):
+        logits = query[:, rows].to(wide) @ key[list(kv_index)].to(wide).mT * query.shape[-1] ** -0.5
+        last = torch.tensor(rows, device=query.device)[:, None]
+        keys = torch.arange(key.shape[1], device=query.device)
+        pattern = logits.masked_fill_(keys > last, -torch.inf).softmax(-1).double()
+    entropy = -torch.xlogy(pattern, pattern).sum(-1) / (last[:, 0] + 1).double().log()
+    recent = (pattern * (keys > last - local)).sum(-1)
+    return torch.stack([entropy, recent, pattern.amax(-1), pattern[..., 0]]).sum(-1)
+
+
+def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
+    """Return the mean of `values [L, H]` over selected heads, and over unselected ones weighted to match their layers.
+
+    Each layer's unselected heads weigh as much together as its selected ones; layers without unselected heads are left
+    out of both. NaN values (frozen heads) count as neither. Raises InputError when no layer has both.
+    """
+    chosen, others, weights = [], [], []
+    for layer, row in enumerate(values.double()):
+        heads = [head for head in range(len(row)) if not row[head].isnan()]
+        inside = [head for head in heads if (layer, head) in selected]
+        outside = [head for head in heads if (layer, head) not in selected]
+        if inside and outside:
+            chosen.append(row[inside].mean())
+            others.append(row[outside].mean())
+            weights.append(len(inside))
+    if not weights:
+        raise InputError("no layer has both selected and unselected heads: there is nothing to compare")
+    share = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    return float(share @ torch.stack(chosen).cpu()), float(share @ torch.stack(others).cpu())

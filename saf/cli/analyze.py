@@ -1,0 +1,118 @@
+"""`saf analyze`: analyses of heads, selections and patterns; each prints a table and writes JSON."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import Tensor
+
+from saf.analysis.correlation import spearman
+from saf.analysis.partial import partial_spearman
+from saf.analysis.stability import selection_stability
+from saf.cli.analyze_model import Geometry, JointCost, OneHead, Profiles
+from saf.cli.output import columns, facts, show
+from saf.errors import InputError
+from saf.files import read_json, write_json
+from saf.heads import HeadSet
+
+
+@dataclass(kw_only=True)
+class PartialSpearman:
+    """A score and the cost of single heads: their rank correlation beyond the layer, and beyond layer and entropy."""
+
+    one_head: Annotated[Path, tyro.conf.Positional]
+    """What `saf analyze one-head --out` wrote."""
+    profiles: Path | None = None
+    """What `saf analyze profiles --out` wrote about the same model; adds the control for entropy."""
+    out: Path | None = None
+    """Write the result as JSON into this file."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def run(self) -> dict[str, Any]:
+        """Correlate every score of the file, show, write and return the record."""
+        record = _recorded(self.one_head, "one-head")
+        change = matrix(record["nll_change"])
+        allowed = torch.zeros_like(change, dtype=torch.bool)
+        for layer, head in record["eligible"]:
+            allowed[layer, head] = True
+        change = change.masked_fill(~allowed, torch.nan)
+        entropy = None
+        if self.profiles is not None:
+            entropy = matrix(_recorded(self.profiles, "profiles")["profiles"]["entropy"])
+        found: dict[str, dict[str, float]] = {}
+        for name, rows in record["scores"].items():
+            values = matrix(rows)
+            found[name] = {"spearman": spearman(values, change), "layer": partial_spearman(values, change)}
+            if entropy is not None:
+                found[name]["layer_entropy"] = partial_spearman(values, change, covariates=[entropy])
+                found[name]["with_entropy"] = spearman(values, entropy.masked_fill(~allowed, torch.nan))
+        head = ["score", "Spearman", "beyond layer"]
+        head += ["beyond layer and entropy", "with entropy"] if entropy is not None else []
+        rows = [[name, *(f"{value:.3f}" for value in each.values())] for name, each in found.items()]
+        title = f"scores and the cost of {int(allowed.sum())} single heads"
+        result = {"schema": "saf.analysis/partial-spearman/1", "heads": int(allowed.sum()), "correlations": found}
+        return _finish(result, self.out, columns(title, head, rows), as_json=self.json)
+
+
+@dataclass(kw_only=True)
+class Stability:
+    """Two selections of one model: their overlap against what chance gives in each layer, and their ranks."""
+
+    first: Annotated[Path, tyro.conf.Positional]
+    """A freeze.json, or the run or checkpoint that holds one."""
+    second: Annotated[Path, tyro.conf.Positional]
+    """Another one."""
+    out: Path | None = None
+    """Write the result as JSON into this file."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def run(self) -> dict[str, Any]:
+        """Compare, show, write and return the record."""
+        records = [read_json(path / "freeze.json" if path.is_dir() else path) for path in (self.first, self.second)]
+        if any(not {"heads", "scores"} <= record.keys() for record in records):
+            raise InputError("expected two files freeze.json, with heads and scores of an event")
+        scores = (matrix(records[0]["scores"]), matrix(records[1]["scores"]))
+        one, other = (HeadSet.from_list(record["heads"]) for record in records)
+        found = selection_stability(one, other, num_heads=scores[0].shape[1], scores=scores)
+        rows = {
+            "heads": f"{found.first} and {found.second}",
+            "in both": f"{found.overlap}",
+            "expected by chance in each layer": f"{found.expected:.2f} ± {found.standard_deviation:.2f}",
+            "rank correlation of the scores": f"{found.rank_correlation:.3f}",
+        }
+        result = {"schema": "saf.analysis/stability/1", "of": [self.first, self.second], **asdict(found)}
+        return _finish(result, self.out, facts("stability of the selection", rows), as_json=self.json)
+
+
+def matrix(rows: list[list[float | None]]) -> Tensor:
+    """Return values by layer and head, `[L, H]` float64, as JSON has them: null for NaN."""
+    filled = [[torch.nan if value is None else value for value in row] for row in rows]
+    return torch.tensor(filled, dtype=torch.float64)
+
+
+def _recorded(path: Path, name: str) -> dict[str, Any]:
+    record = read_json(path)
+    if record.get("schema") != f"saf.analysis/{name}/1":
+        raise InputError(f"{path} is not what `saf analyze {name} --out` writes")
+    return record
+
+
+def _finish(record: dict[str, Any], out: Path | None, table: Any, *, as_json: bool) -> dict[str, Any]:
+    if out is not None:
+        write_json(out, record)
+    show(record, table, as_json=as_json)
+    return record
+
+
+COMMANDS = {
+    "one-head": OneHead,
+    "joint-cost": JointCost,
+    "partial-spearman": PartialSpearman,
+    "profiles": Profiles,
+    "stability": Stability,
+    "geometry": Geometry,
+}

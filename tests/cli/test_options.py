@@ -1,0 +1,98 @@
+"""Every setting of FreezeConfig on the command line of pretrain and freeze."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import tyro
+
+from saf.cli.freeze import Freeze
+from saf.cli.options import FreezeOptions
+from saf.cli.pretrain import Pretrain
+from saf.errors import InputError
+from saf.files import read_json
+from saf.freeze import FreezeConfig
+
+TEXT = """--rate 0.5 --score random --pattern dirichlet --storage dense --fitter adam --max-fit-kl 0.3 --strict
+--exclude 0:1 1:11 --match variance --whole-groups --seed 7 --backend toeplitz --fitter-options steps 20
+--pattern-options scale 4 bounds [0.1,10]"""
+WORDS = TEXT.split()
+CONFIG = FreezeConfig(
+    rate=0.5,
+    score="random",
+    pattern="dirichlet",
+    storage="dense",
+    fitter="adam",
+    max_fit_kl=0.3,
+    strict=True,
+    exclude=((0, 1), (1, 11)),
+    match="variance",
+    whole_groups=True,
+    seed=7,
+    backend="toeplitz",
+    fitter_options={"steps": 20},
+    pattern_options={"scale": 4, "bounds": [0.1, 10]},
+)
+
+
+def test_every_setting_has_an_option():
+    assert {f.name for f in fields(FreezeOptions)} == {f.name for f in fields(FreezeConfig)}
+
+
+def test_freeze_takes_them_all():
+    parsed = tyro.cli(Freeze, args=["checkpoint", "--out", "out", *WORDS])
+    assert FreezeConfig(**parsed.given()) == CONFIG
+
+
+def test_pretrain_takes_them_all():
+    words = [word.replace("--", "--freeze.", 1) for word in WORDS]
+    parsed = tyro.cli(Pretrain, args=["--data", "d", "--out", "out", *words, "--track-gradients"])
+    config = parsed.config()
+    assert config.freeze == CONFIG
+    assert config.track_gradients
+
+
+def test_settings_left_out_are_the_defaults():
+    assert FreezeConfig(**tyro.cli(Freeze, args=["checkpoint", "--out", "out"]).given()) == FreezeConfig()
+
+
+def test_heads_come_from_words_and_files(tmp_path):
+    (tmp_path / "pairs.json").write_text("[[2, 1], [0, 3]]")
+    (tmp_path / "freeze.json").write_text(json.dumps({"heads": [[1, 2]]}))
+    words = ["--freeze.heads", "0:0", str(tmp_path / "pairs.json"), str(tmp_path / "freeze.json")]
+    config = tyro.cli(Pretrain, args=["--data", "d", "--out", "out", *words, "--freeze.max-fit-kl", "1"]).config()
+    assert config.freeze == FreezeConfig(heads=((0, 0), (2, 1), (0, 3), (1, 2)), max_fit_kl=1.0)
+    (tmp_path / "other.json").write_text("{}")
+    for word, message in (("3", "LAYER:HEAD"), (tmp_path / "other.json", "does not list heads")):
+        with pytest.raises(InputError, match=message):
+            FreezeOptions(heads=(str(word),)).given()
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(Freeze, args=["checkpoint", "--out", "out", "--score", "varience"])
+    assert "variance" in "".join(capsys.readouterr())
+
+
+def test_freezing_a_checkpoint_by_scores_and_lists(saf, saf_json, arms, tmp_path):
+    checkpoint = arms[0] / "checkpoints" / "step-12"
+    common = ("--device", "cpu", "--sequences", 4, "--heldout-sequences", 3, "--max-fit-kl", 10)
+    told = saf_json("freeze", checkpoint, "--out", tmp_path / "cosine", "--score", "residual_cosine", *common)
+    assert (told["score_name"], len(told["heads"])) == ("residual_cosine", 2)
+    named = saf_json(
+        "freeze", checkpoint, "--out", tmp_path / "named", "--heads", tmp_path / "cosine" / "freeze.json", *common
+    )
+    assert named["heads"] == told["heads"] == read_json(tmp_path / "named" / "freeze.json")["heads"]
+    code, _, err = saf("freeze", checkpoint, "--out", tmp_path / "gradient", "--score", "qk_gradient", *common)
+    assert code == 2
+    assert "--track-gradients" in err
+
+
+def test_freezing_by_gradients_that_the_run_kept(saf_json, text_data, tmp_path):
+    shape = "--model-overrides num_layers 2 num_heads 4 hidden_size 32 --length 32 --batch-size 4 --updates 4"
+    options = "--eval-every 0 --eval-windows 2 --save-every 0 --device cpu --no-tensorboard --quiet --track-gradients"
+    saf_json("pretrain", "--data", text_data, "--out", tmp_path / "run", *shape.split(), *options.split())
+    words = ("--sequences", 4, "--max-fit-kl", 10, "--device", "cpu", "--score", "qk_gradient")
+    told = saf_json("freeze", tmp_path / "run" / "checkpoints" / "step-2", "--out", tmp_path / "frozen", *words)
+    state = read_json(tmp_path / "run" / "checkpoints" / "step-2" / "state.json")
+    assert told["scores"] == state["qk_gradient"]["average"]
