@@ -94,7 +94,7 @@ def _backward(ctx, gradient: Tensor, _):
     maps, patterns = tables[: ctx.num_maps], tables[ctx.num_maps :]
     rest = (maps, patterns, ctx.counts, ctx.grouped, ctx.scale)
     gradients = fused_product_backward(gradient, query, key, value, output, log_sums, *rest)
-    return (*gradients, None, None, None, None, None)
+    return (*gradients, [None] * len(maps), [None] * len(patterns), None, None, None)
 
 
 fused_product.register_autograd(_backward, setup_context=_setup)

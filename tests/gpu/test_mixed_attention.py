@@ -84,7 +84,7 @@ def test_fused_equals_toeplitz_in_output_and_every_gradient(live, kv_head, dtype
     upstream = torch.randn(2, len(kv_head), length, 64, device="cuda", generator=generator).to(dtype)
     found = {}
     for backend, wide in (("fused", dtype), ("reference", torch.float64)):
-        inputs = [x.to(wide).requires_grad_() for x in packed]
+        inputs = [x.to(wide, copy=True).requires_grad_() for x in packed]
         heads = None
         if frozen:
             options = {"backend": backend, "dtype": wide, "device": "cuda", "kv_head": kv_head}

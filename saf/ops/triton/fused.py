@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from saf.errors import InputError
@@ -11,7 +10,7 @@ from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel,
 from saf.ops.triton.fused_config import Blocks, FusedConfig, choose_fused_config
 from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
 from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
-from saf.ops.triton.launch import launch
+from saf.ops.triton.launch import cdiv, launch
 from saf.ops.triton.tables import PAD
 
 
@@ -57,7 +56,7 @@ def fused_forward(
         return result, lse
     blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype)).forward
     launch(
-        fused_forward_kernel, (batch * heads, triton.cdiv(length, blocks.block_m)),
+        fused_forward_kernel, (batch * heads, cdiv(length, blocks.block_m)),
         query, key, value, result, lse, maps.state, maps.query, maps.key, maps.value, maps.pattern,
         patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
         heads, maps.counts[0], length, scores_scale(scale, dim) * LOG2E,
@@ -116,12 +115,12 @@ def fused_backward(
     common: dict[str, Any] = {"device": value.device}
     if live:
         launch(
-            delta_kernel, (batch * live, triton.cdiv(length, 64)), out, grad, delta, maps.live, live, length,
+            delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, maps.live, live, length,
             *out.stride()[:3], *grad.stride()[:3],
             D=dim, DP=padded(dim), BM=64, num_warps=4, **common,
         )  # fmt: skip
     launch(
-        key_block_kernel, (batch * num_value_heads, triton.cdiv(length, blocks.keys.block_n)),
+        key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_n)),
         query, key, value, grad, lse, delta, dk, dv,
         maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads,
         patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
@@ -133,7 +132,7 @@ def fused_backward(
     )  # fmt: skip
     if live:
         launch(
-            query_block_kernel, (batch * live, triton.cdiv(length, blocks.queries.block_m)),
+            query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)),
             query, key, value, grad, lse, delta, dq, maps.live, maps.key, maps.value,
             live, length, scores_scale(scale, dim),
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
@@ -153,7 +152,7 @@ def scores_scale(scale: float | None, dim: int) -> float:
 
 def padded(dim: int) -> int:
     """Channels rounded up to a power of two that matrix units take."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def empty_heads(like: Tensor, heads: int) -> Tensor:

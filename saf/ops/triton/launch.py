@@ -10,3 +10,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     """Run a kernel; Triton launches on the current device, so make that the tensors' one."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*args, **constants)
+
+
+def cdiv(count: int, size: int) -> int:
+    """Return how many blocks of `size` cover `count`, as a plain int."""
+    return -(-count // size)

@@ -1,12 +1,11 @@
 """Launcher of the batch-shared Toeplitz product, forward and transposed."""
 
 import torch
-import triton
 from torch import Tensor
 
 from saf.errors import InputError
 from saf.ops.triton.config import PRECISIONS, PRESCALE, Config, choose_config
-from saf.ops.triton.launch import launch
+from saf.ops.triton.launch import cdiv, launch
 from saf.ops.triton.tables import KINDS, PAD, TILE, table_kind, table_length
 from saf.ops.triton.toeplitz_descriptor import multiply_through_descriptors, prescaled
 from saf.ops.triton.toeplitz_kernel import toeplitz_kernel
@@ -72,8 +71,8 @@ def toeplitz_matmul(
         # The scaled input is [F, T, B D]: as one batch element with B D channels it is a plain matrix.
         x = prescaled(x, pre)
         x_strides = (dim, x.stride(0), x.stride(1))
-    num_m = triton.cdiv(length, config.block_m)
-    num_n = triton.cdiv(columns, config.block_n)
+    num_m = cdiv(length, config.block_m)
+    num_n = cdiv(columns, config.block_n)
     total = num_m * num_n * heads
     programs = total
     if config.programs_per_sm:

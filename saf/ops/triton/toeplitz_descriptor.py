@@ -1,13 +1,12 @@
 """Launchers of the separate input scaling and of the product through the bulk copy engine."""
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops.triton.config import Config
-from saf.ops.triton.launch import launch
+from saf.ops.triton.launch import cdiv, launch
 from saf.ops.triton.tables import TILE
 from saf.ops.triton.toeplitz_descriptor_kernel import toeplitz_descriptor_kernel
 from saf.ops.triton.toeplitz_kernel import prescale_kernel
@@ -17,7 +16,7 @@ def prescaled(x: Tensor, pre: Tensor) -> Tensor:
     """Return x * pre in x's dtype as contiguous [F, T, B D]."""
     batch, heads, length, dim = x.shape
     scaled = x.new_empty(heads, length, batch * dim)
-    grid = (triton.cdiv(length, 32), triton.cdiv(batch * dim, 128), heads)
+    grid = (cdiv(length, 32), cdiv(batch * dim, 128), heads)
     launch(
         prescale_kernel, grid, x, pre, scaled, length, batch * dim,
         x.stride(0), x.stride(1), x.stride(2), pre.stride(0),
@@ -48,7 +47,7 @@ def multiply_through_descriptors(
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     tiles = TensorDescriptor.from_tensor(stacked, tile)
     operand = TensorDescriptor.from_tensor(prescaled(x, pre), [1, config.block_k, config.block_n])
-    num_m, num_n = triton.cdiv(length, config.block_m), triton.cdiv(columns, config.block_n)
+    num_m, num_n = cdiv(length, config.block_m), cdiv(columns, config.block_n)
     options = {"maxnreg": config.max_registers} if config.max_registers else {}
     launch(
         toeplitz_descriptor_kernel, (num_m * num_n * heads,), operand, tiles, post, out, length, columns,

@@ -1,0 +1,45 @@
+"""The fused backend behind the seam, on the interpreter: output and every gradient against float64."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+PROGRAM = """
+import torch
+import saf.ops.fused as fused
+from saf.ops import FrozenHeads, mixed_attention
+from saf.pattern import CompactPattern, DensePattern
+
+fused.supports = lambda device, dtype: None  # the interpreter stands in for a device
+generator = torch.Generator().manual_seed(0)
+compact = CompactPattern.from_parameters(*torch.randn(2, 1, 64, generator=generator, dtype=torch.float64))
+dense = torch.rand(64, 64, generator=generator, dtype=torch.float64).tril() + 1e-3 * torch.eye(64)
+patterns = [compact[0], DensePattern(dense / dense.sum(-1, keepdim=True))]
+for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1), (0, 1)):
+    live = len(kv_head) - 2
+    heads = (live, len(set(kv_head[:live])), max(kv_head) + 1)
+    inputs = [torch.randn(2, 37, count, 16, generator=generator) for count in heads]
+    upstream = torch.randn(2, len(kv_head), 37, 16, generator=generator)
+    found = []
+    for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        frozen = FrozenHeads.from_patterns(patterns, backend=backend, dtype=dtype, kv_head=kv_head)
+        output = mixed_attention(*(x.transpose(1, 2) for x in leaves), frozen)
+        output.backward(upstream.to(dtype))
+        found.append([output] + [x.grad for x in leaves])
+    for one, other in zip(*found):
+        if other is not None and other.numel():
+            error = ((one.double() - other).norm() / other.norm()).item()
+            assert error <= 2e-6, (kv_head, error)
+print("agreed")
+"""
+
+
+def test_fused_equals_the_reference_in_output_and_every_gradient():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "agreed", done.stderr[-2000:]
