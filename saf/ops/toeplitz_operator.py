@@ -1,10 +1,9 @@
 """The registered operator `saf::toeplitz`, its plain PyTorch form (blocked matrix products) and its gradient."""
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
+
+from saf.ops.availability import has_triton
 
 BLOCK = 128
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,12 +42,6 @@ def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor)
     length = x.shape[-2]
     flipped = blocked_product(x.flip(2), distance, before[:, :length].flip(1), after[:, :length].flip(1))
     return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed; it is imported only when a kernel runs."""
-    return find_spec("triton") is not None
 
 
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
