@@ -1,5 +1,6 @@
 """Which runs of a report are compared with which, and what came of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from saf.errors import SafError
 from saf.evaluate.arms import compare_runs
 from saf.evaluate.runs import Run
+from saf.files import read_json
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,25 @@ def compare_all(runs: Sequence[Run], names: Sequence[str]) -> list[Comparison]:
         try:
             record, reason = compare_runs(ordinary.folder, run.folder, allow_differences=True), None
         except SafError as error:
-            record, reason = None, str(error)
+            record = recorded(ordinary, run)
+            reason = str(error) if record is None else None
         found.append(Comparison(name, ordinary, run, record, reason))
     return found
+
+
+def recorded(ordinary: Run, frozen: Run) -> dict[str, Any] | None:
+    """Return what `saf compare` once wrote into the frozen run's folder, if it is about these two results.
+
+    Archived runs keep their results but not the log-probabilities of every token.
+    """
+    path = frozen.folder / "compare.json"
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    for arm, run in (("ordinary", ordinary), ("frozen", frozen)):
+        if not math.isclose(record[f"ppl_{arm}"], run.finished_result()["report_perplexity"], rel_tol=1e-9):
+            return None
+    return record
 
 
 def arm_names(runs: Sequence[Run]) -> list[str]:

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saf.evaluate.arms import compare_runs
 from saf.evaluate.runs import Run
+from saf.report.comparisons import compare_all
 from saf.report.figures import arm_data, curve, freeze_data, gap_data, log_bins, moving_mean, rounded
 from tests.report.synthetic import Shape, edit, patterns, write_pair, write_run
 
@@ -111,3 +113,18 @@ def test_heads_frozen_before_have_no_score(tmp_path):
 
 def test_an_ordinary_run_has_no_head_map(tmp_path):
     assert freeze_data(Run.open(write_run(tmp_path / "run")), "run") is None
+
+
+def test_an_archived_pair_is_compared_by_its_record(tmp_path):
+    ordinary, frozen = write_pair(tmp_path, Shape(updates=60, freeze_update=30))
+    record = compare_runs(ordinary, frozen, out=frozen)
+    for folder in (ordinary, frozen):
+        (folder / "log_probs.safetensors").unlink()
+    runs = [Run.open(folder) for folder in (ordinary, frozen)]
+    (found,) = compare_all(runs, ["ordinary", "frozen"])
+    assert found.record is not None
+    assert found.record["delta_ppl_percent"] == record["delta_ppl_percent"]
+    edit(frozen / "compare.json", ppl_frozen=record["ppl_frozen"] * 1.01)
+    (found,) = compare_all(runs, ["ordinary", "frozen"])
+    assert found.record is None
+    assert "log_probs.safetensors" in found.reason
