@@ -33,7 +33,10 @@ class FreezeConfig:
     """Settings of one freezing event; raises InputError for a value that cannot be used."""
 
     rate: float = 0.25
-    """Share of all heads of the original model to freeze: k = round(rate * layers * heads)."""
+    """Share of all heads of the original model to freeze: k = round(rate * layers * heads).
+
+    Heads that are frozen already do not count: on such a model k more heads are frozen.
+    """
     score: str | Score = "variance"
     """Heads with the lowest score are frozen first; a name, or a function of the statistics."""
     pattern: str = "mean"
@@ -115,7 +118,7 @@ def freeze_(
     Args:
         model: The project's `GPT` or another supported causal language model.
         batches: Calibration sequences: LongTensors `[B, T]` or mappings with `input_ids`. Patterns cover T
-            positions, so longer inputs are refused afterwards.
+            positions, so longer inputs are refused afterwards; a T below the model's own limit warns.
         config: Settings; the paper's recipe at 25% by default.
         optimizer: The optimiser that trains the model: its state follows the retained rows.
         heldout: Further sequences of the same length, for output-aware scores.
@@ -132,7 +135,9 @@ def freeze_(
     """
     config = config or FreezeConfig()
     ids = read_batches(batches)
-    first = adapter_for(model).sites()[0]
+    adapter = adapter_for(model)
+    _warn_if_shorter(ids[0].shape[-1], adapter.max_length)
+    first = adapter.sites()[0]
     device = first.projections()["query"][0].device
     watch = Stopwatch(device)
     given = needed or {}
@@ -170,6 +175,16 @@ def freeze_(
     )
 
 
+def _warn_if_shorter(length: int, longest: int | None) -> None:
+    if longest is not None and length < longest:
+        warnings.warn(
+            f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "
+            f"than {length} tokens are refused; calibrate on {longest} tokens to keep them",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def choose_by(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int) -> Chooser:
     """Return what proposes heads by the configured score, budget and conditions."""
     group_size = group_size if config.whole_groups else 1
@@ -200,7 +215,8 @@ def accept(
     while proposed:
         made |= make(HeadSet(head for unit in proposed for head in unit))
         for unit in proposed:
-            missed = {head: made[head][1] for head in unit if made[head][1] > config.max_fit_kl}
+            # Not "> max_fit_kl": a KL that is NaN never passes.
+            missed = {head: made[head][1] for head in unit if not made[head][1] <= config.max_fit_kl}
             rejected |= missed
             if not missed:
                 choose.accept(unit)

@@ -1,32 +1,40 @@
 """`save` and `load`: the frozen heads of a model as two small files beside its weights."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError
 from saf.files import write_json, write_tensors
 from saf.models import GPT, GPTConfig
+from saf.models.rotary import Rotary
 from saf.surgery import restore_, state_of
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
+SCHEMA = "saf.model/1"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write `saf.json` and `saf.safetensors` (patterns, removed rows) and, for the project's GPT, the weights.
 
-    A model loaded from the folder by `load` gives the same outputs bit for bit.
+    A model loaded from the folder by `load` gives the same outputs bit for bit. `saf.json` holds the SHA-256 sums of
+    the tensor files. Raises InputError for the GPT when the folder is a run, a checkpoint or something else's.
     """
     folder = Path(folder)
     state, tensors = state_of(model)
+    written = [folder / TENSORS]
     if isinstance(model, GPT):
-        write_tensors(folder / WEIGHTS, model.state_dict())
-        write_json(folder / CONFIG, {"model": model.config.to_dict()})
+        _check_free(folder)
+        written.append(write_tensors(folder / WEIGHTS, model.state_dict()))
+        write_json(folder / CONFIG, {"schema": SCHEMA, "model": model.config.to_dict()})
     write_tensors(folder / TENSORS, tensors)
-    write_json(folder / STATE, state)
+    write_json(folder / STATE, state | {"sha256": {path.name: file_hash(path) for path in written}})
 
 
 def load(
@@ -34,8 +42,8 @@ def load(
 ) -> nn.Module:
     """Load what `save` wrote: `load(folder)` builds the model, `load(model, folder)` fills a fresh one.
 
-    Raises CheckpointError when files are missing or belong to another shape of model, InputError when a model
-    is given without a folder.
+    Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
+    InputError when a model is given without a folder. No random numbers are drawn.
     """
     if isinstance(model_or_folder, nn.Module):
         if folder is None:
@@ -43,8 +51,12 @@ def load(
         model, source = model_or_folder, Path(folder)
     else:
         source = Path(model_or_folder)
-        model = GPT(GPTConfig.from_dict(read_json(source / CONFIG)["model"]))
-    restore_(model, read_json(source / STATE), read_tensors(source / TENSORS), backend=backend)
+        model = None
+    state = read_json(source / STATE)
+    check_sums(source, state)
+    if model is None:
+        model = _undrawn(GPTConfig.from_dict(read_json(source / CONFIG)["model"]))
+    restore_(model, state, read_tensors(source / TENSORS), backend=backend)
     if isinstance(model, GPT):
         load_weights_(model, read_tensors(source / WEIGHTS))
     return model
@@ -56,6 +68,52 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"the weights do not fit the model: {error}") from error
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file; raise CheckpointError when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
+    """Check the tensor files against the sums in saf.json's `state`, and return these.
+
+    A checkpoint's saf.json has none: its manifest has them. Raises CheckpointError naming the file that differs.
+    """
+    sums = state.get("sha256", {})
+    for name, expected in sums.items():
+        if (actual := file_hash(folder / name)) != expected:
+            raise CheckpointError(f"{folder / name} is damaged: expected SHA-256 {expected}, got {actual}")
+    return sums
+
+
+def _check_free(folder: Path) -> None:
+    """Raise InputError when writing a whole model would overwrite what `save` did not write."""
+    for name in (CONFIG, "manifest.json"):
+        path = folder / name
+        if path.is_file() and not (name == CONFIG and _schema(path) == SCHEMA):
+            raise InputError(f"{path} was not written by saf.save and the folder is left as it is; take another folder")
+
+
+def _schema(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["schema"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _undrawn(config: GPTConfig) -> GPT:
+    """Build a GPT whose weights hold anything, without drawing initial ones from the global generator."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=torch.get_default_device())
+    if model.rotary is not None:  # computed, not loaded
+        model.rotary = Rotary(config.head_dim, config.max_length)
+    return model
 
 
 def read_json(path: Path) -> dict:

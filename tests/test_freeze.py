@@ -133,6 +133,20 @@ def test_every_pattern_is_installed_and_executed(pattern, storage, tmp_path):
     assert torch.equal(saf.load(tmp_path / "saved")(ids), logits)
 
 
+def test_a_fit_whose_divergence_is_not_a_number_is_rejected(monkeypatch):
+    wanted = list(saf.freeze_(make(), [tokens()], saf.FreezeConfig(rate=0.25)).heads)
+
+    def undefined_for_the_first(*arguments):
+        kls = saf.fit_kl(*arguments)
+        return torch.where(torch.arange(len(kls)) == 0, torch.nan, kls) if len(kls) == 3 else kls
+
+    monkeypatch.setattr("saf.freeze.fit_kl", undefined_for_the_first)
+    report = saf.freeze_(make(), [tokens()], saf.FreezeConfig(rate=0.25))
+    assert wanted[0] in report.rejected
+    assert wanted[0] not in report.heads
+    assert len(report.heads) == 3
+
+
 def test_given_heads_are_frozen_whatever_they_score_or_refused():
     model, ids = make(), tokens()
     chosen = ((2, 3), (0, 1))
@@ -251,7 +265,8 @@ def test_save_then_load_is_the_identity(tmp_path):
 
 def test_inputs_longer_than_the_patterns_are_refused():
     model, ids = make(), tokens()
-    saf.freeze_(model, [ids[:, :20]])
+    with pytest.warns(UserWarning, match="calibration has 20 tokens, the model takes up to 48"):
+        saf.freeze_(model, [ids[:, :20]])
     assert model(ids[:, :20]).shape[1] == 20
     with pytest.raises(InputError, match="input has 48 positions, the frozen heads' patterns cover 20"):
         model(ids)

@@ -65,6 +65,11 @@ class GPTAdapter:
         """Return the adapter when the model is the project's decoder."""
         return cls(model) if isinstance(model, GPT) else None
 
+    @property
+    def max_length(self) -> int:
+        """The longest input in tokens."""
+        return self.model.config.max_length
+
     def sites(self) -> list[GPTSite]:
         """Return the attention layers in order."""
         return [GPTSite(attention) for attention in self.model.attention_layers()]

@@ -61,6 +61,11 @@ class Adapter(Protocol):
         """Return the adapter of a model of this family, None for any other model."""
         ...
 
+    @property
+    def max_length(self) -> int | None:
+        """The longest input in tokens, None when the model sets no limit."""
+        ...
+
     def sites(self) -> Sequence[Site]:
         """Return the attention layers in order."""
         ...

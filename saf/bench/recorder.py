@@ -40,6 +40,7 @@ class Recorder:
         self._current: list[dict[str, Any]] = []
         self._head = {"schema": SCHEMA, "kind": kind, "settings": settings}
         self._finished = False
+        self._seconds: float | None = None
 
     def __enter__(self) -> "Recorder":
         return self
@@ -47,6 +48,7 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.keep()
         self._finished = kind is None
+        self._seconds = self.budget.spent
         self.save()
 
     def describe(self, **head: Any) -> None:
@@ -85,7 +87,8 @@ class Recorder:
     def record(self) -> dict[str, Any]:
         """The file's content."""
         parts = {**self._parts, "rows": self._parts["rows"] + self._current}
-        return to_json({**self._head, "finished": self._finished, "seconds": round(self.budget.spent, 1), **parts})
+        seconds = self.budget.spent if self._seconds is None else self._seconds
+        return to_json({**self._head, "finished": self._finished, "seconds": round(seconds, 1), **parts})
 
     def save(self) -> None:
         """Write the file as it stands."""

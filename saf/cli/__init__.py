@@ -1,5 +1,6 @@
 """The `saf` command: finds the command asked for, imports that one alone, and turns errors into messages."""
 
+import errno
 import importlib
 import os
 import sys
@@ -9,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from saf.errors import SafError
+from saf.invocation import invocation
 
 COMMANDS = {
     "data": "prepare text as token shards (data prepare), or look into such a folder (data info)",
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"saf {__version__}")
         return 0
     name, *rest = arguments
+    called = invocation.set(tuple(arguments))
     try:
         return _run(name, rest)
     except SafError as error:
@@ -50,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader went away (`saf ... | head`); keep Python from complaining when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"saf {name}: {_explain(name, error)}", file=sys.stderr)
+        return EXIT_ERROR
+    finally:
+        invocation.reset(called)
 
 
 def usage() -> str:
@@ -78,6 +86,23 @@ def _call(command: Any, rest: list[str], prog: str) -> int:
 
     tyro.cli(command, prog=prog, args=rest).run()
     return 0
+
+
+def _explain(name: str, error: OSError) -> str:
+    """Say which path the system refused, why, what to do, and what is left of a run."""
+    advice = {
+        errno.ENOSPC: "Free some space, or write to another disk",
+        errno.EDQUOT: "Free some space, or write to another disk",
+        errno.EACCES: "Choose another folder, or allow access to this one",
+        errno.EPERM: "Choose another folder, or allow access to this one",
+        errno.EROFS: "Choose another folder: this one is read-only",
+        errno.EEXIST: "Choose another folder: a file is there already",
+        errno.ENOTDIR: "Choose another folder: this path leads through a file",
+        errno.EISDIR: "Choose another name: this one is a folder",
+    }.get(error.errno or 0, "Check the path, or choose another one")
+    where = f"{error.filename}: " if error.filename else ""
+    kept = ". Checkpoints, if there are any, stay: go on with --resume" if name == "pretrain" else ""
+    return f"{where}{error.strerror or error}. {advice}{kept}"
 
 
 def _group_usage(name: str, module: ModuleType) -> str:

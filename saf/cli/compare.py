@@ -8,6 +8,7 @@ import tyro
 
 from saf.cli.output import columns, show
 from saf.evaluate.arms import compare_runs
+from saf.report.sections import timing_is_clear
 from saf.report.words import change_percent, gibibytes, seconds, signed
 
 
@@ -47,6 +48,13 @@ class Compare:
         return record
 
 
+def _speed(record: dict[str, Any]) -> str:
+    ratio = record["update_time_ratio"]
+    if not ratio:
+        return "too few updates to tell"
+    return f"{ratio:.3f}x as fast" + ("" if timing_is_clear(record) else ", not clear: spreads overlap")
+
+
 def _tables(record: dict[str, Any]) -> list[Any]:
     low, high = record["ci95"]
     ratio = record["update_time_ratio"]
@@ -62,7 +70,7 @@ def _tables(record: dict[str, Any]) -> list[Any]:
             "median update",
             seconds(record["update_seconds_ordinary"]),
             seconds(record["update_seconds_frozen"]),
-            f"{ratio:.3f}x as fast" if ratio else "too few updates to tell",
+            _speed(record),
         ],
         [
             "peak memory of an update",

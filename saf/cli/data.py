@@ -45,7 +45,7 @@ class DataInfo:
     """A folder made by `saf data prepare`."""
 
     verify: bool = False
-    """Also check every file's SHA-256 and that no document is in two partitions."""
+    """Also check every file's SHA-256."""
 
     json: bool = False
     """Print JSON instead of a table."""

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor
 
-from saf.cli.models import Source, open_data, open_source, pick_device
+from saf.cli.models import Source, open_data, open_source, pick_device, trained_data
 from saf.cli.options import FreezeOptions
 from saf.cli.output import show
-from saf.data import calibration_windows
+from saf.data import TokenData, calibration_windows
+from saf.data.token_data import check_separate
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.perplexity import autocast
 from saf.freeze import FreezeConfig, freeze_
@@ -38,6 +39,8 @@ class Freeze(FreezeOptions):
     """Calibration sequences."""
     length: int | None = None
     """Their length in tokens (the run's)."""
+    allow_shorter: bool = False
+    """Accept a length below the run's; the model then takes no longer input."""
     batch_size: int = 8
     """Sequences in a forward pass."""
     heldout_sequences: int = 32
@@ -94,10 +97,27 @@ class Freeze(FreezeOptions):
             )
         return {"gradient": gradient}
 
+    def _check_separate(self, data: TokenData, source: Source, config: FreezeConfig) -> None:
+        """Keep what the event reads apart from the text on which the run is reported, where that is visible."""
+        trained = trained_data(source) if data.fingerprint != source.state.get("data_fingerprint") else None
+        if trained is None:
+            return
+        check_separate(data, data.calibration_source, trained)
+        if "outputs" in config.needs:
+            check_separate(data, "controller", trained)
+
     def _batches(self, checkpoint: Checkpoint, config: FreezeConfig) -> tuple[list[Tensor], list[Tensor] | None]:
         settings = checkpoint.state.get("settings") or {}
-        data = open_data(self.data, Source(checkpoint.path, checkpoint))
-        length = self.length or settings.get("length") or checkpoint.state["model"]["max_length"]
+        source = Source(checkpoint.path, checkpoint)
+        data = open_data(self.data, source)
+        trained = settings.get("length") or checkpoint.state["model"]["max_length"]
+        length = trained if self.length is None else self.length
+        if length < trained and not self.allow_shorter:
+            raise InputError(
+                f"patterns of {length} tokens do not cover the {trained} tokens that the model was trained on; leave "
+                "--length out, or pass --allow-shorter to have a model that takes no longer input"
+            )
+        self._check_separate(data, source, config)
         seed = settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
         windows = calibration_windows(data, length=length, count=self.sequences, seed=seed)
         heldout = None

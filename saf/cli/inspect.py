@@ -2,11 +2,12 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from saf.cli.output import columns, facts, megabytes, show
@@ -14,6 +15,7 @@ from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.runs import Run
 from saf.files import read_json, read_tensors
+from saf.sidecar import check_sums
 from saf.train.checkpoint import checkpoints
 from saf.train.manifest import verify
 
@@ -65,6 +67,7 @@ def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "model": state["model"],
         "data_fingerprint": state.get("data_fingerprint"),
         "files": manifest["files"],
+        "patterns": patterns_by_layer(path, heads["frozen"]),
         **heads,
     }
     rows = {
@@ -77,7 +80,7 @@ def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "data": result["data_fingerprint"],
     }
     files = [[name, megabytes(entry["bytes"]), entry["sha256"][:16]] for name, entry in manifest["files"].items()]
-    tables: list[Any] = [facts(f"checkpoint {path}", rows), *_layer_table(heads)]
+    tables: list[Any] = [facts(f"checkpoint {path}", rows), *_layer_table(result)]
     return result, [*tables, columns("files, all sums verified", ["file", "size", "SHA-256"], files)]
 
 
@@ -130,32 +133,58 @@ def data_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 def saved_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Describe what `saf.save` wrote, and check that every frozen head has a finite pattern."""
+    """Check what `saf.save` wrote, sums and patterns, and describe it."""
     heads = frozen_heads(path)
-    tensors = read_tensors(path / "saf.safetensors")
-    patterns: Counter[str] = Counter()
-    for layer, head in heads["frozen"]:
-        names = [name for name in tensors if name.split(".")[:2] == [str(layer), str(head)] and "removed" not in name]
-        kinds = {name.split(".")[2] for name in names}
-        if kinds not in ({"alpha", "rho"}, {"weights"}) or not all(tensors[name].isfinite().all() for name in names):
-            raise CheckpointError(
-                f"{path}/saf.safetensors: the pattern of head ({layer}, {head}) is missing or damaged"
-            )
-        patterns["dense" if "weights" in kinds else "compact"] += 1
-    undo = sum(1 for name in tensors if ".removed.query.weight" in name)
-    sums = {
-        name: _sum(path / name)
-        for name in ("saf.json", "saf.safetensors", "model.safetensors")
-        if (path / name).is_file()
+    sums = check_sums(path, read_json(path / "saf.json"))
+    patterns = patterns_by_layer(path, heads["frozen"])
+    undo = sum(1 for name in read_tensors(path / "saf.safetensors") if ".removed.query.weight" in name)
+    kinds: Counter[str] = Counter()
+    for layer in patterns:
+        kinds.update(layer["kinds"])
+    result = {
+        "kind": "saved",
+        "path": str(path),
+        "verified": "saf.safetensors" in sums,
+        "patterns": patterns,
+        "sha256": sums,
+        **heads,
     }
-    result = {"kind": "saved", "path": str(path), "verified": True, "patterns": dict(patterns), "sha256": sums, **heads}
     rows = {
         "heads": _head_words(heads),
-        "patterns": ", ".join(f"{count} {kind}" for kind, count in patterns.items()) or "none",
+        "patterns": _kind_words(kinds),
         "can be undone": f"{undo} of {len(heads['frozen'])} heads",
         **{f"SHA-256 of {name}": value for name, value in sums.items()},
     }
-    return result, [facts(f"saved model {path}", rows), *_layer_table(heads)]
+    return result, [facts(f"saved model {path}", rows), *_layer_table(result)]
+
+
+def patterns_by_layer(path: Path, frozen: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return each layer's frozen patterns: how many of each kind, their length in tokens, one SHA-256 of their values.
+
+    Raises CheckpointError when a head's pattern is missing or not finite.
+    """
+    tensors = read_tensors(path / "saf.safetensors")
+    layers = []
+    for layer in sorted({layer for layer, _ in frozen}):
+        kinds: Counter[str] = Counter()
+        digest, length = hashlib.sha256(), 0
+        for head in (head for at, head in frozen if at == layer):
+            own = {
+                name: tensor
+                for name in ("alpha", "rho", "weights")
+                if (tensor := tensors.get(f"{layer}.{head}.{name}")) is not None
+            }
+            if set(own) not in ({"alpha", "rho"}, {"weights"}) or not all(t.isfinite().all() for t in own.values()):
+                raise CheckpointError(
+                    f"{path}/saf.safetensors: the pattern of head ({layer}, {head}) is missing or damaged"
+                )
+            kinds["dense" if "weights" in own else "compact"] += 1
+            for name, tensor in own.items():
+                length = tensor.shape[-1]
+                digest.update(f"{head}.{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        layers.append({"layer": layer, "kinds": dict(kinds), "length": length, "sha256": digest.hexdigest()})
+    return layers
 
 
 def frozen_heads(path: Path) -> dict[str, Any]:
@@ -172,10 +201,19 @@ def _verified(folder: Path) -> dict[str, Any]:
         return {"name": folder.name, "hash": None, "problem": str(error)}
 
 
-def _layer_table(heads: Mapping[str, Any]) -> list[Any]:
-    layers = sorted({layer for layer, _ in heads["frozen"]})
-    rows = [[str(layer), " ".join(str(head) for at, head in heads["frozen"] if at == layer)] for layer in layers]
-    return [columns("frozen heads", ["layer", "heads"], rows)] if rows else []
+def _layer_table(result: Mapping[str, Any]) -> list[Any]:
+    layers = sorted({layer for layer, _ in result["frozen"]})
+    rows = [[str(layer), " ".join(str(head) for at, head in result["frozen"] if at == layer)] for layer in layers]
+    if "patterns" not in result:
+        return [columns("frozen heads", ["layer", "heads"], rows)] if rows else []
+    for row, found in zip(rows, result["patterns"], strict=True):
+        row += [_kind_words(found["kinds"]), str(found["length"]), found["sha256"][:16]]
+    head = ["layer", "heads", "patterns", "length", "SHA-256"]
+    return [columns("frozen heads", head, rows)] if rows else []
+
+
+def _kind_words(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
 
 
 def _head_words(heads: Mapping[str, Any]) -> str:
@@ -185,11 +223,6 @@ def _head_words(heads: Mapping[str, Any]) -> str:
 def _shape(model: Mapping[str, Any]) -> str:
     names = ("num_layers", "num_heads", "hidden_size", "max_length", "vocab_size", "position")
     return ", ".join(f"{name} {model[name]}" for name in names if name in model)
-
-
-def _sum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 COMMAND = Inspect

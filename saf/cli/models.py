@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from saf.data import DataIndex, TokenData
+from saf.data import TokenData
+from saf.data.index import INDEX_FILE
 from saf.errors import DataError, InputError
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint
 
@@ -63,7 +64,7 @@ def open_data(folder: Path | None, source: Source) -> TokenData:
 
     Raises:
         InputError: No folder given or recorded.
-        DataError: The folder's tokenizer is not the one the model was trained with.
+        DataError: The folder's tokenizer is not the one the model was trained with, or nothing tells which that was.
     """
     if folder is None and source.data_folder is None:
         raise InputError(f"{source.folder} does not tell its data; give --data, a folder made by `saf data prepare`")
@@ -73,16 +74,29 @@ def open_data(folder: Path | None, source: Source) -> TokenData:
     return data
 
 
+def trained_data(source: Source) -> TokenData | None:
+    """Open the data that a model was trained on; None unless the recorded folder is visible and unchanged."""
+    if source.data_folder is None or not (Path(source.data_folder) / INDEX_FILE).is_file():
+        return None
+    data = TokenData.open(source.data_folder)
+    return data if data.fingerprint == source.state.get("data_fingerprint") else None
+
+
 def _check_tokenizer(data: TokenData, source: Source) -> None:
-    """Compare tokenizers where the training data folder is still there; other text by the same one is fine."""
-    trained = Path(str(source.data_folder))
-    if not (trained / "index.json").is_file():
-        return
-    expected, got = DataIndex.load(trained).tokenizer.sha256, data.index.tokenizer.sha256
+    """Compare tokenizers; other text by the same one is fine."""
+    expected, got = source.state.get("tokenizer"), data.index.tokenizer.sha256
+    if expected is None:
+        trained = trained_data(source)
+        if trained is None:
+            raise DataError(
+                f"{source.folder} does not record its tokenizer, and the data it was trained on, {source.data_folder}, "
+                f"are not there to compare; {data.folder} holds other data. Give --data, the folder it was trained on"
+            )
+        expected = trained.index.tokenizer.sha256
     if expected != got:
         raise DataError(
             f"{data.folder} was made with another tokenizer ({got[:12]}) than the model's training data "
-            f"({expected[:12]}); prepare the text with the tokenizer of {trained}"
+            f"({expected[:12]}); prepare the text with the tokenizer of {source.data_folder}"
         )
 
 

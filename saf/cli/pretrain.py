@@ -125,10 +125,14 @@ class Pretrain:
         given = self._given()
         if self.resume and (self.out / "config.json").exists():
             recorded = recorded_config(self.out).to_dict()
+            if self.parent is not None and not _same(self.parent, recorded["parent"]):
+                given["parent"] = str(self.parent)
             return TrainConfig.from_dict({**recorded, **given, "out": str(self.out)})
         if self.parent is not None:
             return continue_from(self.parent, out=self.out, **given)
         if self.data is None:
+            if self.resume:
+                raise InputError(f"{self.out} holds no run to resume; check --out, or start a new run with --data")
             raise InputError("a new run needs --data, a folder made by `saf data`")
         return TrainConfig(**given, out=str(self.out))
 
@@ -155,6 +159,10 @@ class Pretrain:
 COMMAND = Pretrain
 
 
+def _same(path: Path, recorded: str | None) -> bool:
+    return recorded is not None and path.resolve() == Path(recorded).resolve()
+
+
 def _number(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
@@ -174,6 +182,7 @@ def _table(result: dict[str, Any]) -> Table:
     if event:
         rows["heads frozen"] = f"{len(event['heads'])} after update {event['update']:,}"
         rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
+    if event.get("loss_before") is not None:
         rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after freezing"
     rows["checkpoint"] = result["checkpoint"]
     return facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)

@@ -92,7 +92,7 @@ class DataIndex:
         """Read a folder's index.json; raise DataError when it is missing or damaged."""
         path = folder / INDEX_FILE
         if not folder.is_dir():
-            raise DataError(f"{folder}: no such data folder; make one with `saf data prepare`")
+            raise DataError(f"{folder}: no such data folder here; give --data, or make one with `saf data prepare`")
         if not path.is_file():
             raise DataError(f"{folder}: not a data folder, it has no {INDEX_FILE}; make one with `saf data prepare`")
         try:

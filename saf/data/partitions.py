@@ -95,8 +95,10 @@ def assign(
 
 def check_disjoint(digests: np.ndarray, partition: np.ndarray):
     """Raise DataError if a document, known by its digest `[documents, 16]`, lies in two partitions."""
-    order = np.lexsort(digests.T)
-    same = (digests[order][1:] == digests[order][:-1]).all(axis=1)
+    # As two numbers each, which sort several times faster than sixteen bytes.
+    halves = np.ascontiguousarray(digests).view(np.uint64)
+    order = np.lexsort(halves.T)
+    same = (halves[order][1:] == halves[order][:-1]).all(axis=1)
     clash = np.flatnonzero(same & (partition[order][1:] != partition[order][:-1]))
     if len(clash):
         first, second = (PARTITIONS[partition[order[clash[0] + step]]] for step in (0, 1))

@@ -134,7 +134,7 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
         DataError: when the partition has fewer than `count` windows.
     """
     if source is None:
-        source = "train" if data.index.calibration_from == "train" else "calibration"
+        source = data.calibration_source
     if source not in ("calibration", "train"):
         raise InputError(f"calibration windows come from 'calibration' or 'train'; got {source!r}")
     if length < 1 or count < 1 or seed < 0:

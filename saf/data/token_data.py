@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from saf.data.documents import DIGEST_BYTES
 from saf.data.index import PARTITIONS, TOKENIZER_FILE, DataIndex, FileInfo
 from saf.data.partitions import check_disjoint
 from saf.data.shards import ShardedTokens
@@ -23,11 +24,11 @@ class TokenData:
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = False) -> "TokenData":
-        """Open a data folder, checking every file's size.
+        """Open a data folder, checking every file's size and that no document is in two partitions.
 
         Args:
             folder: made by `saf.data.prepare`.
-            verify: also check every file's SHA-256 and that no document is in two partitions.
+            verify: also check every file's SHA-256.
 
         Raises:
             DataError: when a file is missing, was changed, or belongs to another folder.
@@ -39,8 +40,7 @@ class TokenData:
         for info in _files(index):
             _check_file(folder, info, verify=verify)
         data = cls(folder, index)
-        if verify:
-            _check_disjoint(folder, index)
+        _check_disjoint(data)
         return data
 
     @property
@@ -57,6 +57,11 @@ class TokenData:
     def eot_id(self) -> int:
         """Id of the token that ends every document."""
         return self.index.tokenizer.eot_id
+
+    @property
+    def calibration_source(self) -> str:
+        """The partition that calibration text is drawn from: `calibration` or `train`."""
+        return "train" if self.index.calibration_from == "train" else "calibration"
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that made the tokens."""
@@ -80,6 +85,14 @@ class TokenData:
             raise DataError(self._why_empty(partition))
         paths = [self.folder / shard.file for shard in info.shards]
         return ShardedTokens(paths, np.dtype(self.index.dtype).newbyteorder("<"))
+
+    def digests(self, partition: str) -> np.ndarray:
+        """Return the digest of each document of a partition, uint8 `[documents, 16]`."""
+        info = self._partition(partition).digests
+        data = (self.folder / info.file).read_bytes() if info else b""
+        if len(data) % DIGEST_BYTES:
+            raise DataError(f"{self.folder}: damaged digests of its {partition} documents; prepare it again")
+        return np.frombuffer(data, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
     def _partition(self, name: str):
         if name not in PARTITIONS:
@@ -135,11 +148,21 @@ def _check_file(folder: Path, info: FileInfo, *, verify: bool):
             raise DataError(f"{path}: damaged, its SHA-256 is not the one recorded; prepare the folder again")
 
 
-def _check_disjoint(folder: Path, index: DataIndex):
-    digests, partition = [], []
-    for number, name in enumerate(PARTITIONS):
-        info = index.partitions[name].digests
-        if info and info.bytes:
-            digests.append(np.fromfile(folder / info.file, dtype=np.uint8).reshape(-1, 16))
-            partition += [number] * len(digests[-1])
-    check_disjoint(np.concatenate(digests), np.array(partition))
+def _check_disjoint(data: TokenData):
+    owner: dict[str, str] = {}
+    for name, info in data.index.partitions.items():
+        for shard in info.shards:
+            if owner.setdefault(shard.sha256, name) != name:
+                raise DataError(f"{data.folder}: {owner[shard.sha256]} and {name} hold the same text; prepare it again")
+    digests = [data.digests(name) for name in PARTITIONS]
+    check_disjoint(np.concatenate(digests), np.repeat(np.arange(len(PARTITIONS)), [len(part) for part in digests]))
+
+
+def check_separate(data: TokenData, partition: str, reported: TokenData):
+    """Raise DataError if a document of `partition` is also in the report partition of another data folder."""
+    mine, theirs = ({bytes(row) for row in part} for part in (data.digests(partition), reported.digests("report")))
+    if shared := len(mine & theirs):
+        raise DataError(
+            f"{shared} documents of the {partition} partition of {data.folder} are also in the report partition of "
+            f"{reported.folder}, on which the model is reported; give --data without them"
+        )

@@ -21,8 +21,8 @@ _TIMING = (
     "update_seconds_spread_frozen",
     "timed_updates",
 )
-# The same data may lie elsewhere: their fingerprint is compared.
-_IRRELEVANT = frozenset({"data.folder"})
+# The same data may lie elsewhere: their fingerprint, which covers the tokenizer, is compared.
+_IRRELEVANT = frozenset({"data.folder", "data.tokenizer"})
 
 
 def compare_runs(
@@ -143,13 +143,17 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _parent_difference(ordinary: Run, frozen: Run) -> list[str]:
     """Return a line unless both arms start from the same weights, or the frozen one from a checkpoint of the other."""
-    hashes = [(run.config.get("parent") or {}).get("hash") for run in (ordinary, frozen)]
-    if hashes[0] == hashes[1] or hashes[1] in _checkpoint_hashes(ordinary):
+    parents = [run.config.get("parent") or {} for run in (ordinary, frozen)]
+    hashes = [parent.get("hash") for parent in parents]
+    origins = {hashes[1], parents[1].get("frozen_from")} - {None}
+    if hashes[0] == hashes[1] or origins & (_checkpoint_hashes(ordinary) | {hashes[0]}):
         return []
     shown = [f"checkpoint {value[:12]}" if value else "no checkpoint" for value in hashes]
     return [f"parent: the ordinary arm starts from {shown[0]}, the frozen arm from {shown[1]}"]
 
 
 def _checkpoint_hashes(run: Run) -> set[str]:
+    """Return the hashes of a run's checkpoints, that at its freezing point even when it was removed."""
     manifests = (run.folder / "checkpoints").glob("*/manifest.json")
-    return {str(read_json(manifest).get("hash")) for manifest in manifests}
+    branch = ((run.result or {}).get("provenance") or {}).get("branch_hash")
+    return {str(read_json(manifest).get("hash")) for manifest in manifests} | ({branch} if branch else set())

@@ -1,14 +1,16 @@
 """Paired perplexity differences: two models, the same held-out windows."""
 
 import math
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.errors import CompareError, InputError
+from saf.errors import CompareError, DivergenceError, InputError
 
 _RESAMPLES_AT_ONCE = 4_194_304  # window draws held in memory together
+_LARGEST_LOSS = math.log(sys.float_info.max)  # 709.8 nats
 
 
 def paired_delta_ppl(
@@ -34,6 +36,7 @@ def paired_delta_ppl(
     Raises:
         CompareError: Different windows.
         InputError: Empty or non-finite log-probabilities, fewer than one resample.
+        DivergenceError: A loss whose perplexity is past the largest float.
     """
     if windows_hash is not None and windows_hash[0] != windows_hash[1]:
         raise CompareError(
@@ -48,6 +51,12 @@ def paired_delta_ppl(
     ordinary = window_losses(log_probs_ordinary)
     frozen = window_losses(log_probs_frozen)
     loss_ordinary, loss_frozen = float(ordinary.mean()), float(frozen.mean())
+    for arm, loss in (("ordinary", loss_ordinary), ("frozen", loss_frozen)):
+        if loss > _LARGEST_LOSS:
+            raise DivergenceError(
+                f"the {arm} model's loss is {loss:.1f} nats per token; its perplexity is past the largest float "
+                f"(losses up to {_LARGEST_LOSS:.1f}), so there is nothing to compare"
+            )
     draws = bootstrap_means(frozen - ordinary, resamples=resamples, seed=seed)
     low, high = torch.quantile(100.0 * torch.expm1(draws), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return {

@@ -70,7 +70,7 @@ def evaluate_perplexity(
         "length": length,
         "tokens": log_probs.numel(),
         "loss": loss,
-        "perplexity": math.exp(loss),
+        "perplexity": perplexity_of(loss),
         "precision": resolve_precision(device, precision),
         "data_fingerprint": data.fingerprint,
         "windows_hash": hash_windows(windows),
@@ -81,6 +81,14 @@ def evaluate_perplexity(
         )
         write_json(Path(out) / "evaluation.json", record)
     return record
+
+
+def perplexity_of(loss: float) -> float:
+    """Return exp(loss), infinity where that is past the largest float; `loss` in nats per token."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def hash_windows(windows: Tensor) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "Certificate",
     "accepted",
     "certify",
+    "check_fitter_options",
     "check_targets",
     "fit_compact",
     "fit_kl",
@@ -67,7 +68,7 @@ def fit_with_certificate(
     eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any
 ) -> tuple[CompactPattern, Certificate]:
     """Return what `fit_compact` returns, and how far each fitted marginal is from its target."""
-    _check_options(fitter, options)
+    check_fitter_options(fitter, options)
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     constant_after = options.get("alpha_constant_after")
@@ -88,7 +89,8 @@ def fit_with_certificate(
     return pattern, certificate
 
 
-def _check_options(fitter: str, options: dict[str, Any]) -> None:
+def check_fitter_options(fitter: str, options: dict[str, Any]) -> None:
+    """Raise InputError for an unknown fitter, or for options that it does not take."""
     if fitter not in FITTERS:
         raise InputError(f"fitter must be one of {', '.join(FITTERS)}; got {fitter!r}")
     parameters = inspect.signature(FITTERS[fitter]).parameters.values()

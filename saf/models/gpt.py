@@ -103,7 +103,12 @@ class GPT(nn.Module):
         as first real positions. Targets of -100 are left out of the loss.
         """
         if attention_mask is not None:
+            if attention_mask.shape != input_ids.shape:
+                shapes = f"{list(input_ids.shape)}; got {list(attention_mask.shape)}"
+                raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
             start = left_padding(attention_mask)
+        elif start is not None:
+            check_start(start, input_ids)
         hidden = self.hidden(input_ids, start)
         if targets is None:
             return F.linear(hidden, self.embed.weight)
@@ -113,6 +118,15 @@ class GPT(nn.Module):
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the log-probability of every target token, `[B, T]` float32, in nats."""
         return linear_log_probs(self.hidden(input_ids), self.embed.weight, targets)
+
+
+def check_start(start: Tensor, input_ids: Tensor) -> None:
+    """Raise InputError unless `start` is a position of each row, `[B]`; values go unchecked in compiled code."""
+    batch, length = input_ids.shape[0], input_ids.shape[-1]
+    if start.shape != (batch,) or start.is_floating_point():
+        raise InputError(f"start must be integers [{batch}], one a row; got {start.dtype} {list(start.shape)}")
+    if not torch.compiler.is_compiling() and ((start < 0) | (start >= length)).any():
+        raise InputError(f"start must be positions 0 to {length - 1}; got {start.tolist()}")
 
 
 def left_padding(attention_mask: Tensor) -> Tensor:

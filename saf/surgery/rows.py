@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError
+from saf.surgery.stale_moments import watch_stale_moments
 
 Plan = Sequence[int | dict[str, Tensor]]
 """For each head of the result: the old slot it comes from, or rows to put back, by name (`weight`, moments)."""
@@ -65,8 +66,11 @@ def rearrange_(
 ) -> None:
     """Rebuild the head rows of a parameter and of its moments by a plan; its gradient is dropped.
 
-    Rows to put back that lack a moment (frozen before the optimiser's first step) get zeros.
+    Rows to put back that lack a moment (frozen before the optimiser's first step) get zeros. Without an optimiser the
+    parameter is watched: one that still holds its moments in the old shape is refused at its next step.
     """
+    if optimizer is None:
+        watch_stale_moments(parameter)
     state = moments(parameter, optimizer)
     for name, old in state.items():
         assert optimizer is not None
@@ -79,11 +83,13 @@ def replace_data_(parameter: Tensor, data: Tensor) -> None:
 
     A graph that is still alive (a loss kept in a variable) keeps the node that accumulates the parameter's gradient,
     with the old shape. PyTorch forgets that node when the dtype changes, so the data passes through another one.
+    An open autocast context would go on with the old data's cast, so its cache is emptied.
     """
     other = torch.float32 if data.dtype == torch.float64 else torch.float64
     parameter.data = data.new_empty(0, dtype=other)
     parameter.data = data
     parameter.grad = None
+    torch.clear_autocast_cache()
 
 
 def _rebuilt(old: Tensor, dimension: int, plan: Plan, head_dim: int, name: str) -> Tensor:

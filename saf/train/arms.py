@@ -21,7 +21,7 @@ def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> Tra
         InputError: Freezing before the parent, or an unknown setting.
     """
     checkpoint = open_checkpoint(parent)
-    settings = TrainConfig.from_dict(checkpoint.state["settings"]).to_dict()
+    settings = TrainConfig.from_dict({**checkpoint.state["settings"], "freeze": None}).to_dict()
     if unknown := sorted(changes.keys() - settings.keys()):
         raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
     freeze = changes.get("freeze")

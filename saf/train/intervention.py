@@ -2,12 +2,35 @@
 
 from dataclasses import replace
 
+import torch
+
+from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
+from saf.fit import check_fitter_options
 from saf.freeze import freeze_
+from saf.ops.backends import choose_backend
 from saf.schedules import Event
+from saf.scores import HOW_TO_COLLECT, score_name
 from saf.train.batches import calibration_batches, heldout_batches
+from saf.train.config import TrainConfig
+from saf.train.execution import Execution
 from saf.train.gradients import reads_gradient
 from saf.train.training import Training
+
+
+def check_freeze(config: TrainConfig, execution: Execution) -> None:
+    """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
+    freeze = config.freeze
+    if freeze is None:
+        return
+    dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
+    choose_backend(freeze.backend, device=execution.device, dtypes=[dtype])
+    check_fitter_options(freeze.fitter, freeze.fitter_options)
+    if unknown := sorted(freeze.needs - HOW_TO_COLLECT.keys()):
+        raise InputError(
+            f"score {score_name(freeze.score)!r} needs {', '.join(unknown)}, which a run cannot give; "
+            f"it gives {', '.join(sorted(HOW_TO_COLLECT))}"
+        )
 
 
 def controller_loss(training: Training, when: str) -> float:

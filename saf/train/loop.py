@@ -1,5 +1,7 @@
 """Pretraining from the first update, or the last checkpoint, to the final numbers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +39,29 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     with StopRequest() as stop:
         training = start_training(config, resume=resume, clock=clock)
         try:
-            finished = _train(training, stop)
+            with _full_disk_explained(training, "logs"):
+                finished = _train(training, stop)
         except DivergenceError as error:
             raise DivergenceError(f"{error}. {_last_good(training)}, with a lower peak_lr") from None
-        except OSError as error:
-            if not is_full(error):
-                raise
-            raise CheckpointError(f"no space left on the disk for the run's logs. {_last_good(training)}") from error
         finally:
             training.close()
     if not finished:
         return {"stopped_at": training.update, "checkpoint": str(latest(training.checkpoints))}
-    return finish(training)
+    with _full_disk_explained(training, "result"):
+        return finish(training)
+
+
+@contextmanager
+def _full_disk_explained(training: Training, files: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise CheckpointError(
+            f"no space left on the disk for the run's {files}. {_last_good(training)}; "
+            "nothing up to there is lost: free some space, then resume"
+        ) from error
 
 
 def _train(training: Training, stop: StopRequest) -> bool:
@@ -98,6 +111,7 @@ def save(training: Training, *, after_freezing: bool = False) -> Path:
         "model": training.model.config.to_dict(),
         "settings": training.config.to_dict(),
         "data_fingerprint": training.data.fingerprint,
+        "tokenizer": training.data.index.tokenizer.sha256,
         "schedule": training.schedule.state_dict() if training.schedule else None,
         KEY: training.gradient.state_dict() if training.gradient else None,
         "random": capture_random_state(),

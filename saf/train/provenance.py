@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import saf
+from saf.invocation import invocation
 
 PACKAGES = ("saf", "torch", "triton", "numpy", "safetensors", "transformers")
 
@@ -57,6 +58,8 @@ def versions() -> dict[str, str | None]:
 
 def command() -> str:
     """Return the command line, with the program's name alone: its folder says nothing about the result."""
+    if (arguments := invocation.get()) is not None:
+        return shlex.join(["saf", *arguments])
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     return shlex.join(["saf" if program == "__main__.py" else program, *sys.argv[1:]])
 

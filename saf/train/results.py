@@ -2,15 +2,17 @@
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
+from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.files import read_json, read_lines, write_json
 from saf.surgery import state_of
-from saf.train.checkpoint import checkpoint_hash, latest
-from saf.train.manifest import file_hash
+from saf.train.checkpoint import checkpoint_hash, latest, step_name
+from saf.train.manifest import MANIFEST, file_hash
 from saf.train.provenance import provenance
 from saf.train.training import Training
 
@@ -21,9 +23,19 @@ def finish(training: Training) -> dict[str, Any]:
     """Evaluate the reporting partition, write result.json and return it.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `total_seconds` counts updates
-    (compilation in the first ones included) and the intervention, not evaluation and checkpoints.
+    (compilation in the first ones included) and the intervention, not evaluation and checkpoints. A run whose time
+    was over before its freezing point is an ordinary one; a warning says so.
+
+    Raises:
+        InputError: The time was over before the first update.
     """
     folder = training.folder
+    final = latest(training.checkpoints)
+    if final is None:
+        raise InputError(
+            f"time_budget_seconds={training.config.time_budget_seconds:g} was over before the first update "
+            f"({training.clock.elapsed:.1f} s went into setting the run up); allow more time, in another folder"
+        )
     record = evaluate_perplexity(
         training.model,
         training.data,
@@ -34,14 +46,19 @@ def finish(training: Training) -> dict[str, Any]:
         out=folder,
     )
     metrics = read_lines(folder / "metrics.jsonl")
-    intervention = intervention_record(folder) if training.config.freeze is not None else None
+    intervention = intervention_record(folder) if (folder / "freeze.json").exists() else None
+    if training.config.freeze is not None and intervention is None:
+        warnings.warn(
+            f"the run ended after update {training.update}, before its freezing point at update "
+            f"{training.config.freeze_update}: no heads were frozen. Allow more time, or freeze earlier (freeze_at)",
+            stacklevel=3,
+        )
     last = metrics[-max(1, min(100, training.config.updates // 20)) :]
     seconds = sum(line["update_seconds"] for line in metrics)
     seconds += sum(intervention["seconds"].values()) if intervention else 0.0
-    final = latest(training.checkpoints) or Path(training.config.parent or "")
     result = {
         "schema": SCHEMA,
-        "arm": "frozen" if training.config.freeze is not None or _frozen_heads(training) else "ordinary",
+        "arm": "frozen" if intervention or _frozen_heads(training) else "ordinary",
         "updates": training.update,
         "tokens": training.update * training.tokens_per_update,
         "train_loss": fmean(line["loss"] for line in last) if last else None,
@@ -56,6 +73,7 @@ def finish(training: Training) -> dict[str, Any]:
         "provenance": {
             **provenance(training.execution.device_name),
             "parent_hash": training.parent_hash,
+            "branch_hash": _branch_hash(training),
             "final_hash": checkpoint_hash(final),
             "config_hash": config_hash(read_json(folder / "config.json")),
             "patterns_hash": file_hash(folder / "freeze.safetensors") if intervention else None,
@@ -102,6 +120,13 @@ def config_hash(config: dict[str, Any]) -> str:
     kept["data"] = config["data"]["fingerprint"]
     kept["parent"] = config["parent"]["hash"] if config["parent"] else None
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _branch_hash(training: Training) -> str | None:
+    """Return the hash of the checkpoint at the freezing point: it stays known when the folder is thinned out."""
+    update = training.config.freeze_update
+    path = None if update is None else training.checkpoints / step_name(update)
+    return checkpoint_hash(path) if path is not None and (path / MANIFEST).is_file() else None
 
 
 def _frozen_heads(training: Training) -> list[list[int]]:

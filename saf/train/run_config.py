@@ -6,7 +6,7 @@ from typing import Any
 
 from saf.data import TokenData
 from saf.errors import InputError
-from saf.files import read_json
+from saf.files import read_json, to_json
 from saf.models import GPTConfig, preset
 from saf.train.config import TrainConfig
 from saf.train.execution import Execution
@@ -58,7 +58,7 @@ def run_config(
         "model": asdict(model),
         "train": train,
         "freeze": freeze,
-        "data": {"folder": config.data, "fingerprint": data.fingerprint},
+        "data": {"folder": config.data, "fingerprint": data.fingerprint, "tokenizer": data.index.tokenizer.sha256},
         "parent": parent,
         "device": execution.device_name,
         "settings": settings,
@@ -70,12 +70,12 @@ def recorded_config(folder: Path | str) -> TrainConfig:
     return TrainConfig.from_dict(read_json(Path(folder) / "config.json")["settings"])
 
 
-def check_same_run(config: TrainConfig, recorded: TrainConfig) -> None:
-    """Raise InputError naming every setting that differs from the run to resume, but for paths and logging."""
-    asked, before = config.to_dict(), recorded.to_dict()
-    changed = [key for key in asked if key not in _FREE_ON_RESUME and asked[key] != before[key]]
+def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
+    """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
+    asked = to_json(config.to_dict())
+    changed = [key for key in asked if key not in _FREE_ON_RESUME and asked[key] != before.get(key)]
     if changed:
-        shown = "; ".join(f"{key}: the run has {before[key]!r}, got {asked[key]!r}" for key in changed)
+        shown = "; ".join(f"{key}: the run has {before.get(key)!r}, got {asked[key]!r}" for key in changed)
         raise InputError(
             f"cannot resume with other settings ({shown}). Leave them out, or start another run with parent="
         )

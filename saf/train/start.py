@@ -1,5 +1,6 @@
 """Setting a run up: new, from a parent's checkpoint, or resumed."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from saf.train.clock import Clock
 from saf.train.config import TrainConfig
 from saf.train.execution import Execution
 from saf.train.gradients import start_gradient
+from saf.train.intervention import check_freeze
 from saf.train.locking import lock_folder
 from saf.train.observer import Observer
 from saf.train.optimizer import build_optimizer
 from saf.train.progress import Progress
 from saf.train.random_state import restore_random_state
 from saf.train.records import keep_lines_
-from saf.train.run_config import check_same_run, model_config, recorded_config, run_config
+from saf.train.run_config import check_same_run, model_config, run_config
 from saf.train.throughput import flops_per_token, peak_flops
 from saf.train.training import Training
+
+EVENT_FILES = ("freeze.json", "freeze.safetensors")
 
 
 def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Training:
@@ -36,14 +40,16 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
         CheckpointError: The checkpoint is damaged, or is of other data or another model.
     """
     folder = Path(config.out)
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(folder)
-    _check_folder(folder, config, resume)
+    lock = None
+    if (folder / "config.json").exists():
+        lock = lock_folder(folder)
+        _check_folder(folder, config, resume)
     execution = Execution.of(config)
     data = TokenData.open(config.data)
     shape = model_config(config, data)
     length = config.length or shape.max_length
     check_heldout(data, config, length=length)
+    check_freeze(config, execution)
     own = latest(folder / "checkpoints") if resume else None
     origin = own or config.parent
     checkpoint = open_checkpoint(origin) if origin else None
@@ -55,10 +61,15 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
     update = checkpoint.update if checkpoint else 0
     if own and checkpoint:
         clock.advance(checkpoint.state["elapsed_seconds"])
-    write_json(folder / "config.json", run_config(config, model=shape, data=data, execution=execution, parent=parent))
-    _cut_logs(folder, update, after_event=own is not None and own.name.endswith("-frozen"))
     state = checkpoint.state if checkpoint else None
     schedule = _schedule(config, state["schedule"] if own and state else None)
+    gradient = start_gradient(model, config, schedule, state=state, update=update)
+    # Settings that cannot be used leave no folder behind.
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    lock = lock or lock_folder(folder)
+    remove_leftovers_(folder / "checkpoints")
+    record = run_config(config, model=shape, data=data, execution=execution, parent=parent)
+    _write_start(folder, config, record, update=update, own=own)
     position = update * config.batch_size * config.accumulation
     windows = SAMPLERS[config.sampler](data.tokens("train"), length=length, seed=config.seed)
     return Training(
@@ -72,7 +83,7 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
         optimizer=optimizer,
         batches=MicroBatches(windows, size=config.batch_size, position=position, device=execution.device),
         schedule=schedule,
-        gradient=start_gradient(model, config, schedule, state=state, update=update),
+        gradient=gradient,
         clock=clock,
         observer=_observer(config, folder, execution, shape, length, update, clock),
         update=update,
@@ -82,12 +93,9 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
 
 
 def _check_folder(folder: Path, config: TrainConfig, resume: bool) -> None:
-    exists = (folder / "config.json").exists()
-    if exists and not resume:
+    if not resume:
         raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
-    if exists:
-        check_same_run(config, recorded_config(folder))
-    remove_leftovers_(folder / "checkpoints")
+    check_same_run(config, read_json(folder / "config.json")["settings"])
 
 
 def _check_fits(checkpoint: Checkpoint, shape: GPTConfig, data: TokenData) -> None:
@@ -116,7 +124,16 @@ def _parent_record(
             f"the parent used {position // max(checkpoint.update, 1)} windows an update, this run "
             f"{config.batch_size} x {config.accumulation}; keep their product so that the data go on where they stopped"
         )
-    return {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
+    ended = checkpoint.update >= config.updates if config.freeze is None else checkpoint.update > config.updates
+    if ended and config.time_budget_seconds is None:
+        raise InputError(
+            f"the parent has done {checkpoint.update} updates already, and updates={config.updates} counts from the "
+            "very first; ask for more, or choose an earlier parent"
+        )
+    record = {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
+    # `saf freeze` leaves the record of the event beside the checkpoint that it made from another one.
+    by_freeze = all((checkpoint.path / name).is_file() for name in EVENT_FILES)
+    return {**record, "frozen_from": checkpoint.parent} if by_freeze else record
 
 
 def _build(config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoint: Checkpoint | None):
@@ -139,7 +156,17 @@ def _schedule(config: TrainConfig, state: dict[str, Any] | None) -> Schedule | N
     return schedule
 
 
-def _cut_logs(folder: Path, update: int, *, after_event: bool) -> None:
+def _write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, update: int, own: Path | None) -> None:
+    """Write config.json, cut the logs back, and take over the record of the event that `saf freeze` carried out."""
+    write_json(folder / "config.json", record)
+    _cut_logs(folder, config, update, after_event=own is not None and own.name.endswith("-frozen"))
+    parent = record["parent"] or {}
+    if own is None and config.freeze is None and "frozen_from" in parent:
+        for name in EVENT_FILES:
+            shutil.copyfile(Path(parent["path"]) / name, folder / name)
+
+
+def _cut_logs(folder: Path, config: TrainConfig, update: int, *, after_event: bool) -> None:
     """Drop what was logged after the checkpoint; its update's event will be met again, unless it is over."""
 
     def keep(line: dict[str, Any]) -> bool:
@@ -148,6 +175,9 @@ def _cut_logs(folder: Path, update: int, *, after_event: bool) -> None:
     keep_lines_(folder / "metrics.jsonl", lambda line: line["update"] <= update)
     keep_lines_(folder / "evaluations.jsonl", keep)
     (folder / "result.json").unlink(missing_ok=True)
+    freeze = folder / "freeze.json"
+    if config.freeze and freeze.exists() and not after_event and read_json(freeze)["update"] >= update:
+        freeze.unlink()
 
 
 def _observer(

@@ -2,9 +2,15 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from saf.cli.compare import _speed
+from saf.cli.models import Source, open_data, open_source
+from saf.data import TokenData, prepare
+from saf.data.token_data import check_separate
+from saf.errors import DataError
 from saf.evaluate.runs import read_evaluation
 from saf.files import read_json
 
@@ -29,12 +35,39 @@ def test_evaluate_shows_a_table_and_writes_nothing_unasked(saf, arms):
 
 
 def test_evaluate_refuses_text_of_another_tokenizer(saf, arms, text_data, tmp_path):
-    from saf.data import prepare
-
     prepare([str(text_data.parent / "text")], tmp_path / "other", vocab_size=280, heldout_fraction=0.3, progress=False)
     code, _, err = saf("evaluate", arms[0], "--data", tmp_path / "other")
     assert code == 2
     assert "another tokenizer" in err
+
+
+def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, text_data, tmp_path):
+    options = {"heldout_fraction": 0.3, "seed": 1, "progress": False}
+    text = [str(text_data.parent / "text")]
+    prepare(text, tmp_path / "foreign", vocab_size=280, **options)
+    prepare(text, tmp_path / "same", tokenizer=str(text_data / "tokenizer.json"), **options)
+    opened = open_source(arms[0])
+    state = opened.state | {"settings": opened.state["settings"] | {"data": "gone"}}
+    source = Source(opened.folder, replace(opened.checkpoint, state=state))
+    with pytest.raises(DataError, match="another tokenizer"):
+        open_data(tmp_path / "foreign", source)
+    assert open_data(tmp_path / "same", source).fingerprint != state["data_fingerprint"]
+    with pytest.raises(DataError, match="gone: no such data folder here; give --data"):
+        open_data(None, source)
+    del state["tokenizer"]
+    with pytest.raises(DataError, match="does not record its tokenizer"):
+        open_data(tmp_path / "same", source)
+    assert open_data(text_data, source).fingerprint == state["data_fingerprint"]
+
+
+def test_evaluate_refuses_a_training_folder_made_anew_with_another_tokenizer(arms, text_data, tmp_path):
+    folder = tmp_path / "data"
+    prepare([str(text_data.parent / "text")], folder, vocab_size=280, heldout_fraction=0.3, progress=False)
+    opened = open_source(arms[0])
+    state = opened.state | {"settings": opened.state["settings"] | {"data": str(folder)}}
+    del state["tokenizer"]
+    with pytest.raises(DataError, match="does not record its tokenizer"):
+        open_data(None, Source(opened.folder, replace(opened.checkpoint, state=state)))
 
 
 def test_evaluate_needs_data_for_a_model_that_does_not_tell(saf, saf_json, arms, text_data, tmp_path):
@@ -128,10 +161,23 @@ def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_p
 
     save(load_model(arms[1] / "checkpoints" / "step-24"), tmp_path / "saved")
     told = saf_json("inspect", tmp_path / "saved")
-    assert (told["kind"], told["patterns"], len(told["frozen"])) == ("saved", {"compact": 2}, 2)
+    assert (told["kind"], told["verified"], len(told["frozen"])) == ("saved", True, 2)
+    assert sum(layer["kinds"]["compact"] for layer in told["patterns"]) == 2
+    assert {layer["length"] for layer in told["patterns"]} == {32}
+    assert told["patterns"] == saf_json("inspect", arms[1] / "checkpoints" / "step-24")["patterns"]
+    weights = tmp_path / "saved" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    code, _, err = saf("inspect", tmp_path / "saved")
+    assert code == 2
+    assert f"{weights} is damaged" in err
+    weights.write_bytes(content)
     tensors = load_file(tmp_path / "saved" / "saf.safetensors")
     tensors.pop(next(name for name in tensors if name.endswith(".rho")))
     save_file(tensors, tmp_path / "saved" / "saf.safetensors")
+    state = read_json(tmp_path / "saved" / "saf.json")
+    del state["sha256"]
+    (tmp_path / "saved" / "saf.json").write_text(json.dumps(state))
     code, _, err = saf("inspect", tmp_path / "saved")
     assert code == 2
     assert "is missing or damaged" in err
@@ -148,6 +194,24 @@ def test_freeze_writes_a_checkpoint_that_evaluates_and_continues(saf, saf_json, 
     code, _, err = saf("pretrain", "--parent", tmp_path / "frozen", "--out", tmp_path / "run", "--quiet")
     assert code == 0, err
     assert saf_json("inspect", tmp_path / "run")["frozen"] == told["heads"]
+
+
+def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json, arms, tmp_path):
+    options = ("--rate", 0.25, "--sequences", 4, "--batch-size", 4, "--device", "cpu")
+    saf_json("freeze", arms[0] / "checkpoints" / "step-12", "--out", tmp_path / "frozen", *options)
+    result = saf_json("pretrain", "--parent", tmp_path / "frozen", "--out", tmp_path / "run", "--quiet")
+    assert (result["arm"], result["intervention"]["update"], len(result["intervention"]["heads"])) == ("frozen", 12, 2)
+    assert result["provenance"]["patterns_hash"] == read_json(arms[1] / "result.json")["provenance"]["patterns_hash"]
+    told = saf_json("compare", arms[0], tmp_path / "run")
+    assert (told["differences"], told["heads"], told["timed_updates"]) == ([], 2, [16, 24])
+    ordinary = shutil.copytree(arms[0], tmp_path / "thinned", ignore=shutil.ignore_patterns("checkpoints"))
+    assert saf_json("compare", ordinary, tmp_path / "run")["differences"] == []
+
+
+@pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], ", not clear: spreads overlap")])
+def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
+    record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0]}
+    assert _speed({**record, "update_seconds_spread_frozen": spread}) == f"1.350x as fast{caveat}"
 
 
 def test_freezing_at_the_same_rate_chooses_what_the_run_chose(saf_json, arms, tmp_path):
@@ -167,6 +231,27 @@ def test_a_finalised_checkpoint_is_smaller(saf_json, arms, tmp_path):
         saf_json("freeze", arms[0], "--out", out, "--sequences", 4, "--device", "cpu", *options)
         sizes.append((out / "saf.safetensors").stat().st_size)
     assert sizes[1] < sizes[0]
+
+
+def test_freeze_refuses_calibration_text_that_the_run_is_reported_on(saf, arms, text_data, tmp_path):
+    text, tokenizer = [str(text_data.parent / "text")], str(text_data / "tokenizer.json")
+    prepare(text, tmp_path / "other", tokenizer=tokenizer, heldout_fraction=0.3, seed=2, progress=False)
+    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "out", "--sequences", 4, "--data", tmp_path / "other")
+    assert code == 2
+    assert "documents of the calibration partition" in err
+    assert "also in the report partition" in err
+    assert not (tmp_path / "out").exists()
+    check_separate(TokenData.open(text_data), "calibration", TokenData.open(text_data))
+
+
+def test_freeze_refuses_sequences_shorter_than_the_runs_unless_told(saf, arms, tmp_path):
+    options = ("freeze", arms[0], "--out", tmp_path / "out", "--sequences", 4, "--length", 16, "--device", "cpu")
+    code, _, err = saf(*options)
+    assert code == 2
+    assert "patterns of 16 tokens do not cover the 32 tokens" in err
+    with pytest.warns(UserWarning, match="calibration has 16 tokens, the model takes up to 32"):
+        code, _, err = saf(*options, "--allow-shorter")
+    assert code == 0, err
 
 
 def test_freeze_refuses_to_overwrite_and_a_rate_that_is_none(saf, arms, tmp_path):

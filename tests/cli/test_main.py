@@ -1,11 +1,15 @@
+import errno
 import importlib
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from saf.cli import COMMANDS, main, usage
+from saf.files import write_json
+from saf.train.provenance import command
 
 
 def test_help_lists_every_command(saf):
@@ -74,6 +78,56 @@ def test_an_interrupt_is_130(saf, monkeypatch):
 
     monkeypatch.setattr("saf.cli._run", interrupted)
     assert saf("doctor") == (130, "", "saf doctor: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "advice"),
+    [
+        ("data", errno.ENOSPC, "Free some space, or write to another disk"),
+        ("report", errno.EACCES, "Choose another folder, or allow access to this one"),
+        (
+            "pretrain",
+            errno.ENOSPC,
+            "Free some space, or write to another disk. Checkpoints, if there are any, stay: go on ",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_one_message(saf, monkeypatch, name, number, advice):
+    def refused(name, rest):
+        raise OSError(number, os.strerror(number), "some/file")
+
+    monkeypatch.setattr("saf.cli._run", refused)
+    code, out, err = saf(name)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"saf {name}: some/file: {os.strerror(number)}. {advice}")
+
+
+def test_a_file_in_place_of_a_folder_is_one_message(saf, text_data, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = saf("pretrain", "--data", text_data, "--out", tmp_path / "file", "--quiet", "--device", "cpu")
+    assert code == 2
+    assert err.startswith(f"saf pretrain: {tmp_path / 'file'}")
+    assert "Choose another folder" in err
+
+
+def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("saf.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_json(tmp_path / "record.json", {})
+    assert caught.value.filename == str(tmp_path / "record.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_tells_the_arguments_that_the_command_was_given(saf, monkeypatch):
+    told = []
+    monkeypatch.setattr("sys.argv", ["demo.py"])
+    monkeypatch.setattr("saf.cli._run", lambda name, rest: told.append(command()) or 0)
+    assert saf("pretrain", "--out", "a run")[0] == 0
+    assert told == ["saf pretrain --out 'a run'"]
+    assert command() == "demo.py"
 
 
 def test_a_bug_keeps_its_traceback(saf, monkeypatch):

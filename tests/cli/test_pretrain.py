@@ -91,3 +91,18 @@ def test_says_what_is_missing(tmp_path):
         parse("--out", tmp_path).config()
     with pytest.raises(InputError, match=r"--freeze\.max-fit-kl needs --freeze\.rate"):
         parse("--data", "d", "--out", tmp_path, "--freeze.max-fit-kl", 0.3).config()
+
+
+def test_resuming_from_another_parent_is_refused(data, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    parse("--data", data, "--out", first, *SMALL).run()
+    parse("--parent", first / "checkpoints" / "step-2", "--out", second, "--quiet").run()
+    assert parse("--parent", first / "checkpoints" / "step-2", "--out", second, "--resume").run()["updates"] == 4
+    with pytest.raises(InputError, match=r"cannot resume with other settings \(parent: "):
+        parse("--parent", first / "checkpoints" / "step-3", "--out", second, "--resume").run()
+
+
+def test_resuming_where_no_run_is_says_so(tmp_path):
+    with pytest.raises(InputError, match="holds no run to resume"):
+        parse("--out", tmp_path / "nowhere", "--resume").config()
+    assert not (tmp_path / "nowhere").exists()

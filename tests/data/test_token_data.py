@@ -110,7 +110,7 @@ def test_sizes_are_always_checked_and_hashes_on_request(folder):
         TokenData.open(folder)
 
 
-def test_a_document_in_two_partitions_is_found_on_request(folder):
+def test_a_document_in_two_partitions_is_refused(folder):
     train, report = folder / "train-documents.bin", folder / "report-documents.bin"
     data = train.read_bytes()[:16] + report.read_bytes()[16:]
     report.write_bytes(data)
@@ -118,7 +118,15 @@ def test_a_document_in_two_partitions_is_found_on_request(folder):
     index["partitions"]["report"]["digests"]["sha256"] = sha256(data).hexdigest()
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match="1 documents lie in two partitions"):
-        TokenData.open(folder, verify=True)
+        TokenData.open(folder)
+
+
+def test_partitions_of_the_same_text_are_refused(folder):
+    index = json.loads((folder / "index.json").read_text())
+    index["partitions"]["calibration"] = index["partitions"]["report"]
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="calibration and report hold the same text"):
+        TokenData.open(folder)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +146,7 @@ def test_a_damaged_index_is_named(folder, change, message):
 
 
 def test_folders_that_are_not_data_folders(tmp_path, folder):
-    with pytest.raises(DataError, match="no such data folder"):
+    with pytest.raises(DataError, match="no such data folder here; give --data"):
         TokenData.open(tmp_path / "none")
     with pytest.raises(DataError, match=r"not a data folder, it has no index.json"):
         TokenData.open(tmp_path)

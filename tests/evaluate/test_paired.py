@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from saf.errors import CompareError, InputError
+from saf.errors import CompareError, DivergenceError, InputError
 from saf.evaluate.paired import bootstrap_means, mean_and_standard_error, paired_delta_ppl, window_losses
 
 
@@ -93,6 +93,14 @@ def test_float16_sums_are_taken_in_float64():
 def test_other_windows_are_refused(ordinary, frozen, hashes, message):
     with pytest.raises(CompareError, match=message):
         paired_delta_ppl(ordinary, frozen, windows_hash=hashes)
+
+
+def test_a_perplexity_past_the_largest_float_is_refused():
+    fine, huge = torch.full((3, 4), -2.0), torch.full((3, 4), -800.0)
+    with pytest.raises(DivergenceError, match=r"the frozen model's loss is 800.0 nats per token"):
+        paired_delta_ppl(fine, huge)
+    with pytest.raises(DivergenceError, match="the ordinary model"):
+        paired_delta_ppl(huge, fine)
 
 
 def test_values_that_cannot_be_averaged_are_refused():

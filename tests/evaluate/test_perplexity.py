@@ -134,6 +134,14 @@ def test_settings_out_of_range_are_refused(data, settings, message):
         evaluate_perplexity(small(), data, **settings)
 
 
+def test_a_perplexity_past_the_largest_float_is_infinite(data, tmp_path, monkeypatch):
+    model = small()
+    monkeypatch.setattr(model, "token_log_probs", lambda inputs, targets: torch.full(targets.shape, -800.0))
+    record = evaluate_perplexity(model, data, limit=1, out=tmp_path)
+    assert (record["loss"], record["perplexity"]) == (800.0, math.inf)
+    assert json.loads((tmp_path / "evaluation.json").read_text())["perplexity"] is None
+
+
 def test_a_model_with_nan_weights_is_named(data, tmp_path):
     model = small()
     with torch.no_grad():

@@ -102,6 +102,22 @@ def test_left_padding_gives_the_unpadded_logits(position):
             model(tokens, attention_mask=wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": torch.tensor([0, 12])}, r"positions 0 to 11; got \[0, 12\]"),
+        ({"start": torch.tensor([-1, 0])}, r"positions 0 to 11; got \[-1, 0\]"),
+        ({"start": torch.tensor([0])}, r"integers \[2\], one a row; got torch.int64 \[1\]"),
+        ({"start": torch.zeros(2)}, "one a row; got torch.float32"),
+        ({"attention_mask": torch.ones(2, 11)}, r"shape of input_ids, \[2, 12\]; got \[2, 11\]"),
+        ({"attention_mask": torch.ones(1, 12)}, r"shape of input_ids, \[2, 12\]; got \[1, 12\]"),
+    ],
+)
+def test_padding_that_cannot_be_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        small()(torch.zeros(2, 12, dtype=torch.long), **options)
+
+
 def test_bad_shapes_are_refused():
     with pytest.raises(InputError, match="1 to 32 positions; got 33"):
         small()(torch.zeros(1, 33, dtype=torch.long))

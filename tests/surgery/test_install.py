@@ -151,11 +151,33 @@ def test_training_goes_on_while_an_older_loss_is_still_held():
     assert all(loss.isfinite() for loss in held)
 
 
-def test_an_optimiser_that_was_not_passed_fails_at_its_next_step():
-    model, trainer = make()
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_an_optimiser_that_was_not_passed_fails_at_its_next_step(options):
+    model, trainer = make(**options)
+    before = snapshot(model, trainer)
     install_(model, HeadSet([(0, 1)]), patterns(1))
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        update(model, trainer)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"'exp_avg' of shape \(32, 32\).* shape \(24, 32\); pass optimizer="):
+            update(model, trainer)
+    update(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, **options))
+    uninstall_(model)
+    assert_equal(snapshot(model, trainer), before)
+    update(model, trainer)
+
+
+def test_an_open_autocast_context_sees_the_edit():
+    model, _ = make()
+    model, tokens = model.float(), torch.randint(0, SHAPE.vocab_size, (2, LENGTH))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ordinary = model(tokens)
+        install_(model, SOME, patterns(6))
+        frozen = model(tokens)
+        uninstall_(model)
+        undone = model(tokens)
+    assert torch.equal(undone, ordinary)
+    install_(model, SOME, patterns(6))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(tokens), frozen)
 
 
 def test_installing_nothing_changes_nothing():

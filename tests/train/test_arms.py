@@ -1,13 +1,15 @@
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from saf.errors import DataError, InputError
-from saf.evaluate.runs import read_evaluation
+from saf.errors import DataError, InputError, UnsupportedError
+from saf.evaluate.arms import differences
+from saf.evaluate.runs import Run, read_evaluation
 from saf.files import read_json, read_lines
 from saf.freeze import FreezeConfig
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
@@ -18,8 +20,8 @@ RESULT_KEYS = {
     "update_seconds", "peak_memory_bytes", "total_seconds", "intervention", "provenance",
 }  # fmt: skip
 PROVENANCE_KEYS = {
-    "source_hash", "parent_hash", "final_hash", "config_hash", "patterns_hash", "heads", "seed", "versions", "device",
-    "commit", "command", "date",
+    "source_hash", "parent_hash", "branch_hash", "final_hash", "config_hash", "patterns_hash", "heads", "seed",
+    "versions", "device", "commit", "command", "date",
 }  # fmt: skip
 
 
@@ -207,3 +209,39 @@ def test_too_little_heldout_text_is_told_before_training(settings):
     with pytest.raises(DataError, match="calibration needs 10000 windows"):
         pretrain(config)
     assert not path(config, "metrics.jsonl").exists()
+
+
+def test_a_parent_that_has_done_every_update_is_refused(settings):
+    pretrain(settings())
+    late = continue_from(f"{settings().out}/checkpoints/step-12", out=settings("late").out)
+    with pytest.raises(InputError, match="the parent has done 12 updates already, and updates=12"):
+        pretrain(late)
+    assert not Path(late.out).exists()
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        ({"backend": "nope"}, "unknown backend 'nope'"),
+        ({"backend": "fused"}, "backend 'fused' cannot run"),
+        ({"fitter_options": {"sweeps": 3}}, "fitter 'proportional' takes .* got sweeps"),
+        ({"score": lambda statistics, *, weather: statistics.variance}, "needs weather, which a run cannot give"),
+        ({"score": "qk_gradient"}, "averages? of Q/K gradients"),
+    ],
+    ids=["backend", "device", "fitter", "score", "gradient"],
+)
+def test_freezing_that_cannot_work_is_told_before_training_and_leaves_nothing(settings, freeze, message):
+    config = settings(freeze=FreezeConfig(rate=0.25, **freeze), freeze_at=0 if "score" in freeze else 0.5)
+    with pytest.raises((InputError, UnsupportedError), match=message):
+        pretrain(config)
+    assert not Path(config.out).exists()
+
+
+def test_the_checkpoint_at_the_freezing_point_stays_known_once_it_is_gone(settings):
+    config = settings()
+    recorded = pretrain(config)["provenance"]["branch_hash"]
+    assert recorded == open_checkpoint(path(config, "checkpoints") / "step-6").hash
+    arm = continue_from(path(config, "checkpoints") / "step-6", out=settings("arm").out, freeze=FREEZE)
+    pretrain(arm)
+    shutil.rmtree(path(config, "checkpoints"))
+    assert differences(Run.open(config.out), Run.open(arm.out)) == []

@@ -245,3 +245,20 @@ def test_resume_without_a_checkpoint_starts_over(settings, uninterrupted, outcom
     pretrain(config, resume=True)
     assert outcome(config.out) == expected
     assert read_json(metrics_of(config).with_name("config.json"))["parent"] is None
+
+
+def lowest_variance(statistics):
+    return statistics.variance
+
+
+def test_resuming_with_a_score_of_ones_own(settings, outcome, monkeypatch):
+    freeze = FreezeConfig(rate=0.25, score=lowest_variance, max_fit_kl=10.0)
+    config, whole = settings(freeze=freeze), settings("whole", freeze=freeze)
+    pretrain(whole)
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 8)
+        with pytest.raises(Killed):
+            pretrain(config)
+    pretrain(config, resume=True)
+    assert outcome(config.out) == outcome(whole.out)
+    pretrain(continue_from(f"{config.out}/checkpoints/step-6", out=settings("child").out))

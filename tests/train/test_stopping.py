@@ -14,9 +14,11 @@ import torch
 import saf.train.clock
 import saf.train.loop as loop
 import saf.train.observer
+import saf.train.results
 import saf.train.update
-from saf.errors import CheckpointError, DivergenceError
-from saf.files import read_lines
+from saf.errors import CheckpointError, DivergenceError, InputError
+from saf.files import read_json, read_lines
+from saf.freeze import FreezeConfig
 from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
 from saf.train.signals import StopRequest
 from saf.train.update import run_update
@@ -160,3 +162,33 @@ def test_time_allowance_of_a_continuation_begins_at_the_parents_rate(settings, s
     assert len(rates) > 12
     assert parent_rates[6] < rates[0] <= parent_rates[5]
     assert rates[-1] == pytest.approx(3e-4, rel=0.2)
+
+
+def test_a_time_allowance_that_ends_before_the_freezing_point_gives_an_ordinary_result(settings, second_per_look):
+    config = settings(
+        lr_by="elapsed", time_budget_seconds=30.0, updates=10_000, eval_every=0, freeze=FreezeConfig(rate=0.25)
+    )
+    with pytest.warns(UserWarning, match="before its freezing point at update 5000: no heads were frozen"):
+        result = pretrain(config)
+    assert (result["arm"], result["intervention"], result["provenance"]["heads"]) == ("ordinary", None, [])
+    assert result["updates"] > 0
+    assert read_json(Path(config.out, "result.json")) == result
+
+
+def test_a_time_allowance_without_a_single_update_is_an_error(settings, second_per_look):
+    config = settings(lr_by="elapsed", time_budget_seconds=0.5)
+    with pytest.raises(InputError, match=r"time_budget_seconds=0.5 was over before the first update.*allow more time"):
+        pretrain(config)
+
+
+def test_full_disk_for_the_result_keeps_the_checkpoints(settings, monkeypatch):
+    config = settings()
+
+    def full(path, record):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saf.train.results, "write_json", full)
+        with pytest.raises(CheckpointError, match=r"no space left.*result.*last good checkpoint is .*step-12.*resume"):
+            pretrain(config)
+    assert pretrain(config, resume=True)["updates"] == 12

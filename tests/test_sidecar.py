@@ -1,0 +1,58 @@
+"""Saved models: whole, guarded by sums, never over something else, and loaded without drawing."""
+
+import json
+
+import pytest
+import torch
+
+import saf
+from saf.errors import CheckpointError, InputError
+from saf.heads import HeadSet
+from saf.models import GPT, GPTConfig
+from saf.pattern import CompactPattern
+from saf.surgery import install_
+
+LENGTH = 16
+
+
+def frozen_model(position: str = "rope") -> GPT:
+    shape = {"vocab_size": 40, "num_layers": 2, "num_heads": 2, "hidden_size": 16, "max_length": LENGTH}
+    model = GPT(GPTConfig(**shape, position=position))
+    install_(model, HeadSet([(0, 1)]), CompactPattern.from_parameters(*torch.randn(2, 1, LENGTH)))
+    return model
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_loading_gives_the_same_outputs_and_draws_nothing(position, tmp_path):
+    model = frozen_model(position)
+    saf.save(model, tmp_path)
+    before = torch.get_rng_state()
+    loaded = saf.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    tokens = torch.randint(0, 40, (2, LENGTH))
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("name", ["saf.safetensors", "model.safetensors"])
+def test_a_flipped_bit_is_named(name, tmp_path):
+    saf.save(frozen_model(), tmp_path)
+    content = bytearray((tmp_path / name).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: expected SHA-256 \w{{64}}, got \w{{64}}"):
+        saf.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
+def test_a_folder_of_something_else_is_left_as_it_is(name, tmp_path):
+    (tmp_path / name).write_text('{"schema": "saf.run/1"}')
+    with pytest.raises(InputError, match=rf"{name} was not written by saf.save.*take another folder"):
+        saf.save(frozen_model(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_saved_model_may_be_saved_over(tmp_path):
+    for _ in range(2):
+        saf.save(frozen_model(), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["schema"] == "saf.model/1"
+    saf.load(tmp_path)
