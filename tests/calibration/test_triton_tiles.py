@@ -78,7 +78,7 @@ def test_a_query_that_is_not_a_number_reaches_every_statistic_of_its_head_alone(
 
 @pytest.mark.slow
 def test_fits_hopper(compiled):
-    """Spills stay in their limits, one program fits everywhere, and three on a multiprocessor at the paper's head size."""
+    """Spills stay in their limits; one program fits everywhere, three on a multiprocessor at the paper's head size."""
     limits = {name: next((n for end, n in SPILLED.items() if name.endswith(end)), 0) for name in compiled}
     assert {name: row for name, row in compiled.items() if row["stack"] > limits[name]} == {}
     assert {name: row for name, row in compiled.items() if not row["wgmma"] or row["shared"] > 232448} == {}
