@@ -109,6 +109,8 @@ class UpdateSettings(ModelSettings):
     """32,768 tokens a micro-batch at 4K, 8K, 16K; batches 2, 4, 8 at 4K; or the largest batches 20, 10, 5."""
     warmup: int = 2
     """Untimed updates of each arm."""
+    repeats: int = 2
+    """Updates in a block, timed as one; its time is their mean."""
 
 
 @dataclass(kw_only=True)

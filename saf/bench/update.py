@@ -1,6 +1,6 @@
 """Timing whole optimiser updates, run by the trainer's own code."""
 
-import statistics
+import time
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from saf.bench.models import ModelPlan, build_model
 from saf.bench.profiling import kernels_of
 from saf.bench.settings import UpdateSettings
 from saf.bench.synthetic import random_tokens
+from saf.bench.timing import wait_for
 from saf.bench.work import Work, update_work
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
@@ -86,9 +87,14 @@ class UpdateSubject:
             run_update(self.training)
 
     def block(self, variant: str) -> float:
-        """Return the median milliseconds of an update, the device waited for at its end."""
-        seconds = [run_update(self.training)["update_seconds"] for _ in range(self._settings.repeats)]
-        return 1e3 * statistics.median(seconds)
+        """Return the mean milliseconds of `repeats` updates in a row, the device waited for before and after."""
+        device, repeats = self.training.execution.device, self._settings.repeats
+        wait_for(device)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run_update(self.training)
+        wait_for(device)
+        return 1e3 * (time.perf_counter() - began) / repeats
 
     def kernels(self) -> list[dict[str, Any]]:
         """Return the kernels of one update."""

@@ -74,5 +74,16 @@ class Attention(nn.Module):
         else:
             live = self.live(query, key, value[:, :num_live], start)
             mixed = [live, frozen_attention(value, self.frozen, start=start)]
-        mixed = [heads.transpose(1, 2) for heads in mixed]
-        return self.o_proj((torch.cat(mixed, dim=2) if len(mixed) > 1 else mixed[0]).flatten(2))
+        return self._project([heads.transpose(1, 2).flatten(2) for heads in mixed])
+
+    def _project(self, mixed: list[Tensor]) -> Tensor:
+        """Project heads `[B, T, n * D]` to `[B, T, C]`, live and frozen ones by a product each.
+
+        Nothing is copied together, and attention's backward pass sees a gradient in the memory order of its output.
+        """
+        if len(mixed) == 1:
+            return self.o_proj(mixed[0])
+        widths = [heads.shape[-1] for heads in mixed]
+        weights = self.o_proj.weight.split(widths, dim=1)
+        first, *others = (F.linear(heads, weight) for heads, weight in zip(mixed, weights, strict=True))
+        return sum(others, first)

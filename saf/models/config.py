@@ -54,6 +54,7 @@ class GPTConfig:
 PRESETS = {
     "tiny": GPTConfig(vocab_size=2_048, num_layers=4, num_heads=4, hidden_size=128, max_length=256),
     "124m": GPTConfig(num_layers=12, num_heads=12, hidden_size=768, max_length=4_096),
+    "124m-learned": GPTConfig(num_layers=12, num_heads=12, hidden_size=768, max_length=4_096, position="learned"),
     "774m": GPTConfig(num_layers=36, num_heads=20, hidden_size=1_280, max_length=4_096),
     "1b": GPTConfig(num_layers=32, num_heads=16, hidden_size=1_536, max_length=8_192),
 }

@@ -11,6 +11,7 @@ from saf.models.attention import Attention
 from saf.models.config import GPTConfig
 from saf.models.cross_entropy import linear_cross_entropy, linear_log_probs
 from saf.models.rotary import Rotary
+from saf.ops.gelu import gelu_linear
 
 INIT_STD = 0.02
 
@@ -25,7 +26,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block."""
-        return self.down(F.gelu(self.up(x)))
+        return gelu_linear(self.up(x), self.down.weight)
 
 
 class Block(nn.Module):

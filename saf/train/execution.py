@@ -11,6 +11,7 @@ from torch import nn
 
 from saf.errors import UnsupportedError
 from saf.evaluate.perplexity import autocast, resolve_precision
+from saf.models import GPT
 from saf.train.config import TrainConfig
 
 
@@ -39,12 +40,13 @@ class Execution:
     def callable(self, model: nn.Module) -> Callable[..., Any]:
         """Return what an update calls: the model, or a compiled wrapper that leaves the model itself alone.
 
-        Call it again whenever heads were frozen: graphs compiled for the old shapes are dropped.
+        Call it again whenever heads were frozen: graphs compiled for the old shapes are dropped. The project's own
+        decoder compiles as one graph or raises: a broken graph runs, but slower than what is measured.
         """
         if not self.compile:
             return model
         torch._dynamo.reset()
-        return torch.compile(model)
+        return torch.compile(model, fullgraph=isinstance(model, GPT))
 
     @property
     def device_name(self) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from saf.train.training import Training
 
 
 def run_update(training: Training) -> dict[str, Any]:
-    """Do one update and return its line for metrics.jsonl; the host waits for the device once, at its end.
+    """Do one update and return its line for metrics.jsonl.
+
+    The host waits once, for the loss and the gradient norm; the optimiser's step then still runs on the device.
 
     Raises:
         DivergenceError: Loss or gradient norm is not finite; weights and moments are as before the update.
@@ -29,9 +32,10 @@ def run_update(training: Training) -> dict[str, Any]:
         training.gradient.update()
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), training.config.clip)
     watched = torch.stack([loss, norm])
+    read = _start_reading(watched)
     step_if_finite_(training.optimizer, watched)
     training.optimizer.zero_grad(set_to_none=True)
-    loss_value, norm_value = watched.tolist()
+    loss_value, norm_value = read()
     seconds = time.perf_counter() - began
     number = training.update + 1
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
@@ -49,6 +53,22 @@ def run_update(training: Training) -> dict[str, Any]:
         "grad_norm": norm_value,
         "update_seconds": seconds,
     }
+
+
+def _start_reading(values: Tensor) -> Callable[[], list[float]]:
+    """Begin copying values to the host and return what waits for them, not for work that is queued afterwards."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return copy.tolist()
+
+    return read
 
 
 def _accumulate_gradients(training: Training) -> Tensor:

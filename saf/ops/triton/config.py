@@ -124,7 +124,8 @@ def choose_config(
     elif columns > 128 and length > 4096 and rows * -(-columns // 256) * heads >= 256:
         config = Config(block_n=256, num_warps=8)
     else:
-        config = Config(num_stages=4 if length > 8192 else 3)
+        # Few tiles: one program a multiprocessor, its loads further ahead; more tiles: two that take turns.
+        config = Config(num_stages=4 if rows * -(-columns // 128) * heads < 400 else 3)
     if descriptors and columns % config.block_n == 0:
         return dataclasses.replace(config, loads="descriptor")
     return config

@@ -59,6 +59,18 @@ def softmax_results() -> dict:
 
 
 @pytest.fixture(scope="session")
+def gelu_results() -> dict:
+    """Results of every case of the GELU kernels by name."""
+    return run_worker("triton_worker.py", "gelu", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
+def sweep_results() -> dict:
+    """Results of the seam's sweep by name."""
+    return run_worker("triton_worker.py", "sweep", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
 def sm90() -> dict:
     """Resources of every configuration of the written rules, compiled for compute capability 9.0."""
     return run_worker("sm90_worker.py", interpret=False)

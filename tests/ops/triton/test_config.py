@@ -10,7 +10,10 @@ torch = pytest.importorskip("torch")
     [
         (512, 4096, 3, "tiles/packed 128x128x64 w4 s3"),
         (1024, 2048, 3, "tiles/packed 128x128x64 w4 s3"),
-        (4096, 512, 3, "tiles/pass/descriptor 128x128x64 w4 s3"),
+        (4096, 512, 2, "tiles/pass/descriptor 128x128x64 w4 s4"),
+        (4096, 512, 4, "tiles/pass/descriptor 128x128x64 w4 s3"),
+        (4096, 4096, 3, "tiles/pass/descriptor 128x128x64 w4 s3"),
+        (8192, 256, 3, "tiles/pass/descriptor 128x128x64 w4 s4"),
         (8192, 256, 6, "tiles/pass/descriptor 128x256x64 w8 s3"),
         (16384, 128, 3, "tiles/pass/descriptor 128x128x64 w4 s4"),
         (4096, 64, 3, "tiles/pass/descriptor 64x64x128 w4 s3"),
