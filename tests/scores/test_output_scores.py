@@ -153,7 +153,7 @@ def test_degenerate_rows(statistics):
     change = torch.stack([torch.zeros_like(after[0]), -after[0], -2 * after[0]])[None]
     outputs = outputs_of(c, change, after, torch.zeros(1, 2, 4, dtype=torch.float64))
     assert saf.score(found, "output_magnitude", outputs=outputs).tolist() == [[1.0, 2.0, 0.0]]
-    assert saf.score(found, "redundancy", outputs=outputs).tolist() == [[-1.0, -1.0, 0.0]]
+    assert saf.score(found, "redundancy", outputs=outputs)[0].tolist() == pytest.approx([-1.0, -1.0, 0.0])
     assert saf.score(found, "residual_cosine", outputs=outputs)[0].tolist() == pytest.approx([0.0, 0.0, 2.0])
     assert saf.score(found, "relative_output_change", outputs=outputs)[0, 1].item() == pytest.approx(2 / 1e-8)
     alone = outputs_of(c[:, :1], change[:, :1], after, after)
