@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix gpu clean
+.PHONY: help demo test check fix gpu sanitize clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +13,7 @@ CODE := saf tests tools $(wildcard examples recipes)
 PYTEST_ARGS ?=
 
 help: ## List these targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-7s %s\n", $$1, $$2}'
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt tools/make_venv.sh
 	@PYTHON=$(PYTHON) tools/make_venv.sh $(VENV) $(EXTRAS)
@@ -40,6 +40,9 @@ fix: $(READY) ## Format, and mend what the linter can mend by itself
 gpu: $(READY) ## The tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu needs a CUDA device and a CUDA build of torch")'
 	@$(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
+
+sanitize: $(READY) ## A small call of every kernel under compute-sanitizer; needs CUDA and its toolkit
+	@PYTHON=$(BIN)/python tools/sanitize.sh
 
 clean: ## Remove .venv, caches and build products; runs and results stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -7,10 +7,12 @@ from saf.fit import fit_compact, fit_kl
 from saf.freeze import FreezeConfig, freeze_
 from saf.freeze_report import FreezeReport
 from saf.heads import HeadLayout, HeadSet
+from saf.heldout import fit_heldout
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.pattern import CompactPattern, DensePattern
 from saf.patterns import dense_pattern, storage_report
+from saf.prefill import Prefill
 from saf.scores import score
 from saf.selection import select
 from saf.sidecar import load, save
@@ -30,6 +32,7 @@ __all__ = [
     "GPTConfig",
     "HeadLayout",
     "HeadSet",
+    "Prefill",
     "QKGradient",
     "SafError",
     "calibrate",
@@ -37,6 +40,7 @@ __all__ = [
     "finalize_",
     "fit",
     "fit_compact",
+    "fit_heldout",
     "fit_kl",
     "freeze_",
     "frozen_attention",

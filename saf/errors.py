@@ -29,5 +29,9 @@ class DivergenceError(SafError):
     """A loss or gradient that is no longer finite."""
 
 
+class AccuracyError(SafError):
+    """A result further from the float64 answer than its budget allows."""
+
+
 class CompareError(SafError, ValueError):
     """Two arms that cannot be compared."""

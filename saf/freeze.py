@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -17,6 +18,7 @@ from saf.errors import InputError, SelectionError
 from saf.fit import FITTERS, fit_compact, fit_kl
 from saf.freeze_report import FreezeReport
 from saf.heads import Head, HeadSet
+from saf.heldout import HeldOutFit, check_heldout, fit_heldout
 from saf.pattern import CompactPattern, DensePattern
 from saf.patterns import PATTERNS, Storage, check_options, collect_for, dense_pattern, target
 from saf.scores import SCORES, Score, needed_by, score, score_name
@@ -63,6 +65,10 @@ class FreezeConfig:
     """Of random scores and sampled patterns."""
     backend: str = "auto"
     """Which backend executes the frozen heads."""
+    trainable: bool = False
+    """Train key and distance logits on with the model, from their fit."""
+    heldout_kl: bool = False
+    """Also fit the frozen heads on one half of the calibration sequences, and report their KL to the other half."""
     fitter_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the fitter."""
     pattern_options: dict[str, Any] = field(default_factory=dict)
@@ -85,6 +91,10 @@ class FreezeConfig:
             if value is not None and not callable(value) and value not in known:
                 raise InputError(f"unknown {name} {value!r}; expected one of {sorted(known)}")
         check_options(self.pattern, self.pattern_options)
+        if self.trainable and self.storage != "compact":
+            raise InputError("trainable patterns have key and distance logits: use storage='compact'")
+        if self.heldout_kl:
+            check_heldout(self.pattern, self.storage)
         if not self.max_fit_kl > 0:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
         if self.match is not None and (self.heads is not None or self.max_per_layer is not None):
@@ -111,6 +121,8 @@ def freeze_(
     optimizer: torch.optim.Optimizer | None = None,
     heldout: Iterable[Batch] | None = None,
     needed: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    capture_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> FreezeReport:
     """Freeze the heads whose attention depends least on the input, changing the model in place.
@@ -120,9 +132,12 @@ def freeze_(
         batches: Calibration sequences: LongTensors `[B, T]` or mappings with `input_ids`. Patterns cover T
             positions, so longer inputs are refused afterwards; a T below the model's own limit warns.
         config: Settings; the paper's recipe at 25% by default.
-        optimizer: The optimiser that trains the model: its state follows the retained rows.
+        optimizer: The optimiser that trains the model: its state follows the retained rows, and it takes on the
+            logits of trainable patterns.
         heldout: Further sequences of the same length, for output-aware scores.
         needed: What the score reads beside the statistics, by name; `gradient` may be the `QKGradient` itself.
+        folder: Where to keep each layer's calibration once it is finished, to go on from there; see `calibrate`.
+        capture_bytes: Most memory for queries and keys kept at once; see `calibrate`.
         progress: Called with (layers measured, layers).
 
     Returns:
@@ -143,7 +158,8 @@ def freeze_(
     given = needed or {}
     names = {name for name in (config.score, config.match) if name is not None}
     collect = sorted({kept for name in names for kept in collect_for_score(name, given)})
-    statistics = calibrate(model, ids, collect=collect, progress=progress, watch=watch)
+    options = {"folder": folder, "capture_bytes": capture_bytes}
+    statistics = calibrate(model, ids, collect=collect, **options, progress=progress, watch=watch)
     with watch("score"):
         scores = {
             name: score(statistics, name, **gather(model, ids, statistics, name, given=given, heldout=heldout))
@@ -151,6 +167,7 @@ def freeze_(
             else score(statistics, name, seed=config.seed)
             for name in names
         }
+    with watch("select"):
         choose = choose_by(scores, config, group_size=first.layout.num_heads // first.layout.num_kv_heads)
 
     def make(heads: HeadSet) -> dict[Head, tuple[Pattern, float]]:
@@ -158,10 +175,12 @@ def freeze_(
 
     accepted, rejected = accept(choose, make, config)
     heads = HeadSet(accepted)
+    halves = _judge(model, ids, heads, config, watch) if config.heldout_kl and len(heads) else None
     with watch("install"):
         if len(heads):
             patterns = [accepted[head][0] for head in heads]
-            install_(model, heads, patterns, optimizer=optimizer, backend=config.backend)
+            execution = {"backend": config.backend, "trainable": config.trainable}
+            install_(model, heads, patterns, optimizer=optimizer, **execution)
     return FreezeReport(
         heads=heads,
         patterns=stack([accepted[head][0] for head in heads]),
@@ -172,7 +191,15 @@ def freeze_(
         statistics=statistics,
         config=config.to_dict(),
         seconds=watch.seconds,
+        heldout=halves,
     )
+
+
+def _judge(model: nn.Module, ids: list[Tensor], heads: HeadSet, config: FreezeConfig, watch: Stopwatch) -> HeldOutFit:
+    """Fit `heads` on one half of the calibration sequences, as configured, and measure the fits on both halves."""
+    options = {"pattern": config.pattern, "fitter": config.fitter, "fits": {"fit": config.fitter_options}}
+    with watch("heldout"):
+        return fit_heldout(model, ids, heads, **options)["fit"]
 
 
 def _warn_if_shorter(length: int, longest: int | None) -> None:

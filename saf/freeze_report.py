@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saf.files import write_json, write_tensors
 from saf.heads import Head, HeadSet
+from saf.heldout import HeldOutFit
 from saf.pattern import CompactPattern, DensePattern
 from saf.statistics import AttentionStatistics
 
@@ -36,15 +37,31 @@ class FreezeReport:
     statistics: AttentionStatistics
     config: dict[str, Any]
     seconds: dict[str, float]
-    """Wall-clock seconds of capture, statistics, score, fit and install."""
+    """Wall-clock seconds of capture, statistics, score, select, fit and install, and of `heldout`."""
+    heldout: HeldOutFit | None = None
+    """With `heldout_kl`: the frozen heads' fits on one half of the sequences, and their KL to both halves."""
+
+    @property
+    def trainable_parameters(self) -> int:
+        """How many key and distance logits are trained on, `2 * F * T`; 0 for fixed patterns."""
+        return 2 * len(self.heads) * self.statistics.length if self.config["trainable"] else 0
+
+    @property
+    def heldout_kl(self) -> dict[Head, tuple[float, float]]:
+        """KL of each frozen head's fit on one half to that half and to the other, nats; empty unless asked for."""
+        if self.heldout is None:
+            return {}
+        return {head: (float(self.heldout.own[head]), float(self.heldout.other[head])) for head in self.heads}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         rows = [[None if value != value else value for value in row] for row in self.scores.tolist()]
+        halves = {"heldout_kl": [[*head, *kls] for head, kls in self.heldout_kl.items()]} if self.heldout else {}
         return {
             "schema": SCHEMA,
             "config": self.config,
             "requested": self.requested,
+            "trainable_parameters": self.trainable_parameters,
             "heads": self.heads.to_list(),
             "score_name": self.config["score"],
             "scores": rows,
@@ -54,6 +71,7 @@ class FreezeReport:
             "num_sequences": self.statistics.num_sequences,
             "length": self.statistics.length,
             "sequences_hash": self.statistics.sequences_hash,
+            **halves,
         }
 
     def save(self, folder: str | Path, **extra: Any) -> None:
@@ -75,9 +93,10 @@ class FreezeReport:
 
         total = sum(self.seconds.values())
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        trained = f"{self.trainable_parameters:,} pattern parameters train on; " if self.trainable_parameters else ""
         table = Table(
             title=f"{len(self.heads)} of {self.scores.numel()} heads frozen by {self.config['score']}",
-            caption=f"{len(self.rejected)} rejected; {total:.2f} s ({parts})",
+            caption=f"{len(self.rejected)} rejected; {trained}{self._halves()}{total:.2f} s ({parts})",
         )
         for name in ("layer", "frozen heads", f"{self.config['score']} (frozen)", "fit KL, nats (worst)"):
             table.add_column(name, justify="left" if name == "frozen heads" else "right")
@@ -88,6 +107,12 @@ class FreezeReport:
             worst = f"{max(self.fit_kl[layer, head] for head in chosen):.4f}" if chosen else ""
             table.add_row(str(layer), " ".join(map(str, chosen)), span, worst)
         return table
+
+    def _halves(self) -> str:
+        if not self.heldout_kl:
+            return ""
+        own, other = (sum(column) / len(self.heads) for column in zip(*self.heldout_kl.values(), strict=True))
+        return f"fits on one half miss it by {own:.4f} nats, the other half by {other:.4f} on average; "
 
     def __str__(self) -> str:
         from rich.console import Console

@@ -238,7 +238,7 @@ def test_the_report_prints_and_saves(tmp_path):
     model, ids = make(), tokens()
     report = saf.freeze_(model, [ids])
     assert "3 of 12 heads frozen by variance" in str(report)
-    assert set(report.seconds) == {"capture", "statistics", "score", "fit", "install"}
+    assert set(report.seconds) == {"capture", "statistics", "score", "select", "fit", "install"}
     report.save(tmp_path, update=7)
     saved = json.loads((tmp_path / "freeze.json").read_text())
     tensors = load_file(tmp_path / "freeze.safetensors")

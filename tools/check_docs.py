@@ -1,4 +1,4 @@
-"""Check the documents: lengths, links, named files, machine paths, and run their Python code.
+"""Check the documents: lengths, links, named files, machine paths, tables of results, and run their Python code.
 
     python tools/check_docs.py            # everything
     python tools/check_docs.py --no-run   # without running code
@@ -119,6 +119,23 @@ def static_problems(path: Path) -> list[str]:
     return [f"{name}:{number}: {problem}" for number, problem in sorted(found)]
 
 
+def stale_results() -> list[str]:
+    """Return what the rendered results lack of what `saf report --results` makes of the files under results/."""
+    if not (ROOT / "results").is_dir():
+        return []
+    sys.path.insert(0, str(ROOT))
+    from saf.report.results import render_results
+
+    made = render_results(ROOT / "results", ROOT / "docs")
+    stale = [name for name, text in made.items() if _read(ROOT / "docs" / name) != text]
+    advice = "run `saf report --results results --out docs/results.md`"
+    return [f"docs/{name}: not what results/ renders to; {advice}" for name in stale]
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text() if path.is_file() else None
+
+
 def run(path: Path) -> str | None:
     """Run the Python blocks of one document in an empty folder; return the end of the output if they fail."""
     code = script(path.read_text())
@@ -141,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.")
     parser.add_argument("--no-run", action="store_true", help="do not run the Python blocks")
     arguments = parser.parse_args()
-    found = [problem for path in documents() for problem in static_problems(path)]
+    found = [problem for path in documents() for problem in static_problems(path)] + stale_results()
     if not arguments.no_run:
         found += [failure for path in documents() if (failure := run(path))]
     print("\n".join(found) or f"documents: {len(documents())} files, nothing to mend")

@@ -31,7 +31,7 @@ class OneHeadCosts:
     fit_kl: Tensor
     """`[L, H]` nats per row."""
     eligible: HeadSet
-    """Heads whose fit KL is within the limit."""
+    """Heads measured whose fit KL is within the limit."""
     baseline: float
     """Loss with no further head frozen, nats per token."""
 
@@ -53,9 +53,11 @@ def one_head_costs(
     *,
     config: FreezeConfig | None = None,
     batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int, Callable[[], OneHeadCosts]], None] | None = None,
 ) -> OneHeadCosts:
     """Freeze each live head of a copy of the model alone, by its fitted mean, and measure the same windows.
+
+    Layers take turns, so that what is there after a while speaks of all of them.
 
     Args:
         model: A supported model; left as it was.
@@ -64,7 +66,7 @@ def one_head_costs(
         windows: Held-out windows `[W, T + 1]`, T at most the calibration length.
         config: Pattern, storage, fitter, `max_fit_kl` and backend; rate and score have no say.
         batch_size: Windows in a forward pass.
-        progress: Called with (heads measured, heads).
+        progress: Called after each head with (heads measured, heads, a function that returns the costs so far).
     """
     config = config or FreezeConfig()
     heads = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
@@ -73,19 +75,24 @@ def one_head_costs(
     baseline = window_losses(meter.baseline)
     by_window = torch.full((*statistics.variance.shape, len(windows)), torch.nan, dtype=torch.float64)
     fit_kl = torch.full(statistics.variance.shape, torch.nan, dtype=torch.float64)
-    for number, head in enumerate(heads, 1):
+
+    def costs() -> OneHeadCosts:
+        measured = HeadSet(head for head in heads if not by_window[head].isnan().any())
+        return OneHeadCosts(
+            change=by_window.mean(-1),
+            by_window=by_window.clone(),
+            fit_kl=fit_kl.clone(),
+            eligible=HeadSet(head for head in measured if fit_kl[head] <= config.max_fit_kl),
+            baseline=float(baseline.mean()),
+        )
+
+    for number, head in enumerate(sorted(heads, key=lambda each: each[::-1]), 1):
         pattern, fit_kl[head] = made[head]
         frozen = meter.log_probs(HeadSet([head]), {head: pattern}, backend=config.backend)
         by_window[head] = window_losses(frozen) - baseline
         if progress is not None:
-            progress(number, len(heads))
-    return OneHeadCosts(
-        change=by_window.mean(-1),
-        by_window=by_window,
-        fit_kl=fit_kl,
-        eligible=HeadSet(head for head in heads if fit_kl[head] <= config.max_fit_kl),
-        baseline=float(baseline.mean()),
-    )
+            progress(number, len(heads), costs)
+    return costs()
 
 
 def available_scores(

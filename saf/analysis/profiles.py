@@ -1,6 +1,6 @@
 """How heads spread their attention: entropy, recent keys, largest weight, first token (paper, appendix A.3)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -17,7 +17,12 @@ LOCAL = 64
 
 
 def attention_profiles(
-    model: nn.Module, batches: Iterable[Batch], *, positions: Sequence[int] | None = None, local: int = LOCAL
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    positions: Sequence[int] | None = None,
+    local: int = LOCAL,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Tensor]:
     """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for frozen heads.
 
@@ -29,6 +34,7 @@ def attention_profiles(
         batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`; one T.
         positions: Query positions, from 1 on; 64, evenly over the latter half of T, if not given.
         local: How many keys count as recent.
+        progress: Called after each batch with how many sequences are done.
 
     Raises:
         InputError: Batches that cannot be used, or positions outside [1, T).
@@ -53,8 +59,10 @@ def attention_profiles(
         for layer, site in enumerate(sites):
             handle = site.capture(lambda query, key, layer=layer, site=site: sink(layer, site, query, key))
             stack.callback(handle.remove)
-        for batch in ids:
+        for number, batch in enumerate(ids, 1):
             adapter.run(batch.to(sites[0].projections()["query"][0].device))
+            if progress is not None:
+                progress(sum(map(len, ids[:number])))
     return dict(zip(PROFILES, total / (sum(map(len, ids)) * len(rows)), strict=True))
 
 

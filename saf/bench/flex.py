@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from saf.errors import UnsupportedError
+from saf.ops import FrozenHeads, frozen_attention
 
 FLEX = "flex"
 BLOCK = 128
@@ -43,11 +44,16 @@ class FlexAttention(nn.Module):
         self.kernel = FLEX
         self.blocks = blocks
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, start: Tensor | None = None) -> Tensor:
-        """Attend causally over the length of `blocks`: `[B, L, T, D]` to `[B, L, T, D]`."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, frozen: FrozenHeads | None
+    ) -> list[Tensor]:
+        """Attend causally over the length of `blocks`: `[B, L, T, D]` to `[B, L, T, D]`, then the frozen heads."""
         if start is not None:
             raise UnsupportedError("the flex baseline takes no padding")
+        if frozen is not None:
+            live = value[:, : query.shape[1]]
+            return [*self.forward(query, key, live, None, None), frozen_attention(value, frozen)]
         grouped = query.shape[1] != key.shape[1]
         output = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
         assert isinstance(output, Tensor)
-        return output
+        return [output]

@@ -61,7 +61,7 @@ def kind_of(settings: Settings) -> str:
 def points_of(settings: Settings) -> list[Point]:
     """Return the points asked for; raise InputError for one that is not numbers joined by x."""
     kind = kind_of(settings)
-    shapes = [_parse(text, kind) for text in settings.points] or GRIDS[kind][settings.grid]  # type: ignore[attr-defined]
+    shapes = [parse_shape(text, kind) for text in settings.points] or GRIDS[kind][settings.grid]  # type: ignore[attr-defined]
     return [Point(shape[0], shape[1], shape[2] if kind == "update" else None) for shape in shapes]
 
 
@@ -71,7 +71,8 @@ def rates_of(settings: Settings) -> tuple[float, ...]:
     return tuple(rate for rate in dict.fromkeys(settings.rates or usual) if rate > 0)
 
 
-def _parse(text: str, kind: str) -> tuple[int, ...]:
+def parse_shape(text: str, kind: str) -> tuple[int, ...]:
+    """Return the numbers of a point; raise InputError when they are not joined by x."""
     numbers = [int(part) if part.isdigit() else 0 for part in text.lower().split("x")]
     longest = 3 if kind == "update" else 2
     if not 2 <= len(numbers) <= longest or min(numbers) < 1:

@@ -18,7 +18,7 @@ from saf.bench.subjects import (
     variants_of,
     work_of,
 )
-from saf.bench.timing import GraphPool
+from saf.cuda_graph import GraphPool
 
 OUT_OF_TIME = "out of time"
 BEGIN_SHARE = 0.5

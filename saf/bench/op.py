@@ -13,7 +13,8 @@ from saf.bench.flex import FLEX, FlexAttention, causal_blocks
 from saf.bench.op_case import OpCase, variants_of
 from saf.bench.profiling import kernels_of
 from saf.bench.synthetic import synthetic_patterns
-from saf.bench.timing import GraphPool, GraphReplay, event_block, repeats_within
+from saf.bench.timing import event_block, repeats_within
+from saf.cuda_graph import GraphPool, GraphReplay
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
 from saf.pattern import CompactPattern
@@ -132,5 +133,5 @@ def ordinary(case: OpCase, arm: Arm) -> Function:
     """Return ordinary attention on an arm's kernel."""
     if arm.kernel == FLEX:
         flex = FlexAttention(causal_blocks(case.point.length, case.device))
-        return lambda query, key, value: (flex(query, key, value),)
+        return lambda query, key, value: tuple(flex(query, key, value, None, None))
     return lambda query, key, value: (live_attention(query, key, value, kernel=arm.kernel),)

@@ -8,7 +8,7 @@ from saf.bench.op import OpSubject
 from saf.bench.op_case import OpCase, variants_of
 from saf.bench.runner import clean_process
 from saf.bench.settings import OpSettings
-from saf.bench.timing import GraphPool
+from saf.cuda_graph import GraphPool
 
 BEGIN_SHARE = 0.5
 """A case is begun when this share of the longest one before it is left; it then ends with fewer pairs."""

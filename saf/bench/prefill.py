@@ -3,8 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from saf.bench.arms import Arm
 from saf.bench.grids import Point
@@ -12,28 +11,17 @@ from saf.bench.models import ModelPlan, build_model
 from saf.bench.profiling import kernels_of
 from saf.bench.settings import PrefillSettings
 from saf.bench.synthetic import random_tokens
-from saf.bench.timing import Call, GraphPool, GraphReplay, repeats_within, wall_block
+from saf.bench.timing import repeats_within, wall_block
 from saf.bench.work import Work, prefill_work
+from saf.cuda_graph import Call, GraphPool, GraphReplay
 from saf.errors import InputError
-from saf.models import GPT
+from saf.prefill import LastToken
 from saf.train.config import TrainConfig
 from saf.train.execution import Execution
 
 CALL, GRAPH = "call", "graph"
 PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
 """By name: the precision of autocast ("fp32" is none) and the dtype of weights."""
-
-
-class LastToken(nn.Module):
-    """The model with its output layer on the last position alone: `[B, T]` token ids to logits `[B, 1, V]`."""
-
-    def __init__(self, model: GPT):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the logits of the token after the prompt."""
-        return F.linear(self.model.hidden(input_ids)[:, -1:], self.model.embed.weight)
 
 
 def variants_of(settings: PrefillSettings) -> tuple[str, ...]:

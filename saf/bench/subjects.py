@@ -11,8 +11,8 @@ from saf.bench.children import Children
 from saf.bench.grids import Point, kind_of
 from saf.bench.runner import Subject
 from saf.bench.settings import ModelSettings, PrefillSettings, UpdateSettings
-from saf.bench.timing import GraphPool
 from saf.bench.work import Work
+from saf.cuda_graph import GraphPool
 from saf.errors import UnsupportedError
 
 

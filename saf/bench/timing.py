@@ -1,16 +1,12 @@
-"""Milliseconds of a call: warm-up, synchronised wall clock, device events, CUDA-graph replay."""
+"""Milliseconds of a call: warm-up, synchronised wall clock, device events."""
 
 import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from saf.errors import UnsupportedError
-
-Call = Callable[[], Any]
+from saf.cuda_graph import Call
 
 
 def wait_for(device: torch.device) -> None:
@@ -48,43 +44,6 @@ def event_block(call: Call, *, repeats: int, device: torch.device) -> float:
 def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
     """Return how many repeats of `once_ms` fill a block of `block_ms`: at least 1, at most `most`."""
     return min(most, max(1, math.ceil(block_ms / once_ms)))
-
-
-class GraphPool:
-    """Memory that the graphs of one measurement share; they never run at the same time, nor is their output kept."""
-
-    def __init__(self):
-        self._handle: Any = None
-
-    @property
-    def handle(self) -> Any:
-        """The pool, made at first use."""
-        if self._handle is None:
-            self._handle = torch.cuda.graph_pool_handle()
-        return self._handle
-
-
-class GraphReplay:
-    """A call captured as a CUDA graph: calling this replays it, with one launch."""
-
-    def __init__(self, call: Call, *, device: torch.device, pool: GraphPool, warmup: int = 3):
-        """Run `call` on a side stream, then capture it; raise UnsupportedError without CUDA."""
-        if device.type != "cuda":
-            raise UnsupportedError("CUDA graphs need a CUDA device")
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(warmup):
-                call()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        wait_for(device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool.handle, stream=stream):
-            call()
-
-    def __call__(self) -> None:
-        """Replay."""
-        self._graph.replay()
 
 
 class Budget:

@@ -17,7 +17,7 @@ from saf.bench.grids import Point
 from saf.bench.runner import clean_process
 from saf.bench.settings import KINDS
 from saf.bench.subjects import build_subject, variants_of
-from saf.bench.timing import GraphPool
+from saf.cuda_graph import GraphPool
 
 
 def measure(specification: dict[str, Any]) -> dict[str, Any]:

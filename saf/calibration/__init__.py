@@ -1,18 +1,22 @@
 """Measuring a model: attention in one exact pass, and what scores need beyond it, each by its own collector."""
 
 from saf.calibration.collect import collection_bytes, latter_half
-from saf.calibration.dense import dense_statistics
+from saf.calibration.dense import dense_collection, dense_statistics
 from saf.calibration.driver import calibrate
 from saf.calibration.gates import gate_gradients
 from saf.calibration.gradients import QKGradient
+from saf.calibration.memory import CalibrationPlan, plan_calibration
 from saf.calibration.outputs import head_outputs
 
 __all__ = [
+    "CalibrationPlan",
     "QKGradient",
     "calibrate",
     "collection_bytes",
+    "dense_collection",
     "dense_statistics",
     "gate_gradients",
     "head_outputs",
     "latter_half",
+    "plan_calibration",
 ]

@@ -1,5 +1,7 @@
 """Which form of the tile loop measures a layer."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,20 +23,20 @@ def uses_kernel(query: Tensor, key: Tensor, backend: str, *, strips_wanted: bool
         raise InputError(f"backend must be one of {BACKENDS}, got {backend!r}")
     if backend == "strips":
         return False
-    reason = _obstacle(query, key, strips_wanted)
+    reason = obstacle(query.device, (query.dtype, key.dtype), query.shape[-1], strips_wanted=strips_wanted)
     if reason and backend == "triton":
         raise UnsupportedError(f"the calibration kernels cannot measure this layer: {reason}; use backend='strips'")
     return not reason
 
 
-def _obstacle(query: Tensor, key: Tensor, strips_wanted: bool) -> str:
-    """Return why the kernels cannot run, or nothing."""
-    if query.device.type != "cuda" or not has_triton():
-        return f"they need CUDA tensors and Triton, the queries are on {query.device}"
-    if torch.cuda.get_device_capability(query.device) < (8, 0):
+def obstacle(device: torch.device, dtypes: Sequence[torch.dtype], dim: int, *, strips_wanted: bool) -> str:
+    """Return why the kernels cannot measure queries and keys of these dtypes with `dim` channels, or nothing."""
+    if device.type != "cuda" or not has_triton():
+        return f"they need CUDA tensors and Triton, the queries are on {device}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return "they need a GPU of compute capability 8.0 or later"
-    if query.dtype not in TRITON_DTYPES or key.dtype != query.dtype:
-        return f"queries and keys must be both bfloat16, float16 or float32, got {query.dtype} and {key.dtype}"
-    if query.shape[-1] > MAX_DIM:
-        return f"they take at most {MAX_DIM} channels a head, got {query.shape[-1]}"
+    if dtypes[0] not in TRITON_DTYPES or len(set(dtypes)) > 1:
+        return f"queries and keys must be both bfloat16, float16 or float32, got {' and '.join(map(str, dtypes))}"
+    if dim > MAX_DIM:
+        return f"they take at most {MAX_DIM} channels a head, got {dim}"
     return "whole rows are to be collected, and they hold none" if strips_wanted else ""

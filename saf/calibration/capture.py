@@ -1,16 +1,16 @@
 """Running a model over the calibration sequences without a trace, and keeping queries and keys of some layers."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Site
 from saf.errors import InputError
-
-CAPTURE_BYTES = {"cpu": 4 << 30, "cuda": 24 << 30}
+from saf.heads import Head, HeadSet
 
 Batch = Tensor | Mapping[str, Tensor]
 
@@ -44,39 +44,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def layer_groups(
-    sites: Sequence[Site], layers: Sequence[int], tokens: int, capture_bytes: int | None
-) -> list[list[int]]:
-    """Split `layers` into consecutive groups whose queries and keys of `tokens` tokens fit into `capture_bytes`."""
-    weight = sites[0].projections()["query"][0]
-    budget = CAPTURE_BYTES.get(weight.device.type, CAPTURE_BYTES["cpu"]) if capture_bytes is None else capture_bytes
-    heads = sites[0].layout.num_heads + sites[0].layout.num_kv_heads
-    each = tokens * heads * sites[0].head_dim * weight.element_size()
-    size = max(1, budget // each)
-    return [list(layers[first : first + size]) for first in range(0, len(layers), size)]
+def live_heads(sites: Sequence[Site]) -> HeadSet:
+    """Return the heads of a model that compute ordinary attention."""
+    return HeadSet((layer, head) for layer, site in enumerate(sites) for head in site.layout.live)
 
 
-def capture(adapter: Adapter, layers: list[int], ids: list[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Run the model over all sequences and return queries and keys `[N, heads, T, D]` of some layers."""
-    sites = adapter.sites()
-    device = sites[0].projections()["query"][0].device
-    kept: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
-    handles = [
-        sites[layer].capture(lambda query, key, kept=kept[layer]: kept.append((query.detach(), key.detach())))
-        for layer in layers
-    ]
-    try:
-        for tokens in ids:
-            adapter.run(tokens.to(device))
-    finally:
-        for handle in handles:
-            handle.remove()
-    joined = {}
-    for layer in layers:
-        parts = kept.pop(layer)
-        if parts:
-            joined[layer] = (torch.cat([query for query, _ in parts]), torch.cat([key for _, key in parts]))
-    return joined
+def check_heads(sites: Sequence[Site], heads: Iterable[Head] | None) -> HeadSet:
+    """Return the heads to measure, all live ones for None; raise InputError for one that is not live."""
+    live = live_heads(sites)
+    chosen = live if heads is None else HeadSet(heads)
+    if len(missing := chosen - live):
+        raise InputError(f"only live heads can be measured; these are frozen or do not exist: {missing.to_list()}")
+    return chosen
 
 
 def live_kv_index(site: Site) -> list[int]:
@@ -84,6 +63,74 @@ def live_kv_index(site: Site) -> list[int]:
     used = site.layout.kv_head[: site.layout.num_live]
     order = sorted(set(used))
     return [order.index(head) for head in used]
+
+
+class Wanted(NamedTuple):
+    """What is kept of a layer: which of its live queries and keys, and the kept key that each kept query reads."""
+
+    queries: list[int]
+    keys: list[int]
+    kv_head: list[int]
+
+    @classmethod
+    def of(cls, site: Site, heads: Sequence[int]) -> "Wanted":
+        """Return what measuring `heads` of a layer needs."""
+        queries = [site.layout.live.index(head) for head in heads]
+        read = [live_kv_index(site)[slot] for slot in queries]
+        keys = sorted(set(read))
+        return cls(queries, keys, [keys.index(key) for key in read])
+
+
+Captured = tuple[Tensor, Tensor]
+"""Rotated queries `[N, heads, T, D]` and keys `[N, K, T, D]` of a layer."""
+
+
+def capture(adapter: Adapter, wanted: Mapping[int, Wanted], ids: Sequence[Tensor]) -> dict[int, Captured]:
+    """Run the model over all sequences, a batch at a time, and return queries and keys of the wanted layers.
+
+    Each is copied into its place as it comes, so that no more is held than what is returned and one forward pass.
+    """
+    sites = adapter.sites()
+    device = sites[0].projections()["query"][0].device
+    count = sum(map(len, ids))
+    kept = {layer: (_Kept(parts.queries, count), _Kept(parts.keys, count)) for layer, parts in wanted.items()}
+    handles = [sites[layer].capture(_sink(*both)) for layer, both in kept.items()]
+    try:
+        for tokens in ids:
+            adapter.run(tokens.to(device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {layer: (query.taken(), key.taken()) for layer, (query, key) in kept.items()}
+
+
+def _sink(queries: "_Kept", keys: "_Kept") -> Callable[[Tensor, Tensor], None]:
+    def take(query: Tensor, key: Tensor) -> None:
+        queries.add(query.detach())
+        keys.add(key.detach())
+
+    return take
+
+
+class _Kept:
+    """Some heads of all sequences; positions outside heads in memory, as models store them."""
+
+    def __init__(self, heads: list[int], count: int):
+        self._heads, self._count, self._filled = heads, count, 0
+        self._whole: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        if self._whole is None:
+            shape = (self._count, part.shape[2], len(self._heads), part.shape[3])
+            self._whole = part.new_empty(shape).transpose(1, 2)
+        place = self._whole[self._filled : self._filled + len(part)]
+        place.copy_(part if len(self._heads) == part.shape[1] else part[:, self._heads])
+        self._filled += len(part)
+
+    def taken(self) -> Tensor:
+        assert self._whole is not None
+        assert self._filled == self._count
+        return self._whole
 
 
 def hash_of(ids: Tensor) -> str:

@@ -23,7 +23,12 @@ def collection_bytes(
     positions: int = NUM_POSITIONS,
     itemsize: int = 4,
 ) -> int:
-    """Return how many bytes `collect` keeps for so many heads, sequences, tokens and query positions."""
+    """Return how many bytes `collect` keeps for so many heads, sequences, tokens and query positions.
+
+    Raises InputError for a name that nothing is kept under.
+    """
+    if unknown := set(collect) - set(COLLECTIONS):
+        raise InputError(f"unknown name to collect {sorted(unknown)}; expected some of {sorted(COLLECTIONS)}")
     sizes = {"F": heads, "N": sequences, "T": length, "R": positions}
     total = 0
     for name in collect:
@@ -53,9 +58,7 @@ class Collection:
         limit: int,
         dtype: torch.dtype,
     ):
-        if unknown := set(collect) - set(COLLECTIONS):
-            raise InputError(f"unknown name to collect {sorted(unknown)}; expected some of {sorted(COLLECTIONS)}")
-        by_row = any("R" in COLLECTIONS[name] for name in collect)
+        by_row = any("R" in COLLECTIONS.get(name, "") for name in collect)
         self.positions = _check_positions(latter_half(length) if positions is None else positions, length, by_row)
         sizes = {"F": len(heads), "N": sequences, "T": length, "R": len(self.positions)}
         needed = collection_bytes(
@@ -78,13 +81,17 @@ class Collection:
             fill = -torch.inf if name == "logit_rows" else 0.0
             self.tensors[name] = torch.full(shape, fill, dtype=torch.float64 if name.startswith("sharp") else dtype)
 
+    def part(self, layer: int) -> dict[str, Tensor]:
+        """Return views of what is kept of a layer's heads, by name."""
+        chosen = self._heads.in_layer(layer)
+        first = self._heads.index((layer, chosen[0]))
+        return {name: tensor[first : first + len(chosen)] for name, tensor in self.tensors.items()}
+
     def layer(self, layer: int) -> Take | None:
         """Return what takes in a strip of some of the layer's heads; None when nothing was asked for."""
         if not self.tensors:
             return None
-        chosen = self._heads.in_layer(layer)
-        first = self._heads.index((layer, chosen[0]))
-        tensors = {name: tensor[first : first + len(chosen)] for name, tensor in self.tensors.items()}
+        tensors = self.part(layer)
 
         def take(heads: slice, strip: Strip) -> None:
             for name, tensor in tensors.items():

@@ -1,11 +1,11 @@
-"""The oracle: the same statistics from whole `T x T` patterns of every sequence."""
+"""The same statistics from whole `T x T` patterns: the oracle, and the collection that the paper describes."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from saf.calibration.tiles import LayerStatistics
+from saf.calibration.tiles import LayerStatistics, diagonal_sums, floor_rows
 from saf.statistics import FLOOR
 
 
@@ -28,4 +28,36 @@ def dense_statistics(query: Tensor, key: Tensor, *, kv_head: Sequence[int]) -> L
         eta_abs=floored.sum(1),
         eta_rel=torch.zeros_like(floored[:, 0]).index_add(1, distance, floored[:, causal]),
         row_entropy=-torch.xlogy(floored, floored).sum((1, 2)) / length,
+    )
+
+
+def dense_collection(
+    query: Tensor, key: Tensor, *, kv_head: Sequence[int], dtype: torch.dtype = torch.float32
+) -> LayerStatistics:
+    """Measure heads from the whole pattern of one sequence after the other; holds five `[heads, T, T]` in `dtype`.
+
+    Their running sum gives the mean; variance, Eq. (S.18), and divergence are differences of sums over sequences,
+    float64 sums of entries in `dtype`. The baseline of benchmarks, to be as fast as it can be in plain PyTorch.
+    """
+    count, heads, length, dim = query.shape
+    causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    total = query.new_zeros(heads, length, length, dtype=dtype)
+    square, information = (query.new_zeros(heads, dtype=torch.float64) for _ in range(2))
+    with torch.autocast(query.device.type, enabled=False):
+        for n in range(count):
+            scores = (query[n].to(dtype) * dim**-0.5) @ key[n, list(kv_head)].to(dtype).mT
+            pattern = scores.masked_fill_(~causal, -torch.inf).softmax(-1)
+            total += pattern
+            information += torch.xlogy(pattern, pattern).sum((1, 2), dtype=torch.float64)
+            square += pattern.square_().sum((1, 2), dtype=torch.float64)
+    mean = total.div_(count)
+    information -= count * torch.xlogy(mean, mean).sum((1, 2), dtype=torch.float64)
+    square -= count * mean.square().sum((1, 2), dtype=torch.float64)
+    floored = floor_rows(mean, causal)
+    return LayerStatistics(
+        variance=square / (max(count - 1, 1) * length**2),
+        forward_kl=information / (count * length),
+        eta_abs=floored.sum(1, dtype=torch.float64),
+        eta_rel=diagonal_sums(floored),
+        row_entropy=-torch.xlogy(floored, floored).sum((1, 2), dtype=torch.float64) / length,
     )

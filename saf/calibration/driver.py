@@ -1,23 +1,18 @@
 """`calibrate`: run the model, keep queries and keys of some layers at a time, measure them tile by tile."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Site, adapter_for
-from saf.calibration.capture import (
-    Batch,
-    capture,
-    evaluation_mode,
-    hash_of,
-    layer_groups,
-    live_kv_index,
-    read_batches,
-)
+from saf.adapters import Adapter, adapter_for
+from saf.calibration.capture import Batch, Wanted, capture, check_heads, evaluation_mode, hash_of, read_batches
 from saf.calibration.collect import COLLECT_BYTES, Collection
-from saf.calibration.tiles import LayerStatistics, Take, measure_layer
-from saf.errors import DivergenceError, InputError
+from saf.calibration.memory import CalibrationPlan, plan_calibration
+from saf.calibration.resume import LayerFolder, inputs_of
+from saf.calibration.tiles import LayerStatistics, measure_layer
+from saf.errors import DivergenceError
 from saf.heads import Head, HeadSet
 from saf.statistics import AttentionStatistics
 from saf.stopwatch import Stopwatch
@@ -32,6 +27,7 @@ def calibrate(
     positions: Sequence[int] | None = None,
     collect_limit: int = COLLECT_BYTES,
     capture_bytes: int | None = None,
+    folder: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> AttentionStatistics:
@@ -45,8 +41,11 @@ def calibrate(
         positions: Query positions of `mean_rows`, `rows` and `logit_rows`; 64, evenly over the latter half of T, if
             not given.
         collect_limit: Most bytes that `collect` may keep (on the CPU); computed and checked before the model runs.
-        capture_bytes: Most memory for queries and keys kept at once; more layers at a time mean fewer passes.
-        progress: Called with (layers done, layers).
+        capture_bytes: Most memory for queries and keys kept at once; more layers at a time mean fewer passes. If not
+            given, half of what is free, see `plan_calibration`, which tells what a calibration will hold.
+        folder: Where to keep each finished layer. Called again with the same inputs, `calibrate` goes on after the
+            last finished layer, to the same bits; with all layers there it only reads them.
+        progress: Called with (layers done, layers), before the model runs too: with those found in `folder`.
         watch: Adds the seconds of running the model (`capture`) and of the tile loop (`statistics`).
 
     Returns:
@@ -54,43 +53,46 @@ def calibrate(
 
     Raises:
         InputError: No sequences, unequal lengths, or ids that are not a `[B, T]` integer tensor; heads that are
-            not live, unknown names to collect, or more to collect than `collect_limit`.
+            not live, unknown names to collect, more to collect than `collect_limit`, or more to hold than fits.
+        CheckpointError: `folder` holds something else, other inputs' layers, or a damaged file.
         DivergenceError: Queries or keys that are not finite.
     """
     adapter = adapter_for(model)
     sites = adapter.sites()
     ids = read_batches(batches)
-    sequences, length = sum(len(batch) for batch in ids), ids[0].shape[1]
-    chosen = live_heads(sites) if heads is None else _check_heads(sites, heads)
+    chosen = check_heads(sites, heads)
+    plan = plan_calibration(model, ids, collect=collect, heads=chosen, positions=positions, capture_bytes=capture_bytes)
     dtype = torch.float64 if sites[0].projections()["query"][0].dtype == torch.float64 else torch.float32
     kept = Collection(
-        collect, chosen, sequences=sequences, length=length, positions=positions, limit=collect_limit, dtype=dtype
+        collect,
+        chosen,
+        sequences=plan.sequences,
+        length=plan.length,
+        positions=positions,
+        limit=collect_limit,
+        dtype=dtype,
     )
-    shape = (len(sites), sites[0].layout.num_heads)
-    result = {
-        name: torch.full((*shape, length) if name.startswith("eta") else shape, torch.nan, dtype=torch.float64)
-        for name in LayerStatistics._fields
-    }
-    layers = sorted({layer for layer, _ in chosen})
+    result = _Result(len(sites), sites[0].layout.num_heads, plan.length, chosen, kept)
+    store, total = None, len(plan.layers)
+    if folder is not None:
+        store = LayerFolder(folder, inputs_of(model, ids, heads=chosen, collect=collect, positions=kept.positions))
+        done = store.finished(plan.layers)
+        for layer in done:
+            result.put(layer, store.read(layer))
+        plan = plan.without(done)
+    say = progress or (lambda done, layers: None)
+    say(total - len(plan.layers), total)
     watch = Stopwatch() if watch is None else watch
     with torch.no_grad(), evaluation_mode(model):
-        for group in layer_groups(sites, layers, sequences * length, capture_bytes):
-            with watch("capture"):
-                captured = capture(adapter, group, ids)
-            for layer in group:
-                wanted = chosen.in_layer(layer)
-                with watch("statistics"):
-                    measured = _measure(sites[layer], wanted, *captured.pop(layer), kept.layer(layer))
-                if not all(bool(values.isfinite().all()) for values in measured):
-                    raise DivergenceError(f"the attention of layer {layer} is not finite; check the model's weights")
-                for name, values in measured._asdict().items():
-                    result[name][layer, wanted] = values.cpu()
-                if progress is not None:
-                    progress(layers.index(layer) + 1, len(layers))
+        for layer, measured in _measure(adapter, plan, ids, kept, watch):
+            result.put(layer, measured)
+            if store is not None:
+                store.write(layer, measured | kept.part(layer))
+            say(total - len(plan.layers) + plan.layers.index(layer) + 1, total)
     return AttentionStatistics(
-        **result,
-        length=length,
-        num_sequences=sequences,
+        **result.statistics,
+        length=plan.length,
+        num_sequences=plan.sequences,
         sequences_hash=hash_of(torch.cat(ids)),
         collected=kept.tensors,
         collected_heads=chosen if kept.tensors else HeadSet(),
@@ -98,21 +100,43 @@ def calibrate(
     )
 
 
-def live_heads(sites: Sequence[Site]) -> HeadSet:
-    """Return the heads of a model that compute ordinary attention."""
-    return HeadSet((layer, head) for layer, site in enumerate(sites) for head in site.layout.live)
+def _measure(
+    adapter: Adapter, plan: CalibrationPlan, ids: list[Tensor], kept: Collection, watch: Stopwatch
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield the plan's layers with their statistics, on the CPU."""
+    sites = adapter.sites()
+    for group in plan.groups:
+        wanted = {layer: Wanted.of(sites[layer], plan.heads.in_layer(layer)) for layer in group}
+        with watch("capture"):
+            captured = capture(adapter, wanted, ids)
+        for layer in group:
+            with watch("statistics"):
+                query, key = captured.pop(layer)
+                found = measure_layer(query, key, kv_head=wanted[layer].kv_head, take=kept.layer(layer))
+                measured = {name: values.cpu() for name, values in found._asdict().items()}
+                del query, key
+            if not all(bool(values.isfinite().all()) for values in measured.values()):
+                raise DivergenceError(f"the attention of layer {layer} is not finite; check the model's weights")
+            yield layer, measured
 
 
-def _check_heads(sites: Sequence[Site], heads: Iterable[Head]) -> HeadSet:
-    chosen = HeadSet(heads)
-    if len(missing := chosen - live_heads(sites)):
-        raise InputError(f"only live heads can be measured; these are frozen or do not exist: {missing.to_list()}")
-    return chosen
+class _Result:
+    """What the layers give, put together as they come."""
 
+    def __init__(self, layers: int, heads: int, length: int, chosen: HeadSet, kept: Collection):
+        self.statistics = {
+            name: torch.full(
+                (layers, heads, length) if name.startswith("eta") else (layers, heads), torch.nan, dtype=torch.float64
+            )
+            for name in LayerStatistics._fields
+        }
+        self._chosen, self._kept = chosen, kept
 
-def _measure(site: Site, wanted: list[int], query: Tensor, key: Tensor, take: Take | None) -> LayerStatistics:
-    slots = [site.layout.live.index(head) for head in wanted]
-    kv_index = live_kv_index(site)
-    if len(slots) < query.shape[1]:
-        query = query[:, slots]
-    return measure_layer(query, key, kv_head=[kv_index[slot] for slot in slots], take=take)
+    def put(self, layer: int, tensors: dict[str, Tensor]) -> None:
+        """Take in a layer's statistics, and what was collected of it when it comes from a file."""
+        parts = self._kept.part(layer)
+        for name, values in tensors.items():
+            if name in self.statistics:
+                self.statistics[name][layer, self._chosen.in_layer(layer)] = values
+            else:
+                parts[name].copy_(values)

@@ -68,15 +68,33 @@ def measure_layer(
         return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
     count, heads, length, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
-    limit = STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"]) if strip_elements is None else strip_elements
-    rows = min(rows, length)
-    together = max(1, limit // (count * rows * length))
+    limit = strip_limit(query.device) if strip_elements is None else strip_elements
+    rows, together = _cut(count, length, rows, limit)
     parts = []
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, heads, together):
             at = slice(first, min(first + together, heads))
             parts.append(_measure(query[:, at], key[:, list(kv_head[at])], factor, rows, at, take))
     return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def strip_limit(device: torch.device) -> int:
+    """Return how many entries of patterns a strip may hold on a device."""
+    return STRIP_ELEMENTS.get(device.type, STRIP_ELEMENTS["cpu"])
+
+
+def strip_bytes(count: int, heads: int, length: int, dim: int, *, dtype: torch.dtype, device: torch.device) -> int:
+    """Return about how much memory the strips of `heads` heads take: five arrays of a strip, and wide operands."""
+    wide = 8 if dtype == torch.float64 else 4
+    rows, together = _cut(count, length, ROWS, strip_limit(device))
+    together = min(together, max(heads, 1))
+    return wide * count * together * length * (5 * rows + 2 * dim)
+
+
+def _cut(count: int, length: int, rows: int, limit: int) -> tuple[int, int]:
+    """Return the rows of a strip and how many heads share one, so that it has at most `limit` entries if it can."""
+    rows = max(1, min(rows, length, limit // (count * length)))
+    return rows, max(1, limit // (count * rows * length))
 
 
 def _measure(query: Tensor, key: Tensor, scale: float, rows: int, at: slice, take: Take | None) -> LayerStatistics:

@@ -18,10 +18,10 @@ COMMANDS = {
     "freeze": "freeze heads of a checkpoint and write a new checkpoint",
     "evaluate": "held-out perplexity of a checkpoint or run",
     "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",
-    "report": "one self-contained HTML page about one or several runs",
-    "analyze": "what single heads cost and which scores foretell it, attention profiles, stability, pattern geometry",
+    "report": "one self-contained HTML page about runs or benchmarks; a document of all results",
+    "analyze": "what single heads cost, which scores foretell it, profiles, stability, geometry, fits, distributions",
     "inspect": "what a checkpoint, run, data folder or saved model holds; verifies its sums",
-    "bench": "speed and memory: one operator, whole updates, prefill; each number beside its baseline and bound",
+    "bench": "speed, memory and accuracy: each number beside its baseline and its bound or budget",
     "doctor": "versions, devices, and which backend would run here and why",
 }
 EXIT_ERROR = 2

@@ -11,28 +11,30 @@ from torch import Tensor
 from saf.analysis.correlation import spearman
 from saf.analysis.partial import partial_spearman
 from saf.analysis.stability import selection_stability
-from saf.cli.analyze_model import Geometry, JointCost, OneHead, Profiles
-from saf.cli.output import columns, facts, show
+from saf.cli.analyze_base import Written
+from saf.cli.analyze_distributions import Distributions
+from saf.cli.analyze_fits import Fits
+from saf.cli.analyze_model import Geometry, JointCost, Profiles
+from saf.cli.analyze_one_head import OneHead
+from saf.cli.output import columns, facts
 from saf.errors import InputError
-from saf.files import read_json, write_json
+from saf.files import read_json
 from saf.heads import HeadSet
+from saf.report.analysis_figures import write_figure
 
 
 @dataclass(kw_only=True)
-class PartialSpearman:
+class PartialSpearman(Written):
     """A score and the cost of single heads: their rank correlation beyond the layer, and beyond layer and entropy."""
 
     one_head: Annotated[Path, tyro.conf.Positional]
     """What `saf analyze one-head --out` wrote."""
     profiles: Path | None = None
     """What `saf analyze profiles --out` wrote about the same model; adds the control for entropy."""
-    out: Path | None = None
-    """Write the result as JSON into this file."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
         """Correlate every score of the file, show, write and return the record."""
+        self.check()
         record = _recorded(self.one_head, "one-head")
         change = matrix(record["nll_change"])
         allowed = torch.zeros_like(change, dtype=torch.bool)
@@ -54,24 +56,21 @@ class PartialSpearman:
         rows = [[name, *(f"{value:.3f}" for value in each.values())] for name, each in found.items()]
         title = f"scores and the cost of {int(allowed.sum())} single heads"
         result = {"schema": "saf.analysis/partial-spearman/1", "heads": int(allowed.sum()), "correlations": found}
-        return _finish(result, self.out, columns(title, head, rows), as_json=self.json)
+        return self.finish(result, columns(title, head, rows))
 
 
 @dataclass(kw_only=True)
-class Stability:
+class Stability(Written):
     """Two selections of one model: their overlap against what chance gives in each layer, and their ranks."""
 
     first: Annotated[Path, tyro.conf.Positional]
     """A freeze.json, or the run or checkpoint that holds one."""
     second: Annotated[Path, tyro.conf.Positional]
     """Another one."""
-    out: Path | None = None
-    """Write the result as JSON into this file."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
         """Compare, show, write and return the record."""
+        self.check()
         records = [read_json(path / "freeze.json" if path.is_dir() else path) for path in (self.first, self.second)]
         if any(not {"heads", "scores"} <= record.keys() for record in records):
             raise InputError("expected two files freeze.json, with heads and scores of an event")
@@ -85,7 +84,24 @@ class Stability:
             "rank correlation of the scores": f"{found.rank_correlation:.3f}",
         }
         result = {"schema": "saf.analysis/stability/1", "of": [self.first, self.second], **asdict(found)}
-        return _finish(result, self.out, facts("stability of the selection", rows), as_json=self.json)
+        result |= {"heads": [one.to_list(), other.to_list()], "scores": scores}
+        return self.finish(result, facts("stability of the selection", rows))
+
+
+@dataclass(kw_only=True)
+class Draw:
+    """Draw the figure of an analysis from the JSON that its --out wrote."""
+
+    record: Annotated[Path, tyro.conf.Positional]
+    """What `saf analyze NAME --out` wrote, a partial record of one-head included."""
+    out: Annotated[Path, tyro.conf.Positional]
+    """The SVG to write."""
+
+    def run(self) -> dict[str, Any]:
+        """Draw, and return where."""
+        write_figure(read_json(self.record), self.out)
+        print(self.out)
+        return {"figure": str(self.out)}
 
 
 def matrix(rows: list[list[float | None]]) -> Tensor:
@@ -101,13 +117,6 @@ def _recorded(path: Path, name: str) -> dict[str, Any]:
     return record
 
 
-def _finish(record: dict[str, Any], out: Path | None, table: Any, *, as_json: bool) -> dict[str, Any]:
-    if out is not None:
-        write_json(out, record)
-    show(record, table, as_json=as_json)
-    return record
-
-
 COMMANDS = {
     "one-head": OneHead,
     "joint-cost": JointCost,
@@ -115,4 +124,7 @@ COMMANDS = {
     "profiles": Profiles,
     "stability": Stability,
     "geometry": Geometry,
+    "fits": Fits,
+    "distributions": Distributions,
+    "draw": Draw,
 }

@@ -8,7 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
-from saf.cli.output import columns, show
+from saf.cli.bench_calibration import Calibration
+from saf.cli.bench_errors import Errors
+from saf.cli.output import columns, machine, show
 from saf.errors import UnsupportedError
 
 HEAD = ["arm", "ms", "baseline", "ratio", "range", "TFLOP/s", "bound"]
@@ -57,7 +59,7 @@ class Prefill(_Output, PrefillSettings):
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
     """Yield a table for each point, one for peak memory, and lines on what was left out."""
-    yield _machine(record["environment"])
+    yield machine(record["environment"])
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in record["rows"]:
         groups.setdefault(title_of(row), []).append(row)
@@ -102,13 +104,6 @@ def _reason(row: Mapping[str, Any]) -> str:
     return f"two ordinary models differ by {100 * abs(control - 1):.2f}%; the machine is not quiet enough"
 
 
-def _machine(environment: Mapping[str, Any]) -> str:
-    versions = environment["versions"]
-    named = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
-    driver = [f"driver {environment['driver']}"] if environment["driver"] else []
-    return ", ".join([environment["device"], *named, *driver])
-
-
 def _place(point: Mapping[str, Any]) -> str:
     shape = "x".join(str(point[key]) for key in ("length", "batch_size", "accumulation") if key in point)
     return f"{shape} {point['precision']}" if "precision" in point else shape
@@ -119,4 +114,4 @@ def _percent(entry: Mapping[str, Any]) -> str | None:
     return None if change is None else f"{change:+.2f}%"
 
 
-COMMANDS = {"op": Op, "update": Update, "prefill": Prefill}
+COMMANDS = {"op": Op, "update": Update, "prefill": Prefill, "errors": Errors, "calibration": Calibration}

@@ -38,6 +38,7 @@ class Doctor:
             "devices": devices(),
             "compilers": compilers(),
             "backends": backends(),
+            "live_kernels": live_kernels(),
         }
         show(result, *_tables(result), as_json=self.json)
         return result
@@ -89,6 +90,17 @@ def backends() -> list[dict[str, Any]]:
     ]
 
 
+def live_kernels() -> dict[str, str | None]:
+    """Return for each attention kernel that live heads may be pinned to None, or why it cannot run here."""
+    from saf.ops.flash import FLASH_PACKAGES, obstacle
+    from saf.ops.live import KERNELS
+
+    if not torch.cuda.is_available():
+        return dict.fromkeys(KERNELS, "no CUDA device") | dict.fromkeys(("flash", "math"))
+    cudnn = None if torch.backends.cudnn.is_available() else "this build of torch has no cuDNN"
+    return dict.fromkeys(KERNELS) | {name: obstacle(name, "cuda") for name in FLASH_PACKAGES} | {"cudnn": cudnn}
+
+
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -111,6 +123,8 @@ def _tables(result: dict[str, Any]) -> list[Any]:
     ]
     tables += [facts(device["device"], _device_rows(device)) for device in result["devices"]]
     tables.append(facts("compilers", compiled))
+    kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
+    tables.append(facts("attention kernels of live heads", kernels))
     for asked in result["backends"]:
         tables.append(f"\nfrozen heads on {asked['device']}, {asked['dtype']}:")
         tables += [f"  {line}" for line in asked["lines"]]

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor
 
+from saf.calibration import plan_calibration
+from saf.cli.layer_progress import LayerProgress
 from saf.cli.models import Source, open_data, open_source, pick_device, trained_data
-from saf.cli.options import FreezeOptions
+from saf.cli.options import Float, Folder, FreezeOptions
 from saf.cli.output import show
 from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
@@ -47,6 +49,10 @@ class Freeze(FreezeOptions):
     """Sequences of the controller partition that output-aware scores read."""
     calibration_seed: int | None = None
     """Of the choice of calibration sequences (the run's)."""
+    calibration: Folder = None
+    """Keep each layer's measurement in this folder once it is finished, and go on from those found there."""
+    capture_gb: Float = None
+    """Most memory for queries and keys kept at once, GB (half of what is free)."""
     finalize: bool = False
     """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -65,8 +71,20 @@ class Freeze(FreezeOptions):
         model = checkpoint.model(device)
         optimizer = checkpoint.optimizer(model)
         needed = self._needed(checkpoint, model, config)
-        with autocast(device, self.precision):
-            report = freeze_(model, batches, config, optimizer=optimizer, heldout=heldout, needed=needed)
+        limit = None if self.capture_gb is None else int(1e9 * self.capture_gb)
+        with autocast(device, self.precision), LayerProgress() as progress:
+            progress.say(str(plan_calibration(model, batches, capture_bytes=limit)))
+            report = freeze_(
+                model,
+                batches,
+                config,
+                optimizer=optimizer,
+                heldout=heldout,
+                needed=needed,
+                folder=self.calibration,
+                capture_bytes=limit,
+                progress=progress,
+            )
         if self.finalize:
             finalize_(model)
         state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}

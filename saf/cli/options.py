@@ -78,6 +78,10 @@ class FreezeOptions:
     """Of random scores and sampled patterns (0)."""
     backend: Name = None
     """Which backend executes frozen heads (auto)."""
+    trainable: bool = False
+    """Train the patterns on with the model, from their fit, instead of keeping them fixed."""
+    heldout_kl: bool = False
+    """Also fit on one half of the calibration sequences, and report the KL to the other half."""
     fitter_options: Values = field(default_factory=dict)
     """Further arguments of the fitter, such as: steps 200."""
     pattern_options: Values = field(default_factory=dict)

@@ -49,6 +49,14 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
+def machine(environment: Mapping[str, Any]) -> str:
+    """Return the line of a benchmark's record that says where it was made."""
+    versions = environment["versions"]
+    named = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
+    driver = [f"driver {environment['driver']}"] if environment["driver"] else []
+    return ", ".join([environment["device"], *named, *driver])
+
+
 def _cell(value: Any) -> str:
     from rich.markup import escape
 

@@ -181,6 +181,8 @@ def _table(result: dict[str, Any]) -> Table:
     }
     if event:
         rows["heads frozen"] = f"{len(event['heads'])} after update {event['update']:,}"
+        if result["trainable_pattern_parameters"]:
+            rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"
         rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
     if event.get("loss_before") is not None:
         rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after freezing"

@@ -1,4 +1,4 @@
-"""`saf report`: one page about runs."""
+"""`saf report`: one page about runs or benchmarks, or one document of all results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,30 +7,61 @@ from typing import Annotated, Any
 import tyro
 
 from saf.cli.output import show
+from saf.errors import InputError
+from saf.report.bars_svg import write_bars
+from saf.report.bench_page import read_records, write_bench_report
 from saf.report.html import write_report
 from saf.report.picture import write_picture
+from saf.report.results import write_results
 
 
 @dataclass(kw_only=True)
 class Report:
-    """Write one self-contained HTML page: headline, head map, fitted patterns, training curves, costs, provenance."""
+    """Write one self-contained HTML page: about runs, or bars of speedup from files of `saf bench`.
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders; the first ordinary one is what frozen ones are compared with."""
+    With --results, a document of every result in a folder instead, in tables beside the paper's.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Run folders, the first ordinary one is what frozen ones are compared with; or .json files of `saf bench`."""
+    results: Path | None = None
+    """A folder of results, in place of runs; its tables go to --out, a Markdown file, with pictures beside it."""
     out: Path | None = None
-    """An .html file, or a folder for report.html; the last run's folder if not given."""
+    """An .html file, or a folder for report.html; if not given, the last run's folder, or beside the last file."""
     picture: Path | None = None
-    """Also write the head map and the curves as one .svg file."""
+    """Also write the head map and the curves, or the bars, as one .svg file."""
     json: bool = False
     """Print JSON instead of lines."""
 
     def run(self) -> dict[str, Any]:
-        """Write the page and return where it is."""
-        page = write_report(self.runs, self.out or self.runs[-1])
+        """Write the page or the document and return where it is."""
+        return self._document(self.results) if self.results is not None else self._page()
+
+    def _document(self, results: Path) -> dict[str, Any]:
+        if self.runs or self.picture:
+            raise InputError("--results stands for itself: leave out runs and --picture, its pictures are always made")
+        if self.out is None:
+            raise InputError("--results needs --out, the Markdown file to write (docs/results.md)")
+        document, *pictures = write_results(results, self.out)
+        result = {"document": str(document), "pictures": [str(path) for path in pictures]}
+        show(result, str(document), *result["pictures"], as_json=self.json)
+        return result
+
+    def _page(self) -> dict[str, Any]:
+        if not self.runs:
+            raise InputError("nothing to report on; name run folders, files of `saf bench`, or --results FOLDER")
+        files = [path for path in self.runs if path.suffix == ".json"]
+        if files and len(files) < len(self.runs):
+            raise InputError("a page is about runs or about benchmarks; got folders and .json files together")
+        if files:
+            page = write_bench_report(files, self.out or files[-1].with_suffix(".html"))
+        else:
+            page = write_report(self.runs, self.out or self.runs[-1])
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
         lines = [f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)"]
         if self.picture:
-            result["picture"] = str(write_picture(self.runs, self.picture))
+            drawn = write_bars(read_records(files), self.picture) if files else write_picture(self.runs, self.picture)
+            result["picture"] = str(drawn)
             lines.append(result["picture"])
         show(result, *lines, as_json=self.json)
         return result

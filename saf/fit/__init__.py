@@ -14,9 +14,11 @@ from saf.fit.certificate import Certificate, certify
 from saf.fit.dense import fit_dense
 from saf.fit.objective import check_targets, fit_kl, fit_loss, marginals
 from saf.fit.proportional import fit_proportional
+from saf.fit.variants import CONSTANT_AFTER, check_constant_after, fit_variants
 from saf.pattern import CompactPattern
 
 __all__ = [
+    "CONSTANT_AFTER",
     "FITTERS",
     "MAX_FIT_KL",
     "Certificate",
@@ -27,6 +29,7 @@ __all__ = [
     "fit_compact",
     "fit_kl",
     "fit_loss",
+    "fit_variants",
     "fit_with_certificate",
     "marginals",
 ]
@@ -72,9 +75,8 @@ def fit_with_certificate(
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     constant_after = options.get("alpha_constant_after")
-    # Up to a quarter of the keys, the canonical gauge keeps a constant tail constant.
-    if constant_after is not None and not (constant_after == 0 or 0 < 4 * constant_after < length):
-        raise InputError(f"alpha_constant_after must lie in [0, T/4), T = {length}; got {constant_after}")
+    if constant_after is not None:
+        check_constant_after(constant_after, length)
     rows = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
     alpha, rho, steps = FITTERS[fitter](*rows, **options)
     pattern = CompactPattern.from_parameters(alpha.reshape(shape), rho.reshape(shape)).canonical()

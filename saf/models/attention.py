@@ -6,26 +6,32 @@ from torch.nn import functional as F
 
 from saf.heads import HeadLayout
 from saf.models.rotary import rotate
-from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention, split_attention
 
 
 class LiveAttention(nn.Module):
-    """Ordinary attention of the live heads; a module of its own so that hooks can see queries and keys."""
+    """Mixing of a layer with live heads; a module of its own so that hooks can see queries and keys."""
 
     def __init__(self):
         super().__init__()
         self.kernel = "auto"
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, frozen: FrozenHeads | None = None
-    ) -> Tensor:
-        """Attend: `[B, L, T, D]` each, rotated; returns `[B, L, T, D]`.
+        self, query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, frozen: FrozenHeads | None
+    ) -> list[Tensor]:
+        """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
 
-        With `frozen`, for a backend that mixes all heads in one launch, `value` and the result hold all heads.
+        Returns live and frozen heads' outputs, `[B, L, T, D]` and `[B, F, T, D]`; a backend that mixes all heads in
+        one launch gives one tensor for both.
         """
-        if frozen is not None:
-            return mixed_attention(query, key, value, frozen, start=start, kernel=self.kernel)
-        return live_attention(query, key, value, start=start, kernel=self.kernel)
+        if frozen is None:
+            return [live_attention(query, key, value, start=start, kernel=self.kernel)]
+        if frozen.mixes_live:
+            return [mixed_attention(query, key, value, frozen, start=start, kernel=self.kernel)]
+        live, mixed = split_attention(query, key, value, frozen, start=start, kernel=self.kernel)
+        assert live is not None
+        assert mixed is not None
+        return [live, mixed]
 
 
 class Attention(nn.Module):
@@ -65,15 +71,10 @@ class Attention(nn.Module):
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-        if self.frozen is None:
-            mixed = [self.live(query, key, value, start)]
-        elif num_live == 0:
+        if num_live == 0 and self.frozen is not None:
             mixed = [frozen_attention(value, self.frozen, start=start)]
-        elif self.frozen.mixes_live:
-            mixed = [self.live(query, key, value, start, self.frozen)]
         else:
-            live = self.live(query, key, value[:, :num_live], start)
-            mixed = [live, frozen_attention(value, self.frozen, start=start)]
+            mixed = self.live(query, key, value, start, self.frozen)
         return self._project([heads.transpose(1, 2).flatten(2) for heads in mixed])
 
     def _project(self, mixed: list[Tensor]) -> Tensor:

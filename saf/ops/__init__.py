@@ -4,10 +4,12 @@ from saf.ops.attention import frozen_attention, mixed_attention, split_attention
 from saf.ops.backends import BACKENDS, choose_backend, explain
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.live import live_attention
+from saf.ops.trainable_pattern import TrainablePattern
 
 __all__ = [
     "BACKENDS",
     "FrozenHeads",
+    "TrainablePattern",
     "choose_backend",
     "explain",
     "frozen_attention",

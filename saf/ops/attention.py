@@ -30,7 +30,8 @@ def mixed_attention(
         scale: Score scale of live heads; `1/sqrt(D)` by default.
         backend: `"auto"` or the name of the backend that `frozen` was prepared for.
         start: `[B]` first real position of each row (left padding); outputs before it are zero.
-        kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"` or `"math"`.
+        kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"`, `"math"`; `"fa3"` or `"fa4"`
+            where the package is installed.
 
     Returns:
         `[B, L + F, Tq, D]`.
@@ -67,10 +68,25 @@ def split_attention(
     live = mixed = None
     if num_live:
         live_key, live_value = _expand(key, value, live_kv)
+        if frozen is not None and start is None and _runs_beside(query, value, frozen):
+            frozen.check_call(value, backend)
+            selected = take_heads(value, frozen.value_heads(value.shape[1]))
+            tables = frozen.tables(value.dtype)
+            return BACKENDS[frozen.backend].beside(query, live_key, live_value, selected, tables, scale, kernel)
         live = live_attention(query, live_key, live_value, scale=scale, start=start, kernel=kernel)
     if frozen is not None:
         mixed = frozen_attention(value, frozen, backend=backend, start=start, rows=query.shape[-2])
     return live, mixed
+
+
+def _runs_beside(query: Tensor, value: Tensor, frozen: FrozenHeads) -> bool:
+    """Whether live and frozen heads run at the same time: whole sequences, no gradients, a backend that can."""
+    backend = BACKENDS[frozen.backend]
+    if torch.is_grad_enabled() or not hasattr(backend, "beside") or frozen.trainable:
+        return False
+    return query.shape[-2] == value.shape[-2] and backend.runs_beside(
+        value.device, value.dtype, frozen.tables(value.dtype)
+    )
 
 
 def frozen_attention(
@@ -89,13 +105,27 @@ def frozen_attention(
     frozen.check_call(value, backend)
     length = value.shape[-2]
     selected = take_heads(value, frozen.value_heads(value.shape[1]))
-    forward, tables = BACKENDS[frozen.backend].forward, frozen.tables(value.dtype)
     rows = length if rows is None else rows
     if start is None:
-        return forward(selected, tables, rows)
+        return _mix(selected, frozen, rows)
     shifted = _shift(selected, start.to(value.device))
-    mixed = _shift(forward(shifted, tables, length), -start.to(value.device))
+    mixed = _shift(_mix(shifted, frozen, length), -start.to(value.device))
     return mixed[:, :, length - rows :]
+
+
+def _mix(value: Tensor, frozen: FrozenHeads, rows: int) -> Tensor:
+    """Mix `value [B, F, T, D]` by the backend, fixed and trainable patterns apart, and keep the last `rows`."""
+    backend, tables = BACKENDS[frozen.backend], frozen.tables(value.dtype)
+    if not frozen.trainable:
+        return backend.forward(value, tables, rows)
+    alpha, rho = frozen.logits()
+    if not frozen.fixed:
+        return backend.forward_trainable(value, alpha, rho, rows)
+    fixed, trainable = list(frozen.fixed), list(frozen.trainable)
+    output = value.new_empty(value.shape[0], rows, value.shape[1], value.shape[3]).transpose(1, 2)
+    output[:, fixed] = backend.forward(value[:, fixed], tables, rows)
+    output[:, trainable] = backend.forward_trainable(value[:, trainable], alpha, rho, rows)
+    return output
 
 
 def _mixed_together(

@@ -13,7 +13,10 @@ from saf.ops import fused, reference, toeplitz
 class Backend(Protocol):
     """What a backend module provides; tables are whatever its `prepare` made.
 
-    A backend that computes live heads too has a function `mixed(query, key, value, tables, scale)` besides.
+    A backend may have more. `mixed(query, key, value, tables, scale)` computes live heads too, in the same launch.
+    `beside(query, key, live_value, value, tables, scale, kernel)` runs frozen heads while live ones run, without
+    gradients, where `runs_beside(device, dtype, tables)` says so. `forward_trainable(value, alpha, rho, rows)`, logits
+    `[F, >=T]`, gives gradients to key and distance logits, unless `untrainable(alpha, rho, dtype)` says why it cannot.
     """
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -38,26 +41,32 @@ BACKENDS: dict[str, Any] = {"toeplitz": toeplitz, "fused": fused, "reference": r
 AUTO_ORDER = ("toeplitz", "reference")
 
 
-def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dtype]) -> str:
+def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool = False) -> str:
     """Resolve a backend name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
 
+    With `trainable` it must give gradients to key and distance logits too.
     Raises InputError for an unknown name and UnsupportedError when a named backend cannot run: it is never
     replaced by another one.
     """
     if name == "auto":
         reasons = {}
         for candidate in AUTO_ORDER:
-            reason = next(filter(None, (BACKENDS[candidate].supports(device, dtype) for dtype in dtypes)), None)
+            reason = _obstacle(candidate, device, dtypes, trainable)
             if reason is None:
                 return candidate
             reasons[candidate] = reason
         raise UnsupportedError(f"no backend runs on {device} with {list(dtypes)}: {reasons}")
     if name not in BACKENDS:
         raise InputError(f"unknown backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}")
-    for dtype in dtypes:
-        if reason := BACKENDS[name].supports(device, dtype):
-            raise UnsupportedError(f"backend {name!r} cannot run: {reason}; use backend='auto' or another one")
+    if reason := _obstacle(name, device, dtypes, trainable):
+        raise UnsupportedError(f"backend {name!r} cannot run: {reason}; use backend='auto' or another one")
     return name
+
+
+def _obstacle(name: str, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool) -> str | None:
+    if trainable and not hasattr(BACKENDS[name], "forward_trainable"):
+        return "it has no gradients for key and distance logits (trainable=True)"
+    return next(filter(None, (BACKENDS[name].supports(device, dtype) for dtype in dtypes)), None)
 
 
 def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:

@@ -1,20 +1,24 @@
 """The frozen heads of one layer, prepared for execution by one backend."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.ops.backends import BACKENDS, choose_backend
+from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern, DensePattern
 
-Pattern = CompactPattern | DensePattern
+Pattern = CompactPattern | DensePattern | TrainablePattern
 
 
 def as_list(pattern: Pattern | Sequence[Pattern]) -> list[Pattern]:
     """Return one pattern per head from a batched `[F, ...]` pattern or a list of patterns."""
+    if isinstance(pattern, TrainablePattern):
+        return [pattern]
     if isinstance(pattern, CompactPattern | DensePattern):
         if len(pattern.shape) == 0:
             return [pattern]
@@ -25,14 +29,22 @@ def as_list(pattern: Pattern | Sequence[Pattern]) -> list[Pattern]:
 
 
 class FrozenHeads(nn.Module):
-    """Tables that execute the fixed patterns of a layer's frozen heads, for up to `max_length` positions.
+    """What executes the patterns of a layer's frozen heads, for up to `max_length` positions.
 
-    Build it with `from_patterns`. Buffers keep their dtype when the model is cast; only the device follows.
+    Fixed patterns are tables, made once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
+    are read in every forward pass. Build it with `from_patterns`. Buffers and parameters keep their dtype when the
+    model is cast; only the device follows.
     """
 
     def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
         super().__init__()
-        self.patterns = [pattern.to(device="cpu") for pattern in patterns]
+        self.trainable = tuple(slot for slot, one in enumerate(patterns) if isinstance(one, TrainablePattern))
+        self.fixed = tuple(slot for slot in range(len(patterns)) if slot not in self.trainable)
+        # Not only in the list: as children their parameters are the model's.
+        for slot, one in enumerate(patterns):
+            if isinstance(one, TrainablePattern):
+                self.add_module(f"pattern_{slot}", one)
+        self.patterns = [one if isinstance(one, TrainablePattern) else one.to(device="cpu") for one in patterns]
         self.backend = backend
         self.max_length = max_length
         self.kv_head = kv_head
@@ -51,9 +63,10 @@ class FrozenHeads(nn.Module):
     ) -> "FrozenHeads":
         """Prepare patterns over `[F, T]`, in head order, for values of `dtype` (one or several).
 
+        A list may mix compact, dense and trainable patterns; of the last the parameters themselves are taken.
         `kv_head [H]`, in slot order, names the value head each slot reads; without it slots and value heads
         correspond one to one. Raises InputError on unequal lengths and UnsupportedError when a named backend
-        cannot run here.
+        cannot run here, or cannot train a pattern.
         """
         patterns = as_list(pattern)
         lengths = {single.length for single in patterns}
@@ -63,10 +76,14 @@ class FrozenHeads(nn.Module):
         slots = None if kv_head is None else tuple(int(head) for head in kv_head)
         if slots is not None and len(slots) < len(patterns):
             raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
-        name = choose_backend(backend, device=torch.device(device), dtypes=dtypes)
-        heads = cls(patterns, name, lengths.pop(), slots)
+        trained = [single for single in patterns if isinstance(single, TrainablePattern)]
+        fixed = [single for single in patterns if not isinstance(single, TrainablePattern)]
+        name = choose_backend(backend, device=torch.device(device), dtypes=dtypes, trainable=bool(trained))
+        _check_trainable(trained, name, dtypes)
+        heads = cls(patterns, name, lengths.pop(), slots).to(device)
         for one in dtypes:
-            heads._add_tables(one, BACKENDS[name].prepare(patterns, one, torch.device(device), slots))
+            tables = BACKENDS[name].prepare(fixed, one, torch.device(device), slots) if fixed else {}
+            heads._add_tables(one, tables)
         return heads
 
     def _add_tables(self, dtype: torch.dtype, tables: dict[str, Tensor | tuple[int, ...]]) -> None:
@@ -82,13 +99,21 @@ class FrozenHeads(nn.Module):
         """How many heads the patterns belong to."""
         return len(self.patterns)
 
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Return alpha and rho of the trainable patterns, `[trainable, T]` each."""
+        patterns = [one for one in self.children() if isinstance(one, TrainablePattern)]
+        return torch.stack([one.alpha for one in patterns]), torch.stack([one.rho for one in patterns])
+
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The value dtypes that tables were prepared for."""
         return tuple(self._names)
 
     def tables(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the backend's tables for values of `dtype`; raise InputError when none were prepared."""
+        """Return the backend's tables of fixed patterns for values of `dtype`.
+
+        Raises InputError when nothing was prepared for this dtype.
+        """
         if dtype not in self._names:
             raise InputError(
                 f"frozen heads were prepared for {[str(d) for d in self.dtypes]}, the values are {dtype}; "
@@ -127,7 +152,9 @@ class FrozenHeads(nn.Module):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
-        """Follow the module to another device but keep every buffer's dtype."""
+        """Follow the module to another device but keep every dtype."""
+        for pattern in self.children():
+            pattern._apply(fn)
         for key, tensor in list(self._buffers.items()):
             if tensor is not None:
                 moved = fn(tensor.new_empty(0, dtype=torch.float32))
@@ -139,8 +166,19 @@ class FrozenHeads(nn.Module):
         return f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenHeads":
-        copy = FrozenHeads(self.patterns, self.backend, self.max_length, self.kv_head)
+        patterns = [copy.deepcopy(one, memo) if isinstance(one, TrainablePattern) else one for one in self.patterns]
+        twin = FrozenHeads(patterns, self.backend, self.max_length, self.kv_head)
         for dtype in self.dtypes:
             tables = self.tables(dtype)
-            copy._add_tables(dtype, {k: t.clone() if isinstance(t, Tensor) else t for k, t in tables.items()})
-        return copy
+            twin._add_tables(dtype, {k: t.clone() if isinstance(t, Tensor) else t for k, t in tables.items()})
+        return twin
+
+
+def _check_trainable(patterns: Sequence[TrainablePattern], backend: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise UnsupportedError when a backend cannot train one of the patterns with values of one of the dtypes."""
+    if not patterns:
+        return
+    logits = [torch.stack([getattr(one, name).detach() for one in patterns]) for name in ("alpha", "rho")]
+    for dtype in dtypes:
+        if reason := BACKENDS[backend].untrainable(*logits, dtype):
+            raise UnsupportedError(f"backend {backend!r} cannot train these patterns: {reason}")

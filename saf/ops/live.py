@@ -7,25 +7,30 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
+from saf.ops.flash import FLASH_PACKAGES, settle_flash
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
+    **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
 }
 
 
-def pinned(kernel: str):
-    """Return a context in which SDPA may run only `kernel`; `"auto"` leaves PyTorch's own order.
+def pinned(kernel: str, device: torch.device):
+    """Return a context in which SDPA may run only `kernel` on `device`; `"auto"` leaves PyTorch's own order.
 
-    The choice is made inside the forward pass because it is not part of the compile cache's key.
+    The choice is made inside the forward pass because it is not part of the compile cache's key. Raises InputError
+    for an unknown name, UnsupportedError for a kernel of a package that is missing or cannot run here.
     """
     if kernel == "auto":
         return nullcontext()
     if kernel not in KERNELS:
         raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}")
+    if KERNELS[kernel] == SDPBackend.FLASH_ATTENTION and (reason := settle_flash(kernel, device.type)):
+        raise UnsupportedError(f"attention kernel {kernel!r} cannot run: {reason}")
     return sdpa_kernel(KERNELS[kernel])
 
 
@@ -59,12 +64,14 @@ def live_attention(
     """
     rows, columns = query.shape[-2], key.shape[-2]
     grouped = query.shape[1] != key.shape[1]
-    mask = None
+    mask, causal = None, False
     if start is not None or (rows != columns and rows != 1):
         mask = causal_mask(rows, columns, start, query.device)
-    with pinned(kernel):
+    elif rows > 1:  # decided here: with lengths left open by the compiler, the comparison itself is no bool
+        causal = True
+    with pinned(kernel, query.device):
         output = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None and rows > 1, scale=scale, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
     if start is None:
         return output

@@ -39,3 +39,22 @@ def forward(value: Tensor, tables: dict[str, Tensor], rows: int) -> Tensor:
     """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
     length = value.shape[-2]
     return tables["weights"][:, length - rows : length, :length] @ value
+
+
+def untrainable(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+    """Return None: any logits can be trained here."""
+    return None
+
+
+def forward_trainable(value: Tensor, alpha: Tensor, rho: Tensor, rows: int) -> Tensor:
+    """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`.
+
+    P is computed in float64 and the product taken in at least float32; autograd does the rest.
+    """
+    length = value.shape[-2]
+    position = torch.arange(length, device=value.device)
+    lag = position[length - rows :, None] - position
+    scores = alpha.double()[:, None, :length] + rho.double()[:, lag.clamp(min=0)]
+    weights = scores.masked_fill(lag < 0, -torch.inf).softmax(-1)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return (weights.to(wide) @ value.to(wide)).to(value.dtype)

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.ops.toeplitz_operator import blocked_product, distance_table, implementation, toeplitz_product
+from saf.ops.convolution import causal_convolution
+from saf.ops.pattern_gradient import compact_tables, trainable_product
+from saf.ops.side_by_side import overlaps, side_by_side
+from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_product
 from saf.pattern import CompactPattern, DensePattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -58,27 +61,37 @@ def prepare(
 
 
 def _convolution(pattern: CompactPattern, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the tables of heads `[C, T]` and, per head, whether `dtype` can hold them.
-
-    Z is summed in float64 from the rounded tables that are executed. The row sums that scaled and rounded values
-    would give, for values of size 1 and of size 2**-8, show whether anything underflows.
-    """
+    """Return the tables of heads `[C, T]` in their balanced gauge and, per head, whether `dtype` can hold them."""
     balanced = pattern.balanced()
-    scale_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    distance = balanced.rho.exp().to(dtype)
-    key_scale = balanced.alpha.exp().to(scale_dtype)
-    ones = torch.ones(1, *distance.shape, 1, dtype=torch.float64, device=distance.device)
+    distance, key_scale, row_scale = compact_tables(balanced.alpha, balanced.rho, dtype)
+    tables = {"distance": distance, "key_scale": key_scale, "row_scale": row_scale}
+    return tables, _holds(distance, key_scale, row_scale)
 
-    def row_sums(keys: Tensor) -> Tensor:
-        return blocked_product(ones, distance.double(), keys.double(), ones[0, :, :, 0])[0, :, :, 0]
 
-    total = row_sums(key_scale)
-    row_scale = (1 / total).to(scale_dtype)
+def _holds(distance: Tensor, key_scale: Tensor, row_scale: Tensor) -> Tensor:
+    """Return per head whether nothing underflows that matters.
+
+    The row sums that scaled and rounded values would give, for values of size 1 and of size 2**-8, show it.
+    """
     holds = (row_scale.isfinite() & (row_scale > 0)).all(1)
     for size in (1.0, SMALL_VALUE):
-        executed = row_sums((key_scale * size).to(dtype)) / size
-        holds &= ((executed / total - 1).abs() <= ROW_SUM_TOLERANCE).all(1)
-    return {"distance": distance, "key_scale": key_scale, "row_scale": row_scale}, holds
+        executed = causal_convolution((key_scale * size).to(distance.dtype).double() / size, distance.double())
+        holds &= ((executed * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE).all(1)
+    return holds
+
+
+def untrainable(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+    """Return why logits `[F, T]`, in the gauge they are in, cannot be trained here; None when they can."""
+    if dtype == torch.float16:
+        return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
+    if _holds(*compact_tables(alpha, rho, dtype)).all():
+        return None
+    return f"{dtype} cannot hold a pattern as exp(rho) times exp(alpha); train it with backend='reference'"
+
+
+def forward_trainable(value: Tensor, alpha: Tensor, rho: Tensor, rows: int) -> Tensor:
+    """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`."""
+    return trainable_product(value, alpha, rho)[:, :, value.shape[-2] - rows :]
 
 
 def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
@@ -92,6 +105,19 @@ def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
     if convolved:
         output[:, convolved] = _convolve(value[:, convolved], tables, rows)
     return output
+
+
+def beside(
+    query: Tensor, key: Tensor, live_value: Tensor, value: Tensor, tables: dict, scale: float | None, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """Return live heads' attention and `P V` of the frozen ones, computed at the same time; without gradients."""
+    scales = tables["key_scale"], tables["row_scale"]
+    return side_by_side(query, key, live_value, value, tables["table"], *scales, scale, kernel)
+
+
+def runs_beside(device: torch.device, dtype: torch.dtype, tables: dict) -> bool:
+    """Whether `beside` serves these tables, and gains anything here."""
+    return overlaps(device, dtype) and not tables["stored"]
 
 
 def _convolve(value: Tensor, tables: dict, rows: int) -> Tensor:

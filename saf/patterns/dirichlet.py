@@ -52,7 +52,7 @@ def concentration(mean: Tensor, variance: Tensor) -> Tensor:
     return spread / variance.clamp(min=torch.finfo(variance.dtype).tiny) - 1
 
 
-def log_gamma_draws(shape: Tensor, seed: int, head: tuple[int, int]) -> Tensor:
+def log_gamma_draws(shape: Tensor, seed: int, head: tuple[int, ...]) -> Tensor:
     """Return logarithms of gamma variates of the given shapes, one each.
 
     Gamma(a) is Gamma(a + 1) · U^(1/a); in the logarithm, draws of tiny shapes do not underflow to rows of zeros.

@@ -4,13 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saf.heads import Head
 
-
-def stream_of(seed: int, head: Head, number: int = 0) -> np.random.Generator:
+def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Generator:
     """Return a generator that depends on the seed, the head and a stream number alone.
 
-    A head draws the same whatever else is frozen with it, at whatever rate and time.
+    A head draws the same whatever else is frozen with it, at whatever rate and time. A query position may follow.
     """
     return np.random.default_rng([seed, *head, number])
 

@@ -21,10 +21,15 @@ function detail(state) {
     charts.append(box);
     lineChart(box, [chart.series], chart.options);
   }
-  if (!fitted) host.append(el('p', { class: 'aside', text: kind === 'rejected'
-    ? 'No compact pattern describes this head closely enough, so it goes on computing attention. Shown is its mean attention.'
-    : 'This head goes on computing attention from what it reads, so it has no fixed pattern. Shown is its mean attention over the calibration text.' }));
+  if (!fitted) host.append(el('p', { class: 'aside', text: WITHOUT_PATTERN[kind] + (freeze.marginals ? ' Shown is its mean attention over the calibration text.' : '') }));
 }
+
+const WITHOUT_PATTERN = {
+  frozen: 'This head is frozen, but its pattern was not kept in the folder of this run.',
+  'frozen earlier': 'This head was frozen before this event, so its pattern is not among those chosen here.',
+  rejected: 'No compact pattern describes this head closely enough, so it goes on computing attention.',
+  live: 'This head goes on computing attention from what it reads, so it has no fixed pattern.',
+};
 
 function numbers(state, l, h) {
   const { freeze } = state;

@@ -3,8 +3,6 @@ const SCORE_NAMES = { variance: 'Variance', forward_kl: 'Forward KL' };
 const scoreName = (name) => SCORE_NAMES[name] || name.replace(/_/g, ' ').replace(/^./, (c) => c.toUpperCase());
 const key = (l, h) => `${l},${h}`;
 
-let repaint = () => {};
-
 function headMap(freeze) {
   const map = document.getElementById('map');
   const names = Object.keys(freeze.scores);

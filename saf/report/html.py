@@ -1,20 +1,15 @@
-"""Writing a report: one HTML file that needs nothing but itself."""
+"""Writing a report about runs: one HTML file."""
 
-import base64
-import hashlib
-import json
-import platform
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from saf.errors import InputError
 from saf.evaluate.runs import Run
-from saf.files import to_json, write_atomically
+from saf.files import write_atomically
 from saf.report.comparisons import Comparison, arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
+from saf.report.page import page, section
 from saf.report.sections import (
     comparison_table,
     dek,
@@ -26,7 +21,7 @@ from saf.report.sections import (
 from saf.report.tiles import tiles
 from saf.report.words import text
 
-_SCRIPTS = ("draw.js", "chart.js", "heads.js", "rank.js", "detail.js", "page.js")
+_SCRIPTS = ("theme.js", "draw.js", "chart.js", "heads.js", "rank.js", "detail.js", "page.js")
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
@@ -51,21 +46,16 @@ def render(runs: Sequence[Run]) -> str:
     names = arm_names(runs)
     comparisons = compare_all(runs, names)
     data = report_data(runs, names, comparisons)
-    script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();"
-    title = headline(runs, comparisons)
-    return Template(_asset("page.html")).substitute(
-        title=title.replace("<em>", "").replace("</em>", ""),
-        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        css=_asset("page.css"),
-        kicker=text(" · ".join(names)),
-        headline=title,
+    return page(
+        kicker=" · ".join(names),
+        headline=headline(runs, comparisons),
         dek=dek(runs, comparisons),
         warning=warning(comparisons),
         tiles=tiles(runs, comparisons),
         sections=_sections(runs, names, comparisons, data),
         footer=_footer(runs),
-        data=embed(data),
-        script=script,
+        data=data,
+        scripts=_SCRIPTS,
     )
 
 
@@ -82,39 +72,24 @@ def report_data(runs: Sequence[Run], names: Sequence[str], comparisons: Sequence
     }
 
 
-def embed(data: Any) -> str:
-    """Return JSON that cannot end the script element it stands in."""
-    plain = json.dumps(to_json(data), separators=(",", ":"), allow_nan=False)
-    return plain.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _asset(name: str) -> str:
-    return files("saf.report").joinpath(name).read_text(encoding="utf-8")
-
-
 def _sections(
     runs: Sequence[Run], names: Sequence[str], comparisons: Sequence[Comparison], data: dict[str, Any]
 ) -> str:
     parts = []
     if data["freezes"]:
-        parts.append(_section("heads", "Which heads froze, and into what", _HEADS))
+        parts.append(section("heads", "Which heads froze, and into what", _HEADS))
     if any(arm["raw"]["x"] for arm in data["arms"]):
-        parts.append(_section("training", "What training did", f"<p>{probe_sentence(runs)}</p>{_TRAINING}"))
+        parts.append(section("training", "What training did", f"<p>{probe_sentence(runs)}</p>{_TRAINING}"))
     costs = '<div id="costs"></div>' if any(freeze["seconds"] for freeze in data["freezes"]) else ""
-    parts.append(_section("arms", "Cost and saving", comparison_table(runs, names, comparisons) + costs))
-    parts.append(_section("provenance", "Provenance", provenance_table(runs, names)))
+    parts.append(section("arms", "Cost and saving", comparison_table(runs, names, comparisons) + costs))
+    parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
     return "\n".join(parts)
-
-
-def _section(name: str, title: str, content: str) -> str:
-    return f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{content}</section>'
 
 
 def _footer(runs: Sequence[Run]) -> str:
     dates = [(run.result or {}).get("provenance", {}).get("date") for run in runs]
     last = max((date for date in dates if date), default=None)
-    ended = f"Last run ended {text(last)}. " if last else ""
-    return f"{ended}Everything on this page is in this one file. Python {platform.python_version()}."
+    return f"Last run ended {text(last)}. " if last else ""
 
 
 _HEADS = """

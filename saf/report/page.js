@@ -1,4 +1,4 @@
-// Training curves, intervention costs, theme; then everything is put on the page.
+// Training curves and intervention costs; then everything is put on the page.
 function lossChart() {
   const host = document.getElementById('loss');
   if (!host) return;
@@ -72,25 +72,8 @@ function costs() {
   }));
 }
 
-function theme() {
-  const button = document.getElementById('theme');
-  const root = document.documentElement;
-  const system = matchMedia('(prefers-color-scheme: dark)');
-  const dark = () => (root.dataset.theme ? root.dataset.theme === 'dark' : system.matches);
-  const tell = () => {
-    button.textContent = dark() ? 'Light page' : 'Dark page';
-    button.setAttribute('aria-pressed', dark());
-    repaint();
-  };
-  button.hidden = false;
-  button.addEventListener('click', () => { root.dataset.theme = dark() ? 'light' : 'dark'; tell(); });
-  system.addEventListener('change', tell);
-  tell();
-}
-
 document.body.append(el('p', { id: 'status', class: 'hidden', role: 'status' }));
 if (DATA.freezes.length) headMap(DATA.freezes[0]);
 lossChart();
 gapChart();
 costs();
-theme();

@@ -3,8 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from html import escape, unescape
-from importlib.resources import files
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from saf.files import write_atomically
 from saf.report.comparisons import arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
 from saf.report.sections import headline
+from saf.report.svg import colour, document, label
 from saf.report.words import number
 
 _SHADES = 24
@@ -46,41 +46,20 @@ def picture(runs: Sequence[Run]) -> str:
     paired = [c for c in comparisons if c.record and not c.record["differences"]]
     gaps = [gap_data(c.ordinary, c.frozen, c.name) for c in paired]
     title = unescape(re.sub("<.*?>", "", headline(runs, comparisons)))
-    parts = [_text(0, 26, title, css="title"), _map(freeze or {})]
+    parts = [label(0, 26, title, css="title"), _map(freeze or {})]
     parts.append(_curves("Training loss, nats per token", arms, top=112, height=150, start=0.1))
     if gaps and gaps[0]:
         parts.append(_curves("Frozen minus ordinary, the same batches", gaps, top=318, height=104, zero=True))
-    attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}"'
-    paper = f'<rect class="paper" width="{_WIDTH}" height="{_HEIGHT}"/>'
-    body = f'<g transform="translate(20 22)">{"".join(parts)}</g>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}><style>{_style()}</style>{paper}{body}</svg>\n'
+    return document("".join(parts), width=_WIDTH, height=_HEIGHT, title=title, style=_shades)
 
 
-def _style() -> str:
-    """Return the colours of both schemes, read from the page's own style sheet."""
-    sheet = files("saf.report").joinpath("page.css").read_text(encoding="utf-8")
-    light, dark = (_scheme(sheet, index) for index in (0, 1))
-    fonts = (
-        "text{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
-        ".title{font:600 20px Georgia,'Times New Roman',serif}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
-        ".mark{stroke-width:1.5;stroke-linecap:round}.ring{fill:none;stroke-width:2}.small{font-size:12px}"
-    )
-    return f"{fonts}{light}@media(prefers-color-scheme:dark){{{dark}}}"
-
-
-def _scheme(sheet: str, index: int) -> str:
-    def token(name: str) -> str:
-        return re.findall(rf"--{name}:\s*([^;]+);", sheet)[index].strip()
-
-    stops = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in token("score-ramp").split()]
+def _shades(scheme: int) -> str:
+    """Return the rules of head cells and of their marks."""
+    stops = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in colour("score-ramp", scheme).split()]
     shades = [_mix(stops, shade / (_SHADES - 1)) for shade in range(_SHADES)]
     rules = [f".s{i}{{fill:rgb({','.join(map(str, rgb))})}}" for i, rgb in enumerate(shades)]
     # A mark on a cell is black or white, whichever is further from the cell's own colour.
     rules += [f".m{i}{{stroke:{'#fff' if _luminance(rgb) < 0.5 else '#08222f'}}}" for i, rgb in enumerate(shades)]
-    for css in ("ordinary", "frozen"):
-        rules.append(f".{css}{{stroke:{token(css)}}}.{css}-text{{fill:{token(css)}}}")
-    rules.append(f"text{{fill:{token('soft')}}}.title,.name{{fill:{token('ink')}}}.paper{{fill:{token('paper')}}}")
-    rules.append(f".rule{{stroke:{token('rule')}}}.event{{stroke:{token('ink')};stroke-dasharray:2 3}}")
     return "".join(rules)
 
 
@@ -100,10 +79,10 @@ def _map(freeze: dict[str, Any]) -> str:
     scores = freeze["scores"][name]
     shade = _shader([value for row in scores for value in row if value is not None])
     frozen = {tuple(head) for head in freeze["frozen"]}
-    label = name.replace("_", " ")
+    score = name.replace("_", " ")
     parts = [
-        _text(0, 62, f"{len(frozen)} of {layers * heads} heads frozen, those of lowest {label}", css="name"),
-        _text(0, 82, "rows are layers; blue: steady, orange: changing with the text", css="small"),
+        label(0, 62, f"{len(frozen)} of {layers * heads} heads frozen, those of lowest {score}", css="name"),
+        label(0, 82, "rows are layers; blue: steady, orange: changing with the text", css="small"),
     ]
     for layer, row in enumerate(scores):
         for head, value in enumerate(row):
@@ -151,19 +130,19 @@ def _curves(
         across = _CHART_LEFT + (x - first) / span_x * (_CHART_RIGHT - _CHART_LEFT)
         return across, top + height - (y - low) / span_y * height
 
-    parts = [_text(_CHART_LEFT - 44, top - 50 + (36 if zero else 0), title, css="name")]
+    parts = [label(_CHART_LEFT - 44, top - 50 + (36 if zero else 0), title, css="name")]
     for value in {0.0, max(low, high, key=abs)} if zero else {low, high}:
         y = place(first, value)[1]
         parts.append(f'<line class="rule" x1="{_CHART_LEFT}" x2="{_CHART_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(_CHART_LEFT - 6, y + 4, number(value, 3 if not zero else 2), css="small", anchor="end"))
+        parts.append(label(_CHART_LEFT - 6, y + 4, number(value, 3 if not zero else 2), css="small", anchor="end"))
     parts += _events(drawn, place, top, height, low)
     for curve, line in zip(drawn, points, strict=True):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
         parts.append(f'<polyline class="line {curve.get("kind", "frozen")}" points="{path}"/>')
     ends = [f"update {update:,}" for update in drawn[0]["updates"]]
     if zero:
-        parts.append(_text(_CHART_LEFT, top + height + 20, ends[0], css="small"))
-        parts.append(_text(_CHART_RIGHT, top + height + 20, ends[1], css="small", anchor="end"))
+        parts.append(label(_CHART_LEFT, top + height + 20, ends[0], css="small"))
+        parts.append(label(_CHART_RIGHT, top + height + 20, ends[1], css="small", anchor="end"))
     else:
         parts += _names(drawn, top)
     return "".join(parts)
@@ -174,7 +153,7 @@ def _events(curves: Sequence[dict[str, Any]], place: Any, top: float, height: fl
     for update in sorted({c["freeze_update"] for c in curves if c.get("freeze_update") is not None}):
         x = place(update, low)[0]
         parts.append(f'<line class="event" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + height}"/>')
-        parts.append(_text(x + 6, top + 14, f"heads frozen at {update:,}", css="small name"))
+        parts.append(label(x + 6, top + 14, f"heads frozen at {update:,}", css="small name"))
     return parts
 
 
@@ -182,13 +161,9 @@ def _names(curves: Sequence[dict[str, Any]], top: float) -> list[str]:
     parts, x = [], _CHART_LEFT - 44
     for curve in curves:
         parts.append(f'<line class="line {curve["kind"]}" x1="{x}" x2="{x + 16}" y1="{top - 34}" y2="{top - 34}"/>')
-        parts.append(_text(x + 22, top - 30, curve["name"], css=f"small {curve['kind']}-text"))
+        parts.append(label(x + 22, top - 30, curve["name"], css=f"small {curve['kind']}-text"))
         x += 40 + 7 * len(curve["name"])
     return parts
-
-
-def _text(x: float, y: float, content: str, *, css: str, anchor: str = "start") -> str:
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def _rect(x: float, y: float, size: float, *, css: str) -> str:

@@ -23,7 +23,8 @@ def tiles(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
     return "".join(parts)
 
 
-def _tile(name: str, value: str, note: str, drawing: str = "") -> str:
+def tile(name: str, value: str, note: str, drawing: str = "") -> str:
+    """Return one key figure: HTML of its value and note, and a small drawing."""
     return f'<div class="tile"><h2>{name}</h2><p class="value">{value}</p>{drawing}<p class="note">{note}</p></div>'
 
 
@@ -31,9 +32,9 @@ def _quality(record: dict[str, Any]) -> str:
     low, high = record["ci95"]
     pair = _arrow(number(record["ppl_ordinary"]), number(record["ppl_frozen"]))
     note = f"95% interval {signed(low)} to {signed(high)}; {pair}"
-    return _tile(
-        "Perplexity", signed(record["delta_ppl_percent"]), note, _whisker(record["delta_ppl_percent"], low, high)
-    )
+    change = record["delta_ppl_percent"]
+    drawing = whisker(change, low, high, label=f"{signed(change)}, interval {signed(low)} to {signed(high)}")
+    return tile("Perplexity", signed(change), note, drawing)
 
 
 def _speed(record: dict[str, Any]) -> str:
@@ -45,7 +46,7 @@ def _speed(record: dict[str, Any]) -> str:
     note = f"{_arrow(*map(seconds, pair))} median update, over {first:,}–{last:,} of two separate runs"
     if not timing_is_clear(record):
         note += "; their times overlap, so this machine was too noisy to tell"
-    return _tile("Update speed", f"{ratio:.2f}×", note, _bars(*pair))
+    return tile("Update speed", f"{ratio:.2f}×", note, bars(*pair))
 
 
 def _memory(record: dict[str, Any]) -> str:
@@ -53,7 +54,7 @@ def _memory(record: dict[str, Any]) -> str:
     change = change_percent(*pair)
     if change is None:
         return ""
-    return _tile("Peak memory", signed(change, 1), f"{_arrow(*map(gibibytes, pair))} during an update", _bars(*pair))
+    return tile("Peak memory", signed(change, 1), f"{_arrow(*map(gibibytes, pair))} during an update", bars(*pair))
 
 
 def _heads(run: Run) -> str:
@@ -65,7 +66,8 @@ def _heads(run: Run) -> str:
         note += f", lowest {text(freeze['score_name']).replace('_', ' ')} first"
     if freeze.get("num_sequences"):
         note += f", measured on {freeze['num_sequences']} sequences of {number(freeze.get('length'))} tokens"
-    return _tile("Heads frozen", f"{100 * count / run.num_heads:.0f}%", note, _share(count / run.num_heads))
+    drawing = share_of(count / run.num_heads, f"{100 * count / run.num_heads:.0f}% of the heads")
+    return tile("Heads frozen", f"{100 * count / run.num_heads:.0f}%", note, drawing)
 
 
 def _single(run: Run) -> list[str]:
@@ -74,12 +76,12 @@ def _single(run: Run) -> list[str]:
     parts = []
     if result.get("report_perplexity"):
         note = f"{result['report_loss']:.4f} nats a token on held-out text"
-        parts.append(_tile("Perplexity", number(result["report_perplexity"]), note))
+        parts.append(tile("Perplexity", number(result["report_perplexity"]), note))
     median = (result.get("update_seconds") or {}).get("median")
     if median:
-        parts.append(_tile("Median update", seconds(median), f"{number(result.get('updates'))} updates"))
+        parts.append(tile("Median update", seconds(median), f"{number(result.get('updates'))} updates"))
     if result.get("peak_memory_bytes"):
-        parts.append(_tile("Peak memory", gibibytes(result["peak_memory_bytes"]), f"on {text(_device(result))}"))
+        parts.append(tile("Peak memory", gibibytes(result["peak_memory_bytes"]), f"on {text(_device(result))}"))
     return parts
 
 
@@ -95,23 +97,23 @@ def _svg(content: str, label: str) -> str:
     return f'<svg class="mini" viewBox="0 0 {_WIDTH} 34" role="img" aria-label="{label}">{content}</svg>'
 
 
-def _whisker(value: float, low: float, high: float) -> str:
-    """Return the estimate and its interval on an axis that holds zero."""
-    left, right = min(0.0, low), max(0.0, high)
+def whisker(value: float, low: float, high: float, *, start: float = 0.0, label: str) -> str:
+    """Return an estimate and its interval on an axis that holds `start`."""
+    left, right = min(start, low), max(start, high)
     margin = 0.12 * ((right - left) or 1.0)
     scale = (_WIDTH - 8) / (right - left + 2 * margin)
-    zero, point, start, end = (4 + (x - left + margin) * scale for x in (0.0, value, low, high))
+    zero, point, first, last = (4 + (x - left + margin) * scale for x in (start, value, low, high))
     parts = [
         f'<line class="axis" x1="0" x2="{_WIDTH}" y1="14" y2="14"/>',
         f'<line class="zero" x1="{zero:.1f}" x2="{zero:.1f}" y1="3" y2="22"/>',
-        f'<text class="tick" x="{min(max(zero, 10), _WIDTH - 10):.1f}" y="33" text-anchor="middle">0</text>',
-        f'<line class="whisker" x1="{start:.1f}" x2="{end:.1f}" y1="14" y2="14"/>',
+        f'<text class="tick" x="{min(max(zero, 10), _WIDTH - 10):.1f}" y="33" text-anchor="middle">{start:g}</text>',
+        f'<line class="whisker" x1="{first:.1f}" x2="{last:.1f}" y1="14" y2="14"/>',
         f'<circle class="dot" cx="{point:.1f}" cy="14" r="5"/>',
     ]
-    return _svg("".join(parts), f"{signed(value)}, interval {signed(low)} to {signed(high)}")
+    return _svg("".join(parts), label)
 
 
-def _bars(ordinary: float, frozen: float) -> str:
+def bars(ordinary: float, frozen: float) -> str:
     """Return two bars to one scale, the ordinary arm above the frozen one."""
     longest = max(ordinary, frozen)
     widths = [_WIDTH * value / longest for value in (ordinary, frozen)]
@@ -122,9 +124,10 @@ def _bars(ordinary: float, frozen: float) -> str:
     return _svg("".join(parts), "ordinary arm above, frozen arm below")
 
 
-def _share(share: float) -> str:
+def share_of(share: float, words: str) -> str:
+    """Return how much of a whole is taken."""
     parts = [
         f'<rect class="fill-rest" x="0" y="9" width="{_WIDTH}" height="12" rx="2"/>',
         f'<rect class="fill-frozen" x="0" y="9" width="{_WIDTH * share:.1f}" height="12" rx="2"/>',
     ]
-    return _svg("".join(parts), f"{100 * share:.0f}% of the heads")
+    return _svg("".join(parts), words)

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from saf.adapters import adapter_for
+from saf.adapters import Site, adapter_for
 from saf.adapters.site import frozen_heads
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.ops.frozen_heads import Pattern, as_list
+from saf.ops.trainable_pattern import TrainablePattern
+from saf.pattern import CompactPattern
 from saf.surgery.layout import change_layout_, prepare_heads
+from saf.surgery.pattern_group import add_patterns_, check_group
 from saf.surgery.rows import check_optimizer, unwrap_optimizer
 
 
@@ -29,13 +32,16 @@ def install_(
     moments follow the retained rows exactly. Parameters keep their identity. An optimiser that trains the model
     but is not passed fails at its next step. Heads that are frozen already keep their patterns.
 
+    With `trainable` the key and distance logits of these compact patterns become parameters of the model, float32 or
+    wider, two `[T]` a head. The optimiser trains them with the settings of the layer's value weights, but no weight
+    decay and no moments yet; without one, make it afterwards. Fixed and trainable heads may share a layer.
+
     Raises:
         InputError: Heads that do not exist or are frozen, a wrong number of patterns, unequal lengths, an
             optimiser that does not hold the model's weights. Nothing is changed then.
-        UnsupportedError: A backend that cannot run, optimiser state that cannot be carried.
+        UnsupportedError: A backend that cannot run, optimiser state that cannot be carried; dense patterns to be
+            trained, or a backend, dtype or optimiser that cannot train patterns.
     """
-    if trainable:
-        raise UnsupportedError("trainable patterns are not available in this version; use trainable=False")
     sites = adapter_for(model).sites()
     given = as_list(patterns) if len(heads) else []
     if len(given) != len(heads):
@@ -51,13 +57,29 @@ def install_(
                 f"the model has layers 0 to {len(sites) - 1}; got head {(layer, heads.in_layer(layer)[0])}"
             )
         site = sites[layer]
-        new = {head: given[heads.index((layer, head))] for head in heads.in_layer(layer)}
+        new: dict[int, Pattern] = {head: given[heads.index((layer, head))] for head in heads.in_layer(layer)}
         old = {} if site.frozen is None else dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
         if max(new) >= site.layout.num_heads:
             raise InputError(f"layer {layer} has heads 0 to {site.layout.num_heads - 1}; got {max(new)}")
+        if trainable:
+            new = {head: _trainable(pattern, site) for head, pattern in new.items()}
+            check_group(optimizer, site.projections()["value"][0])
         together = old | new
         layout = type(site.layout)(site.layout.num_heads, site.layout.num_kv_heads, tuple(sorted(together)))
         check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
-        changes.append((site, layout.frozen, prepare_heads(site, layout, together, backend)))
-    for site, frozen, prepared in changes:
+        changes.append((site, layout.frozen, prepare_heads(site, layout, together, backend), new.values()))
+    for site, frozen, prepared, added in changes:
         change_layout_(site, frozen, prepared, optimizer)
+        trained = [pattern for pattern in added if isinstance(pattern, TrainablePattern)]
+        if trained and optimizer is not None:
+            add_patterns_(optimizer, trained, site.projections()["value"][0])
+
+
+def _trainable(pattern: Pattern, site: Site) -> Pattern:
+    if not isinstance(pattern, CompactPattern):
+        raise UnsupportedError(
+            f"only key and distance logits can be trained, a {type(pattern).__name__} has none; fit a compact pattern "
+            "(storage='compact'), or use trainable=False"
+        )
+    weight = site.projections()["value"][0]
+    return TrainablePattern.of(pattern, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)

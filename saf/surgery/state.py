@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for
 from saf.errors import CheckpointError
 from saf.ops.frozen_heads import Pattern
+from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern, DensePattern
 from saf.surgery.layout import prepare_heads
 from saf.surgery.rows import replace_data_
@@ -19,20 +20,23 @@ SCHEMA = "saf.heads/1"
 def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what `restore_` needs: values for JSON, and tensors for safetensors.
 
+    The heads of a layer whose patterns are trained are listed as `trainable`; their logits are those of this moment.
     Tensors are `layer.head.alpha`, `.rho` (or `.weights`) and the rows kept for undoing, `layer.head.removed.*`.
     """
     layers, tensors = [], {}
     for number, site in enumerate(adapter_for(model).sites()):
         frozen = site.frozen
+        patterns = dict(zip(site.layout.frozen, [] if frozen is None else frozen.patterns, strict=True))
         layers.append(
             {
                 "num_heads": site.layout.num_heads,
                 "num_kv_heads": site.layout.num_kv_heads,
                 "frozen": list(site.layout.frozen),
+                "trainable": [head for head, one in patterns.items() if isinstance(one, TrainablePattern)],
                 "backend": None if frozen is None else frozen.backend,
             }
         )
-        for head, pattern in zip(site.layout.frozen, [] if frozen is None else frozen.patterns, strict=True):
+        for head, pattern in patterns.items():
             parts = {"weights": pattern.weights} if isinstance(pattern, DensePattern) else _parameters(pattern)
             tensors |= {f"{number}.{head}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
         for head, rows in site.removed.items():
@@ -40,15 +44,15 @@ def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {"schema": SCHEMA, "layers": layers}, tensors
 
 
-def _parameters(pattern: CompactPattern) -> dict[str, Tensor]:
-    return {"alpha": pattern.alpha, "rho": pattern.rho}
+def _parameters(pattern: CompactPattern | TrainablePattern) -> dict[str, Tensor]:
+    return {"alpha": pattern.alpha.detach().clone(), "rho": pattern.rho.detach().clone()}
 
 
 def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
     """Give a model with no frozen heads the layout and patterns of `state_of`, before its weights are loaded.
 
-    Weights are only resized to the layout, so load them afterwards. Raises CheckpointError when the state is of
-    another schema or of another shape of model.
+    Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Raises
+    CheckpointError when the state is of another schema or of another shape of model.
     """
     sites = adapter_for(model).sites()
     if state.get("schema") != SCHEMA:
@@ -65,7 +69,8 @@ def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tens
         if not layer["frozen"]:
             continue
         layout = replace(site.layout, frozen=tuple(layer["frozen"]))
-        patterns = {head: _pattern(tensors, f"{number}.{head}.") for head in layout.frozen}
+        trained = layer.get("trainable", ())
+        patterns = {head: _pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
         heads = prepare_heads(site, layout, patterns, backend)
         for role in ("query",) if layout.grouped else ("query", "key"):
             parameter, dimension = site.projections()[role]
@@ -78,10 +83,11 @@ def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tens
                 site.removed[head] = rows
 
 
-def _pattern(tensors: Mapping[str, Tensor], prefix: str) -> Pattern:
+def _pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:
     if f"{prefix}weights" in tensors:
         return DensePattern(tensors[f"{prefix}weights"])
+    make = TrainablePattern if trainable else CompactPattern.from_parameters
     try:
-        return CompactPattern.from_parameters(tensors[f"{prefix}alpha"], tensors[f"{prefix}rho"])
+        return make(tensors[f"{prefix}alpha"], tensors[f"{prefix}rho"])
     except KeyError as error:
         raise CheckpointError(f"the pattern {prefix}alpha/rho is missing from the frozen heads' tensors") from error

@@ -7,7 +7,9 @@ from saf.adapters import adapter_for
 from saf.adapters.site import frozen_heads
 from saf.errors import InputError
 from saf.heads import HeadSet
+from saf.ops.trainable_pattern import TrainablePattern
 from saf.surgery.layout import change_layout_, prepare_heads
+from saf.surgery.pattern_group import drop_patterns_
 from saf.surgery.rows import check_optimizer, unwrap_optimizer
 
 
@@ -16,9 +18,9 @@ def uninstall_(
 ) -> None:
     """Give frozen heads (all of them by default) their ordinary attention back, changing the model in place.
 
-    Removed query and key rows and their moments return as they were when removed; everything else keeps its
-    progress since. Raises InputError when a head is not frozen or its rows are gone (after `finalize_`, or when
-    the model was loaded without them); nothing is changed then.
+    Removed query and key rows and their moments return as they were when removed; trainable patterns of these heads
+    leave the optimiser; everything else keeps its progress since. Raises InputError when a head is not frozen or its
+    rows are gone (after `finalize_`, or when the model was loaded without them); nothing is changed then.
     """
     adapter = adapter_for(model)
     frozen = frozen_heads(adapter)
@@ -40,9 +42,12 @@ def uninstall_(
         patterns = dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
         kept = tuple(head for head in site.layout.frozen if (layer, head) not in heads)
         layout = type(site.layout)(site.layout.num_heads, site.layout.num_kv_heads, kept)
-        changes.append((site, kept, prepare_heads(site, layout, patterns, site.frozen.backend)))
-    for site, kept, prepared in changes:
+        dropped = [patterns[head] for head in heads.in_layer(layer)]
+        changes.append((site, kept, prepare_heads(site, layout, patterns, site.frozen.backend), dropped))
+    for site, kept, prepared, dropped in changes:
         change_layout_(site, kept, prepared, optimizer)
+        if optimizer is not None:
+            drop_patterns_(optimizer, [pattern for pattern in dropped if isinstance(pattern, TrainablePattern)])
 
 
 def finalize_(model: nn.Module) -> None:

@@ -46,7 +46,7 @@ class Execution:
         if not self.compile:
             return model
         torch._dynamo.reset()
-        return torch.compile(model, fullgraph=isinstance(model, GPT))
+        return torch.compile(model, fullgraph=any(isinstance(module, GPT) for module in model.modules()))
 
     @property
     def device_name(self) -> str:

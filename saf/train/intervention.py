@@ -24,7 +24,7 @@ def check_freeze(config: TrainConfig, execution: Execution) -> None:
     if freeze is None:
         return
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
-    choose_backend(freeze.backend, device=execution.device, dtypes=[dtype])
+    choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
     check_fitter_options(freeze.fitter, freeze.fitter_options)
     if unknown := sorted(freeze.needs - HOW_TO_COLLECT.keys()):
         raise InputError(

@@ -10,7 +10,7 @@ from typing import Any
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.files import read_json, read_lines, write_json
-from saf.surgery import state_of
+from saf.surgery import pattern_parameters, state_of
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
 from saf.train.manifest import MANIFEST, file_hash
 from saf.train.provenance import provenance
@@ -61,6 +61,7 @@ def finish(training: Training) -> dict[str, Any]:
         "arm": "frozen" if intervention or _frozen_heads(training) else "ordinary",
         "updates": training.update,
         "tokens": training.update * training.tokens_per_update,
+        "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(training.model)),
         "train_loss": fmean(line["loss"] for line in last) if last else None,
         "report_loss": record["loss"],
         "report_perplexity": record["perplexity"],

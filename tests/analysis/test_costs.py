@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from saf.analysis.fit_costs import fit_difference
 from saf.analysis.joint import joint_cost
 from saf.analysis.one_head import available_scores, one_head_costs, score_quality
 from saf.calibration import QKGradient, calibrate
@@ -121,3 +122,57 @@ def test_under_autocast_no_stale_weight_is_used(model, ids, windows, storage):
 def test_no_windows_are_refused(model, ids, statistics):
     with pytest.raises(InputError, match="windows"):
         one_head_costs(model, [ids], statistics, torch.zeros(0, 25, dtype=torch.long))
+
+
+def test_layers_take_turns_and_costs_so_far_are_those_of_heads_measured(model, ids, windows, statistics):
+    seen = []
+
+    def progress(done, heads, so_far):
+        seen.append((done, heads, so_far() if done == 4 else None))
+
+    config = FreezeConfig(max_fit_kl=9, backend="reference")
+    whole = one_head_costs(model, [ids], statistics, windows, config=config, progress=progress)
+    assert [(done, heads) for done, heads, _ in seen] == [(number, 12) for number in range(1, 13)]
+    part = seen[3][2]
+    assert set(part.eligible) == {(0, 0), (1, 0), (2, 0), (0, 1)}
+    assert int((~part.change.isnan()).sum()) == 4
+    for head in part.eligible:
+        assert torch.equal(part.by_window[head], whole.by_window[head])
+
+
+def test_two_fits_head_by_head_on_the_same_windows(model, ids, windows, statistics):
+    goal, options = target(statistics, ALL), {"alpha_constant_after": 3}
+    limit = fit_kl(fit_compact(*goal[:2], **options), *goal).sort().values[7].item() + 1e-9
+    free, structured = (
+        one_head_costs(
+            model,
+            [ids],
+            statistics,
+            windows,
+            config=FreezeConfig(max_fit_kl=limit, backend="reference", fitter_options=options),
+        )
+        for limit, options in ((9, {}), (limit, options))
+    )
+    both = [head for head in ALL if head in structured.eligible]
+    assert len(both) == 8
+    found = fit_difference(free, structured)
+    by_window = [
+        sum(float(costs.by_window[head][w]) for head in both) / len(both)
+        for costs in (free, structured)
+        for w in range(6)
+    ]
+    gaps = [after - before for before, after in zip(by_window[:6], by_window[6:], strict=True)]
+    assert found.heads == len(both)
+    assert found.first == pytest.approx(sum(by_window[:6]) / 6)
+    assert found.second == pytest.approx(sum(by_window[6:]) / 6)
+    assert found.difference == pytest.approx(sum(gaps) / 6)
+    # The mean of six values redrawn: within three standard errors of it, and not a point.
+    spread = torch.tensor(gaps).std().item() / 6**0.5
+    low, high = found.ci95
+    assert found.difference - 3 * spread < low < found.difference < high < found.difference + 3 * spread
+    assert fit_difference(free, structured, both[:1]).heads == 1
+    with pytest.raises(InputError, match="no head is accepted"):
+        fit_difference(free, structured, [head for head in ALL if head not in both])
+    other = one_head_costs(model, [ids], statistics, windows[:4], config=FreezeConfig(backend="reference"))
+    with pytest.raises(InputError, match="different windows"):
+        fit_difference(free, other)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.calibration import calibrate, dense_statistics
+from saf.calibration import calibrate, dense_collection, dense_statistics
 from saf.calibration.tiles import diagonal_sums, measure_layer
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet
@@ -43,6 +43,18 @@ def test_strips_equal_the_dense_oracle(count, length, dtype, tolerance, generato
     expected = dense_statistics(query, key, kv_head=[0, 0, 1, 1])
     for name in FIELDS:
         one, other = getattr(found, name), getattr(expected, name)
+        assert ((one - other).abs() <= tolerance * other.abs().max()).all(), name
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+def test_collecting_whole_patterns_one_after_the_other_equals_the_oracle(dtype, tolerance, generator):
+    query = 2 * torch.randn(5, 4, 70, 16, generator=generator, dtype=torch.float64)
+    key = 2 * torch.randn(5, 2, 70, 16, generator=generator, dtype=torch.float64)
+    found = dense_collection(query, key, kv_head=[0, 0, 1, 1], dtype=dtype)
+    expected = dense_statistics(query, key, kv_head=[0, 0, 1, 1])
+    for name in FIELDS:
+        one, other = getattr(found, name), getattr(expected, name)
+        assert one.dtype == torch.float64
         assert ((one - other).abs() <= tolerance * other.abs().max()).all(), name
 
 
@@ -113,9 +125,21 @@ def test_the_model_is_measured_as_its_own_attention_computes_it():
 
 def test_few_layers_at_a_time_give_the_same_statistics():
     made, ids = model(), tokens()
-    whole, split = calibrate(made, [ids]), calibrate(made, [ids], capture_bytes=1)
+    one_layer = 2 * 5 * 40 * 32 * 8
+    whole, split = calibrate(made, [ids]), calibrate(made, [ids], capture_bytes=one_layer)
     for name in FIELDS:
         assert torch.equal(getattr(whole, name), getattr(split, name))
+
+
+@given(cuts=st.sets(st.integers(1, 4)), seed=st.integers(0, 5))
+def test_statistics_do_not_depend_on_batches_or_order(cuts, seed):
+    made, ids = model(), tokens()
+    whole = calibrate(made, [ids])
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
+    other = calibrate(made, list(ids[order].tensor_split(sorted(cuts))))
+    for name in FIELDS:
+        one, two = getattr(whole, name), getattr(other, name)
+        assert ((one - two).abs() <= 1e-10 * one.abs().max()).all(), name
 
 
 def test_calibration_leaves_no_trace():

@@ -90,7 +90,7 @@ def test_named_heads_alone_are_measured_as_in_a_pass_over_all():
             torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
     seen = []
     calibrate(made, [ids], heads=[(2, 1)], progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 1)]
+    assert seen == [(0, 1), (1, 1)]
 
 
 def test_collections_do_not_depend_on_strips_batches_or_order(monkeypatch):

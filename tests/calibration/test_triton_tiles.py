@@ -18,7 +18,7 @@ FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 CASES = (
     *("N1-T37-D16", "N2-T37-D64", "N5-T64-D16", "N2-T64-D64", "N1-T129-D16", "N5-T129-D16"),
     *("square-tiles", "tall-tiles", "two-channel-steps", "odd-channels", "T1", "half", "sharp", "bands"),
-    "floor-by-rows",
+    *("far-apart", "floor-by-rows"),
 )
 BY_BLOCKS = "floor-by-blocks"
 SPILLED = {"bf16 D96": 64, "edge fp32 D64": 64}

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import mmap
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+FAR = 2**30 + 40
+"""Elements between heads and between sequences: itself within 32 bits, its multiples from 2 on not."""
 CASES = {
     f"N{count}-T{length}-D{dim}": {"count": count, "length": length, "dim": dim}
     for count, length, dim in ((1, 37, 16), (2, 37, 64), (5, 64, 16), (2, 64, 64), (1, 129, 16), (5, 129, 16))
@@ -22,6 +25,7 @@ CASES = {
     "half": {"count": 3, "length": 70, "dim": 16, "dtype": "float16"},
     "sharp": {"count": 3, "length": 70, "dim": 16, "spread": 40.0},
     "bands": {"count": 2, "length": 129, "dim": 16, "blocks": (32, 32), "options": {"scratch_bytes": 1}},
+    "far-apart": {"count": 4, "length": 37, "dim": 16, "blocks": (32, 16), "far": True},
     "floor-by-rows": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3, "options": {"tolerance": 0.0}},
     "floor-by-blocks": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3, "options": {"tolerance": 1.0}},
 }
@@ -45,12 +49,29 @@ def operands(count, length, dim, spread=2.0, dtype="float32"):
     return views
 
 
+def far_operands(count, length, dim):
+    """Queries and keys whose heads and sequences lie 2**30 elements apart, mapped from a file of holes."""
+    generator = torch.Generator().manual_seed(0)
+    with tempfile.TemporaryFile() as file:
+        file.truncate((count + 4) * FAR * 2)
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.float16)
+    views = []
+    for heads, offset in ((4, 0), (2, dim)):
+        view = memory[offset:].as_strided((count, heads, length, dim), (FAR, FAR, 2 * dim + 8, 1))
+        views.append(view)
+    # Sequence n of head h lies where sequence n + 1 of head h - 1 does.
+    for at in range(count + 3):
+        values = 2**0.5 * torch.randn(length, 2 * dim, generator=generator)
+        memory[at * FAR :].as_strided((length, 2 * dim), (2 * dim + 8, 1)).copy_(values)
+    return views
+
+
 def interpreted(case: dict) -> dict:
     """Return errors relative to the largest entry, and the largest score."""
     from saf.calibration import dense, triton_tiles
 
     shape = {name: case[name] for name in ("count", "length", "dim", "spread", "dtype") if name in case}
-    query, key = operands(**shape)
+    query, key = far_operands(**shape) if case.get("far") else operands(**shape)
     block_m, block_n = case.get("blocks", (64, 32))
     config = triton_tiles.TileConfig(block_m=block_m, block_n=block_n)
     kv_head = [1, 0, 0, 1]

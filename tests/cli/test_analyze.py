@@ -1,13 +1,20 @@
 """Every analysis from the command line, on two real, tiny runs."""
 
+import importlib.util
 import json
+import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from saf.analysis.row_models import FAMILIES
 from saf.cli.analyze import matrix
+from saf.cli.analyze_base import Waiting
 from saf.files import read_json
 from saf.patterns import PATTERNS
+from saf.scores import SCORES
+from saf.train import TrainConfig, pretrain
 
 COMMON = ("--device", "cpu", "--sequences", 4)
 
@@ -19,7 +26,8 @@ def measured(arms, tmp_path_factory):
 
     folder, checkpoint = tmp_path_factory.mktemp("analyze"), str(arms[0] / "checkpoints" / "step-12")
     common = [checkpoint, *map(str, COMMON), "--json"]
-    files = {"one-head": ["--windows", "3", "--heldout-sequences", "2", "--max-fit-kl", "10"], "profiles": []}
+    one_head = ["--windows", "3", "--heldout-sequences", "2", "--max-fit-kl", "10", "--structured-after", "5"]
+    files = {"one-head": one_head, "profiles": ["--windows", "6"]}
     for name, words in files.items():
         assert main(["analyze", name, *common, *words, "--out", str(folder / f"{name}.json")]) == 0
     return folder
@@ -36,10 +44,153 @@ def test_one_head(saf, arms, measured):
     lowest = matrix(record["scores"]["variance"]).flatten().argsort()[:2]
     expected = 100 * torch.expm1(change.flatten()[lowest]).mean().item()
     assert record["quality"]["variance"]["mean_cost"]["0.25"] == pytest.approx(expected)
-    code, out, _ = saf("analyze", "one-head", arms[0], *COMMON, "--windows", 2, "--heldout-sequences", 0)
+    words = ("analyze", "one-head", arms[0], *COMMON, "--windows", 2, "--heldout-sequences", 0)
+    code, out, err = saf(*words, "--structured-after", "None")
     assert code == 0
     assert "Spearman" in out
     assert "residual_cosine" not in out
+    assert "structured" not in out
+    assert "1 of 8 heads" in err
+    assert "8 of 8 heads" in err
+    assert "0s left" in err
+    code, _, err = saf(*words)
+    assert code == 2
+    assert "[0, T/4), T = 32; got 16" in err
+
+
+def test_one_head_under_both_fits(measured):
+    record = read_json(measured / "one-head.json")
+    both = [torch.tensor(part["nll_change_by_window"]).double() for part in (record, record["structured"])]
+    assert both[0].shape == (2, 4, 3)
+    assert torch.allclose(both[0].mean(-1), matrix(record["nll_change"]))
+    assert record["structured"]["alpha_constant_after"] == 5
+    assert (matrix(record["structured"]["fit_kl"]) > matrix(record["fit_kl"])).all()
+    told = record["fit_difference"]
+    assert told.keys() == {"all", "0.25", "0.5"}
+    expected = (both[1] - both[0]).flatten(0, 1).mean().item()
+    assert told["all"]["heads"] == 8
+    assert told["all"]["difference"] == pytest.approx(expected)
+    assert told["all"]["ci95"][0] <= expected <= told["all"]["ci95"][1]
+    lowest = matrix(record["scores"]["variance"]).flatten().argsort()[:2]
+    assert told["0.25"]["first"] == pytest.approx(both[0].flatten(0, 1)[lowest].mean().item())
+
+
+def test_what_was_measured_stays_when_one_head_is_cut_off(saf, arms, tmp_path, monkeypatch):
+    from saf.analysis.costs import CostMeter
+
+    calls, measure = [], CostMeter.log_probs
+
+    def cut_off(self, heads, *args, **options):
+        calls.append(heads)
+        if len(calls) == 11:
+            raise KeyboardInterrupt
+        return measure(self, heads, *args, **options)
+
+    monkeypatch.setattr(CostMeter, "log_probs", cut_off)
+    monkeypatch.setattr("saf.cli.analyze_one_head.Waiting", lambda *words: Waiting(*words, every=0.0))
+    words = (*COMMON, "--windows", 2, "--heldout-sequences", 0, "--structured-after", 4)
+    code, _, err = saf("analyze", "one-head", arms[0], *words, "--out", tmp_path / "part.json")
+    assert code == 130
+    assert "interrupted" in err
+    record = read_json(tmp_path / "part.json")
+    assert record["schema"] == "saf.analysis/one-head-partial/1"
+    assert not matrix(record["nll_change"]).isnan().any()
+    # The layers take turns, in the second fit as in the first.
+    assert matrix(record["structured"]["nll_change"]).isnan().logical_not().nonzero().tolist() == [[0, 0], [1, 0]]
+    assert "quality" not in record
+    code, out, _ = saf("analyze", "draw", tmp_path / "part.json", tmp_path / "part.svg")
+    assert code == 0
+    assert out.strip().endswith("part.svg")
+    assert "so far" in (tmp_path / "part.svg").read_text()
+
+
+def test_every_score_is_there_when_the_run_kept_gradients(saf_json, text_data, tmp_path):
+    settings = {"num_layers": 1, "num_heads": 2, "hidden_size": 16}
+    config = TrainConfig(
+        data=str(text_data),
+        out=str(tmp_path / "run"),
+        model_overrides=settings,
+        length=32,
+        batch_size=2,
+        updates=3,
+        eval_every=3,
+        eval_windows=1,
+        save_every=0,
+        tensorboard=False,
+        quiet=True,
+        device="cpu",
+        track_gradients=True,
+    )
+    pretrain(config)
+    words = ("--windows", 1, "--heldout-sequences", 2, "--structured-after", 4, "--max-fit-kl", 9)
+    told = saf_json("analyze", "one-head", tmp_path / "run", *COMMON, *words)
+    assert told["quality"].keys() == SCORES.keys() - {"random"}
+
+
+def test_fits_of_one_half_on_the_other(saf_json, arms):
+    checkpoint = arms[0] / "checkpoints" / "step-12"
+    words = ("--device", "cpu", "--sequences", 6, "--structured-after", 4, "--rates", 0.25)
+    told = saf_json("analyze", "fits", checkpoint, *words)
+    assert told["sequences"] == [3, 3]
+    values = {(name, half): matrix(each[half]) for name, each in told["fits"].items() for half in ("own", "other")}
+    assert (values["free", "own"] < values["structured", "own"]).all()
+    lowest = matrix(told["variance"]).flatten().argsort()[:2]
+    group = told["groups"]["0% to 25%"]
+    assert group["heads"] == 2
+    for (name, half), each in values.items():
+        assert group[f"{name}_{half}"] == pytest.approx(each.flatten()[lowest].mean().item())
+        assert told["groups"]["all"][f"{name}_{half}"] == pytest.approx(each.mean().item())
+    closer = values["structured", "other"] < values["free", "other"]
+    assert told["groups"]["all"]["structured_closer"] == int(closer.sum())
+
+
+def test_distributions(saf_json, saf, arms, monkeypatch):
+    words = ("analyze", "distributions", arms[0] / "checkpoints" / "step-12", "--device", "cpu", "--sequences", 12)
+    told = saf_json(*words, "--rate", 0.5, "--shown", 2)
+    assert told["sequences"] == [7, 5]
+    assert told["rows"] == 3
+    assert told["positions"] == [1, 3, 7, 15, 23, 31]
+    assert len(told["heads"]) == 4
+    assert {name: len(rows) for name, rows in told["normalised"].items()} == dict.fromkeys(FAMILIES, 4)
+    flat = [value for row in told["normalised"]["gaussian"] for value in row]
+    assert told["medians"]["gaussian"] == pytest.approx(torch.tensor(flat).quantile(0.5).item())
+    assert [curve["head"] for curve in told["entries"]["curves"]] == [told["heads"][0], told["heads"][2]]
+    assert (told["entries"]["query"], told["entries"]["key"]) == (31, 30)
+    assert all(0 <= value <= 1 for values in told["entries"]["distances"].values() for value in values)
+    some = saf_json(*words, "--heads", "1:2", "--positions", 9, 20, "--distance", 20)
+    assert some["heads"] == [[1, 2]]
+    assert some["entries"]["key"] == 0
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = saf(*words, "--umap")
+    assert code == 2
+    assert "pip install umap-learn" in err
+
+
+def test_figures(saf, arms, measured, tmp_path):
+    checkpoint = arms[0] / "checkpoints" / "step-12"
+    sets = ("--first", "0:0", "--second", "0:1", "1:2", "--windows", 2)
+    tiny = ("--device", "cpu", "--sequences", 8)
+    for name, *words in (
+        ("joint-cost", checkpoint, *COMMON, *sets),
+        ("stability", arms[1], arms[1]),
+        ("geometry", checkpoint, *COMMON, "--rates", 0.5),
+        ("fits", checkpoint, *tiny, "--structured-after", 4),
+        ("distributions", checkpoint, *tiny, "--heads", "0:1"),
+        ("partial-spearman", measured / "one-head.json"),
+    ):
+        assert saf("analyze", name, *words, "--figure", tmp_path / f"{name}.svg")[0] == 0
+    for name in ("one-head", "profiles"):
+        assert saf("analyze", "draw", measured / f"{name}.json", tmp_path / f"{name}.svg")[0] == 0
+    for path in tmp_path.glob("*.svg"):
+        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        assert "nan" not in re.sub(r"<text.*?</text>", "", path.read_text())
+    assert len(list(tmp_path.glob("*.svg"))) == 8
+    code, _, err = saf("analyze", "profiles", checkpoint, "--figure", tmp_path / "x.png")
+    assert code == 2
+    assert "ending in .svg" in err
+    code, _, err = saf("analyze", "draw", arms[1] / "freeze.json", tmp_path / "x.svg")
+    assert code == 2
+    assert "saf.freeze/1" in err
 
 
 def test_partial_spearman_reads_what_was_measured(saf_json, saf, measured, tmp_path):
@@ -69,12 +220,12 @@ def test_joint_cost_of_a_set_with_itself_and_of_files(saf_json, arms, tmp_path):
 
 def test_profiles_of_selected_heads(saf_json, saf, arms, measured):
     words = ("analyze", "profiles", arms[0] / "checkpoints" / "step-12", *COMMON)
-    told = saf_json(*words, "--selected", arms[1] / "freeze.json")
+    told = saf_json(*words, "--windows", 6, "--selected", arms[1] / "freeze.json")
     assert told["profiles"] == read_json(measured / "profiles.json")["profiles"]
     assert set(told["matched"]) == {"entropy", "local_mass", "largest", "first_token"}
     # Windows of 32 tokens have no key further back than 64.
     assert told["matched"]["local_mass"] == pytest.approx([1, 1])
-    code, out, _ = saf(*words, "--selected", "0:1")
+    code, out, _ = saf(*words, "--windows", 2, "--selected", "0:1")
     assert code == 0
     assert "layer-matched" in out
 

@@ -153,6 +153,8 @@ def test_doctor_names_backend_packages_and_devices(saf, saf_json):
     assert told["devices"][0]["device"] == "cpu"
     assert told["packages"]["torch"]
     assert any(line.startswith("auto: ") for line in told["backends"][0]["lines"])
+    assert {"cudnn", "flash", "fa3", "fa4"} <= set(told["live_kernels"])
+    assert told["live_kernels"]["math"] is None
     code, out, _ = saf("doctor")
     assert code == 0
     assert "frozen heads on cpu, float32:" in out

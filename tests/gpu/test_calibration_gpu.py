@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-from saf.calibration import calibrate
+from saf.calibration import calibrate, plan_calibration
 from saf.calibration.tiles import measure_layer
 from saf.errors import UnsupportedError
-from saf.models import GPT, GPTConfig
+from saf.models import GPT, GPTConfig, preset
 
 pytestmark = pytest.mark.gpu
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
@@ -72,6 +72,27 @@ def test_rows_that_need_different_normalisers():
     exact = measure_layer(query.double(), key.double(), kv_head=[0])
     errors = worst(measure_layer(query, key, kv_head=[0], backend="triton"), exact)
     assert max(errors.values()) <= 1e-5, errors
+
+
+def test_64k_tokens_agree_with_float64():
+    query, key = operands(2, 2, 1, 65536, 64, torch.bfloat16)
+    exact = measure_layer(query.double(), key.double(), kv_head=[0, 0])
+    errors = worst(measure_layer(query, key, kv_head=[0, 0], backend="triton"), exact)
+    assert max(errors.values()) <= 1e-5, errors
+
+
+def test_memory_stays_within_what_was_planned():
+    model = GPT(preset("124m", num_layers=3)).cuda()
+    batches = torch.randint(0, 50_304, (16, 4096), generator=torch.Generator().manual_seed(0)).split(4)
+    with torch.autocast("cuda", torch.bfloat16):
+        calibrate(model, batches)  # libraries take their own memory at first use
+        plan = plan_calibration(model, batches)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        calibrate(model, batches)
+        peak = torch.cuda.max_memory_allocated() - before
+    print(f"{peak / 1e9:.2f} GB; {plan}")
+    assert plan.capture_bytes <= peak <= plan.device_bytes
 
 
 def test_auto_takes_the_kernels_and_repeats_to_the_bit():

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saf.analysis.geometry import pattern_distances
 from saf.calibration.tiles import measure_layer
+from saf.patterns import PATTERNS, dense_pattern
 
 
 def logits_of(seed: int, count: int, length: int) -> torch.Tensor:
@@ -64,3 +66,21 @@ def test_the_sharp_mean_is_the_reverse_kl_barycentre(seed, count, length):
     torch.testing.assert_close(sharp, geometric / geometric.sum(-1, keepdim=True), rtol=1e-10, atol=1e-15)
     excess = kl(fixed, patterns).mean(0) - kl(sharp, patterns).mean(0)
     torch.testing.assert_close(excess, kl(fixed, sharp), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_identities_hold_for_every_pattern(make_logits, make_statistics, heads, name):
+    """What a pattern costs beyond the best fixed one is its distance from that one: Eqs. (14), (15) and (16)."""
+    logits = make_logits()
+    found, patterns = make_statistics(logits), logits.softmax(-1)
+    fixed = dense_pattern(found, heads, name, dtype=torch.float64)
+    mean, sharp = (dense_pattern(found, heads, each, dtype=torch.float64).weights for each in ("mean", "sharp_mean"))
+    squared = pattern_distances(mean, fixed)["squared_error"]
+    for number, matrix in enumerate(fixed.weights):
+        each = patterns[number]
+        excess = risk(each, matrix) - risk(each, mean[number])
+        assert excess.item() == pytest.approx(squared[number].item(), rel=1e-9, abs=1e-15)
+        forward = kl(each, matrix).mean(0) - kl(each, mean[number]).mean(0)
+        torch.testing.assert_close(forward, kl(mean[number], matrix), rtol=1e-8, atol=1e-11)
+        reverse = kl(matrix, each).mean(0) - kl(sharp[number], each).mean(0)
+        torch.testing.assert_close(reverse, kl(matrix, sharp[number]), rtol=1e-8, atol=1e-11)

@@ -51,6 +51,17 @@ def test_a_rejected_head_shows_its_fit(opened):
     assert "0.31 nats" in text
 
 
+def test_a_frozen_head_without_its_pattern_is_not_called_live(page, tmp_path):
+    run = write_run(tmp_path / "archived", frozen=True)
+    (run / "freeze.safetensors").unlink()
+    page.goto(write_report([run], tmp_path / "report.html").as_uri())
+    page.locator(".cell.frozen").first.click()
+    assert "its pattern was not kept" in page.locator("#detail").inner_text()
+    assert "goes on computing" not in page.locator("#detail").inner_text()
+    page.locator(".cell.live").first.click()
+    assert "goes on computing" in page.locator("#detail").inner_text()
+
+
 def test_arrow_keys_move_between_heads_and_stop_at_the_edge(opened):
     opened.locator("#head-0-0").click()
     for key, where in (("ArrowRight", "0-1"), ("ArrowDown", "1-1"), ("ArrowLeft", "1-0"), ("ArrowLeft", "1-0")):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -89,6 +90,7 @@ FULL_PRECISION = Config(
 """float32 operands: products in plain float32, without matrix units."""
 
 
+@cache
 def choose_config(
     *,
     length: int,
@@ -116,7 +118,9 @@ def choose_config(
     if tables not in (None, "tiles"):
         return Config(tables=tables, prescale="tile")
     rows = -(-length // 128)
-    if columns <= 64:
+    if columns <= 64 and length > 8192:
+        config = Config(block_n=64, num_stages=4)
+    elif columns <= 64 or (columns <= 128 and length <= 4096):
         config = Config(block_m=64, block_n=64, block_k=128)
     elif length <= 1024 and rows * -(-columns // 128) * heads >= 256:
         # A pass over the input costs more than slower steps when there are few of them.

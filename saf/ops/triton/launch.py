@@ -8,7 +8,8 @@ import torch
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> None:
     """Run a kernel; Triton launches on the current device, so make that the tensors' one."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
         kernel[grid](*args, **constants)
 
 

@@ -1,5 +1,7 @@
 """Launcher of the batch-shared Toeplitz product, forward and transposed."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -116,11 +118,13 @@ def kernel_options(config: Config) -> dict[str, int]:
     return options | ({"maxnreg": config.max_registers} if config.max_registers else {})
 
 
+@cache
 def _has_descriptors(device: torch.device) -> bool:
     """Whether the bulk copy engine is there: compute capability 9.0 and later; not in the interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
 def _multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 2 elsewhere, so that the interpreter runs persistent grids too."""
     if device.type != "cuda":

@@ -125,7 +125,12 @@ def _output_tile(
                 b_a = b_a.to(tl.float32) * b_pre[None, :]
             else:
                 b_a = b_a.to(b_x.dtype) * b_pre.to(b_x.dtype)[None, :]
-        acc = tl.dot(b_a.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
+        if b_x.dtype == tl.float32:
+            # A sum a step, then one addition: T additions to one long sum would round T times. The limit keeps the
+            # compiler from joining the two.
+            acc += tl.dot(b_a.to(b_x.dtype), b_x, input_precision=PRECISION, max_num_imprecise_acc=1)
+        else:
+            acc = tl.dot(b_a.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
         p_x += BK * x_stride_t
         if TRANSPOSE:
             p_g += BK

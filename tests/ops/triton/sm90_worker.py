@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -12,19 +14,34 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import saf.ops.triton
+from saf.ops.triton import gelu, softmax_gradient
 from saf.ops.triton.config import choose_config
-from saf.ops.triton.fused import block_constants
-from saf.ops.triton.fused_backward_kernel import key_block_kernel, query_block_kernel
+from saf.ops.triton.fused import block_constants, padded
+from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
 from saf.ops.triton.fused_config import choose_fused_config
 from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
+from saf.ops.triton.tables import TILE
 from saf.ops.triton.toeplitz import kernel_constants, kernel_options, toeplitz_kernel
+from saf.ops.triton.toeplitz_descriptor_kernel import toeplitz_descriptor_kernel
+from saf.ops.triton.toeplitz_kernel import prescale_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHAPES = [(512, 64, 3, 64), (1024, 32, 3, 64), (4096, 8, 3, 64), (8192, 4, 6, 64), (8192, 2, 4, 96), (4096, 1, 3, 64)]
+SHAPES = [
+    (512, 64, 3, 64),
+    (1024, 32, 3, 64),
+    (4096, 8, 3, 64),
+    (4096, 8, 4, 64),
+    (8192, 4, 6, 64),
+    (8192, 2, 4, 96),
+    (16384, 2, 3, 64),
+    (4096, 1, 3, 64),
+]
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ALIGNED = ("T", "scale", "H", "L", "num_m", "num_n", "num_f", "num_value_heads")
 INTEGER_POINTERS = ["state", "query", "key", "value", "pattern", "live", "group_start", "group_heads"]
-FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z"]
+FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss"]
+LONG_POINTERS = ["labels", "count"]
 
 
 def pointer_type(name: str, dtype: torch.dtype) -> str:
@@ -32,21 +49,23 @@ def pointer_type(name: str, dtype: torch.dtype) -> str:
     if not name.endswith("_ptr"):
         return "fp32" if name == "scale" else "i32"
     stem = name.removesuffix("_ptr")
-    if stem in INTEGER_POINTERS:
-        return "*i32"
+    if stem in INTEGER_POINTERS or stem in LONG_POINTERS:
+        return "*i32" if stem in INTEGER_POINTERS else "*i64"
     return "*fp32" if stem in FLOAT_POINTERS else f"*{NAMES[dtype]}"
 
 
-def resources(kernel, constants: dict, dtype: torch.dtype) -> dict:
-    """Compile one kernel with strides that 16 divides and return what it takes."""
+def resources(kernel, constants: dict, dtype: torch.dtype, blocks: dict[str, list[int]] | None = None) -> dict:
+    """Compile one kernel with strides that 16 divides and return what it takes; `blocks` are those of descriptors."""
     names = list(inspect.signature(kernel.fn).parameters)
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     signature = {name: "constexpr" if name in constants else pointer_type(name, dtype) for name in names}
+    described = {name: f"tensordesc<{NAMES[dtype]}{shape}>" for name, shape in (blocks or {}).items()}
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if name not in constants and name not in ALIGNED
+        if name not in constants and name not in ALIGNED and name not in described
     }
+    signature |= described
     source = ASTSource(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
     )
@@ -59,6 +78,7 @@ def resources(kernel, constants: dict, dtype: torch.dtype) -> dict:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return {
+        "kernel": kernel.fn.__name__,
         "registers": int(found[1]),
         "stack": int(found[2]),
         "shared": compiled.metadata.shared,
@@ -106,8 +126,61 @@ def fused_rows() -> dict:
     return rows
 
 
+def descriptor_rows() -> dict:
+    """Resources of the product through descriptors, for every distinct choice of the rule."""
+    rows = {}
+    for length, batch, heads, dim in SHAPES:
+        shape = {"length": length, "columns": batch * dim, "heads": heads}
+        config = choose_config(**shape, dtype=torch.bfloat16, descriptors=True)
+        for transpose in (False, True):
+            name = f"descriptor bf16 D{dim} {config.name} {'transposed' if transpose else 'forward'}"
+            if config.loads == "pointer" or name in rows:
+                continue
+            tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
+            blocks = {"x_desc": [1, config.block_k, config.block_n], "tiles_desc": tile}
+            constants = {
+                "D": dim,
+                "BM": config.block_m,
+                "BN": config.block_n,
+                "BK": config.block_k,
+                "TRANSPOSE": transpose,
+                "TILE": TILE,
+                "STAGES": config.num_stages,
+                "SPECIALIZE": False,
+            }
+            rows[name] = resources(
+                toeplitz_descriptor_kernel, constants | kernel_options(config), torch.bfloat16, blocks
+            )
+    return rows
+
+
+def small_rows() -> dict:
+    """Resources of the kernels around the products: scaling, row sums, the loss, GELU."""
+    rows = {}
+    for dtype, label in NAMES.items():
+        for dim in (64, 96, 128):
+            constants = {"D": dim, "BT": 32, "BN": 128, "num_warps": 4}
+            rows[f"prescale {label} D{dim}"] = resources(prescale_kernel, constants, dtype)
+            constants = {"D": dim, "DP": padded(dim), "BM": 64, "num_warps": 4}
+            rows[f"delta {label} D{dim}"] = resources(delta_kernel, constants, dtype)
+        constants = {"IGNORED": -100, "BLOCK": softmax_gradient.BLOCK, "num_warps": 8}
+        rows[f"softmax {label}"] = resources(softmax_gradient.softmax_gradient_kernel, constants, dtype)
+        for name in ("gelu_kernel", "gelu_backward_kernel"):
+            constants = {"BLOCK": gelu.BLOCK, "num_warps": gelu.WARPS}
+            rows[f"{name} {label}"] = resources(getattr(gelu, name), constants, dtype)
+    return rows
+
+
+def every_kernel() -> list[str]:
+    """Return the names of all kernels below `saf.ops.triton`."""
+    modules = [import_module(f"saf.ops.triton.{found.name}") for found in pkgutil.iter_modules(saf.ops.triton.__path__)]
+    names = {name for module in modules for name, one in vars(module).items() if isinstance(one, triton.JITFunction)}
+    return sorted(name for name in names if name.endswith("_kernel"))
+
+
 if __name__ == "__main__":
     if CUOBJDUMP.exists():
-        print(json.dumps(toeplitz_rows() | fused_rows()))
+        rows = toeplitz_rows() | fused_rows() | descriptor_rows() | small_rows()
+        print(json.dumps({"rows": rows, "kernels": every_kernel()}))
     else:
         print(json.dumps({"skip": f"no cuobjdump beside triton {triton.__version__}"}))

@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
         (8192, 256, 6, "tiles/pass/descriptor 128x256x64 w8 s3"),
         (16384, 128, 3, "tiles/pass/descriptor 128x128x64 w4 s4"),
         (4096, 64, 3, "tiles/pass/descriptor 64x64x128 w4 s3"),
+        (4096, 128, 3, "tiles/pass/descriptor 64x64x128 w4 s3"),
+        (16384, 64, 3, "tiles/pass/descriptor 128x64x64 w4 s4"),
         (8192, 192, 4, "tiles/pass 128x256x64 w8 s3"),
     ],
 )

@@ -1,0 +1,149 @@
+"""One point of the intervention's benchmark: whole interventions, the fit of all heads, a dense collection."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from saf.bench.calibration_model import build, describe, sequences
+from saf.bench.calibration_settings import CalibrationSettings
+from saf.bench.dense import measure_dense
+from saf.bench.fits import Goals, fit_line, measure_fits
+from saf.bench.grids import Point
+from saf.bench.intervention import Event, Interventions, row_of
+from saf.bench.recorder import Recorder
+from saf.calibration import plan_calibration
+from saf.statistics import AttentionStatistics
+from saf.train.execution import Execution
+
+BARS = {("124m", 4096, 32): 2.0, ("1b", 8192, 16): 15.0}
+"""Seconds that a warm intervention may take on a GPU, by model, context and sequences."""
+FEWEST = 3
+"""Warm interventions without which nothing is reported."""
+
+
+class CalibrationPoint:
+    """One model at one context and number of sequences."""
+
+    def __init__(self, recorder: Recorder, settings: CalibrationSettings, execution: Execution, point: Point):
+        self.recorder, self.settings, self.execution, self.point = recorder, settings, execution, point
+        model, weights = build(settings, point, execution.device)
+        ids, text = sequences(settings, point, model)
+        self.model = model
+        self.interventions = Interventions(model, ids, execution)
+        self.fields = {
+            "model": settings.model if settings.model_folder is None else str(settings.model_folder),
+            "point": point.to_dict(),
+            "precision": execution.precision,
+            "weights": weights,
+            "text": text,
+            "shape": describe(model),
+        }
+
+    def measure(self) -> None:
+        """Measure every part that there is time for; an error in one is recorded, and the others go on."""
+        row, statistics = None, None
+        for rate in self.settings.rates:
+            with self._recorded(f"{self.point.name} {100 * rate:g}%"):
+                found = self._intervention(rate)
+                row, statistics = found or (row, statistics)
+        if statistics is None or row is None:
+            return
+        if self.settings.fit_all:
+            with self._recorded(f"{self.point.name} fit of all heads"):
+                head = self.fields | {"part": "fit", "of": self.fields["model"]}
+                record_fits(self.recorder, Goals.of(statistics), self.settings, self.execution, head)
+        if self.settings.dense_layers:
+            with self._recorded(f"{self.point.name} dense collection"):
+                self._dense(row, statistics)
+
+    @contextmanager
+    def _recorded(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.recorder.leave_out(what, f"{type(error).__name__}: {error}")
+
+    def _intervention(self, rate: float) -> tuple[dict[str, Any], AttentionStatistics] | None:
+        recorder, name = self.recorder, f"{self.point.name} {100 * rate:g}%"
+        with self.execution.autocast():
+            plan = plan_calibration(self.model, self.interventions.ids)
+        recorder.say(f"{name}: {plan}")
+        events: list[Event] = []
+        while len(events) <= self.settings.repeats:
+            if not recorder.budget.fits(events[-1].seconds if events else 0):
+                recorder.leave_out(name, f"interventions {len(events) + 1} to {self.settings.repeats + 1}: out of time")
+                break
+            events.append(self.interventions.once(rate))
+            recorder.say(f"{name}: {'first use' if len(events) == 1 else 'warm'} {events[-1].seconds:.3f} s")
+        if len(events) <= FEWEST:
+            recorder.leave_out(name, f"{max(0, len(events) - 1)} warm interventions; a median needs {FEWEST}")
+            return None
+        key = (self.settings.model, self.point.length, self.point.batch_size)
+        on_gpu = self.execution.device.type == "cuda" and self.settings.model_folder is None
+        row = {
+            "part": "intervention",
+            **self.fields,
+            "rate": rate,
+            **row_of(events[0], events[1:]),
+            "peak_kind": "allocated" if self.execution.device.type == "cuda" else "resident",
+            "planned_bytes": plan.device_bytes,
+            "passes": len(plan.groups),
+            "bar_seconds": BARS.get(key) if on_gpu else None,
+        }
+        self._keep(row, f"{name} {intervention_line(row)}")
+        return row, events[-1].report.statistics
+
+    def _dense(self, row: dict[str, Any], statistics: AttentionStatistics) -> None:
+        budget = self.recorder.budget
+        found = measure_dense(self.interventions, statistics, layers=self.settings.dense_layers, budget=budget)
+        if found is None:
+            self.recorder.leave_out(f"{self.point.name} dense collection", "out of time")
+            return
+        ours = row["stages"]["statistics"]["median"]
+        whole = row["seconds"] - ours + found["seconds"]
+        dense = {
+            "part": "dense",
+            **self.fields,
+            **found,
+            "statistics_seconds": ours,
+            "ratio": found["seconds"] / ours,
+            "intervention_seconds": whole,
+            "intervention_ratio": whole / row["seconds"],
+            "refused": not found["agrees"],
+        }
+        self._keep(dense, f"{self.point.name} {dense_line(dense)}")
+
+    def _keep(self, row: dict[str, Any], line: str) -> None:
+        self.recorder.show([row])
+        self.recorder.keep()
+        self.recorder.say(line)
+
+
+def record_fits(
+    recorder: Recorder, goals: Goals, settings: CalibrationSettings, execution: Execution, fields: dict[str, Any]
+) -> None:
+    """Fit all heads, and record and say the row."""
+    found = measure_fits(goals, repeats=settings.repeats, device=execution.device, budget=recorder.budget)
+    if found is None:
+        recorder.leave_out(f"fit of {fields['of']}", "out of time")
+        return
+    recorder.show([{**fields, **found}])
+    recorder.keep()
+    recorder.say(fit_line(found))
+
+
+def intervention_line(row: dict[str, Any]) -> str:
+    """Return a row as one line for people."""
+    stages = ", ".join(f"{name} {stage['median']:.3f}" for name, stage in row["stages"].items())
+    return (
+        f"{row['seconds']:.3f} s ({stages}), {row['heads']} heads, first use {row['first_use_seconds']:+.2f} s, "
+        f"peak {row['peak_bytes'] / 2**30:.2f} GiB {row['peak_kind']}"
+    )
+
+
+def dense_line(row: dict[str, Any]) -> str:
+    """Return a row as one line for people."""
+    how = f"from {row['layers']} of {row['of_layers']} layers" if row["extrapolated"] else "all layers measured"
+    agreement = f"largest relative difference from float64 {max(row['difference'].values()):.1e}"
+    ratio = "refused: they disagree" if row["refused"] else f"{row['ratio']:.1f}x the tile loop's time"
+    return f"dense collection: {row['seconds']:.3f} s ({how}), {ratio}; {agreement}"

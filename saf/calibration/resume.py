@@ -1,0 +1,133 @@
+"""A calibration kept on disk layer by layer, so that an interrupted one goes on where it stopped."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saf.adapters import adapter_for, unwrap
+from saf.calibration.capture import hash_of
+from saf.calibration.memory import lowered_dtype
+from saf.errors import CheckpointError, InputError
+from saf.files import read_json, read_tensors, write_json, write_tensors
+from saf.heads import HeadSet
+
+SCHEMA = "saf.calibration/1"
+INDEX = "calibration.json"
+
+
+class LayerFolder:
+    """The finished layers of one calibration: `calibration.json` says of what, then two files a layer.
+
+    A layer counts once its JSON is there, which is written after its tensors and holds their SHA-256.
+    """
+
+    def __init__(self, folder: str | Path, inputs: Mapping[str, Any]):
+        """Begin in an empty folder or go on in one.
+
+        Raises:
+            CheckpointError: The folder holds something else, or the calibration of other inputs; says which.
+        """
+        self.folder = Path(folder)
+        index = self.folder / INDEX
+        if not index.is_file():
+            if self.folder.exists() and (not self.folder.is_dir() or any(map(_counts, self.folder.iterdir()))):
+                raise CheckpointError(f"{self.folder} holds something that is no calibration; name a new folder")
+            write_json(index, {"schema": SCHEMA, **inputs})
+        found = _read(index)
+        expected = json.loads(json.dumps({"schema": SCHEMA, **inputs}))
+        differing = [name for name in expected if found.get(name) != expected[name]]
+        if differing:
+            listed = "; ".join(f"{n}: {_short(found.get(n))} there, {_short(expected[n])} now" for n in differing)
+            raise CheckpointError(
+                f"{self.folder} holds a calibration of other inputs ({listed}); name a new folder, or remove this one"
+            )
+
+    def finished(self, layers: Sequence[int]) -> list[int]:
+        """Return which of `layers` are there."""
+        return [layer for layer in layers if self._path(layer, ".json").is_file()]
+
+    def write(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a finished layer."""
+        path = write_tensors(self._path(layer, ".safetensors"), tensors)
+        write_json(self._path(layer, ".json"), {"schema": SCHEMA, "layer": layer, "sha256": _sum(path)})
+
+    def read(self, layer: int) -> dict[str, Tensor]:
+        """Return a finished layer's tensors; raise CheckpointError naming a file that is missing or damaged."""
+        path = self._path(layer, ".safetensors")
+        expected = _read(self._path(layer, ".json")).get("sha256")
+        if not path.is_file() or _sum(path) != expected:
+            raise CheckpointError(
+                f"{path} is missing or damaged; remove {path.stem}.json to have layer {layer} measured again"
+            )
+        return read_tensors(path)
+
+    def _path(self, layer: int, ending: str) -> Path:
+        return self.folder / f"layer-{layer:03d}{ending}"
+
+
+def inputs_of(
+    model: nn.Module,
+    ids: Sequence[Tensor],
+    *,
+    heads: HeadSet,
+    collect: Sequence[str],
+    positions: Sequence[int],
+) -> dict[str, Any]:
+    """Return what a calibration's numbers depend on, as JSON values."""
+    weight = adapter_for(model).sites()[0].projections()["query"][0]
+    lowered = lowered_dtype(weight.device)
+    return {
+        "sequences": hash_of(torch.cat(list(ids))),
+        "num_sequences": sum(map(len, ids)),
+        "length": ids[0].shape[1],
+        "batches": [len(batch) for batch in ids],
+        "model": model_hash(model),
+        "heads": heads.to_list(),
+        "collect": sorted(collect),
+        "positions": list(positions),
+        "device": weight.device.type,
+        "autocast": None if lowered is None else str(lowered),
+        "float32_products": torch.get_float32_matmul_precision(),
+    }
+
+
+def model_hash(model: nn.Module) -> str:
+    """Return the SHA-256 of everything a forward pass reads: structure, head layouts, parameters, all buffers.
+
+    Frozen heads are among the buffers, or among the parameters when they train.
+    """
+    inner = unwrap(model)
+    digest = hashlib.sha256(repr(inner).encode())
+    for site in adapter_for(model).sites():
+        digest.update(repr(site.layout).encode())
+    for name, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _counts(path: Path) -> bool:
+    # What a killed write leaves behind begins with a dot.
+    return not path.name.startswith(".")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except InputError as error:
+        raise CheckpointError(f"{error}; remove it, or name a new folder") from None
+
+
+def _sum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:36]}..."

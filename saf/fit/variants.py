@@ -1,0 +1,26 @@
+"""The two fits that analyses compare: every key logit free, or one value for all keys after the first few."""
+
+from typing import Any
+
+from saf.errors import InputError
+
+CONSTANT_AFTER = 16
+
+
+def check_constant_after(after: int, length: int) -> None:
+    """Raise InputError unless alpha can be held constant from key `after` on in patterns of `length` tokens."""
+    # Up to a quarter of the keys, the canonical gauge keeps a constant tail constant.
+    if not (after == 0 or 0 < 4 * after < length):
+        raise InputError(f"alpha_constant_after must lie in [0, T/4), T = {length}; got {after}")
+
+
+def fit_variants(length: int, *, constant_after: int | None = CONSTANT_AFTER) -> dict[str, dict[str, Any]]:
+    """Return the fitter's options of the `free` and of the `structured` fit, by name; None leaves the second out.
+
+    Raises InputError for a tail that patterns of `length` tokens do not have.
+    """
+    variants: dict[str, dict[str, Any]] = {"free": {}}
+    if constant_after is not None:
+        check_constant_after(constant_after, length)
+        variants["structured"] = {"alpha_constant_after": constant_after}
+    return variants

@@ -1,0 +1,81 @@
+"""The registered operator `saf::side_by_side`: live and frozen heads at the same time, on two CUDA streams.
+
+For inference. With few sequences neither launch fills the device; run after one another they leave it half empty. One
+operator also means one boundary a layer for the host.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from saf.ops.live import live_attention
+from saf.ops.toeplitz_operator import toeplitz_product, uses_triton
+
+
+def overlaps(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the operator gains anything: on CUDA, where the product is a kernel."""
+    return device.type == "cuda" and uses_triton(device, dtype)
+
+
+@torch.library.custom_op("saf::side_by_side", mutates_args=())
+def side_by_side(
+    query: Tensor,
+    key: Tensor,
+    live_value: Tensor,
+    value: Tensor,
+    table: Tensor,
+    before: Tensor,
+    after: Tensor,
+    scale: float | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return live heads' attention `[B, L, T, D]` and the Toeplitz product of `value`, `[B, F, T, D]`.
+
+    Arguments are those of `live_attention` and `saf::toeplitz`. Both results are stored as `[B, T, heads, D]`.
+    """
+    if not overlaps(query.device, value.dtype):
+        live = live_attention(query, key, live_value, scale=scale, kernel=kernel)
+        return _by_position(live), _by_position(toeplitz_product(value, table, before, after, False))
+    from saf.ops.triton.toeplitz import toeplitz_matmul
+
+    value = value if value.stride(-1) == 1 else value.contiguous()
+    mixed = _new_by_position(value)
+    main, side = torch.cuda.current_stream(query.device), _side_stream(query.device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        toeplitz_matmul(value, table, before, after, transpose=False, out=mixed)
+    live = live_attention(query, key, live_value, scale=scale, kernel=kernel)
+    # What the side stream read and wrote may be freed and used again only behind it.
+    main.wait_stream(side)
+    return _by_position(live), mixed
+
+
+@side_by_side.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    live_value: Tensor,
+    value: Tensor,
+    table: Tensor,
+    before: Tensor,
+    after: Tensor,
+    scale: float | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    return _new_by_position(query), _new_by_position(value)
+
+
+def _new_by_position(like: Tensor) -> Tensor:
+    batch, heads, length, dim = like.shape
+    return like.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def _by_position(heads: Tensor) -> Tensor:
+    """Give `[B, H, T, D]` the memory order `[B, T, H, D]`; nothing to do for what PyTorch's fast kernels return."""
+    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

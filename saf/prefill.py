@@ -1,0 +1,64 @@
+"""Prefill of one shape: compiled, captured as a CUDA graph, replayed."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from saf.cuda_graph import GraphPool, GraphReplay
+from saf.errors import InputError, UnsupportedError
+from saf.models import GPT
+
+
+class LastToken(nn.Module):
+    """The model with its output layer on the last position alone: `[B, T]` token ids to logits `[B, 1, V]`."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the logits of the token after the prompt."""
+        return F.linear(self.model.hidden(input_ids)[:, -1:], self.model.embed.weight)
+
+
+class Prefill:
+    """A model's prefill at one shape. With few sequences the host is slower than the device: a graph takes it out.
+
+    >>> prefill = Prefill(model, batch_size=1, length=4096)  # doctest: +SKIP
+    >>> logits = prefill(input_ids)  # [1, 1, vocab_size]  # doctest: +SKIP
+
+    The graph holds the weights as they are placed now: make a new one after freezing, loading or moving the model.
+    """
+
+    def __init__(self, model: GPT, *, batch_size: int, length: int, compile: bool = True, autocast: bool = True):
+        """Compile and capture `[batch_size, length]`; `autocast` runs float32 weights in bfloat16.
+
+        Raises:
+            UnsupportedError: The model is not on a CUDA device.
+            InputError: A length that the model does not take.
+        """
+        self._shape = (batch_size, length)
+        device = model.embed.weight.device
+        if device.type != "cuda":
+            raise UnsupportedError(f"a CUDA graph needs a model on CUDA; it is on {device}: call the model itself")
+        if batch_size < 1 or not 1 <= length <= model.config.max_length:
+            raise InputError(
+                f"expected at least one sequence of 1 to {model.config.max_length} tokens; got {batch_size} of {length}"
+            )
+        self._input_ids = torch.zeros(self._shape, dtype=torch.long, device=device)
+        last = LastToken(model).eval()
+        forward = torch.compile(last, fullgraph=True) if compile else last
+
+        def run() -> Tensor:
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                return forward(self._input_ids)
+
+        self._replay = GraphReplay(run, device=device, pool=GraphPool())
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Return the logits `[B, 1, V]` after `input_ids [B, T]`, in memory of their own; InputError elsewhere."""
+        if tuple(input_ids.shape) != self._shape:
+            raise InputError(f"captured for {list(self._shape)} token ids; got {list(input_ids.shape)}: capture again")
+        self._input_ids.copy_(input_ids)
+        self._replay()
+        return self._replay.outcome.clone()

@@ -1,0 +1,84 @@
+"""What the document of results says about one record, whatever its kind."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from saf.bench.recorder import SCHEMA
+from saf.report import anything
+from saf.report.analyses import PREFIX, analysis_of
+from saf.report.cells import Analysis, markdown
+from saf.report.error_tables import error_tables
+from saf.report.interventions import intervention_tables
+from saf.report.measured import groups_of, is_speeds
+from saf.report.paper import Quoted, footnotes
+from saf.report.speeds import (
+    UNFINISHED,
+    caveats,
+    kernels_seen,
+    left_out,
+    memory_table,
+    protocol,
+    quoted_in,
+    speed_table,
+    ways,
+)
+
+_TABLES = {"calibration": intervention_tables, "errors": error_tables}
+
+
+def body_of(record: Mapping[str, Any]) -> list[str]:
+    """Return Markdown paragraphs: how it was measured, tables, what to know about them."""
+    if is_speeds(record):
+        return _speeds(record)
+    if str(record.get("schema")).startswith(PREFIX) and (analysis := analysis_of(record)):
+        return _analysis(analysis)
+    if record.get("schema") == SCHEMA and (tables := _TABLES.get(str(record.get("kind")))):
+        return [*tables(record), *_left_out(record)]
+    return _anything(record)
+
+
+def _speeds(record: Mapping[str, Any]) -> list[str]:
+    groups, parts = groups_of(record), []
+    if groups:
+        told = " ".join(filter(None, [protocol(record, groups), kernels_seen(record)]))
+        parts.append(told)
+    several = ways(groups)
+    for way, chosen in several.items():
+        parts += [f"**{way}**", markdown(speed_table(chosen))]
+    if record["memory"]:
+        parts += [_memory_words(record), markdown(memory_table(record))]
+    quotes = quoted_in(record, groups)
+    notes = [f"Paper, {note}" for note in footnotes(quotes)] or ["The paper has no number at these shapes."]
+    return [*parts, _list([*caveats(record, groups), *notes])]
+
+
+def _memory_words(record: Mapping[str, Any]) -> str:
+    kind = {"allocated": "what PyTorch's allocator handed out", "resident": "the process's resident set"}
+    measured = kind[record["memory"][0]["kind"]]
+    return f"Peak memory since the warm-up, one arm a process ({measured}). Baseline: the ordinary model."
+
+
+def _analysis(analysis: Analysis) -> list[str]:
+    notes = [f"Paper, {note}" for note in footnotes([analysis.source and Quoted("", analysis.source)])]
+    parts = [f"{analysis.title}: {analysis.conditions}."]
+    for caption, table in analysis.tables.items():
+        parts += [f"**{caption}**", markdown(table)] if caption else [markdown(table)]
+    return [*parts, _list(notes)] if notes else parts
+
+
+def _anything(record: Mapping[str, Any]) -> list[str]:
+    parts = []
+    for name, table in anything.tables(record):
+        parts += [f"**{name}**", markdown(table)]
+    return [*parts, *_left_out(record)]
+
+
+def _left_out(record: Mapping[str, Any]) -> list[str]:
+    notes = left_out(record)
+    if record.get("finished") is False:
+        notes.insert(0, UNFINISHED)
+    return [_list(notes)] if notes else []
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)

@@ -1,0 +1,113 @@
+"""Tables of what an intervention takes, beside the paper's: `saf bench calibration`."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from saf.report import paper
+from saf.report.cells import Cells, markdown
+from saf.report.error_tables import error
+from saf.report.paper import Quoted, footnotes
+from saf.report.words import MISSING, gibibytes, number, seconds
+
+Record = Mapping[str, Any]
+STAGES = {"statistics": "statistics", "fit": "fit"}
+"""Stages that the paper tells too, by our name; its statistics include the capture."""
+
+
+def intervention_tables(record: Record) -> list[str]:
+    """Return Markdown: a table of stages for each intervention, one of fits, one of dense collections."""
+    quoted: list[Quoted | None] = []
+    parts = ["Warm times are medians over repeated interventions on one model; the first use is told apart."]
+    for row in record["rows"]:
+        if row["part"] == "intervention":
+            parts += [_conditions(row), markdown(_stages(row, quoted))]
+    fits = [row for row in record["rows"] if row["part"] == "fit"]
+    if fits:
+        parts += ["**Fit of all heads and its KL**", markdown(_fits(fits))]
+        quoted.append(Quoted("", paper.COSTS))
+    dense = [row for row in record["rows"] if row["part"] == "dense"]
+    if dense:
+        parts += [
+            "**Dense collection of the same queries and keys, in float32, as the baseline**",
+            markdown(_dense(dense)),
+        ]
+    return [*parts, "\n".join(f"- {note}" for note in _notes(fits, quoted))]
+
+
+def _conditions(row: Record) -> str:
+    place = f"{Path(row['model']).name}, {row['point']['length']}x{row['point']['batch_size']}"
+    words = [f"**{place}, {100 * row['rate']:g}% of heads**: {row['heads']} frozen"]
+    if row["rejected"]:
+        words.append(f"{row['rejected']} fits rejected")
+    words += [f"{row['repeats']} warm interventions", f"{row['precision']}", row["weights"], row["text"]]
+    words.append(f"peak memory {gibibytes(row['peak_bytes'])} ({row['peak_kind']})")
+    words.append(f"{row['passes']} pass{'es' * (row['passes'] > 1)} over the sequences")
+    if not row["same_each_time"]:
+        words.append("the repeated interventions did not agree")
+    return "; ".join(words) + "."
+
+
+def _stages(row: Record, quoted: list[Quoted | None]) -> Cells:
+    model, length, sequences = row["model"], row["point"]["length"], row["point"]["batch_size"]
+
+    def told(part: str | None) -> str:
+        found = paper.intervention(model, length, row["rate"], part, sequences=sequences) if part else None
+        quoted.append(found)
+        return MISSING if found is None else found.text + " with capture" * (part == "statistics")
+
+    first = row["first_stages"]
+    rows = [
+        [name, seconds(stage["median"]), _range(stage), seconds(first.get(name)), told(STAGES.get(name))]
+        for name, stage in row["stages"].items()
+    ]
+    whole = row["spread"]
+    rows.append(["whole", seconds(whole["median"]), _range(whole), seconds(row["first_seconds"]), told("total")])
+    return Cells.of(["stage", "warm median", "warm range", "first use", "paper"], rows, keep=["paper"])
+
+
+def _range(stage: Record) -> str:
+    return f"{seconds(stage['min'])} to {seconds(stage['max'])}"
+
+
+def _fits(rows: list[Record]) -> Cells:
+    head = ["of", "heads", "tokens", "warm median", "first use", "sweeps, mean and most", "worst KL"]
+    head += ["KL over the reference, at most", "not converged"]
+    cells = [
+        [
+            Path(row["of"]).name,
+            number(row["heads"]),
+            number(row["length"]),
+            seconds(row["seconds"]),
+            seconds(row["seconds"] + row["first_use_seconds"]),
+            f"{row['sweeps']['mean']:.1f}, {row['sweeps']['max']}",
+            f"{row['worst_kl']:.4f} nats",
+            MISSING if row["excess_kl"] is None else f"{error(row['excess_kl'])} nats",
+            number(row["not_converged"]),
+        ]
+        for row in rows
+    ]
+    return Cells.of(head, cells)
+
+
+def _dense(rows: list[Record]) -> Cells:
+    head = ["point", "layers measured", "dense, all layers", "ours", "ratio", "intervention with it", "ratio of wholes"]
+    head += ["ours from float64, relative"]
+    cells = []
+    for row in rows:
+        ratios = ["refused"] * 2 if row["refused"] else [f"{row[key]:.1f}×" for key in ("ratio", "intervention_ratio")]
+        layers = f"{row['layers']} of {row['of_layers']}" + (", extrapolated" if row["extrapolated"] else "")
+        place = f"{Path(row['model']).name} {row['point']['length']}x{row['point']['batch_size']}"
+        worst = error(max(row["difference"].values()))
+        times = [seconds(row["seconds"]), seconds(row["statistics_seconds"])]
+        cells.append([place, layers, *times, ratios[0], seconds(row["intervention_seconds"]), ratios[1], worst])
+    return Cells.of(head, cells)
+
+
+def _notes(fits: list[Record], quoted: list[Quoted | None]) -> Iterator[str]:
+    if fits:
+        cost = {rate: paper.INTERVENTION["124m", 4096, rate]["fit"] for rate in (0.25, 0.5)}
+        yield f"The paper fits 36 heads in {cost[0.25]} s and 72 in {cost[0.5]} s, 400 Adam steps each (124M, 4K)."
+    yield from (f"Paper, {note}" for note in footnotes(quoted))
+    if not any(quoted):
+        yield "The paper has no number at these shapes."

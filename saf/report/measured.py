@@ -1,0 +1,171 @@
+"""The rows of a benchmark's record in groups: what ran against one baseline, at one point, in one way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saf.bench.recorder import SCHEMA
+from saf.report import paper
+from saf.report.paper import Quoted
+
+SPEED_KINDS = ("update", "prefill", "op")
+_WAYS = {
+    "update": "",
+    "forward": "forward",
+    "both": "forward and backward",
+    "call": "called",
+    "graph": "replayed as a CUDA graph",
+}
+NEAR_ONE = 0.005
+"""A bound this close to 1 leaves nothing to take a share of."""
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm beside its baseline; `bound` is the speedup were its frozen heads free."""
+
+    row: Record
+    bound: float | None
+    paper: Quoted | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Baseline time over arm time; None when the measurement is refused."""
+        return None if self.row["refused"] else self.row["ratio"]
+
+    @property
+    def name(self) -> str:
+        """What the arm is: a share of frozen heads with their backend, or another attention kernel."""
+        if self.row["backend"] is None:
+            return f"ordinary, {kernel_name(self.row['kernel'])}"
+        return f"{100 * self.row['rate']:g}% frozen, {self.row['backend']}"
+
+    @property
+    def share_of_bound(self) -> float | None:
+        """Which share of the time that free heads would save is saved; None when either saves none."""
+        if self.ratio is None or self.ratio < 1 or self.bound is None or self.bound < 1 + NEAR_ONE:
+            return None
+        return (1 - 1 / self.ratio) / (1 - 1 / self.bound)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All arms that one baseline is compared with at one point, in one way of running."""
+
+    kind: str
+    subject: str
+    """The model, or the part of a layer."""
+    point: Record
+    variant: str
+    baseline: str
+    control: Record | None
+    arms: tuple[Measured, ...]
+    file: str = ""
+    """The name of its file, where several are shown together."""
+
+    @property
+    def way(self) -> str:
+        """Subject and variant: groups that share them share an axis."""
+        words = [self.subject, *(_WAYS[word] for word in self.variant.split()), self.point.get("precision", "")]
+        return ", ".join(word for word in words if word)
+
+    @property
+    def reason(self) -> str | None:
+        """Why measurements of this group are refused; None when they are not."""
+        rows = [self.control] if self.control is not None else [arm.row for arm in self.arms]
+        if not any(row["refused"] for row in rows):
+            return None
+        if self.control is None:
+            return "the control could not be measured"
+        return f"two ordinary models differ by {100 * abs(self.control['ratio'] - 1):.2f}%"
+
+
+def is_speeds(record: Record) -> bool:
+    """Whether a record is a benchmark of arms beside baselines."""
+    return record.get("schema") == SCHEMA and record.get("kind") in SPEED_KINDS
+
+
+def groups_of(record: Record, *, file: str = "") -> list[Group]:
+    """Return the groups of a record of speeds, in the order of its rows."""
+    found: dict[tuple, list[Record]] = {}
+    for row in record["rows"]:
+        key = (_subject(row), tuple(row["point"].items()), row["variant"], row["baseline"])
+        found.setdefault(key, []).append(row)
+    return [_group(record["kind"], rows, file) for rows in found.values()]
+
+
+def _group(kind: str, rows: Sequence[Record], file: str) -> Group:
+    first = rows[0]
+    bounds = {row["rate"]: row["ratio"] for row in rows if row["role"] == "free" and not row["refused"]}
+    arms = [row for row in rows if row["role"] not in ("control", "free")]
+    return Group(
+        kind=kind,
+        subject=_subject(first),
+        point=first["point"],
+        variant=first["variant"],
+        baseline=first["baseline"],
+        control=next((row for row in rows if row["role"] == "control"), None),
+        arms=tuple(
+            Measured(row, bounds.get(row["rate"]) if row["backend"] else None, _paper(kind, row)) for row in arms
+        ),
+        file=file,
+    )
+
+
+def _subject(row: Record) -> str:
+    if row.get("alone"):
+        return f"{_count(row['alone'], 'head')} alone"
+    return f"whole {row['part']}" if "part" in row else row["model"]
+
+
+def _paper(kind: str, row: Record) -> Quoted | None:
+    """Return the paper's number at the same shape; only frozen heads have one."""
+    length, sequences, rate = row["point"]["length"], row["point"]["batch_size"], row["rate"]
+    if row["backend"] is None:
+        return None
+    if kind == "op":
+        layer = row["layer"]
+        qwen = (layer["num_heads"], layer["num_kv_heads"], layer["head_dim"]) == (32, 8, 128)
+        forward = row["part"] == "layer" and row["variant"].startswith("forward")
+        return paper.attention_speed(length, sequences, rate) if qwen and forward else None
+    point = (row["model"], length, sequences)
+    if kind == "update":
+        return paper.update_speed(point, rate)
+    return paper.prefill_speed(point, rate, graph=row["variant"] == "graph")
+
+
+def shape(point: Record) -> str:
+    """Return a point as the command line writes it: context x sequences (x micro-batches of an update)."""
+    return "x".join(str(point[key]) for key in ("length", "batch_size", "accumulation") if key in point)
+
+
+def shape_in_words(point: Record) -> str:
+    """Return a point in words."""
+    parts = [f"{point['length']:,} tokens", _count(point["batch_size"], "sequence")]
+    if "accumulation" in point:
+        parts.append(_count(point["accumulation"], "micro-batch"))
+    return " × ".join(parts)
+
+
+def kernel_name(kernel: str) -> str:
+    """Return an attention kernel's name as its makers write it."""
+    names = {
+        "cudnn": "cuDNN",
+        "auto": "PyTorch's choice of kernel",
+        "flash": "flash attention",
+        "flex": "flex attention",
+    }
+    return names.get(kernel, kernel)
+
+
+def baseline_name(baseline: str) -> str:
+    """Return "ordinary cudnn" as "ordinary attention on cuDNN"."""
+    return f"ordinary attention on {kernel_name(baseline.removeprefix('ordinary '))}"
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"

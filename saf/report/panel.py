@@ -1,0 +1,170 @@
+"""Panels of a static figure: two scaled axes with ticks, and dots, lines and cells placed on them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from saf.report.svg import colour, label
+from saf.report.words import number
+
+Kind = Literal["linear", "log", "root"]
+Point = tuple[float, float]
+COLOURS = ("frozen", "ordinary", "frozen-2", "frozen-3", "ordinary-2", "live")
+SHADES = 24
+_RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from `low` to `high` on an axis; `root` spreads small values of either sign, as square roots do."""
+
+    low: float
+    high: float
+    kind: Kind = "linear"
+
+    @classmethod
+    def of(cls, values: Iterable[float | None], kind: Kind = "linear", *, margin: float = 0.06) -> "Scale":
+        """Return a scale that holds all values; a logarithmic one when asked for and all of them are positive."""
+        known = [value for value in values if value is not None and math.isfinite(value)] or [0.0]
+        if kind == "log" and min(known) <= 0:
+            kind = "linear"
+        low, high = (_bend(kind, value) for value in (min(known), max(known)))
+        wide = margin * ((high - low) or 1.0)
+        return cls(_unbend(kind, low - wide), _unbend(kind, high + wide), kind)
+
+    def share(self, value: float) -> float:
+        """Return where a value lies, 0 at `low` and 1 at `high`."""
+        low, high, at = (_bend(self.kind, each) for each in (self.low, self.high, value))
+        return (at - low) / ((high - low) or 1.0)
+
+    def ticks(self, most: int = 5) -> list[float]:
+        """Return at most so many round values within the scale."""
+        if self.kind == "linear":
+            return _round_values(self.low, self.high, most)
+        if self.kind == "root":
+            largest = max(abs(self.low), abs(self.high))
+            sizes = [10.0 ** (math.floor(math.log10(largest)) - below) for below in (0, 1)]
+            found = sorted({0.0, *sizes, *(-size for size in sizes)})
+            return [value for value in found if self.low <= value <= self.high] or [self.low, self.high]
+        powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
+        if len(powers) >= 2:
+            return [10.0**power for power in powers[:: -(-len(powers) // most)]]
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        fine = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
+        inside = [value for value in fine if self.low <= value <= self.high] or [self.low, self.high]
+        return inside[:: -(-len(inside) // most)]
+
+
+def _bend(kind: Kind, value: float) -> float:
+    if kind == "log":
+        return math.log10(value)
+    return math.copysign(math.sqrt(abs(value)), value) if kind == "root" else value
+
+
+def _unbend(kind: Kind, value: float) -> float:
+    if kind == "log":
+        return 10.0**value
+    return math.copysign(value * value, value) if kind == "root" else value
+
+
+def _round_values(low: float, high: float, most: int) -> list[float]:
+    power = 10.0 ** math.floor(math.log10(high - low))
+    step = next(power * size for size in (0.1, 0.2, 0.25, 0.5, 1, 2, 5) if (high - low) / (power * size) <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def tick_name(value: float) -> str:
+    """Return a tick as text, small powers of ten as such."""
+    if 0 < abs(value) < 1e-3:
+        power = round(math.log10(abs(value)))
+        if math.isclose(abs(value), 10.0**power):
+            return ("\u2212" if value < 0 else "") + f"10{str(power).translate(_RAISED)}"
+    return number(value, 2)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A rectangle of the figure with an axis each way; the vertical one grows upwards."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    across: Scale
+    upward: Scale
+
+    def at(self, point: Point) -> Point:
+        """Return where a point lies in the figure."""
+        right, up = self.across.share(point[0]), self.upward.share(point[1])
+        return self.x + right * self.width, self.y + (1 - up) * self.height
+
+    def frame(self, title: str, *, across: str = "", ticks: tuple[bool, bool] = (True, True)) -> list[str]:
+        """Return title, grid lines and ticks, with the name of the horizontal axis below it."""
+        bottom = self.y + self.height
+        parts = [label(self.x, self.y - 12, title, css="name")] if title else []
+        parts.append(
+            f'<line class="rule" x1="{self.x:.1f}" x2="{self.x + self.width:.1f}" y1="{bottom:.1f}" y2="{bottom:.1f}"/>'
+        )
+        for value in self.upward.ticks() if ticks[1] else ():
+            y = self.at((self.across.low, value))[1]
+            parts.append(
+                f'<line class="grid" x1="{self.x:.1f}" x2="{self.x + self.width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
+            parts.append(label(self.x - 6, y + 4, tick_name(value), css="small", anchor="end"))
+        for value in self.across.ticks(max(2, round(self.width / 70))) if ticks[0] else ():
+            x = self.at((value, self.upward.low))[0]
+            parts.append(label(x, bottom + 16, tick_name(value), css="small", anchor="middle"))
+        if across:
+            parts.append(label(self.x + self.width / 2, bottom + 33, across, css="small", anchor="middle"))
+        return parts
+
+    def dots(self, points: Iterable[Point | None], css: str, *, radius: float = 3) -> list[str]:
+        """Return a dot for each point; None is left out."""
+        placed = (self.at(point) for point in points if point is not None)
+        return [f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in placed]
+
+    def line(self, points: Sequence[Point], css: str) -> str:
+        """Return a line through points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self.at, points))
+        return f'<polyline class="line {css}" points="{path}"/>'
+
+    def steps(self, values: Sequence[float], css: str) -> str:
+        """Return the distribution function of values given at evenly spaced shares, ascending."""
+        shares = np.linspace(0, 1, len(values))
+        inside = [(max(value, self.across.low), share) for value, share in zip(values, shares, strict=True)]
+        return self.line(inside, css)
+
+
+def legend(x: float, y: float, names: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a line of dots with their names, `(css, name)` each."""
+    parts = []
+    for css, name in names:
+        parts.append(f'<circle class="{css}" cx="{x + 4:.1f}" cy="{y - 4:.1f}" r="4"/>')
+        parts.append(label(x + 14, y, name, css="small"))
+        x += 32 + 6.4 * len(name)
+    return parts
+
+
+def cell(x: float, y: float, size: float, css: str) -> str:
+    """Return one square of a heat map."""
+    return f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{size:.1f}" height="{size:.1f}" rx="2"/>'
+
+
+def style(scheme: int) -> str:
+    """Return the rules of dots, lines and cells, in the page's colours."""
+    rules = [f".dot-{name}{{fill:{colour(name, scheme)}}}.{name}{{stroke:{colour(name, scheme)}}}" for name in COLOURS]
+    rules += [f".open-{name}{{fill:none;stroke:{colour(name, scheme)};stroke-width:1.3}}" for name in COLOURS[:2]]
+    stops = np.array([[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in colour("score-ramp", scheme).split()])
+    at = np.linspace(0, len(stops) - 1, SHADES)
+    shades = (
+        np.stack([np.interp(at, range(len(stops)), stops[:, channel]) for channel in range(3)], 1).round().astype(int)
+    )
+    rules += [f".s{index}{{fill:rgb({','.join(map(str, shade))})}}" for index, shade in enumerate(shades.tolist())]
+    faint = colour("faint", scheme)
+    return (
+        f"{''.join(rules)}.grid{{stroke:{faint}}}.blank{{fill:{faint}}}.thin{{stroke-width:1.2}}.light{{opacity:.55}}"
+    )

@@ -1,0 +1,215 @@
+"""The paper's numbers, as its text has them, by the table or section that holds them.
+
+"When Can Attention Heads Be Statically Defined?" (Selective Attention Freezing). All its systems measurements are on
+GH200 in bfloat16 with ordinary heads on flash attention; whether models were compiled is not said.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Source:
+    """A table (`tab:...` in the paper's source) or section, and the conditions of its numbers."""
+
+    label: str
+    conditions: str
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """One number as the paper gives it, and where."""
+
+    text: str
+    source: Source
+
+
+_FLASH = "GH200, bfloat16, ordinary heads on flash attention"
+MAIN = Source(
+    "tab:main-results",
+    f"124M, {_FLASH}, 15 micro-batches an update; medians of pairs",
+)
+QUALITY = Source(
+    "tab:main-results",
+    "perplexity of 124M, mean ± SE of three seeds, 5,000 updates of 491,520 tokens, frozen halfway",
+)
+RATES = Source("tab:training-systems-details", f"124M, {_FLASH}, T=4096, B=8, 15 micro-batches an update")
+NATIVE = Source(
+    "tab:pruning-native-systems",
+    f"124M, {_FLASH}, six micro-batches of the largest batch that fits; the ratio is that of the two times it gives",
+)
+ONE_B = Source("tab:scale-up-systems", f"1B, one {_FLASH}, 131,072 tokens an update; medians of pairs")
+ONE_B_TEXT = Source("sec:scale-up-results", "1B, one seed, 19.667B tokens, frozen halfway")
+PREFILL = Source(
+    "tab:prefill-latency", f"124M trained at 16K, {_FLASH}, no graph replay; medians of fresh-process pairs"
+)
+PREFILL_TEXT = Source("app:kernel-details", f"124M (B=1 at 8K and 16K: random 124M and 774M shapes), {_FLASH}")
+PREFILL_CONTROL = Source(
+    "tab:pruning-prefill", f"124M, one seed, {_FLASH}, fp32 weights under autocast; mean ± SE of 4"
+)
+FIGURE = Source("fig:systems-across-stages", f"124M, {_FLASH}; a figure without numbers")
+QWEN = Source("tab:qwen-prefill-details", f"Qwen3-4B, prefill; attention alone, {_FLASH}")
+COSTS = Source(
+    "tab:intervention-costs",
+    "seconds, one GH200, 32 sequences of 4,096 (124M, mean ± SE of three seeds) or 16 of 8,192 (1B, one seed)",
+)
+GRADIENTS = Source(
+    "tab:gradient-errors",
+    "one mixed RoPE layer on GH200 against an eager dense reference in the same precision (B=2, T=129, 4 heads of 64)",
+)
+DISTRIBUTIONS = Source("app:dirichlet-fit", "124M at 1K, halfway; 36 heads, six queries, fitted to 300 sequences")
+SELECTORS = Source("tab:selector-diagnostic", "124M at 4K, halfway; 118 of 144 heads fit")
+SELECTION_TEXT = Source("app:head-selection-analysis", "124M at 4K, halfway; 25% of heads by variance")
+GEOMETRY = Source("tab:prior-geometry-correlation", "124M at 4K; five patterns within each rate")
+
+Point = tuple[str, int, int]
+"""Model, tokens of context, sequences."""
+
+_UPDATES: dict[Point, dict[float, tuple[str, str, Source]]] = {
+    ("124m", 4096, 8): {
+        0.1: ("1.016", "31.85 GiB", RATES),
+        0.25: ("1.056", "−1.96%", MAIN),
+        0.5: ("1.119", "−3.04%", MAIN),
+        0.75: ("1.215", "30.84 GiB", RATES),
+    },
+    ("124m", 8192, 4): {0.25: ("1.030", "−1.63%", MAIN), 0.5: ("1.101", "−2.55%", MAIN)},
+    ("124m", 16384, 2): {0.25: ("1.025", "−0.82%", MAIN), 0.5: ("1.070", "−1.57%", MAIN)},
+    ("1b", 8192, 1): {0.25: ("1.067", "−0.57%", ONE_B), 0.5: ("1.163", "−2.31%", ONE_B)},
+    ("1b", 8192, 2): {0.25: ("1.066", "−1.83%", ONE_B), 0.5: ("1.165", "−3.99%", ONE_B)},
+}
+ORDINARY_PEAK = {("124m", 4096, 8): Quoted("32.21 GiB", RATES)}
+NATIVE_TIMES: dict[Point, dict[float, tuple[float, float, str]]] = {
+    ("124m", 4096, 20): {0.25: (2172.80, 2057.35, "−2.15%"), 0.5: (2173.12, 1929.10, "−3.34%")},
+    ("124m", 8192, 10): {0.25: (2651.80, 2573.68, "−2.24%"), 0.5: (2652.83, 2408.64, "−3.27%")},
+    ("124m", 16384, 5): {0.25: (3714.63, 3621.11, "−1.76%"), 0.5: (3716.74, 3419.69, "−2.82%")},
+}
+_PREFILL: dict[Point, dict[float, Quoted]] = {
+    ("124m", 4096, 64): {0.25: Quoted("1.100×", PREFILL), 0.5: Quoted("1.229×", PREFILL)},
+    ("124m", 8192, 64): {0.25: Quoted("1.100×", PREFILL), 0.5: Quoted("1.221×", PREFILL)},
+    ("124m", 16384, 64): {0.25: Quoted("1.092×", PREFILL), 0.5: Quoted("1.200×", PREFILL)},
+    ("124m", 4096, 32): {0.25: Quoted("1.0847 ± 0.0024×", PREFILL_CONTROL)},
+    ("124m", 4096, 1): {0.25: Quoted("0.969×", PREFILL_TEXT), 0.5: Quoted("0.972×", PREFILL_TEXT)},
+    ("124m", 16384, 1): {0.25: Quoted("1.08×", PREFILL_TEXT)},
+    ("774m", 8192, 1): {0.25: Quoted("1.07×", PREFILL_TEXT)},
+    ("774m", 16384, 1): {0.25: Quoted("1.08×", PREFILL_TEXT)},
+}
+_GRAPHS = {0.25: "1.113", 0.5: "1.220", 0.75: "1.377"}
+_ALL_LENGTHS = {0.25: "1.092 to 1.116", 0.5: "1.200 to 1.244"}
+_QWEN_RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
+_QWEN: dict[tuple[int, int], tuple[str, ...]] = {
+    (2048, 4): ("1.16", "1.18", "1.21", "1.29", "1.38"),
+    (4096, 4): ("1.16", "1.19", "1.23", "1.28", "1.38"),
+    (8192, 4): ("1.15", "1.19", "1.23", "1.30", "1.37"),
+    (2048, 8): ("1.15", "1.17", "1.21", "1.28", "1.37"),
+    (4096, 8): ("1.15", "1.19", "1.18", "1.27", "1.37"),
+    (8192, 8): ("1.15", "1.18", "1.22", "1.30", "1.40"),
+}
+_PERPLEXITY = {
+    ("124m", 4096, 0.25): Quoted("+0.768 ± 0.067%", QUALITY),
+    ("124m", 4096, 0.5): Quoted("+2.492 ± 0.083%", QUALITY),
+    ("124m", 8192, 0.25): Quoted("+0.578 ± 0.011%", QUALITY),
+    ("124m", 8192, 0.5): Quoted("+2.058 ± 0.066%", QUALITY),
+    ("124m", 16384, 0.25): Quoted("+0.450 ± 0.012%", QUALITY),
+    ("124m", 16384, 0.5): Quoted("+1.792 ± 0.112%", QUALITY),
+    ("1b", 8192, 0.25): Quoted("+0.507%", ONE_B_TEXT),
+    ("1b", 8192, 0.5): Quoted("+2.027%", ONE_B_TEXT),
+}
+INTERVENTION = {
+    ("124m", 4096, 0.25): {"statistics": "51.56 ± 5.96", "fit": "3.20 ± 0.16", "total": "54.86 ± 6.04"},
+    ("124m", 4096, 0.5): {"statistics": "40.89 ± 1.11", "fit": "5.24 ± 0.09", "total": "46.30 ± 1.22"},
+    ("1b", 8192, 0.25): {"statistics": "1422.37", "fit": "39.56", "total": "1464.41"},
+    ("1b", 8192, 0.5): {"statistics": "1313.35", "fit": "76.28", "total": "1392.64"},
+}
+_SEQUENCES = {"124m": 32, "1b": 16}
+GRADIENT_ERRORS = {
+    "output": ("1.19e-7", "1.86e-7", "3.91e-3", "2.80e-3"),
+    "input": ("3.58e-7", "2.51e-7", "7.81e-3", "3.68e-3"),
+    "value": ("3.58e-7", "1.78e-7", "7.81e-3", "1.46e-3"),
+    "query projection": ("8.34e-7", "2.82e-7", "1.56e-2", "4.53e-3"),
+    "key projection": ("1.19e-6", "3.01e-7", "1.56e-2", "4.43e-3"),
+    "value projection": ("3.81e-6", "2.30e-7", "6.25e-2", "2.05e-3"),
+    "output projection": ("3.81e-6", "1.97e-7", "6.25e-2", "2.68e-3"),
+}
+"""Largest absolute and relative L2 error in fp32, then both under bf16 autocast."""
+SELECTOR_DIAGNOSTIC = {
+    "variance": ("0.723", "0.058%", "0.115%"),
+    "residual_cosine": ("0.810", "0.033%", "0.121%"),
+    "relative_output_change": ("0.703", "0.052%", "0.150%"),
+    "output_magnitude": ("0.654", "0.166%", "0.129%"),
+    "redundancy": ("−0.013", "0.320%", "0.367%"),
+}
+"""Spearman, mean cost of the lowest 25% and 50%."""
+PARTIAL = {"spearman": "0.723", "layer": "0.733", "layer_entropy": "0.543", "with_entropy": "−0.798"}
+"""Of variance with the cost of single heads."""
+PROFILES = {"entropy": ("0.837", "0.678"), "local_mass": ("0.190", "0.407"), "first_token": ("0.00023", None)}
+"""Selected heads, unselected heads of the same layers."""
+STABILITY = {"overlap": "30 to 31 of 36", "expected": "12.6 to 13.4", "rank_correlation": "0.959 to 0.962"}
+"""A quarter and half through training."""
+JOINT_COST = {"residual_cosine": "+4.136%", "variance": "+5.092%", "overlap": "23 of 36"}
+ROW_DISTANCES = {"resampled": "1.10", "gaussian": "1.44", "dirichlet": "2.58"}
+"""Median normalised energy distance of generated rows from measured ones."""
+GEOMETRY_CORRELATIONS = {
+    "squared_error": {"0.1": "0.900", "0.25": "1.000", "0.5": "1.000", "0.75": "0.900", "stratified": "0.950"},
+    "kl": {"0.1": "0.600", "0.25": "0.600", "0.5": "0.600", "0.75": "0.700", "stratified": "0.625"},
+    "hellinger": {"0.1": "0.800", "0.25": "0.900", "0.5": "0.900", "0.75": "1.000", "stratified": "0.900"},
+    "total_variation": {"0.1": "0.800", "0.25": "0.900", "0.5": "0.900", "0.75": "1.000", "stratified": "0.900"},
+}
+
+
+def update_speed(point: Point, rate: float) -> Quoted | None:
+    """Return the paper's speedup of an optimiser update, whatever its number of micro-batches."""
+    if (row := _UPDATES.get(point, {}).get(rate)) is not None:
+        return Quoted(f"{row[0]}×", row[2])
+    if (times := NATIVE_TIMES.get(point, {}).get(rate)) is not None:
+        return Quoted(f"{times[0] / times[1]:.3f}×", NATIVE)
+    return Quoted("plotted", FIGURE) if point in (("124m", 4096, 2), ("124m", 4096, 4)) else None
+
+
+def update_memory(point: Point, rate: float) -> Quoted | None:
+    """Return the paper's peak memory of an update: its change against ordinary attention, or the peak itself."""
+    if rate == 0:
+        return ORDINARY_PEAK.get(point)
+    if (row := _UPDATES.get(point, {}).get(rate)) is not None:
+        return Quoted(row[1], row[2])
+    times = NATIVE_TIMES.get(point, {}).get(rate)
+    return None if times is None else Quoted(times[2], NATIVE)
+
+
+def perplexity(model: str | None, length: int | None, rate: float) -> Quoted | None:
+    """Return the paper's relative perplexity increase at the end of training."""
+    return _PERPLEXITY.get((model or "", length or 0, rate))
+
+
+def intervention(
+    model: str | None, length: int | None, rate: float, part: str = "total", *, sequences: int | None = None
+) -> Quoted | None:
+    """Return the paper's seconds of freezing: "statistics" (with capture), "fit" or "total"; None for other counts."""
+    found = INTERVENTION.get((model or "", length or 0, rate))
+    if found is None or sequences not in (None, _SEQUENCES[model or ""]):
+        return None
+    return Quoted(f"{found[part]} s", COSTS)
+
+
+def prefill_speed(point: Point, rate: float, *, graph: bool = False) -> Quoted | None:
+    """Return the paper's speedup of prefill, called, or replayed as a CUDA graph."""
+    model, length, sequences = point
+    if graph:
+        found = _GRAPHS.get(rate) if point == ("124m", 4096, 1) else None
+        return None if found is None else Quoted(f"{found}×", PREFILL_TEXT)
+    if (quoted := _PREFILL.get(point, {}).get(rate)) is not None or model != "124m":
+        return quoted
+    if sequences == 64 and 512 <= length <= 16384 and rate in _ALL_LENGTHS:
+        return Quoted(f"{_ALL_LENGTHS[rate]}×", PREFILL_TEXT)
+    return Quoted("plotted", FIGURE) if length == 4096 and 2 <= sequences <= 64 and rate in _ALL_LENGTHS else None
+
+
+def attention_speed(length: int, sequences: int, rate: float) -> Quoted | None:
+    """Return the paper's speedup of Qwen3-4B's attention alone, forward."""
+    row = _QWEN.get((length, sequences))
+    return Quoted(f"{row[_QWEN_RATES.index(rate)]}×", QWEN) if row and rate in _QWEN_RATES else None
+
+
+def footnotes(quoted: Iterable[Quoted | None]) -> list[str]:
+    """Return one line for each source that is quoted, in order of first use."""
+    sources = dict.fromkeys(each.source for each in quoted if each is not None)
+    return [f"`{source.label}`: {source.conditions}." for source in sources]

@@ -1,0 +1,142 @@
+"""The document of all results: one section a file or a folder of runs, every number read from them."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saf.errors import InputError
+from saf.evaluate.runs import Run
+from saf.files import read_json, write_atomically
+from saf.report.analyses import PREFIX
+from saf.report.analysis_figures import FIGURES, analysis_figure
+from saf.report.bars_svg import bars_picture
+from saf.report.bodies import body_of
+from saf.report.measured import is_speeds
+from saf.report.origin import told_by
+from saf.report.trainings import training
+
+PICTURES = "images"
+
+
+@dataclass(frozen=True)
+class File:
+    """One JSON record."""
+
+    path: Path
+    record: Mapping[str, Any]
+
+    @property
+    def section(self) -> str:
+        """The section it belongs to: the kind of a benchmark, "memory" when it timed nothing, "analysis", "other"."""
+        if str(self.record.get("schema")).startswith(PREFIX):
+            return "analysis"
+        if is_speeds(self.record) and not self.record["rows"]:
+            return "memory"
+        return str(self.record.get("kind", "other"))
+
+
+def write_results(results: Path, out: Path) -> list[Path]:
+    """Write the document and its pictures, which lie in `images` beside it; return the paths."""
+    if out.suffix != ".md":
+        raise InputError(f"tables are written as Markdown; expected --out to end in .md, got {out.name}")
+    return [
+        write_atomically(out.parent / name, content.encode())
+        for name, content in render_results(results, out.parent, name=out.name).items()
+    ]
+
+
+def render_results(results: Path, beside: Path, *, name: str = "results.md") -> dict[str, str]:
+    """Return what files in the folder `beside` should hold: the document `name`, and its pictures.
+
+    Raises InputError when `results` is no folder, holds no result, or holds a JSON file that cannot be read.
+    """
+    trainings, files = find(results)
+    if not trainings and not files:
+        raise InputError(f"{results} holds no results: no run folder and no JSON record")
+    pictures = {}
+    parts = [_INTRODUCTION]
+    if trainings:
+        parts.append("## Training")
+    for folder, runs in trainings.items():
+        parts += [f"### {folder.relative_to(results).as_posix()}", training(folder, runs, beside)]
+    for kind, title in _sections(files):
+        chosen = [file for file in files if file.section == kind]
+        parts.append(f"## {title}")
+        if kind in ("update", "prefill") and (picture := bars_picture([file.record for file in chosen])):
+            pictures[f"{PICTURES}/bench-{kind}.svg"] = picture
+            parts.append(f"![Speedup of each arm over ordinary attention]({PICTURES}/bench-{kind}.svg)")
+        for file in chosen:
+            parts.append(_file(file, beside))
+            if drawn := _figure(file):
+                pictures[f"{PICTURES}/{file.path.stem}.svg"] = drawn
+                parts.append(f"![{file.path.stem}]({PICTURES}/{file.path.stem}.svg)")
+    return {name: "\n\n".join(parts) + "\n", **pictures}
+
+
+def find(results: Path) -> tuple[dict[Path, list[Run]], list[File]]:
+    """Return the runs by the folder that holds them, and every other JSON record, in order."""
+    if not results.is_dir():
+        raise InputError(f"{results} is not a folder of results")
+    folders = sorted({path.parent for path in results.rglob("config.json")}, key=_natural)
+    trainings: dict[Path, list[Run]] = {}
+    for folder in folders:
+        trainings.setdefault(folder.parent, []).append(Run.open(folder))
+    files = []
+    for path in sorted(results.rglob("*.json"), key=_natural):
+        if not any(folder in path.parents for folder in folders):
+            files.append(File(path, read_json(path)))
+    return trainings, files
+
+
+def _natural(path: Path) -> list[tuple[int, Any]]:
+    """Order names with numbers as people do: update-8k before update-16k."""
+    parts = re.split(r"(\d+)", path.as_posix())
+    return [(1, int(part)) if part.isdigit() else (0, part) for part in parts]
+
+
+def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
+    kinds = dict.fromkeys(file.section for file in files)
+    for kind, title in _TITLES.items():
+        if kind in kinds:
+            yield kind, title
+    for kind in sorted(kinds.keys() - _TITLES.keys()):
+        yield kind, kind.replace("_", " ").capitalize()
+
+
+def _file(file: File, beside: Path) -> str:
+    told = told_by(file.path, beside, file.record.get("environment") or file.record.get("provenance"))
+    return "\n\n".join([f"### {file.path.stem}", *told, *body_of(file.record)])
+
+
+def _figure(file: File) -> str | None:
+    """Return the figure of an analysis; None for other records, and kinds without one."""
+    name = str(file.record.get("schema")).removeprefix(PREFIX).partition("/")[0]
+    return analysis_figure(file.record) if file.section == "analysis" and name in FIGURES else None
+
+
+_TITLES = {
+    "update": "Updates: speed",
+    "memory": "Updates: peak memory",
+    "prefill": "Prefill",
+    "op": "One layer's attention",
+    "calibration": "Freezing: seconds",
+    "errors": "Numerical errors",
+    "analysis": "Analyses",
+}
+_INTRODUCTION = """# Results
+
+<!-- Rendered: saf report --results results --out docs/results.md. Do not edit; `make check` compares. -->
+
+Every number below is read from a file under `results` and rendered by
+`saf report --results results --out docs/results.md`; `make check` fails when this page and the files disagree. Words:
+[glossary](glossary.md); what was tried, losses included: [log](log.md).
+
+A speedup is the baseline's time over the arm's, the median over alternating pairs: above 1 the arm is faster. The free
+bound is the speedup if mixing in frozen heads cost nothing, "of the bound" how much of the time saved then is saved. A
+point is written context x sequences (x micro-batches of an update).
+
+The paper's numbers stand beside ours where it has some, by the name of the table in its source. Its systems figures are
+of GH200, one fused launch a layer, against flash attention; its text does not say whether models were compiled. Ours
+name their baseline. So compare signs and trends, not digits."""

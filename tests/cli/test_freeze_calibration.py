@@ -1,0 +1,59 @@
+"""`saf freeze --calibration`: said before it starts, shown while it goes on, kept, and gone on from."""
+
+import io
+
+import pytest
+
+from saf.cli import layer_progress
+from saf.cli.layer_progress import LayerProgress
+
+
+def words(arms, out, *more):
+    return ("freeze", arms[0], "--out", out, "--sequences", 4, "--batch-size", 2, "--device", "cpu", *more)
+
+
+def test_a_calibration_is_stated_kept_and_read_again(saf, saf_json, arms, tmp_path):
+    kept = ("--calibration", tmp_path / "calibration")
+    code, _, err = saf(*words(arms, tmp_path / "quarter", *kept))
+    assert code == 0
+    first, last = err.splitlines()
+    assert first.startswith("calibration of 8 heads on 4 x 32 tokens: about ")
+    assert last == "calibrated 2/2 layers, 0s left"
+    code, _, err = saf(*words(arms, tmp_path / "half", *kept, "--rate", 0.5))
+    assert code == 0
+    assert err.splitlines()[1:] == ["calibrated 2/2 layers, found"]
+    told = saf_json(*words(arms, tmp_path / "again", "--rate", 0.5))
+    assert told["heads"] == saf_json("inspect", tmp_path / "half")["frozen"]
+    code, _, err = saf(*words(arms, tmp_path / "other", *kept, "--calibration-seed", 5))
+    assert code == 2
+    assert "calibration of other inputs (sequences: " in err
+
+
+def test_too_little_memory_is_refused_by_its_option(saf, arms, tmp_path):
+    code, _, err = saf(*words(arms, tmp_path / "out", "--capture-gb", 1e-9))
+    assert code == 2
+    assert "capture_bytes allows 1 bytes; raise it" in err
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_time_left_counts_only_layers_measured_here(monkeypatch, terminal):
+    now = [0.0]
+    monkeypatch.setattr(layer_progress.time, "monotonic", lambda: now[0])
+    file = io.StringIO()
+    console = layer_progress.Console(file=file, force_terminal=terminal, width=100)
+    monkeypatch.setattr(layer_progress, "Console", lambda **_: console)
+    with LayerProgress() as progress:
+        progress(4, 10)
+        for done in (5, 6, 10):
+            now[0] += 15.0
+            progress(done, 10)
+    lines = file.getvalue().splitlines()
+    if terminal:
+        assert "10/10 layers" in file.getvalue()
+    else:
+        assert lines == [
+            "calibrated 4/10 layers, found",
+            "calibrated 5/10 layers, 1m 15s left",
+            "calibrated 6/10 layers, 60s left",
+            "calibrated 10/10 layers, 0s left",
+        ]

@@ -1,0 +1,57 @@
+"""Gradients of key and distance logits on CUDA: other blocks, 16-bit operands with float32 sums, compiled models."""
+
+import pytest
+import torch
+
+from saf.heads import HeadSet
+from saf.models import GPT, preset
+from saf.ops import BACKENDS
+from saf.ops.pattern_gradient import trainable_product
+from saf.pattern import CompactPattern
+from saf.surgery import install_, pattern_parameters
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("dtype", "budget"), [(torch.float32, 4e-6), (torch.bfloat16, 3 * 2**-8)])
+@pytest.mark.parametrize("length", [64, 1000, 4096])
+def test_gradients_match_the_dense_form(length, dtype, budget):
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = torch.randn(2, 2, 3, length, 64, generator=generator, device="cuda").to(dtype)
+    logits = torch.randn(2, 3, length, generator=generator, device="cuda")
+    value, alpha, rho = (x.detach().clone().requires_grad_() for x in (draw[0], *logits))
+    trainable_product(value, alpha, rho).backward(draw[1])
+    exact = [x.detach().double().requires_grad_() for x in (value, alpha, rho)]
+    BACKENDS["reference"].forward_trainable(*exact, length).backward(draw[1].double())
+    for found, expected in zip((value, alpha, rho), exact, strict=True):
+        error = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
+        assert error.item() <= budget
+
+
+def test_a_compiled_model_trains_its_patterns_as_the_eager_one_does():
+    generator = torch.Generator().manual_seed(0)
+    pattern = CompactPattern.from_parameters(*torch.randn(2, 3, 256, generator=generator))
+    tokens = torch.randint(0, 512, (2, 257), generator=generator).cuda()
+    losses, moved = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = GPT(preset("tiny", vocab_size=512, max_length=256))
+        model.reset_parameters(torch.Generator().manual_seed(1))
+        model.cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+        install_(model, HeadSet([(0, 0), (0, 1), (1, 0)]), pattern, optimizer=optimizer, trainable=True)
+        start = torch.cat(pattern_parameters(model)).detach()
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        found = []
+        for _ in range(8):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = run(tokens[:, :-1], targets=tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+        moved.append(torch.cat(pattern_parameters(model)).detach() - start)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    assert losses[0][-1] < losses[0][0]
+    assert torch.nn.functional.cosine_similarity(*moved, dim=0) > 0.8

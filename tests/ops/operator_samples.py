@@ -1,0 +1,98 @@
+"""Arguments of every registered operator `saf::*`, for `opcheck` on any device."""
+
+import pkgutil
+from importlib import import_module
+
+import torch
+
+import saf.ops
+from saf.ops import FrozenHeads
+from saf.ops.fused_operator import MAPS, PATTERNS
+from saf.pattern import CompactPattern
+
+
+def registered() -> set[str]:
+    """Return the names of all operators of the library, every module below `saf.ops` (but the kernels) imported."""
+    for module in pkgutil.iter_modules(saf.ops.__path__):
+        if not module.ispkg:
+            import_module(f"saf.ops.{module.name}")
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("saf::")}
+    return {name.removeprefix("saf::") for name in names}
+
+
+def runnable(device: str) -> set[str]:
+    """Return the operators that run on a device: the fused kernels on CUDA only."""
+    return registered() - ({"fused", "fused_backward"} if device == "cpu" else set())
+
+
+def operator(name: str):
+    """Return an operator by name."""
+    return getattr(torch.ops.saf, name).default
+
+
+def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """Return argument tuples by operator: contiguous and strided operands, with and without gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    labels = torch.tensor([1, 2, -100, 0, 10], device=device)
+    logits = patterns(device)
+    tables = torch.ops.saf.pattern_tables(logits.alpha.float(), logits.rho.float(), 48, dtype)
+    convolved = toeplitz_samples(draw, device, dtype)
+    fused = fused_samples(draw, device, dtype) if "fused" in runnable(device) else []
+    return {
+        "toeplitz": convolved,
+        "side_by_side": [
+            (*(draw(2, 3, 40, 16) for _ in range(3)), draw(2, 2, 40, 16), *convolved[0][1:4], None, "auto")
+        ],
+        "fused": [arguments for arguments, _ in fused],
+        "fused_backward": [backward for _, backward in fused],
+        "pattern_tables": [(logits.alpha.float(), logits.rho.float(), length, dtype) for length in (48, 40)],
+        "pattern_gradient": [(*(draw(3, 2, 48, 16) for _ in range(4)), *tables[1:], 60)],
+        "softmax_gradient_": [(draw(5, 11), labels, torch.tensor(4, device=device))],
+        "gelu": [(draw(3, 40),), (draw(2, 3, 40).transpose(0, 1),)],
+        "gelu_backward_": [(draw(3, 40), draw(3, 40))],
+    }
+
+
+def check(name: str, device: str, dtype: torch.dtype) -> None:
+    """Run `opcheck` on every sample of an operator; float32 losses and gradients of 16-bit logits may differ a bit."""
+    known = samples(device, dtype)[name]
+    assert known, f"saf::{name} has no sample; add one to tests/ops/operator_samples.py"
+    for arguments in known:
+        torch.library.opcheck(operator(name), arguments)
+
+
+def patterns(device: str) -> CompactPattern:
+    """Two patterns of 48 positions."""
+    generator = torch.Generator().manual_seed(0)
+    return CompactPattern.from_parameters(
+        *(x.to(device) for x in torch.randn(2, 2, 48, generator=generator, dtype=torch.float64))
+    )
+
+
+def toeplitz_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
+    """Both directions, a strided and a contiguous input."""
+    tables = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
+    rest = (tables["table"], tables["key_scale"], tables["row_scale"])
+    inputs = (draw(2, 2, 40, 16), draw(2, 40, 2, 16).transpose(1, 2), draw(2, 2, 16, 40).mT)
+    inputs = [x.requires_grad_() for x in inputs]
+    return [(x, *rest, transpose) for x in inputs for transpose in (False, True)]
+
+
+def fused_samples(draw, device: str, dtype: torch.dtype) -> list[tuple[tuple, tuple]]:
+    """A mixed layer and one with frozen heads alone, with what their backward passes take."""
+    frozen = FrozenHeads.from_patterns(patterns(device), backend="fused", dtype=dtype, device=device, kv_head=range(4))
+    tables = frozen.tables(dtype)
+    made = []
+    for layout, live in (("mixed", 2), ("alone", 0)):
+        shapes = (live, live, live + 2)
+        inputs = [draw(2, 40, heads, 64).transpose(1, 2).requires_grad_() for heads in shapes]
+        maps, stored = [tables[f"{layout}_{name}"] for name in MAPS], [tables[name] for name in PATTERNS]
+        rest = (maps, stored, list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"][0], 0.125)
+        output, log_sums = torch.ops.saf.fused(*(x.detach() for x in inputs), *rest)
+        operands = (draw(*output.shape), *(x.detach() for x in inputs), output, log_sums)
+        made.append(((*inputs, *rest), (*operands, *rest)))
+    return made

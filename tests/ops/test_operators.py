@@ -1,0 +1,47 @@
+"""Every registered operator does what it declares; the seam compiles whole, and once for several lengths."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from saf.ops import FrozenHeads, frozen_attention, mixed_attention
+from tests.ops.operator_samples import check, patterns, registered, runnable, samples
+
+
+def test_every_operator_has_samples():
+    assert registered() == set(samples("cpu", torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(runnable("cpu")))
+def test_operators_do_what_they_declare(name, dtype):
+    check(name, "cpu", dtype)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+def test_a_layer_compiles_whole_with_its_gradients(backend, generator):
+    frozen = FrozenHeads.from_patterns(patterns("cpu"), backend=backend)
+    inputs = [torch.randn(2, n, 40, 8, generator=generator, requires_grad=True) for n in (2, 2, 4)]
+    compiled = torch.compile(lambda q, k, v: mixed_attention(q, k, v, frozen), fullgraph=True, backend="aot_eager")
+    outputs = [run(*inputs) for run in (compiled, lambda q, k, v: mixed_attention(q, k, v, frozen))]
+    gradients = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*gradients)
+
+
+def test_one_graph_serves_several_lengths(generator):
+    frozen = FrozenHeads.from_patterns(patterns("cpu"), backend="toeplitz")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda v: frozen_attention(v, frozen), fullgraph=True, backend=counter)
+    for length in (33, 40, 17, 48):
+        value = torch.randn(2, 2, length, 8, generator=generator)
+        torch._dynamo.mark_dynamic(value, 2)
+        torch.testing.assert_close(compiled(value), frozen_attention(value, frozen))
+    assert counter.frame_count == 1

@@ -1,0 +1,67 @@
+"""Live and frozen heads in one operator: the same numbers, only without gradients, in one graph."""
+
+import pytest
+import torch
+
+from saf.ops import FrozenHeads, side_by_side, split_attention, toeplitz
+from saf.pattern import CompactPattern
+
+LENGTH = 70
+
+
+@pytest.fixture
+def frozen():
+    pattern = CompactPattern.from_parameters(torch.randn(2, LENGTH), torch.randn(2, LENGTH))
+    return FrozenHeads.from_patterns(pattern, backend="toeplitz", kv_head=range(5))
+
+
+@pytest.fixture
+def heads():
+    return [torch.randn(2, count, LENGTH, 16) for count in (3, 3, 5)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Take the path that CUDA takes, and count its calls."""
+    counted = []
+    original = toeplitz.side_by_side
+
+    def counting(*arguments):
+        counted.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(toeplitz, "overlaps", lambda device, dtype: True)
+    monkeypatch.setattr(toeplitz, "side_by_side", counting)
+    return counted
+
+
+def test_the_same_numbers(frozen, heads, calls):
+    apart = split_attention(*heads, frozen)
+    assert not calls
+    with torch.no_grad():
+        together = split_attention(*heads, frozen)
+    assert len(calls) == 1
+    torch.testing.assert_close(together, apart, rtol=0, atol=0)
+
+
+def test_not_with_padding_nor_shorter_queries(frozen, heads, calls):
+    query, key, value = heads
+    with torch.no_grad():
+        split_attention(query, key, value, frozen, start=torch.tensor([0, 3]))
+        split_attention(query[:, :, -5:], key, value, frozen)
+    assert not calls
+
+
+def test_compiles_into_one_graph(frozen, heads, monkeypatch):
+    monkeypatch.setattr(toeplitz, "overlaps", lambda device, dtype: True)
+    compiled = torch.compile(lambda *tensors: split_attention(*tensors, frozen), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*heads), split_attention(*heads, frozen))
+
+
+def test_the_operator_is_registered_as_it_behaves(frozen, heads):
+    query, key, value = heads
+    tables = frozen.tables(torch.float32)
+    scales = tables["table"], tables["key_scale"], tables["row_scale"]
+    arguments = (query, key, value[:, :3], value[:, 3:], *scales, None, "auto")
+    torch.library.opcheck(side_by_side.side_by_side, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,74 @@
+"""Every shape, dtype, head map, layout and hard pattern of the seam on a CPU, against float64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.ops.hard_patterns import NAMES, real_patterns
+from tests.ops.layer_case import BUDGET, Case, Outcome, run
+from tests.ops.properties import Frozen, problems
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ALL = tuple(range(len(NAMES)))
+SHAPES = [
+    Case(length=1, dim=16, batch=1, frozen=(0,)),
+    Case(length=1, dim=128, batch=8, frozen=(0, 1, 2, 3)),
+    Case(length=63, dim=80, heads=8, group=2, frozen=(0, 2, 4, 6)),
+    Case(length=64, dim=60, batch=1, frozen=(3,), layout="contiguous", extra=0),
+    Case(length=64, dim=192, heads=8, group=4, frozen=(0, 1, 4)),
+    Case(length=129, dim=96, layout="channels"),
+    Case(length=129, dim=16, frozen=()),
+    Case(length=70, dim=256, batch=1, heads=4, group=4, frozen=()),
+    Case(length=512, dim=16, heads=4, group=2, frozen=(2, 3)),
+    Case(length=600, dim=16, batch=1, heads=len(NAMES), frozen=ALL, patterns=NAMES),
+]
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outputs_and_gradients_keep_their_budgets(backend, dtype):
+    cases = [dataclasses.replace(case, backend=backend, dtype=dtype) for case in SHAPES]
+    found = {case.name: problems for case in cases if (problems := run(case, "cpu").problems())}
+    assert found == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_patterns_of_a_trained_model(dtype, shared):
+    """The first 600 positions of patterns of 4,096."""
+    case = Case(length=600, dim=16, dtype=dtype, heads=4, frozen=(0, 1, 2, 3), extra=4096 - 600)
+    assert run(case, "cpu", real_patterns(shared, 4, 4096)).problems() == []
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("length", [1, 63, 300])
+def test_properties(backend, dtype, length):
+    assert problems(Frozen(length, 16, dtype, backend, "cpu")) == []
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_no_worse_than_twice_pytorchs_own_attention(backend, dtype):
+    case = Case(length=300, dim=64, dtype=dtype, heads=3, frozen=(), layout="contiguous", backend=backend)
+    theirs = run(case, "cpu")
+    ours = run(dataclasses.replace(case, frozen=(0, 1, 2), patterns=("ripple",)), "cpu")
+    for name in ("output", "value"):
+        assert ours.relative(name) <= min(2 * theirs.relative(name), BUDGET[dtype]), (name, theirs.relative(name))
+
+
+def test_a_wrong_result_is_noticed():
+    """A row off by one in a hundred, a head shifted by a row, a gradient missing or of the wrong sign, one NaN."""
+    outcome = run(Case(length=129, dtype=torch.float32), "cpu")
+    assert outcome.problems() == []
+    for spoil in (
+        lambda o: o.output[:, 2, 50].mul_(1.01),
+        lambda o: o.output[:, 3].copy_(o.output[:, 3].roll(1, 1)),
+        lambda o: o.gradients["value"][:, 3].zero_(),
+        lambda o: o.gradients["key"][:, 0].mul_(-1),
+        lambda o: o.output[0, 2, 5].fill_(torch.nan),
+    ):
+        spoilt = Outcome(**{**vars(outcome), "output": outcome.output.clone()})
+        spoilt.gradients = {name: x.clone() for name, x in outcome.gradients.items()}
+        spoil(spoilt)
+        assert spoilt.problems()

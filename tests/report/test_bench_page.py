@@ -1,0 +1,158 @@
+"""The page about benchmarks: what it says, and what `saf report` does with its files."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+import tyro
+
+from saf.bench.grids import Point
+from saf.cli.report import COMMAND
+from saf.errors import InputError
+from saf.report.bars_svg import bars_picture, write_bars
+from saf.report.bench_page import render, write_bench_report
+from saf.report.measured import groups_of
+from tests.report.benchmarks import TIMES, record
+from tests.report.synthetic import write_pair
+
+
+def headline(page: str) -> str:
+    return re.search("<h1>(.*)</h1>", page)[1]
+
+
+def test_the_headline_tells_both_rates():
+    page = render([measured := record()], ["update.json"])
+    ratios = [arm.ratio for arm in groups_of(measured)[0].arms]
+    assert headline(page) == (
+        f"Freezing 25% of heads made updates <em>{ratios[0]:.3f}× as fast</em>, 50% <em>{ratios[1]:.3f}×</em>"
+    )
+    assert "against ordinary attention on cuDNN, 100 ms" in page
+    assert "Read with care" not in page
+    assert "1.056×" in page
+    assert "Paper, tab:main-results: 124M" in page
+
+
+def test_several_points_are_told_as_a_range():
+    page = render([record(points=[Point(4096, 8, 4), Point(8192, 4, 4)])], ["x"])
+    assert re.search(r"<em>1\.\d\d× to 1\.\d\d× as fast</em>", headline(page))
+    assert page.count('class="speed-point"') == 2
+
+
+def test_a_refused_measurement_shows_no_speed():
+    page = render([record(times=TIMES | {"control cudnn": [110.0]})], ["x"])
+    assert "refused or missing" in headline(page)
+    assert page.count('class="speed refused"') == 2
+    assert page.count("two ordinary models differ by 9.09%") == 3
+    assert not re.search(r"<b>1\.[01]\d\d×</b>", page)
+    assert page.count('<i class="bar"') == 0
+
+
+def test_memory_alone_has_a_page():
+    memory = record(memory={0.0: 100 * 2**20, 0.25: 97 * 2**20, 0.5: 95 * 2**20}) | {"rows": []}
+    page = render([memory], ["memory.json"])
+    assert headline(page) == "Freezing heads changed peak memory: 25% by <em>−3.0%</em>, 50% by <em>−5.0%</em>"
+    assert page.count('class="speed memory"') == 3
+    nothing = memory | {"memory": [], "left_out": [{"what": "all", "why": "out of time"}]}
+    assert headline(render([nothing], ["x"])) == "Nothing was measured"
+    assert "Left out: all: out of time." in render([nothing], ["x"])
+
+
+def test_files_shown_together_are_named():
+    page = render([record(), record(points=[Point(16384, 2, 4)])], ["4k.json", "16k.json"])
+    assert page.count("; 16k.json</small>") == 1
+    assert page.count("<figure") == 1
+
+
+def test_names_from_a_file_cannot_become_markup():
+    evil = "<img src=x onerror=alert(1)>"
+    measured = record()
+    measured["environment"] |= {"device": evil, "command": evil}
+    measured["left_out"] = [{"what": evil, "why": "</script>"}]
+    page = render([measured], [evil])
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+    assert "sdpa_&lt;forward&gt;" in page
+
+
+def test_nothing_is_asked_of_the_network():
+    page = render([record()], ["x"])
+    assert not re.findall(r"(?:src|href)=\"(?!#|data:)", page)
+    assert not re.search(r"@import|url\(", page)
+    assert "default-src 'none'" in page
+
+
+def test_the_picture_has_a_bar_for_each_arm_as_long_as_its_gain():
+    measured = record(times=TIMES | {"ordinary flash": [125.0]}, others=["flash"])
+    root = ElementTree.fromstring(bars_picture([measured]))
+    svg = "{http://www.w3.org/2000/svg}"
+
+    def boxes(css: str) -> list[ElementTree.Element]:
+        legend = 1 if css == "f-frozen" else 0
+        return [node for node in root.iter(f"{svg}rect") if node.get("class") == css][legend:]
+
+    one = float(next(node for node in root.iter(f"{svg}line") if node.get("class") == "one").get("x1"))
+    first, second = (float(node.get("width")) for node in boxes("f-frozen"))
+    flash, quarter, half = groups_of(measured)[0].arms
+    assert first / second == pytest.approx((quarter.ratio - 1) / (half.ratio - 1), rel=0.01)
+    (slower,) = boxes("f-ordinary")
+    assert float(slower.get("x")) + float(slower.get("width")) == pytest.approx(one, abs=0.2)
+    assert float(slower.get("width")) / first == pytest.approx((1 - flash.ratio) / (quarter.ratio - 1), rel=0.01)
+    assert len([node for node in root.iter(f"{svg}line") if node.get("class") == "pair"]) == 4 * 4 + 4
+    words = " ".join(node.text or "" for node in root.iter(f"{svg}text"))
+    assert f"{quarter.ratio:.3f}×" in words
+
+
+def test_a_refused_bar_is_drawn_as_such():
+    drawn = bars_picture([record(times=TIMES | {"control cudnn": [110.0]})])
+    assert drawn.count('class="refused"') == 2
+    assert "two ordinary models differ" in drawn
+
+
+def test_a_picture_needs_speeds_and_an_svg_name(tmp_path):
+    with pytest.raises(InputError, match="timed nothing"):
+        write_bars([record() | {"rows": []}], tmp_path / "x.svg")
+    with pytest.raises(InputError, match=r"ending in \.svg"):
+        write_bars([record()], tmp_path / "x.png")
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"schema": "saf.bench/1", "kind": "errors"}))
+    with pytest.raises(InputError, match="is no record of `saf bench update`"):
+        write_bench_report([path], tmp_path / "x.html")
+    with pytest.raises(InputError, match="at least one file"):
+        write_bench_report([], tmp_path)
+
+
+def command(*words: object) -> dict:
+    return tyro.cli(COMMAND, args=[str(word) for word in words]).run()
+
+
+def test_the_command_writes_page_picture_and_document(tmp_path, capsys):
+    path = tmp_path / "results" / "update.json"
+    record(path)
+    told = command(path, "--picture", tmp_path / "bars.svg")
+    assert told["report"] == str(path.with_suffix(".html"))
+    assert path.with_suffix(".html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "bars.svg").read_text().startswith("<svg")
+    capsys.readouterr()
+    told = command("--results", path.parent, "--out", tmp_path / "docs" / "all.md", "--json")
+    assert json.loads(capsys.readouterr().out) == told
+    assert (tmp_path / "docs" / "all.md").read_text().startswith("# Results")
+    assert told["pictures"] == [str(tmp_path / "docs" / "images" / "bench-update.svg")]
+
+
+def test_the_command_says_what_does_not_go_together(tmp_path):
+    path = tmp_path / "update.json"
+    record(path)
+    ordinary, _ = write_pair(tmp_path / "runs")
+    for words, reason in (
+        ((), "nothing to report on"),
+        ((path, ordinary), "folders and .json files together"),
+        (("--results", tmp_path), "needs --out"),
+        (("--results", tmp_path, "--out", tmp_path / "x.md", ordinary), "stands for itself"),
+        (("--results", tmp_path, "--out", tmp_path / "x.md", "--picture", tmp_path / "x.svg"), "stands for itself"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            command(*words)

@@ -1,0 +1,143 @@
+"""Groups of a benchmark's rows, compared with the invented block times by hand."""
+
+import statistics
+from fractions import Fraction
+
+import pytest
+
+from saf.bench.grids import Point
+from saf.bench.settings import OpSettings, PrefillSettings
+from saf.report.measured import groups_of, shape, shape_in_words
+from saf.report.speeds import caveats, memory_table, protocol, speed_table, ways
+from tests.report.benchmarks import TIMES, record
+
+
+def ratio(arm: str, baseline: str = "ordinary cudnn") -> Fraction:
+    """Return the median within-pair ratio: which block of the baseline meets which of the arm follows from ABBA."""
+    order = [c for c in TIMES if c != baseline]
+    taken = dict.fromkeys(TIMES, 0)
+    ratios = []
+    for number in range(4):
+        for name in order:
+            times = {}
+            for each in (baseline, name) if number % 2 == 0 else (name, baseline):
+                times[each] = Fraction(TIMES[each][taken[each] % 4])
+                taken[each] += 1
+            if name == arm:
+                ratios.append(times[baseline] / times[name])
+    return statistics.median(ratios)
+
+
+def test_arms_stand_beside_their_bound_and_control():
+    (group,) = groups_of(record())
+    assert [arm.name for arm in group.arms] == ["25% frozen, toeplitz", "50% frozen, toeplitz"]
+    assert group.control["ratio"] == pytest.approx(float(ratio("control cudnn")))
+    for arm, rate in zip(group.arms, ("25%", "50%"), strict=True):
+        speed, bound = ratio(f"{rate} toeplitz cudnn"), ratio(f"{rate} free cudnn")
+        assert arm.ratio == pytest.approx(float(speed))
+        assert arm.bound == pytest.approx(float(bound))
+        assert arm.share_of_bound == pytest.approx(float((1 - 1 / speed) / (1 - 1 / bound)))
+
+
+def test_the_table_tells_times_ratio_bound_and_paper():
+    (group,) = groups_of(record())
+    table = speed_table([group])
+    first = dict(zip(table.head, table.rows[0], strict=True))
+    speed, bound = ratio("25% toeplitz cudnn"), ratio("25% free cudnn")
+    assert first["point"] == "4096x8x4"
+    assert first["heads"] == "36"
+    assert first["arm, ms"] == "92.5"
+    assert first["speedup"] == f"{float(speed):.3f}×"
+    assert first["control"] == f"{float(ratio('control cudnn')):.4f}"
+    assert first["free bound"] == f"{float(bound):.3f}×"
+    assert first["of the bound"] == f"{100 * float((1 - 1 / speed) / (1 - 1 / bound)):.0f}%"
+    assert first["paper"] == "1.056×"
+    assert "baseline" not in table.head
+
+
+def test_a_bad_control_leaves_no_number():
+    bad = TIMES | {"control cudnn": [105.0]}
+    measured = record(times=bad)
+    (group,) = groups_of(measured)
+    assert [arm.ratio for arm in group.arms] == [None, None]
+    assert [arm.bound for arm in group.arms] == [None, None]
+    assert [arm.share_of_bound for arm in group.arms] == [None, None]
+    table = speed_table([group])
+    cells = dict(zip(table.head, table.rows[0], strict=True))
+    assert cells["speedup"] == "refused"
+    assert "middle half of pairs" not in cells
+    assert caveats(measured, [group]) == ["Refused: 124m, 4096x8x4: two ordinary models differ by 4.76%."]
+
+
+def test_without_a_control_nothing_is_told():
+    measured = record(times={name: times for name, times in TIMES.items() if "control" not in name})
+    (group,) = groups_of(measured)
+    assert group.control is None
+    assert group.arms[0].ratio is None
+    assert "the control could not be measured" in caveats(measured, [group])[0]
+    assert "Left out: T=4096 B=8 x4: control cudnn: RuntimeError: no way to run control cudnn." in caveats(
+        measured, [group]
+    )
+
+
+def test_a_slower_arm_has_no_share_and_a_bound_of_one_neither():
+    slower = TIMES | {"25% toeplitz cudnn": [110.0], "50% free cudnn": [100.0, 102.0, 98.0, 100.0]}
+    (group,) = groups_of(record(times=slower))
+    assert group.arms[0].ratio < 1
+    assert [arm.share_of_bound for arm in group.arms] == [None, None]
+
+
+def test_other_kernels_are_arms_and_other_baselines_groups():
+    times = TIMES | {"ordinary flash": [120.0]}
+    (group,) = groups_of(record(times=times, others=["flash"]))
+    assert [arm.name for arm in group.arms] == [
+        "ordinary, flash attention",
+        "25% frozen, toeplitz",
+        "50% frozen, toeplitz",
+    ]
+    assert group.arms[0].bound is None
+    assert group.arms[0].paper is None
+
+
+def test_points_and_ways_part():
+    settings = PrefillSettings(pairs=2, device="cpu", graphs="both")
+    points = [Point(512, 64, precision="autocast"), Point(4096, 1, precision="autocast")]
+    groups = groups_of(record(settings=settings, points=points, variants=("call", "graph")))
+    assert list(ways(groups)) == ["124m, called, autocast", "124m, replayed as a CUDA graph, autocast"]
+    told = {(shape(g.point), g.variant): [arm.paper and arm.paper.text for arm in g.arms] for g in groups}
+    assert told == {
+        ("512x64", "call"): ["1.092 to 1.116×", "1.200 to 1.244×"],
+        ("512x64", "graph"): [None, None],
+        ("4096x1", "call"): ["0.969×", "0.972×"],
+        ("4096x1", "graph"): ["1.113×", "1.220×"],
+    }
+    assert "up to 40 calls" in protocol({**record(settings=settings, variants=("call",)), "kind": "prefill"}, groups)
+
+
+def test_operators_are_told_by_part_and_have_a_floor():
+    fields = {"part": "frozen", "alone": 8, "layer": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}}
+    settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))
+    (alone,) = groups_of(record(settings=settings, fields=fields, points=[Point(4096, 8)], variants=("both graph",)))
+    assert alone.way == "8 heads alone, forward and backward, replayed as a CUDA graph"
+    assert alone.arms[0].paper is None
+    layer = fields | {"part": "layer", "alone": None}
+    (whole,) = groups_of(record(settings=settings, fields=layer, points=[Point(4096, 8)], variants=("forward call",)))
+    assert whole.way == "whole layer, forward, called"
+    assert [arm.paper and arm.paper.text for arm in whole.arms] == [None, "1.27×"]
+    table = speed_table([whole])
+    assert dict(zip(table.head, table.rows[0], strict=True))["floor, ms"] == "20"
+
+
+def test_memory_stands_beside_the_ordinary_model_and_the_paper():
+    measured = record(memory={0.0: 16 * 2**30, 0.25: 15 * 2**30, 0.5: 14 * 2**30})
+    assert memory_table(measured).rows == (
+        ("4096x8x4", "ordinary, cuDNN", "16.00 GiB", "–", "32.21 GiB"),
+        ("4096x8x4", "25% frozen, toeplitz", "15.00 GiB", "−6.25%", "−1.96%"),
+        ("4096x8x4", "50% frozen, toeplitz", "14.00 GiB", "−12.50%", "−3.04%"),
+    )
+
+
+def test_a_shape_in_words():
+    assert shape_in_words({"length": 16384, "batch_size": 1, "accumulation": 15}) == (
+        "16,384 tokens × 1 sequence × 15 micro-batches"
+    )

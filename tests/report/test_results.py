@@ -1,0 +1,161 @@
+"""The document of all results says what the files say, beside the paper."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from saf.errors import InputError
+from saf.report.results import render_results, write_results
+from tests.report.benchmarks import TIMES, record
+from tests.report.synthetic import Shape, edit, write_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def put(folder: Path, name: str, content: dict) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """Return every table of a document, a mapping of its head for each row."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        head, _, *rows = [
+            [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.strip().split("\n")
+        ]
+        found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
+
+
+def test_every_file_has_its_section_with_device_versions_command_and_link(tmp_path):
+    measured = record(memory={0.0: 2**34, 0.25: 15 * 2**30})
+    put(tmp_path / "results", "bench/update-16k.json", measured)
+    put(tmp_path / "results", "bench/update-8k.json", measured)
+    put(tmp_path / "results", "bench/memory.json", measured | {"rows": []})
+    made = render_results(tmp_path / "results", tmp_path / "docs")
+    text = made["results.md"]
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    assert headings == ["Results", "Updates: speed", "update-8k", "update-16k", "Updates: peak memory", "memory"]
+    environment = measured["environment"]
+    assert "[results/bench/update-8k.json](../results/bench/update-8k.json): Invented 9000" in text
+    assert f"torch {environment['versions']['torch']}" in text
+    assert f"source {environment['source_hash'][:12]}" in text
+    assert text.count(f"```sh\n{environment['command']}\n```") == 3
+    speeds, memory, *_ = tables(text)
+    assert [row["paper"] for row in speeds] == ["1.056×", "1.119×"]
+    assert {row["control"] for row in speeds} == {f"{measured['rows'][0]['control_ratio']:.4f}"}
+    assert [row["against ordinary"] for row in memory] == ["–", "−6.25%"]
+    assert "ordinary attention on cuDNN in every head, not compiled" in text
+    assert "`tab:main-results`: 124M, GH200, bfloat16, ordinary heads on flash attention" in text
+    assert made["images/bench-update.svg"].startswith("<svg")
+    assert "(images/bench-update.svg)" in text
+
+
+def test_refusals_left_out_arms_and_early_ends_are_told(tmp_path):
+    times = {name: blocks for name, blocks in TIMES.items() if name != "25% free cudnn"} | {"control cudnn": [110.0]}
+    put(tmp_path, "bench/update.json", record(times=times) | {"finished": False})
+    text = render_results(tmp_path, tmp_path)["results.md"]
+    assert [row["speedup"] for row in tables(text)[0]] == ["refused", "refused"]
+    assert "- Refused: 124m, 4096x8x4: two ordinary models differ by 9.09%." in text
+    assert "- Left out: T=4096 B=8 x4: 25% free cudnn: RuntimeError: no way to run 25% free cudnn." in text
+    assert "- Not finished" in text
+    assert "free bound" not in tables(text)[0][0]
+
+
+def test_numbers_follow_the_file(tmp_path):
+    path = put(tmp_path, "bench/update.json", record())
+    before = render_results(tmp_path, tmp_path)
+    assert render_results(tmp_path, tmp_path) == before
+    edit(path, rows=[row | {"ratio": row["ratio"] + 0.1} for row in json.loads(path.read_text())["rows"]])
+    after = render_results(tmp_path, tmp_path)
+    assert {name for name in before if before[name] != after[name]} == {"results.md", "images/bench-update.svg"}
+
+
+def test_training_runs_stand_side_by_side(tmp_path):
+    write_pair(tmp_path / "results" / "small", Shape(updates=60))
+    for arm in ("ordinary", "frozen"):
+        edit(tmp_path / "results" / "small" / arm / "config.json", settings={"model": "124m"}, train__length=4096)
+    text = render_results(tmp_path / "results", tmp_path / "docs")["results.md"]
+    ordinary, frozen = tables(text)[0]
+    result = json.loads((tmp_path / "results/small/frozen/result.json").read_text())
+    assert (ordinary["arm"], ordinary["heads frozen"], frozen["heads frozen"]) == ("ordinary", "0 of 12", "3 of 12")
+    assert frozen["perplexity"] == f"{result['report_perplexity']:.3f}"
+    assert re.fullmatch(r"\+\d\.\d\d% \(−\d\.\d\d% to \+\d\.\d\d%\)", frozen["change, 95% interval"])
+    assert frozen["paper's change"] == "+0.768 ± 0.067%"
+    assert frozen["freezing took"] == "1.39 s"
+    assert frozen["paper's freezing"] == "54.86 ± 6.04 s"
+    assert ordinary["paper's change"] == "–"
+    assert "[results/small](../results/small): cpu, saf 0.1.0, torch 2.13.0" in text
+    assert "saf pretrain --preset tiny" in text
+    assert "40 paired windows" in text
+
+
+def test_runs_that_differ_in_more_than_the_freezing_say_so(tmp_path):
+    _, frozen = write_pair(tmp_path / "small")
+    edit(frozen / "config.json", train__seed=1)
+    text = render_results(tmp_path, tmp_path)["results.md"]
+    assert "- frozen differs in more than the freezing: train.seed: 1337" in text
+
+
+def test_an_unknown_record_still_gets_its_tables(tmp_path):
+    content = {
+        "schema": "saf.bench/1",
+        "kind": "novelty",
+        "environment": {"device": "Invented 9000", "versions": {}, "command": "saf bench novelty"},
+        "answer": {"mean": 0.25, "all": [1, 2, 3, 4, 5]},
+        "rows": [{"name": "a|b", "seconds": 1.5, "ok": True}, {"name": "c", "size": {"heads": 3}}],
+        "left_out": [{"what": "d", "why": "out of time"}],
+    }
+    put(tmp_path, "novel.json", content)
+    put(tmp_path, "loose.json", {"alone": 7})
+    text = render_results(tmp_path, tmp_path)["results.md"]
+    assert "## Novelty\n\n### novel" in text
+    values, rows = tables(text)[:2]
+    assert values == [{"": "answer: mean", "value": "0.25"}, {"": "answer: all", "value": "5 values"}]
+    assert rows[0] == {"name": "a\\|b", "seconds": "1.5", "ok": "yes", "size: heads": "–"}
+    assert rows[1]["size: heads"] == "3"
+    assert "- Left out: d: out of time." in text
+    assert "device and versions not recorded" in text.split("### loose")[1]
+
+
+def test_a_folder_without_results_and_a_damaged_file_are_refused(tmp_path):
+    with pytest.raises(InputError, match="is not a folder of results"):
+        render_results(tmp_path / "none", tmp_path)
+    with pytest.raises(InputError, match="holds no results"):
+        render_results(tmp_path, tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(InputError, match=r"broken\.json is not valid JSON"):
+        render_results(tmp_path, tmp_path)
+    with pytest.raises(InputError, match=r"end in \.md"):
+        write_results(tmp_path, tmp_path / "results.html")
+
+
+def check_docs():
+    spec = importlib.util.spec_from_file_location("check_docs", ROOT / "tools" / "check_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_this_repository_is_up_to_date():
+    assert check_docs().stale_results() == []
+
+
+def test_a_stale_document_is_told(tmp_path, monkeypatch):
+    tool = check_docs()
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    assert tool.stale_results() == []
+    path = put(tmp_path / "results", "bench/update.json", record())
+    told = tool.stale_results()
+    assert [line.split(":")[0] for line in told] == ["docs/results.md", "docs/images/bench-update.svg"]
+    assert "saf report --results results --out docs/results.md" in told[0]
+    write_results(tmp_path / "results", tmp_path / "docs" / "results.md")
+    assert tool.stale_results() == []
+    edit(path, seconds=1.0, finished=False)
+    assert [line.split(":")[0] for line in tool.stale_results()] == ["docs/results.md"]

@@ -1,0 +1,265 @@
+"""Installing trainable patterns: what joins the optimiser, what leaves it, and what is saved."""
+
+import copy
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+from saf.errors import UnsupportedError
+from saf.heads import HeadSet
+from saf.models import GPT, GPTConfig
+from saf.ops.trainable_pattern import TrainablePattern
+from saf.pattern import CompactPattern, DensePattern
+from saf.surgery import install_, pattern_parameters, restore_, state_of, uninstall_
+
+LENGTH = 24
+SHAPE = GPTConfig(vocab_size=40, num_layers=2, num_heads=4, hidden_size=32, max_length=LENGTH)
+SOME = HeadSet([(0, 1), (0, 3), (1, 2)])
+TOKENS = torch.randint(0, 40, (4, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+
+
+def make(*, split: bool = False, **options) -> tuple[GPT, torch.optim.AdamW]:
+    """A model after two updates; `split` gives the optimiser groups of matrices and of vectors without decay."""
+    torch.manual_seed(3)
+    model = GPT(SHAPE).double()
+    groups = list(model.parameters())
+    if split:
+        groups = [
+            {"params": [p for p in groups if p.dim() > 1]},
+            {"params": [p for p in groups if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    trainer = torch.optim.AdamW(groups, **{"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1, **options})
+    for _ in range(2):
+        update(model, trainer)
+    return model, trainer
+
+
+def update(model: GPT, trainer: torch.optim.Optimizer) -> float:
+    loss = model(TOKENS[:, :-1], TOKENS[:, 1:])
+    loss.backward()
+    trainer.step()
+    trainer.zero_grad()
+    return loss.item()
+
+
+def patterns(count: int, seed: int = 0) -> CompactPattern:
+    generator = torch.Generator().manual_seed(seed)
+    return CompactPattern.from_parameters(*torch.randn(2, count, LENGTH, generator=generator, dtype=torch.float64))
+
+
+def trained_of(model: GPT) -> dict[tuple[int, int], TrainablePattern]:
+    return {
+        (layer, head): one
+        for layer, site in enumerate(adapter_for(model).sites())
+        if site.frozen is not None
+        for head, one in zip(site.layout.frozen, site.frozen.patterns, strict=True)
+        if isinstance(one, TrainablePattern)
+    }
+
+
+def groups_of(trainer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in trainer.param_groups]
+
+
+def snapshot(model: GPT, trainer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    taken = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        taken |= {f"{name}.{key}": t.clone() for key, t in trainer.state.get(parameter, {}).items()}
+    return taken
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+def test_training_starts_from_the_fixed_patterns(backend):
+    (model, _), (twin, _) = make(), make()
+    install_(model, SOME, patterns(3), backend=backend, trainable=True)
+    install_(twin, SOME, patterns(3), backend=backend)
+    torch.testing.assert_close(model(TOKENS[:, :-1]), twin(TOKENS[:, :-1]), rtol=1e-12, atol=1e-12)
+    found = torch.stack([one.compact().dense() for one in trained_of(model).values()])
+    torch.testing.assert_close(found, patterns(3).dense(), rtol=1e-12, atol=1e-14)
+    assert sum(parameter.numel() for parameter in pattern_parameters(model)) == 2 * 3 * LENGTH
+    assert pattern_parameters(twin) == []
+
+
+def test_the_optimiser_takes_them_with_its_settings_and_neither_decay_nor_moments():
+    model, trainer = make()
+    before = groups_of(trainer)
+    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    assert groups_of(trainer) == [*before, [id(parameter) for parameter in pattern_parameters(model)]]
+    source, group = trainer.param_groups
+    assert (group["weight_decay"], group["lr"], group["betas"]) == (0.0, 1e-2, (0.8, 0.9))
+    same = source.keys() - {"params", "weight_decay"}
+    assert {name: group[name] for name in same} == {name: source[name] for name in same}
+    assert not any(parameter in trainer.state for parameter in pattern_parameters(model))
+
+
+def test_the_first_step_is_that_of_adam_from_zero_moments():
+    model, trainer = make()
+    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    before = [parameter.detach().clone() for parameter in pattern_parameters(model)]
+    model(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+    gradients = [parameter.grad.clone() for parameter in pattern_parameters(model)]
+    assert all(gradient.norm() > 0 for gradient in gradients)
+    trainer.step()
+    for parameter, old, gradient in zip(pattern_parameters(model), before, gradients, strict=True):
+        torch.testing.assert_close(parameter.detach(), old - 1e-2 * gradient / (gradient.abs() + 1e-8))
+    losses = [update(model, trainer) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_they_join_a_group_without_decay_so_that_schedules_reach_them():
+    model, trainer = make(split=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(trainer, lambda step: 0.5**step)
+    before = groups_of(trainer)
+    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    assert groups_of(trainer) == [before[0], before[1] + [id(parameter) for parameter in pattern_parameters(model)]]
+    update(model, trainer)
+    schedule.step()
+    assert trainer.param_groups[1]["lr"] == 0.5e-2
+    uninstall_(model, optimizer=trainer)
+    assert groups_of(trainer) == before
+    update(model, trainer)
+    schedule.step()
+
+
+def test_a_scheduler_that_could_not_reach_them_is_refused_or_given_a_group_beforehand():
+    model, trainer = make()
+    torch.optim.lr_scheduler.LambdaLR(trainer, lambda step: 1.0)
+    before = snapshot(model, trainer)
+    with pytest.raises(UnsupportedError, match="before making the scheduler, call"):
+        install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    assert equal(snapshot(model, trainer), before)
+    model, trainer = make()
+    trainer.add_param_group({"params": [], "weight_decay": 0.0})
+    schedule = torch.optim.lr_scheduler.LambdaLR(trainer, lambda step: 0.5**step)
+    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    update(model, trainer)
+    schedule.step()
+    assert trainer.param_groups[1]["lr"] == 0.5e-2
+    uninstall_(model, optimizer=trainer)
+    update(model, trainer)
+    schedule.step()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_uninstall_is_the_exact_inverse(split):
+    model, trainer = make(split=split)
+    before, groups = snapshot(model, trainer), groups_of(trainer)
+    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    uninstall_(model, optimizer=trainer)
+    assert equal(snapshot(model, trainer), before)
+    assert groups_of(trainer) == groups
+    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    update(model, trainer)
+    uninstall_(model, optimizer=trainer)
+    assert groups_of(trainer) == groups
+    assert set(trainer.state) == set(model.parameters())
+
+
+def test_events_of_both_kinds_share_a_layer():
+    """Fixed patterns stay as they are; trainable ones keep their parameters and moments when others come and go."""
+    model, trainer = make()
+    install_(model, HeadSet([(0, 1)]), patterns(1, 1), optimizer=trainer)
+    install_(model, HeadSet([(0, 2)]), patterns(1, 2), optimizer=trainer, trainable=True)
+    update(model, trainer)
+    first = trained_of(model)[0, 2]
+    moments = {name: t.clone() for name, t in trainer.state[first.alpha].items()}
+    install_(model, HeadSet([(0, 0), (1, 0)]), patterns(2, 3), optimizer=trainer, trainable=True)
+    assert list(trained_of(model)) == [(0, 0), (0, 2), (1, 0)]
+    assert trained_of(model)[0, 2] is first
+    assert equal(trainer.state[first.alpha], moments)
+    assert len(trainer.param_groups) == 2
+    assert len(trainer.param_groups[1]["params"]) == 6
+    update(model, trainer)
+    uninstall_(model, HeadSet([(0, 0), (0, 1)]), optimizer=trainer)
+    assert list(trained_of(model)) == [(0, 2), (1, 0)]
+    assert trained_of(model)[0, 2] is first
+    assert trainer.state[first.alpha]["step"] == 2
+    assert len(trainer.param_groups[1]["params"]) == 4
+    install_(model, HeadSet([(0, 3)]), patterns(1, 4), optimizer=trainer)
+    update(model, trainer)
+    fixed = model.blocks[0].attention.frozen.patterns[1]
+    assert torch.equal(fixed.alpha, patterns(1, 4).alpha[0])
+    assert fixed.alpha.grad is None
+
+
+def test_state_restores_the_patterns_as_they_are_and_training_goes_on_alike():
+    model, trainer = make()
+    install_(model, HeadSet([(0, 0)]), patterns(1, 7), optimizer=trainer)
+    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    update(model, trainer)
+    state, tensors = state_of(model)
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    assert [layer["trainable"] for layer in state["layers"]] == [[1, 3], [2]]
+    other = GPT(SHAPE).double()
+    restore_(other, state, tensors)
+    for head, one in trained_of(model).items():
+        assert torch.equal(trained_of(other)[head].alpha, one.alpha)
+        assert torch.equal(trained_of(other)[head].rho, one.rho)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(model(TOKENS[:, :-1]), other(TOKENS[:, :-1]))
+    others = dict(other.named_parameters())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [
+        {**group, "params": [others[names[parameter]] for parameter in group["params"]]}
+        for group in trainer.param_groups
+    ]
+    again = torch.optim.AdamW(groups)
+    again.load_state_dict(copy.deepcopy(trainer.state_dict()))
+    assert update(model, trainer) == update(other, again)
+    assert equal(snapshot(model, trainer), snapshot(other, again))
+    assert equal(tensors, kept), "what was taken does not follow the training"
+
+
+def test_float32_and_16_bit_models_train_float32_logits():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = GPT(SHAPE).to(dtype)
+        install_(model, SOME, patterns(3), trainable=True)
+        model(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+        assert {parameter.dtype for parameter in pattern_parameters(model)} == {torch.float32}
+        assert all(parameter.grad.abs().sum() > 0 for parameter in pattern_parameters(model))
+    model = GPT(SHAPE)
+    install_(model, SOME, patterns(3), trainable=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(TOKENS[:, :-1], TOKENS[:, 1:])
+    loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in pattern_parameters(model))
+
+
+def test_what_cannot_be_trained_is_refused_and_changes_nothing():
+    model, trainer = make()
+    before, groups = snapshot(model, trainer), groups_of(trainer)
+    stored = DensePattern(patterns(3).dense())
+    named = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    for fixed, options, message in [
+        (stored, {"optimizer": trainer}, "only key and distance logits can be trained, a DensePattern has none"),
+        (patterns(3), {"optimizer": trainer, "backend": "fused"}, "no gradients for key and distance logits"),
+        (patterns(3), {"optimizer": named}, "named parameters"),
+    ]:
+        with pytest.raises(UnsupportedError, match=message):
+            install_(model, SOME, fixed, **options, trainable=True)
+    half = GPT(SHAPE).half()
+    with pytest.raises(UnsupportedError, match="float16 has too little range"):
+        install_(half, SOME, patterns(3), trainable=True)
+    assert equal(snapshot(model, trainer), before)
+    assert groups_of(trainer) == groups
+
+
+def test_saved_models_keep_training_their_patterns(tmp_path):
+    model = GPT(SHAPE)
+    install_(model, SOME, patterns(3), trainable=True)
+    trainer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    update(model, trainer)
+    saf.save(model, tmp_path)
+    loaded = saf.load(tmp_path)
+    assert torch.equal(loaded(TOKENS[:, :-1]), model(TOKENS[:, :-1]))
+    assert len(pattern_parameters(loaded)) == 6
+    assert all(torch.equal(*pair) for pair in zip(pattern_parameters(loaded), pattern_parameters(model), strict=True))
+    before = pattern_parameters(loaded)[0].detach().clone()
+    update(loaded, torch.optim.AdamW(loaded.parameters(), lr=1e-2))
+    assert not torch.equal(pattern_parameters(loaded)[0], before)

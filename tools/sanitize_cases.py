@@ -1,0 +1,104 @@
+"""One small call of every kernel, forward and backward: what `tools/sanitize.sh` runs under compute-sanitizer.
+
+    python tools/sanitize_cases.py        # on CUDA; TRITON_INTERPRET=1 runs it on a CPU
+
+Shapes leave remainders in every block. Results are only checked for NaN: tests compare them.
+"""
+
+import os
+
+import torch
+
+from saf.calibration.triton_tiles import measure_by_kernel
+from saf.ops.triton.config import Config
+from saf.ops.triton.fused import fused_backward, fused_forward
+from saf.ops.triton.fused_tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
+from saf.ops.triton.gelu import gelu, gelu_backward
+from saf.ops.triton.softmax_gradient import softmax_gradient
+from saf.ops.triton.tables import make_tables
+from saf.ops.triton.toeplitz import toeplitz_matmul
+from saf.pattern import CompactPattern
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+WIDE = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+"""The interpreter's products of bfloat16 are wrong."""
+LENGTH, STORED = 130, 192
+
+
+def operand(*heads: int, dim: int = 64, dtype: torch.dtype = WIDE) -> list[torch.Tensor]:
+    """Random `[2, heads, T, D]` stored as `[2, T, heads, D]`, one tensor a count."""
+    return [torch.randn(2, LENGTH, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in heads]
+
+
+def pattern(count: int) -> CompactPattern:
+    """Return random patterns of `STORED` positions."""
+    logits = torch.randn(2, count, STORED, dtype=torch.float64).to(DEVICE)
+    return CompactPattern.from_parameters(logits[0] / 2, logits[1] / 2)
+
+
+def toeplitz() -> None:
+    """Every kind of table and of loads, both directions."""
+    for config, dim, dtype in (
+        (Config(tables="tiles", prescale="pass"), 60, WIDE),
+        (Config(tables="tiles", prescale="pass", loads="descriptor"), 64, WIDE),
+        (Config(tables="tiles", prescale="packed"), 64, WIDE),
+        (
+            Config(tables="shifted", prescale="tile", block_m=64, block_n=64, block_k=32, num_stages=2),
+            64,
+            torch.float32,
+        ),
+        (Config(tables="gather", prescale="x", block_m=64, block_n=64, programs_per_sm=1), 64, WIDE),
+    ):
+        (x,) = operand(3, dim=dim, dtype=dtype)
+        table = make_tables(torch.rand(3, STORED, device=DEVICE), kind=config.tables, dtype=dtype)
+        scales = torch.rand(2, 3, STORED, device=DEVICE)
+        for transpose in (False, True):
+            finite(toeplitz_matmul(x, table, *scales, transpose=transpose, config=config))
+
+
+def fused() -> None:
+    """Live, compact and dense heads; one value head each, and groups."""
+    compact = pattern(2).balanced()
+    dense = pattern(1).dense().to(WIDE)
+    patterns = FusedPatterns.build(compact.alpha, compact.rho, compact.log_z, dense)
+    for value_slot in ((0, 1, 2, 3, 4), (0, 0, 1, 1, 1)):
+        states = (LIVE, COMPACT, DENSE, LIVE, COMPACT)
+        keys = (0, 0, 0, 1, 0)
+        slots = max(value_slot) + 1
+        maps = HeadMaps.build(states, key=keys, value=value_slot, num_value_heads=slots, device=DEVICE)
+        query, key, value, gradient = operand(2, 2, slots, 5)
+        output, log_sums = fused_forward(query, key, value, maps, patterns)
+        finite(output, log_sums, *fused_backward(gradient, query, key, value, output, log_sums, maps, patterns))
+
+
+def loss() -> None:
+    """Rows longer than a block, one of them ignored."""
+    logits = torch.randn(4, 5003, device=DEVICE).to(WIDE)
+    labels = torch.tensor([0, 5002, -100, 17], device=DEVICE)
+    finite(softmax_gradient(logits, labels, torch.tensor(3, device=DEVICE), ignored=-100), logits)
+
+
+def activation() -> None:
+    """A size that no block divides."""
+    x, gradient = torch.randn(2, 3001, device=DEVICE).to(WIDE)
+    finite(gelu(x), gelu_backward(x, gradient), gradient)
+
+
+def calibration() -> None:
+    """Grouped heads; blocks on and off the diagonal."""
+    query, key = operand(4, 2)
+    finite(*measure_by_kernel(query, key, kv_head=[0, 0, 1, 1]))
+
+
+def finite(*results: torch.Tensor) -> None:
+    """Raise when a result holds NaN or infinity."""
+    for result in results:
+        if not result.isfinite().all():
+            raise SystemExit("a result is not finite")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for case in (toeplitz, fused, loss, activation, calibration):
+        case()
+        print(f"{case.__name__}: ran", flush=True)
