@@ -17,7 +17,9 @@ from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.evaluate.perplexity import autocast
 from saf.files import write_json
 from saf.report.analysis_figures import check_figure, write_figure
+from saf.train.execution import device_name
 from saf.train.progress import duration
+from saf.train.provenance import provenance
 
 
 @dataclass(kw_only=True)
@@ -88,7 +90,7 @@ class OnModel(Written):
     def record(self, name: str, opened: "Opened", values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of an analysis of a model."""
         head = {"schema": f"saf.analysis/{name}/1", "model": str(opened.source.folder), "length": opened.length}
-        return head | dict(values)
+        return {**head, "provenance": provenance(opened.device_name), **values}
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class Opened:
     def windows(self, count: int) -> Tensor:
         """Return the first windows `[count, length + 1]` of the controller partition."""
         return sequential_windows(self.data.tokens("controller"), self.length, count)
+
+    @property
+    def device_name(self) -> str:
+        """The accelerator's name, or the processor's architecture."""
+        return device_name(next(self.model.parameters()).device)
 
 
 def say(text: str) -> None:

@@ -51,6 +51,11 @@ class Execution:
     @property
     def device_name(self) -> str:
         """The accelerator's name, or the processor's architecture."""
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+        return device_name(self.device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the accelerator's name, or the processor's architecture with the threads that PyTorch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
