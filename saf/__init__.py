@@ -1,59 +1,23 @@
 """Selective Attention Freezing: fix the attention of heads whose pattern does not depend on the input."""
 
-from saf import fit, ops
-from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
-from saf.errors import SafError
-from saf.fit import fit_compact, fit_kl
-from saf.freeze import FreezeConfig, freeze_
-from saf.freeze_report import FreezeReport
-from saf.heads import HeadLayout, HeadSet
-from saf.heldout import fit_heldout
-from saf.models import GPT, GPTConfig, preset
-from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.pattern import CompactPattern, DensePattern
-from saf.patterns import dense_pattern, storage_report
-from saf.prefill import Prefill
-from saf.scores import score
-from saf.selection import select
-from saf.sidecar import load, save
-from saf.statistics import AttentionStatistics
-from saf.surgery import finalize_, install_, uninstall_
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "GPT",
-    "AttentionStatistics",
-    "CompactPattern",
-    "DensePattern",
-    "FreezeConfig",
-    "FreezeReport",
-    "FrozenHeads",
-    "GPTConfig",
-    "HeadLayout",
-    "HeadSet",
-    "Prefill",
-    "QKGradient",
-    "SafError",
-    "calibrate",
-    "dense_pattern",
-    "finalize_",
-    "fit",
-    "fit_compact",
-    "fit_heldout",
-    "fit_kl",
-    "freeze_",
-    "frozen_attention",
-    "gate_gradients",
-    "head_outputs",
-    "install_",
-    "load",
-    "mixed_attention",
-    "ops",
-    "preset",
-    "save",
-    "score",
-    "select",
-    "storage_report",
-    "uninstall_",
-]
+if TYPE_CHECKING:
+    from saf.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str):
+        """Load every public name when the first is asked for: `saf --help` needs none, and PyTorch takes seconds."""
+        if not name.startswith("_") or name == "__all__":
+            public = import_module("saf.public")
+            globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        """Return the public names, loaded or not."""
+        return ["__version__", *import_module("saf.public").__all__]

@@ -1,5 +1,6 @@
 """JSON and safetensors records that are either whole on disk or not there at all."""
 
+import hashlib
 import json
 import math
 import os
@@ -46,6 +47,27 @@ def write_atomically(path: Path, content: bytes) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until a folder's files and its entries are on the disk."""
+    for path in [*sorted(folder.iterdir()), folder]:
+        flush(path)
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> Path:

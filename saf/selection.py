@@ -83,15 +83,14 @@ class Chooser:
         """Return the next units that would all be chosen if none were rejected; they wait no longer."""
         taken, proposed, left = list(self._chosen), [], []
         for unit in self._waiting:
-            # Groups stop at the first that is too large, so that sets of growing budgets are nested.
-            full = len(taken) + len(unit) > self.total
-            if full:
-                break
-            if self._fits(taken, unit):
-                taken += unit
-                proposed.append(unit)
-            else:
+            if not self._fits(taken, unit):
                 left.append(unit)
+                continue
+            # Groups stop at the first that is too large, so that sets of growing budgets are nested.
+            if len(taken) + len(unit) > self.total:
+                break
+            taken += unit
+            proposed.append(unit)
         self._waiting = left + self._waiting[len(left) + len(proposed) :]
         return proposed
 
@@ -137,9 +136,17 @@ def chooser(
         wanted = _existing(scores, match)
         max_per_layer = {layer: sum(at == layer for at, _ in wanted) for layer in range(scores.shape[0])}
         count = len(wanted)
+    _check_limits(max_per_layer, scores.shape[0])
     total = count if count is not None else budget(rate or 0.0, scores.numel())
     order = units(scores, ranking(scores, exclude, only=only), group_size)
-    return Chooser(order, total, max_per_layer, group_size)
+    # A matched set has the same number of heads in every layer; any other may end short of a whole group.
+    return Chooser(order, total, max_per_layer, group_size if match is None else 1)
+
+
+def _check_limits(limits: Limits | None, layers: int) -> None:
+    by_layer = limits if isinstance(limits, Mapping) else {} if limits is None else {0: limits}
+    if strange := {layer: most for layer, most in by_layer.items() if not (0 <= layer < layers and most >= 0)}:
+        raise InputError(f"max_per_layer gives {layers} layers limits of 0 or more; got {strange}")
 
 
 def select(

@@ -1,6 +1,5 @@
 """`save` and `load`: the frozen heads of a model as two small files beside its weights."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError
-from saf.files import write_json, write_tensors
+from saf.files import file_hash, write_json, write_tensors
 from saf.models import GPT, GPTConfig
 from saf.models.rotary import Rotary
 from saf.surgery import restore_, state_of
@@ -70,23 +69,19 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"the weights do not fit the model: {error}") from error
 
 
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file; raise CheckpointError when it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-
-
 def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
     """Check the tensor files against the sums in saf.json's `state`, and return these.
 
-    A checkpoint's saf.json has none: its manifest has them. Raises CheckpointError naming the file that differs.
+    A checkpoint's saf.json has none: its manifest has them. Raises CheckpointError naming the file that differs or is
+    missing.
     """
     sums = state.get("sha256", {})
     for name, expected in sums.items():
-        if (actual := file_hash(folder / name)) != expected:
+        try:
+            actual = file_hash(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder / name}: {error}") from error
+        if actual != expected:
             raise CheckpointError(f"{folder / name} is damaged: expected SHA-256 {expected}, got {actual}")
     return sums
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from saf.errors import CheckpointError, InputError
+from saf.files import write_tensors
 from saf.heads import HeadSet
 
 SCHEMA = "saf.statistics/1"
@@ -119,23 +119,26 @@ class AttentionStatistics:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file."""
+        """Write one safetensors file, whole or not at all."""
         meta = {name: getattr(self, name) for name in ("length", "num_sequences", "sequences_hash", "positions")}
         meta |= {"schema": SCHEMA, "collected_heads": self.collected_heads.to_list()}
-        tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
-        tensors |= {f"collected.{name}": tensor.contiguous() for name, tensor in self.collected.items()}
-        save_file(tensors, path, metadata={"saf": json.dumps(meta)})
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        tensors |= {f"collected.{name}": tensor for name, tensor in self.collected.items()}
+        write_tensors(Path(path), tensors, {"saf": json.dumps(meta)})
 
     @classmethod
     def load(cls, path: str | Path) -> "AttentionStatistics":
-        """Read a file written by `save`; raise CheckpointError when it is another kind of file."""
-        with safe_open(path, "pt") as file:
-            meta = json.loads((file.metadata() or {}).get("saf", "{}"))
-            if meta.pop("schema", None) != SCHEMA:
-                raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
-            meta["collected_heads"] = HeadSet.from_list(meta.get("collected_heads", ()))
-            meta["positions"] = tuple(meta.get("positions", ()))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        """Read a file written by `save`; raise CheckpointError when it is missing, damaged or another kind of file."""
+        try:
+            with safe_open(path, "pt") as file:
+                meta = json.loads((file.metadata() or {}).get("saf", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{path} is not a readable file of attention statistics: {error}") from None
+        if meta.pop("schema", None) != SCHEMA:
+            raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
+        meta["collected_heads"] = HeadSet.from_list(meta.get("collected_heads", ()))
+        meta["positions"] = tuple(meta.get("positions", ()))
         collected = {name.removeprefix("collected."): t for name, t in tensors.items() if name.startswith("collected.")}
         return cls(**{name: tensors[name] for name in _TENSORS}, **meta, collected=collected)
 

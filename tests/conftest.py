@@ -76,6 +76,15 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small products lose much on a second thread while others use the cores, and bits may depend on the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def nan_empty() -> Iterator[None]:
     """Fill what `torch.empty` returns with NaN, so that an output left unwritten shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -133,6 +133,23 @@ def test_every_pattern_is_installed_and_executed(pattern, storage, tmp_path):
     assert torch.equal(saf.load(tmp_path / "saved")(ids), logits)
 
 
+@pytest.mark.parametrize("pattern", ["mean", "structured_random"])
+def test_patterns_are_kept_in_canonical_form(pattern, tmp_path):
+    model = make()
+    saf.freeze_(model, [tokens()], saf.FreezeConfig(pattern=pattern, seed=7, max_fit_kl=100)).save(tmp_path)
+    saf.save(model, tmp_path / "saved")
+    frozen = [one for block in saf.load(tmp_path / "saved").blocks if block.attention.frozen is not None
+              for one in block.attention.frozen.patterns]  # fmt: skip
+    assert len(frozen) == 3
+    tensors = load_file(tmp_path / "freeze.safetensors")
+    for number, one in enumerate(frozen):
+        for name in ("alpha", "rho"):
+            expected = getattr(one.canonical(), name)
+            torch.testing.assert_close(getattr(one, name).double(), expected.double(), rtol=0, atol=1e-6)
+            torch.testing.assert_close(tensors[name][number].double(), expected.double(), rtol=0, atol=1e-6)
+        assert one.alpha.max() == one.rho.max() == 0
+
+
 def test_a_fit_whose_divergence_is_not_a_number_is_rejected(monkeypatch):
     wanted = list(saf.freeze_(make(), [tokens()], saf.FreezeConfig(rate=0.25)).heads)
 
@@ -140,7 +157,7 @@ def test_a_fit_whose_divergence_is_not_a_number_is_rejected(monkeypatch):
         kls = saf.fit_kl(*arguments)
         return torch.where(torch.arange(len(kls)) == 0, torch.nan, kls) if len(kls) == 3 else kls
 
-    monkeypatch.setattr("saf.freeze.fit_kl", undefined_for_the_first)
+    monkeypatch.setattr("saf.freeze_patterns.fit_kl", undefined_for_the_first)
     report = saf.freeze_(make(), [tokens()], saf.FreezeConfig(rate=0.25))
     assert wanted[0] in report.rejected
     assert wanted[0] not in report.heads
@@ -180,10 +197,24 @@ def test_limits_by_layer_hold():
 
 
 def test_settings_survive_json():
-    config = saf.FreezeConfig(
-        heads=((1, 2), (0, 3)), exclude=((0, 0),), pattern="dirichlet", pattern_options={"scale": 4.0}, seed=5
-    )
-    assert saf.FreezeConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    config = saf.FreezeConfig(heads=((1, 2), (0, 3)), pattern="dirichlet", pattern_options={"scale": 4.0}, seed=5)
+    for each in (config, saf.FreezeConfig(count=3, exclude=((0, 0),), max_per_layer=2)):
+        assert saf.FreezeConfig(**json.loads(json.dumps(each.to_dict()))) == each
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "random", "match": "variance"}, {"exclude": ((0, 0),)}])
+def test_a_number_of_heads_stands_above_the_rate(options):
+    report = saf.freeze_(make(), [tokens()], saf.FreezeConfig(count=5, rate=1.0, max_fit_kl=100, **options))
+    assert len(report.heads) == report.requested == 5
+    if not options:
+        assert report.heads == saf.select(report.scores, count=5)
+
+
+def test_when_no_head_is_left_the_fits_are_not_blamed():
+    model, ids = make(), tokens()
+    saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.75, max_fit_kl=100))
+    with pytest.warns(UserWarning, match="3 of 6 heads could be frozen: no other may be frozen"):
+        assert len(saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.5, max_fit_kl=100)).heads) == 3
 
 
 def test_a_planted_head_that_cannot_be_fitted_is_skipped_and_refused_in_strict_mode():
@@ -283,6 +314,11 @@ def test_bad_settings_are_refused():
         ({"match": "magic"}, "unknown match"),
         ({"pattern_options": {"scale": 2}}, "'mean' takes no options"),
         ({"match": "variance", "max_per_layer": 2}, "leave heads and max_per_layer out"),
+        ({"max_per_layer": 0}, "at least 1; got 0"),
+        ({"count": -1}, "0 or more; got -1"),
+        ({"heads": ((0, 1),), "count": 1, "max_per_layer": 1}, "leave count and max_per_layer out"),
+        ({"heads": ((0, 1),), "exclude": ((0, 0),)}, "leave exclude out"),
+        ({"heads": ((0, 1), (0, 1))}, "names each head once"),
     ]:
         with pytest.raises(InputError, match=message):
             saf.FreezeConfig(**options)

@@ -10,7 +10,8 @@ from saf.calibration import calibrate
 from saf.errors import InputError
 from saf.files import read_json
 from saf.fit import fit_compact, fit_variants
-from saf.freeze import FreezeConfig, freeze_
+from saf.freeze import freeze_
+from saf.freeze_config import FreezeConfig
 from saf.heads import HeadSet
 from saf.heldout import fit_heldout
 from saf.models import GPT, GPTConfig

@@ -21,8 +21,31 @@ def run_fresh(code: str) -> str:
 
 def test_import_saf_loads_no_optional_package_and_leaves_cuda_alone():
     loaded = "[name for name in ('triton', 'transformers', 'datasets', 'tensorboard') if name in sys.modules]"
-    assert run_fresh(f"import sys, saf; print({loaded})") == "[]"
-    assert run_fresh("import saf, torch; print(torch.cuda.is_initialized())") == "False"
+    assert run_fresh(f"import sys, saf; saf.GPT; print({loaded})") == "[]"
+    assert run_fresh("import saf, torch; saf.GPT; print(torch.cuda.is_initialized())") == "False"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["pretrian"]])
+def test_what_the_command_says_by_itself_needs_no_torch(arguments):
+    code = f"import sys; from saf.cli import main; main({arguments}); print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1] == "False"
+
+
+def test_public_names_load_when_the_first_is_used():
+    code = """
+import sys, saf
+assert 'torch' not in sys.modules and saf.__version__
+assert set(dir(saf)) == {'__version__', *saf.__all__}
+assert saf.GPT is __import__('saf.models', fromlist=['GPT']).GPT
+try:
+    saf.nothing
+except AttributeError as error:
+    print(error)
+"""
+    assert run_fresh(code) == "module 'saf' has no attribute 'nothing'"
+    assert run_fresh("from saf import *; print(GPT.__name__, fit.__name__)") == "GPT saf.fit"
+    assert run_fresh("import saf.heads; print(saf.ops.__name__)") == "saf.ops"
 
 
 def test_import_saf_leaves_global_state_alone():
@@ -34,6 +57,7 @@ def state():
             torch.get_float32_matmul_precision())
 before = state()
 import saf
+saf.GPT
 print(state() == before)
 """
     assert run_fresh(code) == "True"

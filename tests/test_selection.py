@@ -38,6 +38,9 @@ def test_given_lists_and_limits_by_layer():
     assert list(select(scores, count=4, max_per_layer={0: 1, 1: 0})) == [(0, 0), (2, 0), (2, 1), (2, 2)]
     with pytest.raises(SelectionError, match="4 heads asked for; 3 of 12 can be chosen under these conditions"):
         select(scores, count=4, max_per_layer=1)
+    for limits in (-1, {3: 1}, {0: -2}):
+        with pytest.raises(InputError, match="max_per_layer gives 3 layers limits of 0 or more; got"):
+            select(scores, count=1, max_per_layer=limits)
     with pytest.raises(InputError, match=r"3 layers of 4 heads; got \[\(0, 4\), \(3, 0\)\]"):
         select(scores, count=1, exclude=[(3, 0), (0, 4)])
     with pytest.raises(InputError, match="3 layers of 4 heads"):
@@ -82,6 +85,24 @@ def test_whole_groups_come_by_their_mean_score():
         select(scores, 1.0, group_size=2)
     with pytest.raises(InputError, match="4 heads do not divide into KV groups of 3"):
         select(scores, 0.5, group_size=3)
+
+
+@given(seed=st.integers(0, 10**6), total=st.integers(0, 16), size=st.sampled_from([1, 2, 3]))
+def test_a_matched_control_of_whole_groups_has_the_same_numbers_or_is_refused(seed, total, size):
+    generator = torch.Generator().manual_seed(seed)
+    scores, control = torch.rand(2, 3, 6, generator=generator)
+    frozen = torch.rand(3, 6, generator=generator) < 0.3
+    scores, control = (values.masked_fill(frozen, torch.nan) for values in (scores, control))
+    try:
+        chosen = select(scores, count=total, group_size=size)
+        drawn = select(control, match=chosen, group_size=size)
+    except SelectionError:
+        assert size > 1 or total > int((~frozen).sum())
+        return
+    assert [len(chosen.in_layer(layer)) for layer in range(3)] == [len(drawn.in_layer(layer)) for layer in range(3)]
+    for layer, head in drawn:
+        first = head - head % size
+        assert all(frozen[layer, each] or (layer, each) in drawn for each in range(first, first + size))
 
 
 @given(first=st.floats(0, 0.85), second=st.floats(0, 0.85), seed=st.integers(0, 99), cap=st.integers(3, 6))

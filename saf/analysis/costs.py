@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import unwrap
+from saf.calibration.capture import evaluation_mode
 from saf.errors import InputError
-from saf.evaluate.perplexity import evaluation_mode, token_log_probs
+from saf.evaluate.perplexity import token_log_probs
 from saf.heads import Head, HeadSet
 from saf.pattern import CompactPattern, DensePattern
 from saf.surgery import install_, uninstall_

@@ -74,7 +74,7 @@ def row_distances(
         InputError: Statistics without these rows, or too few sequences on one side.
     """
     order = list(heads)
-    held = _check(statistics, fitted)
+    held = check_split(statistics.num_sequences, fitted)
     size = min(rows, fitted // 2, held)
     shape = (len(order), len(statistics.positions))
     quartile = torch.zeros(shape, dtype=torch.float64)
@@ -116,7 +116,7 @@ def head_entry(
     The models are fitted to the first `fitted` sequences and held against the others; the remaining arguments are those
     of `row_distances`. Raises InputError as it does, and for positions that were not collected.
     """
-    _check(statistics, fitted)
+    check_split(statistics.num_sequences, fitted)
     if position not in statistics.positions or not 0 <= distance <= position:
         raise InputError(
             f"expected a query of {statistics.positions} and a distance up to it; got {position}, {distance}"
@@ -141,11 +141,9 @@ def _generate(
     }
 
 
-def _check(statistics: AttentionStatistics, fitted: int) -> int:
-    """Return how many sequences are held out."""
-    held = statistics.num_sequences - fitted
+def check_split(sequences: int, fitted: int) -> int:
+    """Return how many sequences are held out; raise InputError for too few of them, or to be fitted to."""
+    held = sequences - fitted
     if fitted < 4 or held < 2:
-        raise InputError(
-            f"models need four sequences to be fitted to and two others; got {fitted} of {statistics.num_sequences}"
-        )
+        raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {sequences}")
     return held

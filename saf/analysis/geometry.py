@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from saf.analysis.correlation import spearman, stratified_spearman
-from saf.calibration import calibrate, collection_bytes
+from saf.calibration import calibrate, heads_at_a_time
 from saf.calibration.capture import Batch, read_batches
-from saf.calibration.collect import COLLECT_BYTES
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.pattern import CompactPattern, DensePattern
@@ -56,8 +55,7 @@ def distances_from_mean(
     """
     ids, names = read_batches(batches), list(patterns)
     collect = sorted({"mean"}.union(*(collect_for(name, "dense") for name in names)))
-    each = collection_bytes(collect, heads=1, sequences=sum(map(len, ids)), length=ids[0].shape[1])
-    size = max(1, COLLECT_BYTES // each)
+    size = heads_at_a_time(model, collect, sequences=sum(map(len, ids)), length=ids[0].shape[1])
     rows: dict[str, dict[str, list[Tensor]]] = {name: {distance: [] for distance in DISTANCES} for name in names}
     ordered = list(heads)
     for first in range(0, len(ordered), size):

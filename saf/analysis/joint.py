@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from saf.adapters import adapter_for
 from saf.analysis.costs import CostMeter
-from saf.calibration.capture import Batch, read_batches
+from saf.calibration.capture import Batch, check_heads, read_batches
 from saf.evaluate.paired import paired_delta_ppl
-from saf.freeze import FreezeConfig, make_patterns
+from saf.freeze_config import FreezeConfig
+from saf.freeze_patterns import make_patterns
 from saf.heads import HeadSet
 from saf.statistics import AttentionStatistics
 from saf.stopwatch import Stopwatch
@@ -40,9 +42,10 @@ def joint_cost(
     """Freeze each set in a copy of the model and measure the same held-out windows `[W, T + 1]`.
 
     `batches` and `statistics` are those of the calibration; `config` says which pattern, storage, fitter and backend.
-    Heads count whatever their fit KL: the sets are taken as given.
+    Heads count whatever their fit KL: the sets are taken as given. Raises InputError for heads that are not live.
     """
     config = config or FreezeConfig()
+    check_heads(adapter_for(model).sites(), first | second)
     made = make_patterns(model, read_batches(batches), statistics, first | second, config, Stopwatch())
     patterns = {head: pattern for head, (pattern, _) in made.items()}
     meter = CostMeter(model, windows, batch_size=batch_size)

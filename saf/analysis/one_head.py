@@ -12,7 +12,8 @@ from saf.analysis.costs import CostMeter
 from saf.calibration import gate_gradients, head_outputs
 from saf.calibration.capture import Batch, read_batches
 from saf.evaluate.paired import window_losses
-from saf.freeze import FreezeConfig, make_patterns
+from saf.freeze_config import FreezeConfig
+from saf.freeze_patterns import make_patterns
 from saf.heads import HeadSet
 from saf.scores import SCORES, needed_by, score
 from saf.selection import budget, ranking
@@ -126,7 +127,8 @@ def score_quality(
 ) -> dict[str, ScoreQuality]:
     """Return, for each score `[L, H]`, its rank correlation with the cost and the mean cost of its lowest heads.
 
-    Only eligible heads count; a rate that asks for more of them than there are takes them all.
+    Only eligible heads count; a rate that asks for more of them than there are takes them all. The correlation of fewer
+    than two is NaN.
     """
     allowed = torch.zeros_like(costs.change, dtype=torch.bool)
     for head in costs.eligible:
@@ -138,7 +140,7 @@ def score_quality(
         order = ranking(values, only=costs.eligible)
         lowest = {rate: order[: budget(rate, values.numel())] for rate in rates}
         found[name] = ScoreQuality(
-            spearman=spearman(values, change),
+            spearman=spearman(values, change) if len(costs.eligible) > 1 else float("nan"),
             mean_cost={
                 rate: float(torch.stack([percent[head] for head in heads]).mean()) if heads else float("nan")
                 for rate, heads in lowest.items()

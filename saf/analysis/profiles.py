@@ -37,19 +37,18 @@ def attention_profiles(
         progress: Called after each batch with how many sequences are done.
 
     Raises:
-        InputError: Batches that cannot be used, or positions outside [1, T).
+        InputError: Batches that cannot be used, positions outside [1, T), or `local` below 1.
     """
     adapter = adapter_for(model)
     ids = read_batches(batches)
     length = ids[0].shape[1]
     rows = list(latter_half(length) if positions is None else positions)
+    if local < 1:
+        raise InputError(f"local is a number of keys, at least the query's own; got {local}")
     if not rows or not all(1 <= row < length for row in rows):
         raise InputError(f"query positions lie in [1, {length}), where entropy means something; got {rows}")
     sites = adapter.sites()
-    shape = (len(PROFILES), len(sites), sites[0].layout.num_heads)
-    total = torch.full(shape, torch.nan, dtype=torch.float64)
-    for layer, site in enumerate(sites):
-        total[:, layer, list(site.layout.live)] = 0.0
+    total = blank(sites).repeat(len(PROFILES), 1, 1)
 
     def sink(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
         found = torch.stack([_profile(q, k, live_kv_index(site), rows, local) for q, k in zip(query, key, strict=True)])
@@ -64,6 +63,14 @@ def attention_profiles(
             if progress is not None:
                 progress(sum(map(len, ids[:number])))
     return dict(zip(PROFILES, total / (sum(map(len, ids)) * len(rows)), strict=True))
+
+
+def blank(sites: Sequence[Site]) -> Tensor:
+    """Return 0 for live heads and NaN for frozen ones, `[L, H]` float64."""
+    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
+    for layer, site in enumerate(sites):
+        values[layer, list(site.layout.live)] = 0.0
+    return values
 
 
 def _profile(query: Tensor, key: Tensor, kv_index: Sequence[int], rows: Sequence[int], local: int) -> Tensor:
@@ -83,8 +90,12 @@ def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
     """Return the mean of `values [L, H]` over selected heads, and over unselected ones weighted to match their layers.
 
     Each layer's unselected heads weigh as much together as its selected ones; layers without unselected heads are left
-    out of both. NaN values (frozen heads) count as neither. Raises InputError when no layer has both.
+    out of both. NaN values (frozen heads) count as neither. Raises InputError when no layer has both, and for heads
+    that do not exist.
     """
+    layers, width = values.shape
+    if strange := [[layer, head] for layer, head in selected if layer >= layers or head >= width]:
+        raise InputError(f"the model has {layers} layers of {width} heads; got {strange}")
     chosen, others, weights = [], [], []
     for layer, row in enumerate(values.double()):
         heads = [head for head in range(len(row)) if not row[head].isnan()]

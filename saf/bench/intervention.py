@@ -11,7 +11,8 @@ from torch import Tensor
 
 from saf.bench.calibration_model import with_moments
 from saf.bench.timing import wait_for
-from saf.freeze import FreezeConfig, freeze_
+from saf.freeze import freeze_
+from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.models import GPT
 from saf.surgery import uninstall_

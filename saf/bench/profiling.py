@@ -10,8 +10,14 @@ from saf.bench.timing import Call, wait_for
 
 MOST = 250
 ATTENTION = ("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale")
-MARKS = {"cudnn": ("cudnn",), "flash": ("flash_fwd", "flash_attention"), "flex": ("flex_attention", "triton_tem")}
-"""Parts of kernel names that show that an attention kernel ran."""
+MARKS = {
+    "cudnn": ("cudnn",),
+    "flash": ("flash_fwd", "flash_attention"),
+    "flex": ("flex_attention", "triton_tem"),
+    "fa3": ("flashattnfwd",),
+    "fa4": ("flash_attncute",),
+}
+"""Parts of kernel names that show that an attention kernel ran; those of "flash" are in the names of others too."""
 
 
 def kernels_of(call: Call, device: torch.device) -> list[dict[str, Any]]:
@@ -41,5 +47,5 @@ def kernel_seen(kernel: str, kernels: list[dict[str, Any]], device: torch.device
         return None
     names = [found["name"].lower() for found in kernels]
     if kernel == "flash":
-        names = [name for name in names if "cudnn" not in name]
+        names = [name for name in names if not any(mark in name for mark in (*MARKS["cudnn"], *MARKS["fa4"]))]
     return any(mark in name for name in names for mark in MARKS[kernel])

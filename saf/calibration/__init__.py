@@ -5,8 +5,9 @@ from saf.calibration.dense import dense_collection, dense_statistics
 from saf.calibration.driver import calibrate
 from saf.calibration.gates import gate_gradients
 from saf.calibration.gradients import QKGradient
-from saf.calibration.memory import CalibrationPlan, plan_calibration
+from saf.calibration.memory import heads_at_a_time, plan_calibration
 from saf.calibration.outputs import head_outputs
+from saf.calibration.plan import CalibrationPlan
 
 __all__ = [
     "CalibrationPlan",
@@ -17,6 +18,7 @@ __all__ = [
     "dense_statistics",
     "gate_gradients",
     "head_outputs",
+    "heads_at_a_time",
     "latter_half",
     "plan_calibration",
 ]

@@ -13,22 +13,26 @@ from saf.errors import InputError
 from saf.heads import Head, HeadSet
 
 Batch = Tensor | Mapping[str, Tensor]
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
-    """Return the token ids of batches on the CPU; raise InputError unless they are integer `[B, T]` of one T."""
+    """Return the token ids of batches on the CPU; raise InputError unless they are integer `[B, T]` of one T >= 1."""
     ids = []
     for batch in batches:
-        tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
-            raise InputError(f"batches must be integer tensors [B, T]; got {getattr(tokens, 'shape', type(tokens))}")
+        tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
+            got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise InputError(f"batches must be integer tensors [B, T]; got {got}")
         if isinstance(batch, Mapping) and not bool(torch.as_tensor(batch.get("attention_mask", 1)).all()):
             raise InputError("calibration sequences must not be padded; give sequences of one full length")
-        ids.append(tokens.cpu())
+        ids.append(tokens.long().cpu())
     if not ids or not sum(map(len, ids)):
         raise InputError("calibration needs at least one sequence; got none")
     if len(lengths := {tokens.shape[1] for tokens in ids}) > 1:
         raise InputError(f"calibration sequences must have one length; got {sorted(lengths)}")
+    if 0 in lengths:
+        raise InputError("calibration sequences need at least one token; got none")
     return ids
 
 

@@ -17,7 +17,9 @@ def dense_statistics(query: Tensor, key: Tensor, *, kv_head: Sequence[int]) -> L
     pattern = scores.masked_fill(~causal, -torch.inf).softmax(-1)
     mean = pattern.mean(0)
     deviation = ((pattern - mean) ** 2).sum((0, 2, 3))
-    divergence = (torch.xlogy(pattern, pattern) - torch.xlogy(pattern, mean)).sum((0, 2, 3))
+    # The mean of the smallest numbers may be zero where they are not.
+    above_zero = mean.clamp(min=torch.finfo(mean.dtype).tiny)
+    divergence = (torch.xlogy(pattern, pattern) - torch.xlogy(pattern, above_zero)).sum((0, 2, 3))
     floored = mean.clamp(min=FLOOR) * causal
     floored = floored / floored.sum(-1, keepdim=True)
     position = torch.arange(length, device=query.device)

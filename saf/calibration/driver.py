@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from saf.adapters import Adapter, adapter_for
 from saf.calibration.capture import Batch, Wanted, capture, check_heads, evaluation_mode, hash_of, read_batches
 from saf.calibration.collect import COLLECT_BYTES, Collection
-from saf.calibration.memory import CalibrationPlan, plan_calibration
+from saf.calibration.memory import plan_calibration
+from saf.calibration.plan import CalibrationPlan
 from saf.calibration.resume import LayerFolder, inputs_of
 from saf.calibration.tiles import LayerStatistics, measure_layer
 from saf.errors import DivergenceError

@@ -1,7 +1,6 @@
 """What a calibration will hold in memory, computed before the model runs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,10 +9,11 @@ from torch import nn
 from saf.adapters import Site, adapter_for
 from saf.calibration.backends import obstacle
 from saf.calibration.capture import Batch, Wanted, check_heads, read_batches
-from saf.calibration.collect import collection_bytes, latter_half
+from saf.calibration.collect import COLLECT_BYTES, collection_bytes, latter_half
+from saf.calibration.plan import CalibrationPlan, readable
 from saf.calibration.tiles import strip_bytes
 from saf.errors import InputError
-from saf.heads import Head, HeadSet
+from saf.heads import Head
 
 SHARE = 0.5
 """Of free memory that queries and keys may take where nothing is said; the rest is a margin."""
@@ -21,62 +21,6 @@ CPU_BYTES = 4 << 30
 """Most of it on a CPU, whose memory others use too."""
 TILE_SUMS = 3 << 28
 """The tile kernels' sums of a band of rows, with float64 copies of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationPlan:
-    """How a calibration will go and what it holds at once, in bytes; `str` is a sentence for people.
-
-    `forward_bytes` and `statistics_bytes` are estimates, the others exact.
-    """
-
-    heads: HeadSet
-    sequences: int
-    length: int
-    groups: list[list[int]]
-    """Layers whose queries and keys are kept at the same time; the model runs once for each group."""
-    layer_bytes: dict[int, int]
-    """Queries and keys of each layer."""
-    forward_bytes: int
-    """Activations of one forward pass of the largest batch."""
-    statistics_bytes: int
-    """Working memory of the tile loop."""
-    collected_bytes: int
-    """What `collect` keeps, on the CPU."""
-    free_bytes: int | None
-    """Free memory of the device; None where nothing tells."""
-    device: torch.device
-
-    @property
-    def layers(self) -> list[int]:
-        """The layers to measure, in order."""
-        return [layer for group in self.groups for layer in group]
-
-    @property
-    def capture_bytes(self) -> int:
-        """Queries and keys of the largest group."""
-        return max((sum(map(self.layer_bytes.__getitem__, group)) for group in self.groups), default=0)
-
-    @property
-    def device_bytes(self) -> int:
-        """All that is held on the model's device at once; passes and tile loops alternate."""
-        return self.capture_bytes + max(self.forward_bytes, self.statistics_bytes)
-
-    def without(self, done: Sequence[int]) -> "CalibrationPlan":
-        """Return the plan of what is left when some layers are there already."""
-        groups = [[layer for layer in group if layer not in done] for group in self.groups]
-        return replace(self, groups=[group for group in groups if group])
-
-    def __str__(self) -> str:
-        layers = max(map(len, self.groups), default=0)
-        free = "" if self.free_bytes is None else f" of {readable(self.free_bytes)} free"
-        kept = f"; {readable(self.collected_bytes)} collected on the CPU" if self.collected_bytes else ""
-        return (
-            f"calibration of {len(self.heads)} heads on {self.sequences} x {self.length:,} tokens: about "
-            f"{readable(self.device_bytes)}{free} on {self.device} (queries and keys of {layers} layers at a time "
-            f"{readable(self.capture_bytes)}, a forward pass {readable(self.forward_bytes)}, the tile loop "
-            f"{readable(self.statistics_bytes)}), model runs {len(self.groups)} x{kept}"
-        )
 
 
 def plan_calibration(
@@ -141,6 +85,16 @@ def plan_calibration(
     )
     _check(plan, capture_bytes)
     return plan
+
+
+def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
+    """Return of how many heads `collect` can be kept at once on the CPU, in half of what is free; one at least."""
+    weight = adapter_for(model).sites()[0].projections()["query"][0]
+    itemsize = 8 if weight.dtype == torch.float64 else 4
+    each = collection_bytes(collect, heads=1, sequences=sequences, length=length, itemsize=itemsize)
+    free = free_bytes(torch.device("cpu"))
+    limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
+    return max(1, limit // max(each, 1))
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -218,15 +172,3 @@ def _check(plan: CalibrationPlan, capture_bytes: int | None) -> None:
             f"not enough memory: {readable(plan.collected_bytes)} are to be collected, {readable(spare)} are free on "
             "the CPU; measure fewer heads at a time (heads=)"
         )
-
-
-def readable(size: int) -> str:
-    """Return bytes as people say them.
-
-    >>> readable(512), readable(4_830_000_000)
-    ('512 bytes', '4.83 GB')
-    """
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if size >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size} bytes"

@@ -13,7 +13,7 @@ from saf.adapters import adapter_for, unwrap
 from saf.calibration.capture import hash_of
 from saf.calibration.memory import lowered_dtype
 from saf.errors import CheckpointError, InputError
-from saf.files import read_json, read_tensors, write_json, write_tensors
+from saf.files import file_hash, read_json, read_tensors, write_json, write_tensors
 from saf.heads import HeadSet
 
 SCHEMA = "saf.calibration/1"
@@ -54,13 +54,13 @@ class LayerFolder:
     def write(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Keep a finished layer."""
         path = write_tensors(self._path(layer, ".safetensors"), tensors)
-        write_json(self._path(layer, ".json"), {"schema": SCHEMA, "layer": layer, "sha256": _sum(path)})
+        write_json(self._path(layer, ".json"), {"schema": SCHEMA, "layer": layer, "sha256": file_hash(path)})
 
     def read(self, layer: int) -> dict[str, Tensor]:
         """Return a finished layer's tensors; raise CheckpointError naming a file that is missing or damaged."""
         path = self._path(layer, ".safetensors")
         expected = _read(self._path(layer, ".json")).get("sha256")
-        if not path.is_file() or _sum(path) != expected:
+        if not path.is_file() or file_hash(path) != expected:
             raise CheckpointError(
                 f"{path} is missing or damaged; remove {path.stem}.json to have layer {layer} measured again"
             )
@@ -121,11 +121,6 @@ def _read(path: Path) -> dict[str, Any]:
         return read_json(path)
     except InputError as error:
         raise CheckpointError(f"{error}; remove it, or name a new folder") from None
-
-
-def _sum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _short(value: Any) -> str:

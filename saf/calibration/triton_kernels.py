@@ -12,6 +12,8 @@ import triton.language as tl
 FAR = tl.constexpr(1e4)
 """A logit of minus this is nothing in float32, and unlike infinity its differences are numbers."""
 TINY = tl.constexpr(1e-37)
+NOTHING = tl.constexpr(-126.0)
+"""Below the logarithm of TINY."""
 UNSPECIALIZED = ["N", "H", "T", "scale", "floor", "first", "num_i", "num_j", "offset", "num_tiles"]
 
 
@@ -181,6 +183,9 @@ def tile_kernel(
     if DIAGONAL:
         b_l0 = tl.where(past, b_l0, -FAR)
     b_a0 = tl.exp2(b_l0)
+    # Any number does where A_0 vanishes, as long as both sums take the same; a far one would cost their digits. Not a
+    # maximum, which would turn NaN into a number.
+    b_l0 = tl.where(b_l0 < NOTHING, NOTHING, b_l0)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     square = tl.zeros((BM,), dtype=tl.float32)
     gain = tl.zeros((BM,), dtype=tl.float32)

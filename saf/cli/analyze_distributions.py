@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.analysis.distributions import head_entry, query_positions, row_distances
+from saf.adapters import adapter_for
+from saf.analysis.distributions import check_split, head_entry, query_positions, row_distances
 from saf.analysis.entry_cdfs import FAMILIES
+from saf.analysis.profiles import blank
 from saf.analysis.projection import project_profiles, sample_profiles, umap_reducer
 from saf.analysis.row_models import SCALE
 from saf.calibration import calibrate
@@ -18,7 +20,7 @@ from saf.cli.output import columns
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.scores import score
-from saf.selection import select
+from saf.selection import budget, select
 from saf.statistics import AttentionStatistics
 
 
@@ -60,11 +62,13 @@ class Distributions(OnModel):
                 f"between 0 and 1; got {self.fitted}"
             )
         ids = self.calibration(opened)
-        say(f"calibrating on {sum(map(len, ids))} sequences")
+        count = sum(map(len, ids))
+        fitted = round(self.fitted * count)
+        check_split(count, fitted)
+        say(f"calibrating on {count} sequences")
         with opened.autocast:
             heads = self._heads(opened, ids)
             found = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
-        fitted = round(self.fitted * found.num_sequences)
         waiting = Waiting("heads", len(heads))
         apart = row_distances(found, heads, fitted=fitted, scale=self.scale, seed=self.seed, progress=waiting)
         shown = evenly(heads, self.shown)
@@ -86,6 +90,9 @@ class Distributions(OnModel):
     def _heads(self, opened: Opened, ids: list[Tensor]) -> HeadSet:
         if self.heads:
             return HeadSet(read_heads(self.heads))
+        total = blank(adapter_for(opened.model).sites()).numel()
+        if not budget(self.rate, total):
+            raise InputError(f"the rate must select at least one of {total} heads; got {self.rate}")
         return select(score(calibrate(opened.model, ids), "variance"), self.rate)
 
     def _entries(self, statistics: AttentionStatistics, heads: HeadSet, shown: HeadSet, fitted: int) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from saf.adapters import adapter_for
 from saf.analysis.geometry import DISTANCES, distance_and_cost, distances_from_mean
 from saf.analysis.joint import joint_cost
-from saf.analysis.profiles import PROFILES, attention_profiles, layer_matched
+from saf.analysis.profiles import PROFILES, attention_profiles, blank, layer_matched
 from saf.calibration import calibrate
+from saf.calibration.capture import check_heads
 from saf.cli.analyze_base import OnModel, Waiting
 from saf.cli.options import Heads, Score, read_heads
 from saf.cli.output import columns
@@ -16,7 +18,7 @@ from saf.files import read_json
 from saf.heads import HeadSet
 from saf.patterns import PATTERNS
 from saf.scores import score
-from saf.selection import select
+from saf.selection import budget, select
 
 
 @dataclass(kw_only=True)
@@ -34,6 +36,7 @@ class JointCost(OnModel):
         """Measure, show, write and return the record."""
         opened = self.open()
         first, second = (HeadSet(read_heads(words)) for words in (self.first, self.second))
+        check_heads(adapter_for(opened.model).sites(), first | second)
         ids, windows = self.calibration(opened), opened.windows(self.windows)
         with opened.autocast:
             statistics = calibrate(opened.model, ids)
@@ -61,11 +64,13 @@ class Profiles(OnModel):
     def run(self) -> dict[str, Any]:
         """Measure, show, write and return the record."""
         opened = self.open()
+        chosen = HeadSet(read_heads(self.selected))
+        if len(chosen):
+            layer_matched(blank(adapter_for(opened.model).sites()), chosen)  # raises now what it would raise afterwards
         with opened.autocast:
             windows = opened.windows(self.windows)[:, :-1]
             waiting = Waiting("windows", len(windows))
             found = attention_profiles(opened.model, windows.split(self.batch_size), progress=waiting)
-        chosen = HeadSet(read_heads(self.selected))
         compared = {name: layer_matched(values, chosen) for name, values in found.items()} if len(chosen) else {}
         rows = [
             [name, *(f"{value:.4f}" for value in (found[name].nanmean().item(), *compared.get(name, ())))]
@@ -93,13 +98,12 @@ class Geometry(OnModel):
     def run(self) -> dict[str, Any]:
         """Measure, show, write and return the record."""
         opened = self.open()
+        costs = self._costs(blank(adapter_for(opened.model).sites()).numel())
         ids = self.calibration(opened)
         with opened.autocast:
             scores = score(calibrate(opened.model, ids), self.score or "variance")
             nested = {rate: select(scores, rate) for rate in self.rates}
             largest = max(nested.values(), key=len)
-            if not all(map(len, nested.values())):
-                raise InputError(f"each rate must select at least one of {scores.numel()} heads; got {self.rates}")
             found = distances_from_mean(opened.model, ids, largest, PATTERNS, seed=self.seed)
         at = {rate: [largest.index(head) for head in heads] for rate, heads in nested.items()}
         record: dict[str, Any] = {
@@ -113,8 +117,7 @@ class Geometry(OnModel):
                 for rate in map(str, self.rates) for name in PATTERNS]  # fmt: skip
         tables = [columns("distance from the mean pattern", ["heads, pattern", *DISTANCES], rows)]
         values: dict[str, Any] = {"distances": record}
-        if self.costs is not None:
-            costs = read_json(self.costs)
+        if costs is not None:
             values["correlations"] = {each: distance_and_cost(record[each], costs) for each in DISTANCES}
             rows = [
                 [each, *(f"{value:.3f}" for value in (*within.values(), pooled))]
@@ -123,3 +126,13 @@ class Geometry(OnModel):
             head = ["Spearman with cost", *(f"{rate:.0%}" for rate in self.rates), "stratified"]
             tables.append(columns("distance and cost", head, rows))
         return self.finish(self.record("geometry", opened, values), *tables)
+
+    def _costs(self, heads: int) -> dict[str, Any] | None:
+        """Return the costs, if given; raise InputError, before any work, for rates and costs that cannot be used."""
+        if not all(budget(rate, heads) for rate in self.rates):
+            raise InputError(f"each rate must select at least one of {heads} heads; got {self.rates}")
+        if self.costs is None:
+            return None
+        costs = read_json(self.costs)
+        distance_and_cost({str(rate): dict.fromkeys(PATTERNS, 0.0) for rate in self.rates}, costs)
+        return costs

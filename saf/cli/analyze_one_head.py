@@ -12,7 +12,7 @@ from saf.cli.analyze_base import OnModel, Opened, Waiting, say
 from saf.cli.output import columns
 from saf.files import write_json
 from saf.fit import CONSTANT_AFTER, fit_variants
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.selection import budget, ranking
 from saf.train.batches import heldout_batches
 from saf.train.gradients import recorded_gradient

@@ -10,6 +10,7 @@ from rich.table import Table
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
 from saf.cli.bench_calibration import Calibration
 from saf.cli.bench_errors import Errors
+from saf.cli.bench_tune import Tune
 from saf.cli.output import columns, machine, show
 from saf.errors import UnsupportedError
 
@@ -114,4 +115,4 @@ def _percent(entry: Mapping[str, Any]) -> str | None:
     return None if change is None else f"{change:+.2f}%"
 
 
-COMMANDS = {"op": Op, "update": Update, "prefill": Prefill, "errors": Errors, "calibration": Calibration}
+COMMANDS = {"op": Op, "update": Update, "prefill": Prefill, "errors": Errors, "calibration": Calibration, "tune": Tune}

@@ -1,5 +1,6 @@
 """`saf freeze`: the whole recipe on a checkpoint."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -7,7 +8,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor
 
-from saf.calibration import plan_calibration
+from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
+from saf.calibration.plan import readable
 from saf.cli.layer_progress import LayerProgress
 from saf.cli.models import Source, open_data, open_source, pick_device, trained_data
 from saf.cli.options import Float, Folder, FreezeOptions
@@ -16,8 +18,10 @@ from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.perplexity import autocast
-from saf.freeze import FreezeConfig, freeze_
+from saf.freeze import freeze_, scores_collect
+from saf.freeze_config import FreezeConfig
 from saf.models import GPT
+from saf.patterns import collect_for
 from saf.surgery import finalize_
 from saf.train.batches import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
@@ -73,7 +77,8 @@ class Freeze(FreezeOptions):
         needed = self._needed(checkpoint, model, config)
         limit = None if self.capture_gb is None else int(1e9 * self.capture_gb)
         with autocast(device, self.precision), LayerProgress() as progress:
-            progress.say(str(plan_calibration(model, batches, capture_bytes=limit)))
+            for plan in _plans(model, batches, config, needed, limit):
+                progress.say(plan)
             report = freeze_(
                 model,
                 batches,
@@ -143,6 +148,20 @@ class Freeze(FreezeOptions):
             count, size = self.heldout_sequences, self.batch_size
             heldout = heldout_batches(data, length=length, count=count, batch_size=size)
         return list(windows.split(self.batch_size)), heldout
+
+
+def _plans(
+    model: GPT, batches: list[Tensor], config: FreezeConfig, needed: dict[str, Any], limit: int | None
+) -> Iterator[str]:
+    """Yield what is held at once: by the calibration, and by a second one when the pattern reads more of its heads."""
+    plan = plan_calibration(model, batches, collect=scores_collect(config, needed), capture_bytes=limit)
+    yield str(plan)
+    if not (names := collect_for(config.pattern, config.storage)):
+        return
+    shape = {"sequences": plan.sequences, "length": plan.length}
+    together = min(heads_at_a_time(model, names, **shape), len(plan.heads))
+    kept = readable(collection_bytes(names, heads=together, **shape))
+    yield f"for the patterns, {', '.join(names)} of the heads chosen, up to {together} at a time: {kept} on the CPU"
 
 
 COMMAND = Freeze

@@ -11,7 +11,7 @@ import tyro
 from saf.errors import InputError
 from saf.files import read_json
 from saf.fit import FITTERS
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.patterns import PATTERNS, Storage
 from saf.scores import SCORES
 
@@ -52,6 +52,8 @@ class FreezeOptions:
 
     rate: Float = None
     """Share of all heads to freeze (0.25)."""
+    count: Int = None
+    """Freeze so many heads instead of a share."""
     score: Score = None
     """Heads with the lowest score are frozen first (variance)."""
     pattern: Pattern = None
@@ -88,8 +90,10 @@ class FreezeOptions:
     """Further arguments of the pattern, such as: scale 4."""
 
     def given(self) -> dict[str, Any]:
-        """Return the arguments of `FreezeConfig` that were given; raise InputError for heads that cannot be read."""
+        """Return the arguments of `FreezeConfig` that were given; raise InputError for unusable heads."""
         values = {name: value for name, value in changed(self).items() if name in _FIELDS}
+        if values.keys() >= {"rate", "count"}:
+            raise InputError("give either a rate or a count of heads to freeze")
         for name in values.keys() & {"heads", "exclude"}:
             values[name] = read_heads(values[name])
         for name in values.keys() & {"fitter_options", "pattern_options"}:

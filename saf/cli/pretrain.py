@@ -149,9 +149,9 @@ class Pretrain:
         return given
 
     def _freeze_config(self, options: dict[str, Any]) -> Any:
-        from saf.freeze import FreezeConfig
+        from saf.freeze_config import FreezeConfig
 
-        if not options.keys() & {"rate", "heads"}:
+        if not options.keys() & {"rate", "count", "heads"}:
             raise InputError(f"--freeze.{next(iter(options)).replace('_', '-')} needs --freeze.rate beside it")
         return FreezeConfig(**options)
 

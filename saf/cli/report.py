@@ -17,7 +17,7 @@ from saf.report.results import write_results
 
 @dataclass(kw_only=True)
 class Report:
-    """Write one self-contained HTML page: about runs, or bars of speedup from files of `saf bench`.
+    """Write one self-contained HTML page: about runs, or bars of speedup and tables from files of `saf bench`.
 
     With --results, a document of every result in a folder instead, in tables beside the paper's.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from saf.data.index import INDEX_FILE
 from saf.errors import DataError
+from saf.files import flush, flush_folder
 
 
 def check_target(out: Path, *, overwrite: bool):
@@ -42,12 +43,12 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
         partial.mkdir()
         try:
             yield partial
-            sync_tree(partial)
+            flush_folder(partial)
             shutil.rmtree(replaced, ignore_errors=True)
             if (out / INDEX_FILE).is_file():
                 out.rename(replaced)
             partial.rename(out)
-            _sync(out.parent)
+            flush(out.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -69,17 +70,3 @@ def _locked(out: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink()
-
-
-def sync_tree(folder: Path):
-    """Force a folder's files and its list of names to disk."""
-    for path in [*folder.iterdir(), folder]:
-        _sync(path)
-
-
-def _sync(path: Path):
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

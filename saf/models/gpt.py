@@ -12,6 +12,7 @@ from saf.models.config import GPTConfig
 from saf.models.cross_entropy import linear_cross_entropy, linear_log_probs
 from saf.models.rotary import Rotary
 from saf.ops.gelu import gelu_linear
+from saf.ops.trainable_pattern import TrainablePattern
 
 INIT_STD = 0.02
 
@@ -59,7 +60,12 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw all weights anew: normal with std 0.02, residual projections divided by sqrt(2 layers)."""
+        """Draw all weights anew: normal with std 0.02, residual projections divided by sqrt(2 layers); norms are one.
+
+        Raises InputError when trainable patterns are installed, which have no distribution to be drawn from.
+        """
+        if any(isinstance(module, TrainablePattern) for module in self.modules()):
+            raise InputError("trainable patterns cannot be drawn anew; take them out first: saf.uninstall_(model)")
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:

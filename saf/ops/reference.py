@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saf.ops.dense_product import dense_product
 from saf.pattern import CompactPattern, DensePattern
 
 
@@ -37,8 +38,7 @@ def _weights(pattern: CompactPattern | DensePattern) -> Tensor:
 
 def forward(value: Tensor, tables: dict[str, Tensor], rows: int) -> Tensor:
     """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
-    length = value.shape[-2]
-    return tables["weights"][:, length - rows : length, :length] @ value
+    return dense_product(tables["weights"], value, rows)
 
 
 def untrainable(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:

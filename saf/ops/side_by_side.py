@@ -1,7 +1,7 @@
-"""The registered operator `saf::side_by_side`: live and frozen heads at the same time, on two CUDA streams.
+"""The registered operator `saf::side_by_side`: live and frozen heads of a layer behind one boundary, for inference.
 
-For inference. With few sequences neither launch fills the device; run after one another they leave it half empty. One
-operator also means one boundary a layer for the host.
+In a CUDA graph they run at the same time, on two streams: with few sequences neither launch fills the device, and run
+after one another they leave it half empty.
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.live import live_attention
-from saf.ops.toeplitz_operator import toeplitz_product, uses_triton
+from saf.ops.toeplitz_operator import float32_products, toeplitz_product, uses_triton
 
 
 def overlaps(device: torch.device, dtype: torch.dtype) -> bool:
@@ -40,11 +40,15 @@ def side_by_side(
     from saf.ops.triton.toeplitz import toeplitz_matmul
 
     value = value if value.stride(-1) == 1 else value.contiguous()
-    mixed = _new_by_position(value)
+    mixed, precision = _new_by_position(value), float32_products()
+    if not torch.cuda.is_current_stream_capturing():
+        # Where the host launches every kernel itself, a second stream costs it more than the device gains.
+        toeplitz_matmul(value, table, before, after, transpose=False, out=mixed, precision=precision)
+        return _by_position(live_attention(query, key, live_value, scale=scale, kernel=kernel)), mixed
     main, side = torch.cuda.current_stream(query.device), _side_stream(query.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        toeplitz_matmul(value, table, before, after, transpose=False, out=mixed)
+        toeplitz_matmul(value, table, before, after, transpose=False, out=mixed, precision=precision)
     live = live_attention(query, key, live_value, scale=scale, kernel=kernel)
     # What the side stream read and wrote may be freed and used again only behind it.
     main.wait_stream(side)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.convolution import causal_convolution
+from saf.ops.dense_product import dense_product
 from saf.ops.pattern_gradient import compact_tables, trainable_product
 from saf.ops.side_by_side import overlaps, side_by_side
 from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_product
@@ -98,10 +99,9 @@ def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
     """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
     if not tables["stored"]:
         return _convolve(value, tables, rows)
-    length = value.shape[-2]
     output = value.new_empty(value.shape[0], rows, value.shape[1], value.shape[3]).transpose(1, 2)
     stored, convolved = list(tables["stored"]), list(tables["convolved"])
-    output[:, stored] = tables["weights"][:, length - rows : length, :length] @ value[:, stored]
+    output[:, stored] = dense_product(tables["weights"], value[:, stored], rows)
     if convolved:
         output[:, convolved] = _convolve(value[:, convolved], tables, rows)
     return output

@@ -44,6 +44,11 @@ def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor)
     return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
 
 
+def float32_products() -> str:
+    """Return how float32 operands are multiplied: exactly ("ieee") unless PyTorch's own switch allows TF32."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the product runs as a Triton kernel on this device."""
     return device.type == "cuda" and dtype in TRITON_DTYPES and has_triton()
@@ -73,7 +78,7 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
         from saf.ops.triton.toeplitz import toeplitz_matmul
 
         x = x if x.stride(-1) == 1 else x.contiguous()
-        return toeplitz_matmul(x, table, before, after, transpose=transpose)
+        return toeplitz_matmul(x, table, before, after, transpose=transpose, precision=float32_products())
     return (reversed_product if transpose else blocked_product)(x, table, before, after)
 
 

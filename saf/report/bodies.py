@@ -1,15 +1,16 @@
 """What the document of results says about one record, whatever its kind."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from saf.bench.recorder import SCHEMA
 from saf.report import anything
 from saf.report.analyses import PREFIX, analysis_of
-from saf.report.cells import Analysis, markdown
+from saf.report.cells import Analysis, Cells, Part, markdown
 from saf.report.error_tables import error_tables
 from saf.report.interventions import intervention_tables
 from saf.report.measured import groups_of, is_speeds
+from saf.report.nanogpt import nanogpt_tables
 from saf.report.paper import Quoted, footnotes
 from saf.report.speeds import (
     UNFINISHED,
@@ -23,11 +24,31 @@ from saf.report.speeds import (
     ways,
 )
 
-_TABLES = {"calibration": intervention_tables, "errors": error_tables}
+TITLES = {
+    "update": "Updates: speed",
+    "memory": "Updates: peak memory",
+    "nanogpt": "Updates: beside nanoGPT",
+    "prefill": "Prefill",
+    "op": "One layer's attention",
+    "calibration": "Freezing: seconds",
+    "errors": "Numerical errors",
+    "analysis": "Analyses",
+}
+"""Of the kinds of records, in their order."""
+_TABLES: dict[str, Callable[[Mapping[str, Any]], list[Part]]] = {
+    "calibration": intervention_tables,
+    "errors": error_tables,
+    "nanogpt": nanogpt_tables,
+}
 
 
 def body_of(record: Mapping[str, Any]) -> list[str]:
     """Return Markdown paragraphs: how it was measured, tables, what to know about them."""
+    return [markdown(part) if isinstance(part, Cells) else part for part in parts_of(record)]
+
+
+def parts_of(record: Mapping[str, Any]) -> list[Part]:
+    """Return the paragraphs, each table as such."""
     if is_speeds(record):
         return _speeds(record)
     if str(record.get("schema")).startswith(PREFIX) and (analysis := analysis_of(record)):
@@ -37,16 +58,17 @@ def body_of(record: Mapping[str, Any]) -> list[str]:
     return _anything(record)
 
 
-def _speeds(record: Mapping[str, Any]) -> list[str]:
-    groups, parts = groups_of(record), []
+def _speeds(record: Mapping[str, Any]) -> list[Part]:
+    groups = groups_of(record)
+    parts: list[Part] = []
     if groups:
         told = " ".join(filter(None, [protocol(record, groups), kernels_seen(record)]))
         parts.append(told)
     several = ways(groups)
     for way, chosen in several.items():
-        parts += [f"**{way}**", markdown(speed_table(chosen))]
+        parts += [f"**{way}**", speed_table(chosen)]
     if record["memory"]:
-        parts += [_memory_words(record), markdown(memory_table(record))]
+        parts += [_memory_words(record), memory_table(record)]
     quotes = quoted_in(record, groups)
     notes = [f"Paper, {note}" for note in footnotes(quotes)] or ["The paper has no number at these shapes."]
     return [*parts, _list([*caveats(record, groups), *notes])]
@@ -58,18 +80,18 @@ def _memory_words(record: Mapping[str, Any]) -> str:
     return f"Peak memory since the warm-up, one arm a process ({measured}). Baseline: the ordinary model."
 
 
-def _analysis(analysis: Analysis) -> list[str]:
+def _analysis(analysis: Analysis) -> list[Part]:
     notes = [f"Paper, {note}" for note in footnotes([analysis.source and Quoted("", analysis.source)])]
-    parts = [f"{analysis.title}: {analysis.conditions}."]
+    parts: list[Part] = [f"{analysis.title}: {analysis.conditions}."]
     for caption, table in analysis.tables.items():
-        parts += [f"**{caption}**", markdown(table)] if caption else [markdown(table)]
+        parts += [f"**{caption}**", table] if caption else [table]
     return [*parts, _list(notes)] if notes else parts
 
 
-def _anything(record: Mapping[str, Any]) -> list[str]:
-    parts = []
+def _anything(record: Mapping[str, Any]) -> list[Part]:
+    parts: list[Part] = []
     for name, table in anything.tables(record):
-        parts += [f"**{name}**", markdown(table)]
+        parts += [f"**{name}**", table]
     return [*parts, *_left_out(record)]
 
 

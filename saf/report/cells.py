@@ -38,6 +38,10 @@ class Analysis:
     source: Source | None
 
 
+Part = str | Cells
+"""What a document is made of: a paragraph, caption or list of notes as Markdown, or a table."""
+
+
 def percent(rate: str) -> str:
     """Return a share as text, from the text that JSON has for it."""
     return f"{100 * float(rate):g}%"

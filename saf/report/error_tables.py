@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from saf.report import paper
-from saf.report.cells import Cells, markdown
+from saf.report.cells import Cells, Part
 from saf.report.words import MISSING
 
 Record = Mapping[str, Any]
@@ -16,17 +16,17 @@ _PARTS = {
 _PAPERS_CASE = {"length": 129, "stored": 192, "batch_size": 2, "num_heads": 4, "head_dim": 64, "frozen": [1, 3]}
 
 
-def error_tables(record: Record) -> list[str]:
-    """Return Markdown: a table for each part, backend and precision, and the notes to read them by."""
+def error_tables(record: Record) -> list[Part]:
+    """Return a table for each part, backend and precision, and the notes to read them by."""
     settings = record["settings"]
     case = {key: list(value) if isinstance(value := settings[key], tuple) else value for key in _PAPERS_CASE}
     papers = case == _PAPERS_CASE
-    parts = [_conditions(settings)]
+    parts: list[Part] = [_conditions(settings)]
     for key, rows in groupby(record["rows"], key=lambda row: (row["part"], row["backend"], row["precision"])):
         part, backend, precision = key
         what, beside = _PARTS[part]
         parts.append(f"**{what}, {backend}, {precision}**")
-        parts.append(markdown(_table(list(rows), beside, precision if papers and part == "layer" else None)))
+        parts.append(_table(list(rows), beside, precision if papers and part == "layer" else None))
     source = paper.GRADIENTS
     told = f"Paper, `{source.label}`: {source.conditions}. It stands beside our column of the same comparison."
     return [*parts, f"- {told if papers else 'The paper tells another case.'}"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.report import paper
-from saf.report.cells import Cells, markdown
+from saf.report.cells import Cells, Part
 from saf.report.error_tables import error
 from saf.report.paper import Quoted, footnotes
 from saf.report.words import MISSING, gibibytes, number, seconds
@@ -15,23 +15,22 @@ STAGES = {"statistics": "statistics", "fit": "fit"}
 """Stages that the paper tells too, by our name; its statistics include the capture."""
 
 
-def intervention_tables(record: Record) -> list[str]:
-    """Return Markdown: a table of stages for each intervention, one of fits, one of dense collections."""
+def intervention_tables(record: Record) -> list[Part]:
+    """Return a table of stages for each intervention, one of fits, one of dense collections."""
     quoted: list[Quoted | None] = []
-    parts = ["Warm times are medians over repeated interventions on one model; the first use is told apart."]
+    parts: list[Part] = [
+        "Warm times are medians over repeated interventions on one model; the first use is told apart."
+    ]
     for row in record["rows"]:
         if row["part"] == "intervention":
-            parts += [_conditions(row), markdown(_stages(row, quoted))]
+            parts += [_conditions(row), _stages(row, quoted)]
     fits = [row for row in record["rows"] if row["part"] == "fit"]
     if fits:
-        parts += ["**Fit of all heads and its KL**", markdown(_fits(fits))]
+        parts += ["**Fit of all heads and its KL**", _fits(fits)]
         quoted.append(Quoted("", paper.COSTS))
     dense = [row for row in record["rows"] if row["part"] == "dense"]
     if dense:
-        parts += [
-            "**Dense collection of the same queries and keys, in float32, as the baseline**",
-            markdown(_dense(dense)),
-        ]
+        parts += ["**Dense collection of the same queries and keys, in float32, as the baseline**", _dense(dense)]
     return [*parts, "\n".join(f"- {note}" for note in _notes(fits, quoted))]
 
 

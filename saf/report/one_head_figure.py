@@ -77,7 +77,10 @@ def _score(record: Record, name: str, accepted: set[tuple[int, ...]], x: float, 
     upward = Scale.of([0.0, *(point[1] for point in inside + outside)], "root")
     panel = Panel(x, y, 140, 104, across, upward)
     quality = (record.get("quality") or {}).get(name)
-    told = f"Spearman {number(quality['spearman'], 3)}" if quality and quality["spearman"] is not None else "so far"
+    told = "so far"
+    if quality is not None:
+        known = quality["spearman"] is not None
+        told = f"Spearman {number(quality['spearman'], 3)}" if known else "no rank correlation"
     parts = [label(x - 40, y - 26, name.replace("_", " "), css="name"), label(x - 40, y - 10, told, css="small")]
     return [
         *parts,

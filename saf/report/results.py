@@ -12,7 +12,7 @@ from saf.files import read_json, write_atomically
 from saf.report.analyses import PREFIX
 from saf.report.analysis_figures import FIGURES, analysis_figure
 from saf.report.bars_svg import bars_picture
-from saf.report.bodies import body_of
+from saf.report.bodies import TITLES, body_of
 from saf.report.measured import is_speeds
 from saf.report.origin import told_by
 from saf.report.trainings import training
@@ -98,10 +98,10 @@ def _natural(path: Path) -> list[tuple[int, Any]]:
 
 def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
     kinds = dict.fromkeys(file.section for file in files)
-    for kind, title in _TITLES.items():
+    for kind, title in TITLES.items():
         if kind in kinds:
             yield kind, title
-    for kind in sorted(kinds.keys() - _TITLES.keys()):
+    for kind in sorted(kinds.keys() - TITLES.keys()):
         yield kind, kind.replace("_", " ").capitalize()
 
 
@@ -116,15 +116,6 @@ def _figure(file: File) -> str | None:
     return analysis_figure(file.record) if file.section == "analysis" and name in FIGURES else None
 
 
-_TITLES = {
-    "update": "Updates: speed",
-    "memory": "Updates: peak memory",
-    "prefill": "Prefill",
-    "op": "One layer's attention",
-    "calibration": "Freezing: seconds",
-    "errors": "Numerical errors",
-    "analysis": "Analyses",
-}
 _INTRODUCTION = """# Results
 
 <!-- Rendered: saf report --results results --out docs/results.md. Do not edit; `make check` compares. -->

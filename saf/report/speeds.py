@@ -89,7 +89,6 @@ def memory_quoted(record: Record, entry: Record) -> Quoted | None:
 def protocol(record: Record, groups: Sequence[Group]) -> str:
     """Return in one paragraph how a record's speeds were measured, and against what."""
     settings = record["settings"]
-    compiled = settings["compile"] == "on" or (settings["compile"] == "auto" and bool(record["environment"]["driver"]))
     baselines = " or ".join(dict.fromkeys(baseline_name(group.baseline) for group in groups))
     process = "every block in a process of its own" if settings.get("fresh") else "in the same process"
     count = number(settings["repeats"])
@@ -97,10 +96,16 @@ def protocol(record: Record, groups: Sequence[Group]) -> str:
     block = "each block one call" if settings["repeats"] == 1 else block
     return (
         f"Baseline: {_same(record['kind'])} with {baselines} in every head, "
-        f"{'compiled' if compiled else 'not compiled'}, {process}; alternating pairs (ABBA), {block}. "
+        f"{compiled(record)}, {process}; alternating pairs (ABBA), {block}. "
         f"Control: a second ordinary model against the first; measurements whose control is further than "
         f"{100 * settings['tolerance']:g}% from 1 are refused."
     )
+
+
+def compiled(record: Record) -> str:
+    """Say whether a benchmark compiled its models: by default where there is a GPU."""
+    asked = record["settings"]["compile"]
+    return "compiled" if asked == "on" or (asked == "auto" and record["environment"]["driver"]) else "not compiled"
 
 
 def _same(kind: str) -> str:

@@ -1,11 +1,12 @@
 """Folders that are either whole on disk or not there at all."""
 
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from saf.files import flush, flush_folder
 
 TEMPORARY = ".writing-"
 DELETED = ".deleted-"
@@ -23,9 +24,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for file in sorted(temporary.iterdir()):
-            flush(file)
-        flush(temporary)
+        flush_folder(temporary)
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -51,12 +50,3 @@ def remove_leftovers_(parent: Path) -> None:
 def is_full(error: BaseException) -> bool:
     """Whether an error, safetensors' own included, says that the disk is full."""
     return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from saf.errors import InputError
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.schedules import SCHEDULES
 
 Sampler = Literal["shuffled", "random"]

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import torch
 
+from saf.calibration import plan_calibration
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.fit import check_fitter_options
-from saf.freeze import freeze_
+from saf.freeze import freeze_, scores_collect
 from saf.ops.backends import choose_backend
 from saf.schedules import Event
 from saf.scores import HOW_TO_COLLECT, score_name
@@ -62,14 +63,17 @@ def intervene_(training: Training, event: Event) -> None:
     if "outputs" in freeze.needs:
         count, size = config.heldout_sequences, config.batch_size
         heldout = heldout_batches(training.data, length=training.length, count=count, batch_size=size)
+    needed = {"gradient": training.gradient} if training.gradient else None
     with training.execution.autocast():
+        plan = plan_calibration(training.model, batches, collect=scores_collect(freeze, needed or {}))
+        training.observer.progress.say(f"update {training.update}: {plan}")
         report = freeze_(
             training.model,
             batches,
             replace(freeze, rate=event.rate),
             optimizer=training.optimizer,
             heldout=heldout,
-            needed={"gradient": training.gradient} if training.gradient else None,
+            needed=needed,
         )
     report.save(training.folder, update=event.update)
     training.schedule.done(event)

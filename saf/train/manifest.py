@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import CheckpointError
+from saf.files import file_hash
 
 MANIFEST = "manifest.json"
 SCHEMA = "saf.checkpoint/1"
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.files import read_json, read_lines, write_json
+from saf.files import file_hash, read_json, read_lines, write_json
 from saf.surgery import pattern_parameters, state_of
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
-from saf.train.manifest import MANIFEST, file_hash
+from saf.train.manifest import MANIFEST
 from saf.train.provenance import provenance
 from saf.train.training import Training
 

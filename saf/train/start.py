@@ -1,14 +1,13 @@
 """Setting a run up: new, from a parent's checkpoint, or resumed."""
 
-import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
-from saf.files import read_json, write_json
+from saf.files import read_json
 from saf.models import GPTConfig
 from saf.schedules import SCHEDULES, Schedule
 from saf.train.atomic import remove_leftovers_
@@ -24,12 +23,10 @@ from saf.train.observer import Observer
 from saf.train.optimizer import build_optimizer
 from saf.train.progress import Progress
 from saf.train.random_state import restore_random_state
-from saf.train.records import keep_lines_
 from saf.train.run_config import check_same_run, model_config, run_config
+from saf.train.run_folder import EVENT_FILES, write_start
 from saf.train.throughput import flops_per_token, peak_flops
 from saf.train.training import Training
-
-EVENT_FILES = ("freeze.json", "freeze.safetensors")
 
 
 def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Training:
@@ -40,28 +37,19 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
         CheckpointError: The checkpoint is damaged, or is of other data or another model.
     """
     folder = Path(config.out)
-    lock = None
-    if (folder / "config.json").exists():
-        lock = lock_folder(folder)
-        _check_folder(folder, config, resume)
-    execution = Execution.of(config)
-    data = TokenData.open(config.data)
+    lock = _lock_run(folder, config, resume=resume)
+    execution, data = Execution.of(config), TokenData.open(config.data)
     shape = model_config(config, data)
     length = config.length or shape.max_length
     check_heldout(data, config, length=length)
     check_freeze(config, execution)
     own = latest(folder / "checkpoints") if resume else None
-    origin = own or config.parent
-    checkpoint = open_checkpoint(origin) if origin else None
-    if checkpoint:
-        _check_fits(checkpoint, shape, data)
-        restore_random_state(checkpoint.state["random"])
+    checkpoint = _open(own or config.parent, shape, data)
+    state, update = (checkpoint.state, checkpoint.update) if checkpoint else (None, 0)
     parent = _parent_record(config, folder, checkpoint, resumed=own is not None)
     model, optimizer = _build(config, shape, execution, checkpoint)
-    update = checkpoint.update if checkpoint else 0
-    if own and checkpoint:
-        clock.advance(checkpoint.state["elapsed_seconds"])
-    state = checkpoint.state if checkpoint else None
+    if own and state:
+        clock.advance(state["elapsed_seconds"])
     schedule = _schedule(config, state["schedule"] if own and state else None)
     gradient = start_gradient(model, config, schedule, state=state, update=update)
     # Settings that cannot be used leave no folder behind.
@@ -69,9 +57,7 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
     lock = lock or lock_folder(folder)
     remove_leftovers_(folder / "checkpoints")
     record = run_config(config, model=shape, data=data, execution=execution, parent=parent)
-    _write_start(folder, config, record, update=update, own=own)
-    position = update * config.batch_size * config.accumulation
-    windows = SAMPLERS[config.sampler](data.tokens("train"), length=length, seed=config.seed)
+    write_start(folder, config, record, update=update, own=own)
     return Training(
         config=config,
         folder=folder,
@@ -81,7 +67,7 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
         length=length,
         model=model,
         optimizer=optimizer,
-        batches=MicroBatches(windows, size=config.batch_size, position=position, device=execution.device),
+        batches=_batches(config, data, length, update, execution),
         schedule=schedule,
         gradient=gradient,
         clock=clock,
@@ -92,10 +78,24 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
     )
 
 
-def _check_folder(folder: Path, config: TrainConfig, resume: bool) -> None:
+def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | None:
+    """Lock a folder that holds a run, which must be the one to resume; None when it holds none."""
+    if not (folder / "config.json").exists():
+        return None
+    lock = lock_folder(folder)
     if not resume:
         raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
     check_same_run(config, read_json(folder / "config.json")["settings"])
+    return lock
+
+
+def _open(path: str | Path | None, shape: GPTConfig, data: TokenData) -> Checkpoint | None:
+    """Open the checkpoint that training goes on from, if there is one, and take over its random state."""
+    checkpoint = open_checkpoint(path) if path else None
+    if checkpoint:
+        _check_fits(checkpoint, shape, data)
+        restore_random_state(checkpoint.state["random"])
+    return checkpoint
 
 
 def _check_fits(checkpoint: Checkpoint, shape: GPTConfig, data: TokenData) -> None:
@@ -156,28 +156,10 @@ def _schedule(config: TrainConfig, state: dict[str, Any] | None) -> Schedule | N
     return schedule
 
 
-def _write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, update: int, own: Path | None) -> None:
-    """Write config.json, cut the logs back, and take over the record of the event that `saf freeze` carried out."""
-    write_json(folder / "config.json", record)
-    _cut_logs(folder, config, update, after_event=own is not None and own.name.endswith("-frozen"))
-    parent = record["parent"] or {}
-    if own is None and config.freeze is None and "frozen_from" in parent:
-        for name in EVENT_FILES:
-            shutil.copyfile(Path(parent["path"]) / name, folder / name)
-
-
-def _cut_logs(folder: Path, config: TrainConfig, update: int, *, after_event: bool) -> None:
-    """Drop what was logged after the checkpoint; its update's event will be met again, unless it is over."""
-
-    def keep(line: dict[str, Any]) -> bool:
-        return line["update"] < update or (line["update"] == update and (after_event or line["when"] == "periodic"))
-
-    keep_lines_(folder / "metrics.jsonl", lambda line: line["update"] <= update)
-    keep_lines_(folder / "evaluations.jsonl", keep)
-    (folder / "result.json").unlink(missing_ok=True)
-    freeze = folder / "freeze.json"
-    if config.freeze and freeze.exists() and not after_event and read_json(freeze)["update"] >= update:
-        freeze.unlink()
+def _batches(config: TrainConfig, data: TokenData, length: int, update: int, execution: Execution) -> MicroBatches:
+    windows = SAMPLERS[config.sampler](data.tokens("train"), length=length, seed=config.seed)
+    position = update * config.batch_size * config.accumulation
+    return MicroBatches(windows, size=config.batch_size, position=position, device=execution.device)
 
 
 def _observer(

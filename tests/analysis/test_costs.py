@@ -10,7 +10,7 @@ from saf.calibration import QKGradient, calibrate
 from saf.errors import InputError
 from saf.evaluate.paired import paired_delta_ppl
 from saf.fit import fit_compact, fit_kl
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.heads import HeadSet
 from saf.pattern import CompactPattern
 from saf.patterns import target
@@ -105,6 +105,16 @@ def test_joint_cost_is_that_of_the_dense_model(model, ids, windows, statistics, 
         assert got["delta_ppl_percent"] == pytest.approx(expected["delta_ppl_percent"], abs=1e-4)
         assert got["ci95"] == pytest.approx(expected["ci95"], abs=1e-4)
     assert found.overlap == 2
+
+
+def test_joint_cost_of_heads_that_are_not_live_is_refused(model, ids, windows, statistics):
+    live = HeadSet([(0, 1)])
+    with pytest.raises(InputError, match=r"frozen or do not exist: \[\[0, 9\], \[3, 0\]\]"):
+        joint_cost(model, [ids], statistics, windows, live, HeadSet([(0, 9), (3, 0)]))
+    flat = torch.zeros(1, 24, dtype=torch.float64)
+    install_(model, HeadSet([(1, 2)]), CompactPattern.from_parameters(flat, flat), backend="reference")
+    with pytest.raises(InputError, match=r"frozen or do not exist: \[\[1, 2\]\]"):
+        joint_cost(model, [ids], statistics, windows, HeadSet([(1, 2)]), live)
 
 
 @pytest.mark.parametrize("storage", ["compact", "dense"])

@@ -46,6 +46,8 @@ def test_frozen_heads_have_no_profile_and_live_ones_keep_their_place(model, ids)
 def test_the_first_position_is_refused(model, ids):
     with pytest.raises(InputError, match=r"\[1, 24\)"):
         attention_profiles(model, [ids], positions=(0, 3))
+    with pytest.raises(InputError, match="at least the query's own; got 0"):
+        attention_profiles(model, [ids], local=0)
 
 
 def test_unselected_heads_weigh_as_their_layers():
@@ -55,3 +57,5 @@ def test_unselected_heads_weigh_as_their_layers():
     assert others == pytest.approx((2 * 3.5 + 15) / 3)
     with pytest.raises(InputError, match="nothing to compare"):
         layer_matched(values, HeadSet())
+    with pytest.raises(InputError, match=r"3 layers of 4 heads; got \[\[1, 4\], \[3, 0\]\]"):
+        layer_matched(values, HeadSet([(0, 0), (1, 4), (3, 0)]))

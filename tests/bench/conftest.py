@@ -1,7 +1,6 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from saf.bench.arms import Arm
 from saf.bench.recorder import Recorder
@@ -9,13 +8,9 @@ from saf.bench.timing import Budget
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch) -> Iterator[None]:
-    """Small work on several threads takes a hundred times as long where other processes keep the cores busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def one_thread(one_thread: None, monkeypatch) -> None:
+    """For every test here, and the processes that it starts."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -202,6 +202,24 @@ def test_statistics_join_over_heads_save_and_load(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="does not hold attention statistics"):
         AttentionStatistics.load(tmp_path / "other.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "statistics.safetensors").read_bytes()[:-100])
+    for name in ("cut", "missing"):
+        with pytest.raises(CheckpointError, match=f"{name}.safetensors is not a readable file"):
+            AttentionStatistics.load(tmp_path / f"{name}.safetensors")
+
+
+def test_statistics_cut_off_while_written_leave_the_file_that_was_there(tmp_path, monkeypatch):
+    path, found = tmp_path / "statistics.safetensors", calibrate(model(), [tokens()])
+    found.save(path)
+    before = path.read_bytes()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("saf.files.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model(), [tokens(2)]).save(path)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
 
 
 def test_bad_batches_are_refused():
@@ -211,7 +229,13 @@ def test_bad_batches_are_refused():
         ([ids, ids[:, :20]], "one length; got \\[20, 40\\]"),
         ([ids.float()], "integer tensors"),
         ([ids[0]], "integer tensors"),
+        ([ids > 3], r"integer tensors \[B, T\]; got torch.bool \[5, 40\]"),
+        ([{"labels": ids}], "integer tensors .*; got NoneType"),
+        ([ids[:, :0]], "at least one token"),
         ([{"input_ids": ids, "attention_mask": (ids > 3).long()}], "must not be padded"),
     ]:
         with pytest.raises(InputError, match=message):
             calibrate(made, batches)
+    whole, short = calibrate(made, [ids]), calibrate(made, [ids.to(torch.int16)])
+    assert torch.equal(whole.variance, short.variance)
+    assert whole.sequences_hash == short.sequences_hash

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saf.adapters import adapter_for
-from saf.calibration import calibrate, memory, plan_calibration
+from saf.calibration import calibrate, heads_at_a_time, memory, plan_calibration
 from saf.calibration.capture import Wanted, capture
 from saf.calibration.tiles import measure_layer, strip_bytes
 from saf.errors import InputError
@@ -76,6 +76,14 @@ def test_collections_must_fit_beside_it(monkeypatch):
     monkeypatch.setattr(memory, "collection_bytes", lambda *_, **__: (1 << 26) + 1)
     with pytest.raises(InputError, match=r"67.11 MB are to be collected, 67.11 MB are free on the CPU; .*heads="):
         plan_calibration(model(), [tokens()], collect=("mean",))
+
+
+def test_as_many_heads_at_a_time_as_half_of_free_memory_holds(monkeypatch):
+    each = 40 * 40 * 4
+    for free, heads in ((2 * 3 * each + 1, 3), (each, 1), (None, memory.COLLECT_BYTES // each)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        assert heads_at_a_time(model(), ("mean",), sequences=5, length=40) == heads
+        assert heads_at_a_time(model().double(), ("mean",), sequences=5, length=40) == max(1, heads // 2)
 
 
 @pytest.mark.parametrize(("length", "sequences"), [(4096, 32), (16384, 16), (65536, 4)])

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,7 @@ FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 COLLECT = ("mean_rows", "sharp_eta_abs", "sharp_row_entropy", "row_variance")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Bits of a product may depend on how many threads share it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def model(dtype: torch.dtype = torch.float32) -> GPT:

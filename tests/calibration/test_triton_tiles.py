@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 CASES = (
     *("N1-T37-D16", "N2-T37-D64", "N5-T64-D16", "N2-T64-D64", "N1-T129-D16", "N5-T129-D16"),
-    *("square-tiles", "tall-tiles", "two-channel-steps", "odd-channels", "T1", "half", "sharp", "bands"),
+    *("square-tiles", "tall-tiles", "two-channel-steps", "odd-channels", "T1", "half", "sharp", "sharper", "bands"),
     *("far-apart", "floor-by-rows"),
 )
 BY_BLOCKS = "floor-by-blocks"

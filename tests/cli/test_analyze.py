@@ -75,6 +75,18 @@ def test_one_head_under_both_fits(measured):
     assert told["0.25"]["first"] == pytest.approx(both[0].flatten(0, 1)[lowest].mean().item())
 
 
+def test_one_head_without_a_fit_that_passes_keeps_its_measurements(saf, arms, tmp_path):
+    words = ("--windows", 2, "--heldout-sequences", 0, "--structured-after", 4, "--max-fit-kl", 1e-12)
+    files = ("--out", tmp_path / "o.json", "--figure", tmp_path / "o.svg")
+    code, out, _ = saf("analyze", "one-head", arms[0], *COMMON, *words, *files)
+    assert code == 0
+    assert "0 of 8 heads fit" in out
+    record = read_json(tmp_path / "o.json")
+    assert record["quality"]["variance"]["spearman"] is None
+    assert record["fit_difference"] == {}
+    assert not matrix(record["nll_change"]).isnan().any()
+
+
 def test_what_was_measured_stays_when_one_head_is_cut_off(saf, arms, tmp_path, monkeypatch):
     from saf.analysis.costs import CostMeter
 
@@ -228,6 +240,29 @@ def test_profiles_of_selected_heads(saf_json, saf, arms, measured):
     code, out, _ = saf(*words, "--windows", 2, "--selected", "0:1")
     assert code == 0
     assert "layer-matched" in out
+
+
+def test_head_sets_that_cannot_be_compared_are_refused_before_anything_is_measured(saf, arms, monkeypatch):
+    for name in ("calibrate", "attention_profiles"):
+        monkeypatch.setattr(f"saf.cli.analyze_model.{name}", lambda *_, **__: pytest.fail("something was measured"))
+    checkpoint = arms[0] / "checkpoints" / "step-12"
+    whole = [f"0:{head}" for head in range(4)]
+    costs = arms[1] / "config.json"
+    monkeypatch.setattr("saf.cli.analyze_distributions.calibrate", lambda *_, **__: pytest.fail("it was measured"))
+    for words, message in (
+        (("profiles", checkpoint, "--selected", *whole), "nothing to compare"),
+        (("profiles", checkpoint, "--selected", "0:1", "2:0"), "2 layers of 4 heads; got [[2, 0]]"),
+        (("profiles", arms[1], "--selected", arms[1] / "freeze.json"), "nothing to compare"),
+        (("joint-cost", checkpoint, "--first", "0:0", "--second", "0:4"), "do not exist: [[0, 4]]"),
+        (("joint-cost", arms[1], "--first", arms[1] / "freeze.json", "--second", "0:0"), "are frozen"),
+        (("geometry", checkpoint, "--rates", 0.25, 0.01), "at least one of 8 heads"),
+        (("distributions", checkpoint, "--sequences", 8, "--rate", 0.01), "at least one of 8 heads"),
+        (("distributions", checkpoint, "--sequences", 5), "to be fitted to and two others; got 3 of 5"),
+        (("geometry", checkpoint, "--rates", 0.25, "--costs", costs), "rate 0.25: 0 patterns have both"),
+    ):
+        code, _, err = saf("analyze", *words, "--device", "cpu")
+        assert code == 2
+        assert message in err
 
 
 def test_stability_of_a_selection_with_itself(saf_json, saf, arms):

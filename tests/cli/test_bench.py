@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import torch
 import tyro
 
 from saf.cli.bench import COMMANDS
@@ -10,13 +9,7 @@ from saf.errors import InputError, UnsupportedError
 SMALL = ["--device=cpu", "--pairs=2", "--tolerance=10", "--warmup=1", "--repeats=1", "--no-profile", "--rates", "0.5"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small work on several threads takes a hundred times as long where other processes keep the cores busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(name: str, *words: object) -> dict:

@@ -29,6 +29,18 @@ def test_a_calibration_is_stated_kept_and_read_again(saf, saf_json, arms, tmp_pa
     assert "calibration of other inputs (sequences: " in err
 
 
+def test_what_scores_and_patterns_keep_is_stated(saf, arms, tmp_path):
+    more = ("--score", "residual_cosine", "--pattern", "gaussian", "--storage", "dense")
+    code, _, err = saf(*words(arms, tmp_path / "out", *more))
+    assert code == 0
+    first, second = err.splitlines()[:2]
+    # The mean's rows of 8 heads at 16 positions of 32 keys; two 32 x 32 arrays of each head.
+    assert first.endswith("; 16.38 KB collected on the CPU")
+    assert second == (
+        "for the patterns, logit_mean, logit_variance of the heads chosen, up to 8 at a time: 65.54 KB on the CPU"
+    )
+
+
 def test_too_little_memory_is_refused_by_its_option(saf, arms, tmp_path):
     code, _, err = saf(*words(arms, tmp_path / "out", "--capture-gb", 1e-9))
     assert code == 2

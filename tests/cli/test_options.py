@@ -11,7 +11,7 @@ from saf.cli.options import FreezeOptions
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.files import read_json
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --storage dense --fitter adam --max-fit-kl 0.3 --strict
 --exclude 0:1 1:11 --match variance --whole-groups --seed 7 --backend toeplitz --fitter-options steps 20
@@ -50,6 +50,15 @@ def test_pretrain_takes_them_all():
     config = parsed.config()
     assert config.freeze == CONFIG
     assert config.track_gradients
+
+
+def test_a_number_of_heads_instead_of_a_rate():
+    words = ["checkpoint", "--out", "out", "--count", "5"]
+    assert FreezeConfig(**tyro.cli(Freeze, args=words).given()) == FreezeConfig(count=5)
+    with pytest.raises(InputError, match="either a rate or a count"):
+        tyro.cli(Freeze, args=[*words, "--rate", "0.5"]).given()
+    parsed = tyro.cli(Pretrain, args=["--data", "d", "--out", "out", "--freeze.count", "5"])
+    assert parsed.config().freeze == FreezeConfig(count=5)
 
 
 def test_settings_left_out_are_the_defaults():

@@ -28,7 +28,7 @@ def test_a_finished_folder_is_kept_unless_told_otherwise(corpus, settings, tmp_p
 def test_a_failed_overwrite_keeps_the_old_folder(corpus, settings, tmp_path, monkeypatch):
     out = tmp_path / "data"
     first = prepare(corpus, out, **settings)
-    monkeypatch.setattr("saf.data.folder.sync_tree", lambda folder: 1 / 0)
+    monkeypatch.setattr("saf.data.folder.flush_folder", lambda folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare(corpus, out, **settings, seed=1, overwrite=True)
     assert TokenData.open(out, verify=True).fingerprint == first.fingerprint

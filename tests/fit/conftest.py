@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -59,15 +58,6 @@ def one_hot_target(kind: str, length: int) -> Target:
     return Target(floored(torch.nn.functional.one_hot(key, length)))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many small products: a second thread gains little, and loses much when the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def make_target():
     return random_target
@@ -76,3 +66,8 @@ def make_target():
 @pytest.fixture
 def make_one_hot():
     return one_hot_target
+
+
+@pytest.fixture(autouse=True)
+def one_thread(one_thread: None) -> None:
+    """For every test here: they are small."""

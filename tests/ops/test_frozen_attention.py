@@ -174,3 +174,12 @@ def test_bad_input_says_what_was_expected(generator):
         mixed_attention(torch.randn(1, 1, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 3, 30, 8), frozen)
     with pytest.raises(InputError, match="need kv_head"):
         mixed_attention(torch.randn(1, 1, 30, 8), torch.randn(1, 1, 30, 8), value, frozen)
+
+
+def test_tf32_is_used_only_where_pytorch_may(monkeypatch):
+    """float32 products are exact unless `torch.set_float32_matmul_precision` says otherwise."""
+    from saf.ops.toeplitz_operator import float32_products
+
+    assert float32_products() == "ieee"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert float32_products() == "tf32"

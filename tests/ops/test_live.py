@@ -100,5 +100,5 @@ def test_a_pinned_flash_kernel_compiles_whole(operands):
 
 
 def test_importing_saf_activates_nothing():
-    code = "import saf, sys, torch; sys.exit(torch.nn.attention.current_flash_attention_impl() is not None)"
+    code = "import saf, sys, torch; saf.GPT; sys.exit(torch.nn.attention.current_flash_attention_impl() is not None)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
+from saf.pattern import DensePattern
 from tests.ops.operator_samples import check, patterns, registered, runnable, samples
 
 
@@ -36,12 +37,18 @@ def test_a_layer_compiles_whole_with_its_gradients(backend, generator):
     torch.testing.assert_close(*gradients)
 
 
-def test_one_graph_serves_several_lengths(generator):
-    frozen = FrozenHeads.from_patterns(patterns("cpu"), backend="toeplitz")
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+@pytest.mark.parametrize("stored", [0, 1, 2])
+def test_one_graph_serves_several_lengths(backend, stored, generator):
+    compact = patterns("cpu")
+    weights = compact.dense()
+    mixture = [DensePattern(weights[slot]) if slot < stored else compact[slot] for slot in range(2)]
+    frozen = FrozenHeads.from_patterns(mixture, backend=backend)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda v: frozen_attention(v, frozen), fullgraph=True, backend=counter)
     for length in (33, 40, 17, 48):
         value = torch.randn(2, 2, length, 8, generator=generator)
-        torch._dynamo.mark_dynamic(value, 2)
-        torch.testing.assert_close(compiled(value), frozen_attention(value, frozen))
+        torch._dynamo.mark_dynamic(value, 2, min=2, max=48)
+        expected = weights[:, :length, :length] @ value.double()
+        torch.testing.assert_close(compiled(value).double(), expected, rtol=1e-5, atol=1e-6)
     assert counter.frame_count == 1

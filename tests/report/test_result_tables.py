@@ -18,14 +18,7 @@ from saf.heads import HeadSet
 from saf.report.bodies import body_of
 from tests.report.test_results import tables
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small work on several threads takes a hundred times as long where other processes keep the cores busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rendered(record: dict) -> str:

@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.adapters import adapter_for
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops.trainable_pattern import TrainablePattern
@@ -248,6 +248,18 @@ def test_what_cannot_be_trained_is_refused_and_changes_nothing():
         install_(half, SOME, patterns(3), trainable=True)
     assert equal(snapshot(model, trainer), before)
     assert groups_of(trainer) == groups
+
+
+def test_drawing_weights_anew_is_refused_and_changes_nothing():
+    model, trainer = make()
+    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
+    before = snapshot(model, trainer)
+    with pytest.raises(InputError, match="trainable patterns cannot be drawn anew"):
+        model.reset_parameters()
+    assert equal(snapshot(model, trainer), before)
+    uninstall_(model, optimizer=trainer)
+    model.reset_parameters()
+    assert all(parameter.eq(1).all() for parameter in model.parameters() if parameter.dim() == 1)
 
 
 def test_saved_models_keep_training_their_patterns(tmp_path):

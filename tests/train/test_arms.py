@@ -11,7 +11,7 @@ from saf.errors import DataError, InputError, UnsupportedError
 from saf.evaluate.arms import differences
 from saf.evaluate.runs import Run, read_evaluation
 from saf.files import read_json, read_lines
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saf.files import read_lines
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.train import TrainConfig, continue_from, load_model, pretrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

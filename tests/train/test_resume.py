@@ -13,13 +13,10 @@ import saf.train.intervention as intervention
 import saf.train.loop as loop
 from saf.errors import CheckpointError, InputError
 from saf.files import read_json, read_lines
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.train import continue_from, latest, pretrain
 from saf.train.locking import lock_folder
-
-
-class Killed(BaseException):
-    """Stands for the end of the process: nothing in the package catches it."""
+from tests.train.killed import Killed, die_at
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +32,6 @@ def uninterrupted(data, tmp_path_factory):
         return done[key]
 
     return run
-
-
-def die_at(monkeypatch, module, name: str, call: int) -> None:
-    """Let the `call`-th call of a function end the process."""
-    real, calls = getattr(module, name), [0]
-
-    def counting(*arguments, **options):
-        calls[0] += 1
-        if calls[0] == call:
-            raise Killed
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(module, name, counting)
 
 
 @pytest.mark.parametrize("sampler", ["shuffled", "random"])

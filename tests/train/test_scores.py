@@ -10,27 +10,12 @@ import saf.train.loop as loop
 from saf.data import TokenData, sequential_windows
 from saf.errors import DataError, InputError
 from saf.files import read_json
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.train import continue_from, open_checkpoint, pretrain
 from saf.train.batches import heldout_batches
+from tests.train.killed import Killed, die_at
 
 GRADIENT = FreezeConfig(rate=0.25, score="qk_gradient", max_fit_kl=10.0)
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-def die_at(monkeypatch, module, name, call):
-    real, calls = getattr(module, name), [0]
-
-    def counting(*arguments, **options):
-        calls[0] += 1
-        if calls[0] == call:
-            raise Killed
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(module, name, counting)
 
 
 def state(config, name):
@@ -119,3 +104,14 @@ def test_too_few_heldout_sequences_are_refused_before_training(settings):
         pretrain(settings(freeze=freeze, heldout_sequences=10**5))
     with pytest.raises(InputError, match="heldout_sequences must be at least 1"):
         settings(heldout_sequences=0)
+
+
+def test_memory_is_stated_before_the_event_measures(settings, capsys):
+    freeze = FreezeConfig(rate=0.25, score="residual_cosine", max_fit_kl=10.0)
+    pretrain(settings(freeze=freeze, heldout_sequences=2, updates=4, quiet=False))
+    lines = capsys.readouterr().err.splitlines()
+    stated = next(number for number, line in enumerate(lines) if "calibration of 8 heads on 4 x 32 tokens: abo" in line)
+    frozen = next(number for number, line in enumerate(lines) if "froze 2 heads" in line)
+    assert stated < frozen
+    assert lines[stated].startswith("update 2: ")
+    assert lines[stated].endswith("16.38 KB collected on the CPU")

@@ -18,7 +18,7 @@ import saf.train.results
 import saf.train.update
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.files import read_json, read_lines
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
 from saf.train.signals import StopRequest
 from saf.train.update import run_update

@@ -12,29 +12,14 @@ import saf.train.loop as loop
 from saf.cli import main
 from saf.errors import InputError, UnsupportedError
 from saf.files import read_json, read_lines
-from saf.freeze import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.surgery import pattern_parameters
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
+from tests.train.killed import Killed, die_at
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0, trainable=True)
 FIXED = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 PARAMETERS = 2 * 2 * 32
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-def die_at(monkeypatch, module, name, call):
-    real, calls = getattr(module, name), [0]
-
-    def counting(*arguments, **options):
-        calls[0] += 1
-        if calls[0] == call:
-            raise Killed
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(module, name, counting)
 
 
 def checkpoint(config, name):

@@ -32,6 +32,8 @@ class Config:
         num_stages: depth of the software pipeline.
         programs_per_sm: 0 launches one program an output tile; more makes the grid persistent.
         cache: cache modifier of the table loads, "" or ".ca" (keep in L1) or ".cg".
+        fold: consecutive blocks of output rows that one program computes as more columns, for few columns; 2 needs
+            "descriptor" loads and blocks of TILE rows.
         max_registers: registers a thread at most, 0 for no limit; 128 lets two programs of 8 warps share a
             multiprocessor.
     """
@@ -46,6 +48,7 @@ class Config:
     num_stages: int = 3
     programs_per_sm: int = 0
     cache: str = ""
+    fold: int = 1
     max_registers: int = 0
 
     def __post_init__(self):
@@ -57,6 +60,11 @@ class Config:
             )
         if self.loads not in LOADS or (self.loads != "pointer" and (self.tables, self.prescale) != ("tiles", "pass")):
             raise InputError(f"loads={self.loads!r}: expected one of {LOADS}, all but the first for 'tiles' and 'pass'")
+        if self.fold not in (1, 2) or (self.fold == 2 and (self.loads == "pointer" or self.block_m != TILE)):
+            raise InputError(
+                f"fold must be 1, or 2 with descriptor loads and block_m {TILE}; got {self.fold}, "
+                f"{self.loads!r} and {self.block_m}"
+            )
         for name in ("block_m", "block_n", "block_k"):
             size = getattr(self, name)
             if size & (size - 1) or size < 16:
@@ -72,11 +80,12 @@ class Config:
     def name(self) -> str:
         """Short label for tables of measurements."""
         grid = f" p{self.programs_per_sm}" if self.programs_per_sm else ""
+        fold = f" f{self.fold}" if self.fold > 1 else ""
         registers = f" r{self.max_registers}" if self.max_registers else ""
         loads = "" if self.loads == "pointer" else f"/{self.loads}"
         return (
             f"{self.tables}/{self.prescale}{loads} {self.block_m}x{self.block_n}x{self.block_k}"
-            f" w{self.num_warps} s{self.num_stages}{grid}{registers}{self.cache}"
+            f" w{self.num_warps} s{self.num_stages}{grid}{fold}{registers}{self.cache}"
         )
 
     def to_dict(self) -> dict:

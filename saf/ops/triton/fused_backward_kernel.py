@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from saf.ops.triton.fused_forward_kernel import band_tile, load_rows
+from saf.ops.triton.sums import add_product
 
 
 @triton.jit
@@ -47,10 +48,10 @@ def _live_step(
     b_p = tl.exp2(b_s * scale2 - (b_lse * 1.4426950408889634)[None, :])
     if MASK:
         b_p = tl.where(o_m[None, :] >= o_n[:, None], b_p, 0.0)
-    b_dv = tl.dot(b_p.to(b_grad.dtype), b_grad, b_dv, input_precision=PRECISION)
+    b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
     b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
     b_ds = b_p * (b_dp - b_delta[None, :])
-    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    b_dk = add_product(b_dk, b_ds, b_q, PRECISION)
     return b_dk, b_dv
 
 
@@ -97,7 +98,7 @@ def _compact_keys(
         b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=0.0)
         b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
         b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
-        b_dv = tl.dot(b_p.to(b_grad.dtype), b_grad, b_dv, input_precision=PRECISION)
+        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
     return b_dv
 
 
@@ -115,7 +116,7 @@ def _dense_keys(
         p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_row_stride + o_n[:, None]
         b_p = tl.load(p_p, mask=causal, other=0.0)
         b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
-        b_dv = tl.dot(b_p.to(b_grad.dtype), b_grad, b_dv, input_precision=PRECISION)
+        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
     return b_dv
 
 
@@ -261,5 +262,5 @@ def query_block_kernel(
         b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
         b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
         b_ds = b_p * (b_dp - b_delta[:, None])
-        b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+        b_dq = add_product(b_dq, b_ds, b_k, PRECISION)
     _store_rows(dq_ptr + i_b * dq_stride_b + i_q * dq_stride_h, b_dq * scale, m0, dq_stride_t, T, D, DP, BM)

@@ -8,6 +8,8 @@ BM: query positions of a program. BN: key positions of a step. DP: channels roun
 import triton
 import triton.language as tl
 
+from saf.ops.triton.sums import add_product
+
 
 @triton.jit
 def load_rows(
@@ -49,7 +51,7 @@ def _attend(
         row_sum = row_sum * correction + tl.sum(b_p, 1)
         acc = acc * correction[:, None]
         b_v = load_rows(v_ptr, n0, v_stride, T, BN, D, DP, EVEN)
-        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+        acc = add_product(acc, b_p, b_v, PRECISION)
         row_max = new_max
     return acc, row_sum, row_max
 
@@ -113,7 +115,7 @@ def fused_forward_kernel(
                 b_alpha = tl.load(alpha_ptr + slot * pattern_stride + o_n, mask=o_n < T, other=float("-inf"))
                 b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])
                 b_v = load_rows(v_ptr, n0, v_stride_t, T, BN, D, DP, EVEN)
-                acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+                acc = add_product(acc, b_p, b_v, PRECISION)
 
     if HAS_DENSE:  # noqa: SIM102
         if state == 2:
@@ -123,7 +125,7 @@ def fused_forward_kernel(
                 causal = (o_m < T)[:, None] & (o_m[:, None] >= o_n[None, :])
                 b_p = tl.load(p_p + o_n[None, :], mask=causal, other=0.0)
                 b_v = load_rows(v_ptr, n0, v_stride_t, T, BN, D, DP, EVEN)
-                acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+                acc = add_product(acc, b_p, b_v, PRECISION)
 
     out_ptr += i_b * out_stride_b + i_h.to(tl.int64) * out_stride_h
     o_d = tl.arange(0, DP)

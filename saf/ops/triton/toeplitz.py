@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.ops.triton.config import PRECISIONS, PRESCALE, Config, choose_config
+from saf.ops.triton.choices import config_for
+from saf.ops.triton.config import PRECISIONS, PRESCALE, Config
 from saf.ops.triton.launch import cdiv, launch
 from saf.ops.triton.tables import KINDS, PAD, TILE, table_kind, table_length
 from saf.ops.triton.toeplitz_descriptor import multiply_through_descriptors, prescaled
@@ -35,7 +36,7 @@ def toeplitz_matmul(
         post: [F, L] float32, scales the output.
         transpose: multiply by the transpose (the gradient with respect to the input of the other direction).
         out: [B, F, T, D] view to write into, unit stride in D; default: new memory laid out as [B, T, F, D].
-        config: how to run; default: `choose_config`.
+        config: how to run; default: what tuning kept for the shape, else the written rule (`config_for`).
         precision: of float32 products: "ieee", "tf32" or "tf32x3".
 
     Returns:
@@ -48,14 +49,16 @@ def toeplitz_matmul(
     columns = batch * dim
     result = x.new_empty(batch, length, heads, dim).transpose(1, 2) if out is None else out
     if config is None:
-        kind = table_kind(tables)
-        config = choose_config(
+        config = config_for(
             length=length,
-            columns=columns,
+            batch=batch,
             heads=heads,
+            dim=dim,
             dtype=x.dtype,
-            tables=kind,
+            transpose=transpose,
+            tables=table_kind(tables),
             descriptors=_has_descriptors(x.device),
+            device=x.device,
         )
     _check_operands(x, result, precision)
     _check_tables(tables, config, heads, length)

@@ -10,14 +10,19 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f"])
+@triton.jit(do_not_specialize=["T", "rows", "num_m", "num_n", "num_f"])
 def toeplitz_descriptor_kernel(
-    x_desc, tiles_desc, post_ptr, out_ptr, T, N,
+    x_desc, tiles_desc, post_ptr, out_ptr, T, N, rows,
     out_stride_b, out_stride_f, out_stride_t, post_stride_f, tiles_per_head, num_m, num_n, num_f,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr,
+    TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """One [BM, BN] tile of one head's output, from the scaled input [F, T, N] and tiles stacked as [rows, TILE]."""
+    """One tile of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
+
+    It has BM rows of BN columns of N. With FOLD it has the same columns of FOLD consecutive blocks of BM rows: what a
+    tile of the matrix is multiplied with for one of them lies a block further for the next, so that the scaled input
+    holds both beside one another (`prescale_kernel`) and a tile read once serves both.
+    """
     # Tiles with the longest sum come first, so that the last wave is made of short ones.
     per_row = num_n * num_f
     i_m = tl.program_id(0) // per_row
@@ -25,13 +30,15 @@ def toeplitz_descriptor_kernel(
     n0 = (tl.program_id(0) % num_n) * BN
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
-    m0 = i_m * BM
+    # Forward, the last of the blocks sees all keys that the others see, and the first of them transposed.
+    m0 = i_m * FOLD * BM
     if TRANSPOSE:
         lo = (m0 // BK) * BK
-        hi = T
+        hi = rows
     else:
+        m0 += (FOLD - 1) * BM
         lo = m0 * 0
-        hi = tl.minimum(m0 + BM, T)
+        hi = tl.minimum(m0 + BM, rows)
     first = i_f * tiles_per_head * TILE
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES, warp_specialize=SPECIALIZE):
@@ -44,11 +51,19 @@ def toeplitz_descriptor_kernel(
         b_x = x_desc.load([i_f, k0, n0]).reshape(BK, BN)
         acc = tl.dot(b_a, b_x, acc)
 
-    o_m = m0 + tl.arange(0, BM)
+    o_m = i_m * FOLD * BM + tl.arange(0, BM)
     o_n = n0 + tl.arange(0, BN)
     i_f = i_f.to(tl.int64)
-    b_post = tl.load(post_ptr + i_f * post_stride_f + o_m, mask=o_m < T, other=0.0)
-    column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
+    own = o_n if FOLD == 1 else o_n % N
+    p_post = post_ptr + i_f * post_stride_f + o_m
+    column = (own // D).to(tl.int64) * out_stride_b + own % D
+    inside = (o_m < T)[:, None]
+    b_post = tl.load(p_post, mask=o_m < T, other=0.0)[:, None]
+    if FOLD == 2:
+        second = (o_n >= N)[None, :]
+        column += tl.where(o_n >= N, BM * out_stride_t, 0)
+        inside = tl.where(second, (o_m + BM < T)[:, None], inside)
+        b_post = tl.where(second, tl.load(p_post + BM, mask=o_m + BM < T, other=0.0)[:, None], b_post)
     p_out = out_ptr + i_f * out_stride_f + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
-    mask = (o_m < T)[:, None] & (o_n < N)[None, :]
-    tl.store(p_out, (acc * b_post[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    mask = inside & (o_n < FOLD * N)[None, :]
+    tl.store(p_out, (acc * b_post).to(out_ptr.dtype.element_ty), mask=mask)

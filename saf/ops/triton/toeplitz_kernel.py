@@ -9,24 +9,38 @@ BM: output rows of a program. BK: positions summed over a step. BN: columns of t
 import triton
 import triton.language as tl
 
+from saf.ops.triton.sums import add_product
 
-@triton.jit(do_not_specialize=["T"])
+
+@triton.jit(do_not_specialize=["T", "rows"])
 def prescale_kernel(
-    x_ptr, pre_ptr, out_ptr, T, N,
+    x_ptr, pre_ptr, out_ptr, T, N, rows,
     x_stride_b, x_stride_f, x_stride_t, pre_stride_f,
-    D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write x * pre, rounded to x's dtype, as contiguous [F, T, N]."""
+    """Write x * pre, rounded to x's dtype, as contiguous [F, rows, FOLD N].
+
+    Columns of group r come from FIRST + r tiles further down; zero outside of 0 to T.
+    """
     i_f = tl.program_id(2).to(tl.int64)
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
-    mask = (o_t < T)[:, None] & (o_n < N)[None, :]
-    row = o_t.to(tl.int64)
-    column = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
-    b_x = tl.load(x_ptr + i_f * x_stride_f + row[:, None] * x_stride_t + column[None, :], mask=mask, other=0.0)
-    b_pre = tl.load(pre_ptr + i_f * pre_stride_f + o_t, mask=o_t < T, other=0.0)
-    b_y = b_x.to(tl.float32) * b_pre[:, None]
-    tl.store(out_ptr + (i_f * T + row[:, None]) * N + o_n[None, :], b_y.to(out_ptr.dtype.element_ty), mask=mask)
+    mask = (o_t < rows)[:, None] & (o_n < FOLD * N)[None, :]
+    p_out = out_ptr + (i_f * rows + o_t.to(tl.int64)[:, None]) * (FOLD * N) + o_n[None, :]
+    if FOLD == 1:
+        row = o_t.to(tl.int64)
+        column = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
+        b_x = tl.load(x_ptr + i_f * x_stride_f + row[:, None] * x_stride_t + column[None, :], mask=mask, other=0.0)
+        b_pre = tl.load(pre_ptr + i_f * pre_stride_f + o_t, mask=o_t < T, other=0.0)[:, None]
+    else:
+        source = o_t[:, None] + (FIRST + o_n // N)[None, :] * TILE
+        inside = mask & (source >= 0) & (source < T)
+        own = o_n % N
+        column = (own // D).to(tl.int64) * x_stride_b + own % D
+        p_x = x_ptr + i_f * x_stride_f + source.to(tl.int64) * x_stride_t + column[None, :]
+        b_x = tl.load(p_x, mask=inside, other=0.0)
+        b_pre = tl.load(pre_ptr + i_f * pre_stride_f + source, mask=inside, other=0.0)
+    tl.store(p_out, (b_x.to(tl.float32) * b_pre).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -125,12 +139,7 @@ def _output_tile(
                 b_a = b_a.to(tl.float32) * b_pre[None, :]
             else:
                 b_a = b_a.to(b_x.dtype) * b_pre.to(b_x.dtype)[None, :]
-        if b_x.dtype == tl.float32:
-            # A sum a step, then one addition: T additions to one long sum would round T times. The limit keeps the
-            # compiler from joining the two.
-            acc += tl.dot(b_a.to(b_x.dtype), b_x, input_precision=PRECISION, max_num_imprecise_acc=1)
-        else:
-            acc = tl.dot(b_a.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
+        acc = add_product(acc, b_a, b_x, PRECISION)
         p_x += BK * x_stride_t
         if TRANSPOSE:
             p_g += BK

@@ -1,11 +1,9 @@
-"""Measure configurations of the Toeplitz product on the device at hand; never called by a kernel call."""
+"""Time configurations of the Toeplitz product on the device at hand; asked for by name, never by a kernel call."""
 
 import dataclasses
-import json
-import os
 import statistics
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +11,15 @@ import triton
 import triton.testing
 from torch import Tensor
 
-from saf.errors import UnsupportedError
+from saf.errors import AccuracyError, UnsupportedError
+from saf.ops.toeplitz_operator import blocked_product, reversed_product
+from saf.ops.triton.choices import keep_choice, shape_key
 from saf.ops.triton.config import Config
 from saf.ops.triton.tables import make_tables
 from saf.ops.triton.toeplitz import toeplitz_matmul
 
+WRONG = 2e-2
+"""Relative L2 error beyond which a 16-bit result is not rounding."""
 SHAPES: tuple[dict[str, int], ...] = (
     {"num_warps": 4, "num_stages": 3},
     {"num_warps": 8, "num_stages": 3, "max_registers": 128},
@@ -25,32 +27,36 @@ SHAPES: tuple[dict[str, int], ...] = (
     {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 4},
     {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 4},
 )
+DESCRIPTOR_SHAPES: tuple[dict[str, int], ...] = (
+    *SHAPES,
+    {"num_stages": 4},
+    {"block_m": 64, "block_n": 64, "block_k": 128, "num_stages": 3},
+    {"block_n": 64, "num_stages": 4},
+    {"num_warps": 8, "num_stages": 3, "fold": 2},
+    {"num_warps": 8, "num_stages": 4, "fold": 2},
+)
 CANDIDATES = tuple(
     dataclasses.replace(Config(prescale=prescale, loads=loads), **shape)
-    for prescale, loads in (("pass", "pointer"), ("pass", "descriptor"), ("tile", "pointer"), ("packed", "pointer"))
-    for shape in SHAPES
+    for prescale, loads, shapes in (
+        ("pass", "pointer", SHAPES),
+        ("pass", "descriptor", DESCRIPTOR_SHAPES),
+        ("tile", "pointer", SHAPES),
+        ("packed", "pointer", SHAPES),
+    )
+    for shape in shapes
 )
 
 
-def cache_file(device: torch.device) -> Path:
-    """Path of the file that keeps the choices for one device model."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    return root / "saf" / f"toeplitz-{name}-triton-{triton.__version__}.json"
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning one shape found."""
 
-
-def shape_key(*, length: int, batch: int, heads: int, dim: int, dtype: torch.dtype, transpose: bool) -> str:
-    """Name one shape in the cache."""
-    direction = "transposed" if transpose else "forward"
-    return f"T{length} B{batch} F{heads} D{dim} {str(dtype).removeprefix('torch.')} {direction}"
-
-
-def read_choices(device: torch.device) -> dict[str, Config]:
-    """Return the cached choices by `shape_key`; empty if there are none."""
-    path = cache_file(device)
-    if not path.exists():
-        return {}
-    return {key: Config(**entry["config"]) for key, entry in json.loads(path.read_text()).items()}
+    shape: str
+    """As `shape_key` names it."""
+    config: Config
+    """The fastest, kept for this device model."""
+    microseconds: dict[str, float]
+    """By candidate, those that run here."""
 
 
 def tune(
@@ -64,8 +70,8 @@ def tune(
     device: torch.device | str = "cuda",
     candidates: Iterable[Config] = CANDIDATES,
     report: Callable[[str], None] = print,
-) -> Config:
-    """Time candidates on one shape, keep the fastest in the user's cache directory and return it.
+) -> Tuned:
+    """Time candidates on one shape and keep the fastest; every product of that shape uses it from now on.
 
     Args:
         length: positions T.
@@ -80,6 +86,7 @@ def tune(
 
     Raises:
         UnsupportedError: no CUDA device, or no candidate runs.
+        AccuracyError: a candidate whose result is wrong; nothing is kept then.
     """
     where = torch.device(device)
     if where.type != "cuda":
@@ -87,43 +94,37 @@ def tune(
     key = shape_key(length=length, batch=batch, heads=heads, dim=dim, dtype=dtype, transpose=transpose)
     generator = torch.Generator(where).manual_seed(0)
     x = torch.randn(batch, length, heads, dim, device=where, generator=generator).to(dtype).transpose(1, 2)
-    g = torch.rand(heads, length, device=where, generator=generator)
-    scale = torch.rand(heads, length, device=where, generator=generator)
-    best: tuple[float, Config] | None = None
+    weights = torch.rand(heads, length, device=where, generator=generator).to(dtype)
+    before, after = torch.rand(2, heads, length, device=where, generator=generator)
+    after = after / length
+    expected = (reversed_product if transpose else blocked_product)(x, weights, before, after)
+    times: dict[Config, float] = {}
     for config in candidates:
-        tables = make_tables(g, kind=config.tables, dtype=dtype)
+        tables = make_tables(weights, kind=config.tables, dtype=dtype)
+        out = torch.empty_like(x)
+
+        def call(config: Config = config, tables: Tensor = tables, out: Tensor = out) -> None:
+            toeplitz_matmul(x, tables, before, after, transpose=transpose, out=out, config=config)
+
         try:
-            milliseconds = _time(x, tables, scale, config, transpose)
+            call()
+            times[config] = _microseconds(call)
         except (triton.OutOfResources, triton.CompilationError) as error:
             report(f"{key}  {config.name}  not possible: {str(error).splitlines()[0]}")
             continue
-        report(f"{key}  {config.name}  {milliseconds * 1e3:.1f} us")
-        if best is None or milliseconds < best[0]:
-            best = (milliseconds, config)
-    if best is None:
+        error = ((out - expected).norm() / expected.norm()).item()
+        if not error <= WRONG:
+            raise AccuracyError(f"{key}: {config.name} is {error:.1e} off, at most {WRONG:.0e} is rounding; not kept")
+        report(f"{key}  {config.name}  {times[config]:.1f} us")
+    if not times:
         raise UnsupportedError(f"no candidate runs for {key} on {torch.cuda.get_device_name(where)}")
-    _store(cache_file(where), key, {"config": best[1].to_dict(), "microseconds": best[0] * 1e3})
-    report(f"{key}  chosen: {best[1].name}")
-    return best[1]
+    best = min(times, key=lambda config: times[config])
+    keep_choice(where, key, best, times[best])
+    report(f"{key}  chosen: {best.name}")
+    return Tuned(key, best, {config.name: time for config, time in times.items()})
 
 
-def _time(x: Tensor, tables: Tensor, scale: Tensor, config: Config, transpose: bool) -> float:
-    """Return the median milliseconds of one call under graph replay."""
-    out = torch.empty_like(x)
-
-    def call() -> None:
-        toeplitz_matmul(x, tables, scale, scale, transpose=transpose, out=out, config=config)
-
-    call()
+def _microseconds(call: Callable[[], None]) -> float:
+    """Return the median time of one call under graph replay."""
     times: Any = triton.testing.do_bench_cudagraph(call, rep=20, return_mode="all")
-    return statistics.median(times)
-
-
-def _store(path: Path, key: str, entry: dict) -> None:
-    """Add one choice to the cache file, replacing it as a whole."""
-    choices = json.loads(path.read_text()) if path.exists() else {}
-    choices[key] = entry
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(choices, indent=1, sort_keys=True))
-    temporary.replace(path)
+    return 1e3 * statistics.median(times)

@@ -40,6 +40,7 @@ CASES = {
     "grouped-4": Case(states=(COMPACT,) * 4 + (LIVE, LIVE, COMPACT, LIVE), groups=4, length=50, dim=16),
     "tall-m": Case(length=130, dim=16, blocks=(64, 16), batch=1),
     "wide-n": Case(length=130, dim=16, blocks=(16, 64), batch=1),
+    "T1000": Case(states=(LIVE, COMPACT, DENSE), length=1000, dim=16, extra=0, batch=1, blocks=(128, 64)),
     "half": Case(length=66, dim=64, dtype="float16"),
     "default": Case(length=66, dim=32, blocks=None),
     "bfloat-default": Case(dtype="bfloat16", blocks=None),

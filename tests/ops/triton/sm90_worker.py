@@ -25,6 +25,7 @@ from saf.ops.triton.tables import TILE
 from saf.ops.triton.toeplitz import kernel_constants, kernel_options, toeplitz_kernel
 from saf.ops.triton.toeplitz_descriptor_kernel import toeplitz_descriptor_kernel
 from saf.ops.triton.toeplitz_kernel import prescale_kernel
+from saf.ops.triton.tuning import CANDIDATES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHAPES = [
@@ -38,7 +39,7 @@ SHAPES = [
     (4096, 1, 3, 64),
 ]
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-ALIGNED = ("T", "scale", "H", "L", "num_m", "num_n", "num_f", "num_value_heads")
+ALIGNED = ("T", "rows", "scale", "H", "L", "num_m", "num_n", "num_f", "num_value_heads")
 INTEGER_POINTERS = ["state", "query", "key", "value", "pattern", "live", "group_start", "group_heads"]
 FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss"]
 LONG_POINTERS = ["labels", "count"]
@@ -84,6 +85,7 @@ def resources(kernel, constants: dict, dtype: torch.dtype, blocks: dict[str, lis
         "shared": compiled.metadata.shared,
         "warps": options["num_warps"],
         "wgmma": "wgmma" in compiled.asm["ptx"],
+        "long_sums": re.search(r"tt\.dot %\w+, %\w+, %(?!cst)", compiled.asm["ttir"]) is not None,
     }
 
 
@@ -127,11 +129,14 @@ def fused_rows() -> dict:
 
 
 def descriptor_rows() -> dict:
-    """Resources of the product through descriptors, for every distinct choice of the rule."""
+    """Resources of the product through descriptors, for every distinct choice of the rule and folded candidates."""
     rows = {}
-    for length, batch, heads, dim in SHAPES:
-        shape = {"length": length, "columns": batch * dim, "heads": heads}
-        config = choose_config(**shape, dtype=torch.bfloat16, descriptors=True)
+    chosen = [
+        (dim, choose_config(length=length, columns=batch * dim, heads=heads, dtype=torch.bfloat16, descriptors=True))
+        for length, batch, heads, dim in SHAPES
+    ]
+    folded = [(64, config) for config in CANDIDATES if config.fold > 1]
+    for dim, config in chosen + folded:
         for transpose in (False, True):
             name = f"descriptor bf16 D{dim} {config.name} {'transposed' if transpose else 'forward'}"
             if config.loads == "pointer" or name in rows:
@@ -147,6 +152,7 @@ def descriptor_rows() -> dict:
                 "TILE": TILE,
                 "STAGES": config.num_stages,
                 "SPECIALIZE": False,
+                "FOLD": config.fold,
             }
             rows[name] = resources(
                 toeplitz_descriptor_kernel, constants | kernel_options(config), torch.bfloat16, blocks
@@ -159,7 +165,7 @@ def small_rows() -> dict:
     rows = {}
     for dtype, label in NAMES.items():
         for dim in (64, 96, 128):
-            constants = {"D": dim, "BT": 32, "BN": 128, "num_warps": 4}
+            constants = {"D": dim, "BT": 32, "BN": 128, "FOLD": 1, "FIRST": 0, "TILE": TILE, "num_warps": 4}
             rows[f"prescale {label} D{dim}"] = resources(prescale_kernel, constants, dtype)
             constants = {"D": dim, "DP": padded(dim), "BM": 64, "num_warps": 4}
             rows[f"delta {label} D{dim}"] = resources(delta_kernel, constants, dtype)

@@ -52,3 +52,10 @@ def test_half_precision_uses_matrix_units(rows):
     """16-bit products go through Hopper's matrix instructions, float32 ones do not."""
     products = {name for name in rows if name.split()[0] in ("toeplitz", "descriptor", "fused")}
     assert {name for name, row in rows.items() if row["wgmma"]} == {name for name in products if " bf16 " in name}
+
+
+@pytest.mark.slow
+def test_float32_products_are_summed_step_by_step(rows):
+    """No float32 product adds to a running sum, which would round once a position; the interpreter cannot tell."""
+    assert {name for name, row in rows.items() if row["long_sums"] and not row["wgmma"]} == set()
+    assert any(row["long_sums"] for row in rows.values())

@@ -15,6 +15,7 @@ SMALL = {
     "num_stages": 2,
 }
 DESCRIPTOR = {"tables": "tiles", "prescale": "pass", "loads": "descriptor"}
+FOLDED = tuple({**SMALL, **DESCRIPTOR, "block_m": 128, "fold": 2}.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,10 @@ def _cases() -> dict[str, Case]:
         "descriptor-T1": Case(
             dtype="float16", length=1, extra=0, dim=16, config=tuple({**SMALL, **DESCRIPTOR}.items())
         ),
+        **{
+            f"folded-T{length}": Case(dtype="float16", length=length, dim=dim, batch=batch, config=FOLDED)
+            for length, dim, batch in ((1, 16, 1), (128, 64, 1), (300, 64, 1), (513, 16, 2))
+        },
         "persistent": Case(config=tuple({**SMALL, "programs_per_sm": 1}.items())),
         "default": Case(config=None),
         "half": Case(dtype="float16", dim=64),

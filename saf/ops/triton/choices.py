@@ -1,0 +1,86 @@
+"""The configurations that tuning has found fastest on this device model, kept in the user's cache directory."""
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from saf.errors import InputError
+from saf.files import write_json
+from saf.ops.triton.config import Config, choose_config
+
+SCHEMA = "saf.choices/1"
+
+
+def cache_file(device: torch.device) -> Path:
+    """Path of the file that keeps the choices for one device model and Triton version."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    return root / "saf" / f"toeplitz-{name}-triton-{triton.__version__}.json"
+
+
+def shape_key(*, length: int, batch: int, heads: int, dim: int, dtype: torch.dtype, transpose: bool) -> str:
+    """Name one shape in the file."""
+    direction = "transposed" if transpose else "forward"
+    return f"T{length} B{batch} F{heads} D{dim} {str(dtype).removeprefix('torch.')} {direction}"
+
+
+def read_choices(device: torch.device) -> dict[str, Config]:
+    """Return the kept choices by `shape_key`; none if nothing was tuned. Raise InputError for a damaged file."""
+    return {key: Config(**entry["config"]) for key, entry in _entries(cache_file(device)).items()}
+
+
+def keep_choice(device: torch.device, key: str, config: Config, microseconds: float) -> None:
+    """Add one choice to the file, replacing it as a whole; this process uses it from now on."""
+    path = cache_file(device)
+    entries = {**_entries(path), key: {"config": config.to_dict(), "microseconds": microseconds}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"schema": SCHEMA, "choices": dict(sorted(entries.items()))})
+    choices_of.cache_clear()
+
+
+@cache
+def choices_of(device: torch.device) -> Mapping[str, Config]:
+    """Return `read_choices`, read once a process; nothing where no CUDA device is."""
+    return read_choices(device) if device.type == "cuda" else {}
+
+
+def config_for(
+    *,
+    length: int,
+    batch: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    transpose: bool,
+    tables: str,
+    descriptors: bool,
+    device: torch.device,
+) -> Config:
+    """Return what tuning chose for a shape if it reads the table at hand, what the written rule says otherwise."""
+    kept = choices_of(device)
+    if kept:
+        key = shape_key(length=length, batch=batch, heads=heads, dim=dim, dtype=dtype, transpose=transpose)
+        config = kept.get(key)
+        if config is not None and config.tables == tables:
+            return config
+    return choose_config(
+        length=length, columns=batch * dim, heads=heads, dtype=dtype, tables=tables, descriptors=descriptors
+    )
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text())
+        if record["schema"] != SCHEMA:
+            raise InputError(f"{path} is of schema {record['schema']!r}, expected {SCHEMA!r}; remove it and tune again")
+        return record["choices"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged ({error}); remove it and tune again") from error

@@ -1,0 +1,58 @@
+"""The public names: what `import saf` offers, loaded when the first of them is used."""
+
+from saf import fit, ops
+from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
+from saf.errors import SafError
+from saf.fit import fit_compact, fit_kl
+from saf.freeze import freeze_
+from saf.freeze_config import FreezeConfig
+from saf.freeze_report import FreezeReport
+from saf.heads import HeadLayout, HeadSet
+from saf.heldout import fit_heldout
+from saf.models import GPT, GPTConfig, preset
+from saf.ops import FrozenHeads, frozen_attention, mixed_attention
+from saf.pattern import CompactPattern, DensePattern
+from saf.patterns import dense_pattern, storage_report
+from saf.prefill import Prefill
+from saf.scores import score
+from saf.selection import select
+from saf.sidecar import load, save
+from saf.statistics import AttentionStatistics
+from saf.surgery import finalize_, install_, uninstall_
+
+__all__ = [
+    "GPT",
+    "AttentionStatistics",
+    "CompactPattern",
+    "DensePattern",
+    "FreezeConfig",
+    "FreezeReport",
+    "FrozenHeads",
+    "GPTConfig",
+    "HeadLayout",
+    "HeadSet",
+    "Prefill",
+    "QKGradient",
+    "SafError",
+    "calibrate",
+    "dense_pattern",
+    "finalize_",
+    "fit",
+    "fit_compact",
+    "fit_heldout",
+    "fit_kl",
+    "freeze_",
+    "frozen_attention",
+    "gate_gradients",
+    "head_outputs",
+    "install_",
+    "load",
+    "mixed_attention",
+    "ops",
+    "preset",
+    "save",
+    "score",
+    "select",
+    "storage_report",
+    "uninstall_",
+]

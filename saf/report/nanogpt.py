@@ -1,0 +1,41 @@
+"""The table of this project's update beside nanoGPT's: `tools/compare_nanogpt.py`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from saf.report.cells import Cells, Part
+from saf.report.measured import shape
+from saf.report.speeds import REFUSED, compiled
+from saf.report.words import MISSING, number
+
+Record = Mapping[str, Any]
+_HEAD = ("model", "point", "nanoGPT, ms", "ours, ms", "speedup", "middle half of pairs", "pairs", "control")
+_HEAD += ("nanoGPT, tokens/s", "ours, tokens/s")
+
+
+def nanogpt_tables(record: Record) -> list[Part]:
+    """Return how it was measured, and one row a point: times, within-pair ratio and its spread, control, tokens/s."""
+    tolerance, model = 100 * record["settings"]["tolerance"], str(record["nanogpt_model_sha256"])[:12]
+    told = (
+        f"Baseline: nanoGPT's own update, its `model.py` of sha256 {model}; ours: ordinary attention in every head. "
+        f"Both {compiled(record)}, in the same process; alternating pairs (ABBA). Control: a second nanoGPT against "
+        f"the first; measurements whose control is further than {tolerance:g}% from 1 are refused."
+    )
+    rows = [_cells(row) for row in record["rows"] if not row["control"]]
+    return [told, Cells(_HEAD, tuple(rows))] if rows else [told]
+
+
+def _cells(row: Record) -> tuple[str, ...]:
+    refused = row["refused"]
+    return (
+        row["model"],
+        shape(row["point"]),
+        number(row["baseline_ms"]),
+        number(row["arm_ms"]),
+        REFUSED if refused else f"{row['ratio']:.3f}×",
+        MISSING if refused else f"{row['q25']:.3f} to {row['q75']:.3f}",
+        number(row["pairs"]),
+        f"{row['control_ratio']:.4f}",
+        f"{row['baseline_tokens_per_second']:,.0f}",
+        f"{row['arm_tokens_per_second']:,.0f}",
+    )

@@ -1,0 +1,48 @@
+"""The part of a page that tells where benchmark records come from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from saf.report.measured import Record
+from saf.report.origin import NAMES, version
+from saf.report.words import MISSING, gibibytes, seconds, table, text
+
+
+def provenance(records: Sequence[Record], names: Sequence[str]) -> str:
+    """Return device, versions, source and command of every file, and its settings to open."""
+    told = _columns([_facts(record) for record in records], names, "Where these numbers come from")
+    settings = _columns([record["settings"] for record in records], names, "What the benchmarks were asked for")
+    return f'{told}<details class="numbers"><summary>All settings</summary>{settings}</details>'
+
+
+def measured_on(records: Sequence[Record]) -> str:
+    """Return a sentence with the latest date of measuring; nothing when none is recorded."""
+    latest = max(str(record["environment"].get("date") or "") for record in records)
+    return f"Measured {text(latest)}. " if latest else ""
+
+
+def _columns(columns: Sequence[Mapping[str, Any]], names: Sequence[str], caption: str) -> str:
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    rows = [[text(key.replace("_", " ")), *(_cell(column.get(key)) for column in columns)] for key in keys]
+    return table(["", *(text(name) for name in names)], rows, caption=caption)
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    environment = dict(record["environment"])
+    versions, peak = environment.pop("versions", None) or {}, environment.pop("peak", None) or {}
+    told = {f"{NAMES.get(key, key)} version": value and version(key, value) for key, value in versions.items()}
+    if size := environment.pop("memory_bytes", None):
+        environment["device memory"] = gibibytes(size)
+    return {**environment, **told, "peak rates": peak.get("source"), "took": seconds(record["seconds"])}
+
+
+def _cell(value: Any) -> str:
+    if value is None or value == []:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return text(", ".join(map(str, value)))
+    if isinstance(value, str) and len(value) == 64:
+        return f'<code title="{text(value)}">{text(value[:12])}</code>'
+    return f"<code>{text(value)}</code>" if isinstance(value, str) else text(value)

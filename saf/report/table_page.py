@@ -1,0 +1,59 @@
+"""A page of tables: benchmark records whose finding is no speedup of an arm."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from saf.report.bodies import TITLES, parts_of
+from saf.report.cells import Cells
+from saf.report.measured import Record
+from saf.report.page import page, section
+from saf.report.provenance import measured_on, provenance
+from saf.report.words import table, text
+
+_CAPTION = re.compile(r"\*\*(.+?)\*\*(?:: )?(.*)", re.DOTALL)
+
+
+def render_tables(records: Sequence[Record], names: Sequence[str]) -> str:
+    """Return the page as text, a section a record; `names` are those of the files."""
+    titles = [TITLES.get(kind := str(record.get("kind")), kind.capitalize()) for record in records]
+    devices = dict.fromkeys(str(record["environment"]["device"]) for record in records)
+    sections = [
+        section(f"record-{number}", text(f"{title}: {name}" if len(names) > 1 else title), "".join(_content(record)))
+        for number, (record, title, name) in enumerate(zip(records, titles, names, strict=True))
+    ]
+    return page(
+        kicker=" · ".join(names),
+        headline=text(" · ".join(dict.fromkeys(titles))),
+        dek=f"Measured on {text(' and '.join(devices))}.",
+        warning="",
+        tiles="",
+        sections="\n".join([*sections, section("provenance", "Provenance", provenance(records, names))]),
+        footer=measured_on(records),
+        data={},
+        scripts=("theme.js",),
+    )
+
+
+def _content(record: Record) -> Iterator[str]:
+    """Yield paragraphs, lists and tables; bold words at the start of a paragraph become the next table's caption."""
+    caption = ""
+    for part in parts_of(record):
+        if isinstance(part, Cells):
+            yield _table(part, caption)
+        elif found := _CAPTION.fullmatch(part):
+            caption, rest = found.groups()
+            yield f"<p>{_inline(rest)}</p>" if rest else ""
+        elif part.startswith("- "):
+            yield f"<ul>{''.join(f'<li>{_inline(line[2:])}</li>' for line in part.splitlines())}</ul>"
+        else:
+            yield f"<p>{_inline(part)}</p>"
+
+
+def _table(cells: Cells, caption: str) -> str:
+    return table([text(cell) for cell in cells.head], [list(map(_inline, row)) for row in cells.rows], caption=caption)
+
+
+def _inline(words: str) -> str:
+    """Return Markdown's bold and code as HTML."""
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text(words))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)

@@ -1,0 +1,60 @@
+"""Kept choices: read by products of their shape alone, never half a file, damaged ones refused by name."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from saf.errors import InputError, UnsupportedError  # noqa: E402
+from saf.ops.triton import choices  # noqa: E402
+from saf.ops.triton.config import Config, choose_config  # noqa: E402
+from saf.ops.triton.tuning import tune  # noqa: E402
+
+CUDA = torch.device("cuda", 0)
+SHAPE = {"length": 4096, "batch": 8, "heads": 3, "dim": 64, "dtype": torch.bfloat16, "transpose": False}
+SLOW = Config(block_n=64, num_stages=2)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """An empty cache directory for a device that is not here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    choices.choices_of.cache_clear()
+    yield choices.cache_file(CUDA)
+    choices.choices_of.cache_clear()
+
+
+def config_of(**changed):
+    shape = SHAPE | changed
+    return choices.config_for(**shape, tables="tiles", descriptors=True, device=CUDA)
+
+
+def test_a_kept_choice_serves_its_shape_alone(file):
+    rule = choose_config(length=4096, columns=512, heads=3, dtype=torch.bfloat16, tables="tiles", descriptors=True)
+    assert config_of() == rule
+    choices.keep_choice(CUDA, choices.shape_key(**SHAPE), SLOW, 12.5)
+    assert config_of() == SLOW
+    assert config_of(transpose=True) == rule
+    assert choices.read_choices(CUDA) == {"T4096 B8 F3 D64 bfloat16 forward": SLOW}
+    assert "nvidia-test" in file.name
+
+
+def test_a_choice_for_another_table_is_not_used(file):
+    choices.keep_choice(CUDA, choices.shape_key(**SHAPE), Config(tables="shifted", prescale="tile"), 1.0)
+    assert config_of().tables == "tiles"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"schema": "other", "choices": {}})])
+def test_a_damaged_file_is_refused_by_name(file, content):
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    with pytest.raises(InputError, match=r"nvidia-test.*tune again"):
+        config_of()
+
+
+def test_tuning_needs_a_device():
+    with pytest.raises(UnsupportedError, match="CUDA"):
+        tune(**SHAPE, device="cpu")
