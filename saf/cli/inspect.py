@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.runs import Run
 from saf.files import read_json, read_tensors
+from saf.patterns import storage_report
 from saf.sidecar import check_sums
 from saf.train.checkpoint import checkpoints
 from saf.train.manifest import verify
@@ -70,6 +71,7 @@ def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "patterns": patterns_by_layer(path, heads["frozen"]),
         **heads,
     }
+    result["storage"] = pattern_storage(result)
     rows = {
         "update": result["update"],
         "tokens": result["tokens"],
@@ -149,6 +151,7 @@ def saved_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "sha256": sums,
         **heads,
     }
+    result["storage"] = pattern_storage(result)
     rows = {
         "heads": _head_words(heads),
         "patterns": _kind_words(kinds),
@@ -187,11 +190,21 @@ def patterns_by_layer(path: Path, frozen: Sequence[Sequence[int]]) -> list[dict[
     return layers
 
 
+def pattern_storage(result: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes that the frozen heads' patterns take in float32 in each form; nothing when none is frozen."""
+    if not result["frozen"]:
+        return {}
+    heads = [(layer, head) for layer, head in result["frozen"]]
+    length, per_layer = result["patterns"][0]["length"], result["heads_per_layer"]
+    return asdict(storage_report(heads, length=length, num_heads=per_layer))
+
+
 def frozen_heads(path: Path) -> dict[str, Any]:
-    """Return the frozen heads that a folder's saf.json tells of: `frozen` pairs and `num_heads` of the whole model."""
+    """Return what a folder's saf.json tells of frozen heads: `frozen` pairs, the heads of the model and of a layer."""
     layers = read_json(path / "saf.json")["layers"]
     frozen = [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]
-    return {"frozen": frozen, "num_heads": sum(layer["num_heads"] for layer in layers)}
+    most = max(layer["num_heads"] for layer in layers)
+    return {"frozen": frozen, "num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
 
 
 def _verified(folder: Path) -> dict[str, Any]:
@@ -209,7 +222,12 @@ def _layer_table(result: Mapping[str, Any]) -> list[Any]:
     for row, found in zip(rows, result["patterns"], strict=True):
         row += [_kind_words(found["kinds"]), str(found["length"]), found["sha256"][:16]]
     head = ["layer", "heads", "patterns", "length", "SHA-256"]
-    return [columns("frozen heads", head, rows)] if rows else []
+    return [columns("frozen heads", head, rows), _storage_words(result["storage"])] if rows else []
+
+
+def _storage_words(storage: Mapping[str, int]) -> str:
+    sizes = ", ".join(f"{name.replace('_', ' ')} {megabytes(size)}" for name, size in storage.items())
+    return f"patterns in float32: {sizes}"
 
 
 def _kind_words(kinds: Mapping[str, int]) -> str:

@@ -128,6 +128,11 @@ def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):
     checkpoint = saf_json("inspect", frozen / "checkpoints" / "step-24")
     assert (checkpoint["kind"], checkpoint["update"], checkpoint["frozen"]) == ("checkpoint", 24, run["frozen"])
     assert checkpoint["hash"] == run["provenance"]["final_hash"]
+    length = checkpoint["patterns"][0]["length"]
+    layers = len({layer for layer, _ in checkpoint["frozen"]})
+    expected = {"dense_by_layer": layers * 4 * 4 * length**2, "dense_packed": 2 * 4 * length**2}
+    assert checkpoint["storage"] == expected | {"compact": 2 * 3 * 4 * length}
+    assert saf_json("inspect", ordinary / "checkpoints" / "step-12")["storage"] == {}
     assert checkpoint["parent"] == saf_json("inspect", ordinary / "checkpoints" / "step-12")["hash"]
     data = saf_json("inspect", text_data)
     assert (data["kind"], data["verified"]) == ("data", True)
@@ -135,7 +140,11 @@ def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):
 
 
 def test_inspect_shows_tables(saf, arms, text_data):
-    for path, word in ((arms[1], "whole"), (arms[1] / "checkpoints" / "step-24", "SHA-256"), (text_data, "report")):
+    for path, word in (
+        (arms[1], "whole"),
+        (arms[1] / "checkpoints" / "step-24", "dense by layer"),
+        (text_data, "report"),
+    ):
         code, out, _ = saf("inspect", path)
         assert code == 0
         assert word in out
