@@ -1,6 +1,6 @@
 """Choosing how the Toeplitz product runs on the device at hand: every candidate timed, the fastest kept."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,8 +54,9 @@ def measure_tuning(settings: TuneSettings, *, out: Path | None = None, say: Say 
     from saf.ops.triton.tuning import tune
 
     device = torch.device("cuda", torch.cuda.current_device())
+    asked = {field.name: getattr(settings, field.name) for field in fields(TuneSettings)}
     budget = Budget(settings.seconds)
-    recorder = Recorder(out, kind="tune", settings=_plain(settings), budget=budget, say=say)
+    recorder = Recorder(out, kind="tune", settings=asked, budget=budget, say=say)
     with recorder:
         recorder.describe(environment=environment(device, device_name(device)), kept_in=cache_file(device).name)
         longest = 0.0
@@ -81,7 +82,3 @@ def measure_tuning(settings: TuneSettings, *, out: Path | None = None, say: Say 
                     recorder.show([row])
                     recorder.keep()
     return recorder.record
-
-
-def _plain(settings: TuneSettings) -> dict[str, Any]:
-    return {name: value for name, value in asdict(settings).items() if name in TuneSettings.__dataclass_fields__}
