@@ -34,6 +34,8 @@ class Config:
         cache: cache modifier of the table loads, "" or ".ca" (keep in L1) or ".cg".
         fold: consecutive blocks of output rows that one program computes as more columns, for few columns; 2 needs
             "descriptor" loads and blocks of TILE rows.
+        slabs: column blocks of a head that are computed before the next ones begin, so that the input they share stays
+            in the second-level cache; 0 for all at once.
         max_registers: registers a thread at most, 0 for no limit; 128 lets two programs of 8 warps share a
             multiprocessor.
     """
@@ -49,10 +51,13 @@ class Config:
     programs_per_sm: int = 0
     cache: str = ""
     fold: int = 1
+    slabs: int = 0
     max_registers: int = 0
 
     def __post_init__(self):
         """Raise InputError for a setting the kernel does not have."""
+        if self.slabs < 0:
+            raise InputError(f"slabs must be at least 0, got {self.slabs}")
         if self.tables not in KINDS or self.prescale not in PRESCALE:
             raise InputError(
                 f"tables must be one of {KINDS} and prescale one of {PRESCALE}, "
@@ -81,12 +86,17 @@ class Config:
         """Short label for tables of measurements."""
         grid = f" p{self.programs_per_sm}" if self.programs_per_sm else ""
         fold = f" f{self.fold}" if self.fold > 1 else ""
+        slabs = f" g{self.slabs}" if self.slabs else ""
         registers = f" r{self.max_registers}" if self.max_registers else ""
         loads = "" if self.loads == "pointer" else f"/{self.loads}"
         return (
             f"{self.tables}/{self.prescale}{loads} {self.block_m}x{self.block_n}x{self.block_k}"
-            f" w{self.num_warps} s{self.num_stages}{grid}{fold}{registers}{self.cache}"
+            f" w{self.num_warps} s{self.num_stages}{grid}{fold}{slabs}{registers}{self.cache}"
         )
+
+    def slabs_of(self, total: int) -> int:
+        """Return how many of `total` slabs are computed together."""
+        return min(self.slabs, total) or total
 
     def to_dict(self) -> dict:
         """Return the settings as plain values."""

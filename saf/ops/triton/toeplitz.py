@@ -86,6 +86,7 @@ def toeplitz_matmul(
         toeplitz_kernel, (programs,), x, tables, pre, post, result, length, columns,
         *x_strides, result.stride(0), result.stride(1), result.stride(2),
         tables.stride(0), tables.stride(1), pre.stride(0), post.stride(0), num_m, num_n, heads,
+        config.slabs_of(num_n * heads),
         **kernel_constants(config, length, columns, dim, transpose, precision), **kernel_options(config),
         device=result.device,
     )  # fmt: skip

@@ -61,6 +61,7 @@ def multiply_through_descriptors(
     launch(
         toeplitz_descriptor_kernel, (num_m * num_n * heads,), operand, tiles, post, out, length, columns, rows,
         out.stride(0), out.stride(1), out.stride(2), post.stride(0), tables.shape[1], num_m, num_n, heads,
+        config.slabs_of(num_n * heads),
         D=dim, BM=config.block_m, BN=config.block_n, BK=config.block_k, TRANSPOSE=transpose, TILE=TILE,
         STAGES=config.num_stages, SPECIALIZE=config.loads == "specialized", FOLD=fold,
         num_warps=config.num_warps, num_stages=config.num_stages, device=x.device, **options,

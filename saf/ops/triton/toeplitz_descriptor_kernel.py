@@ -9,11 +9,13 @@ BM: output rows of a program. BK: positions summed over a step. BN: columns of t
 import triton
 import triton.language as tl
 
+from saf.ops.triton.order import place_of
 
-@triton.jit(do_not_specialize=["T", "rows", "num_m", "num_n", "num_f"])
+
+@triton.jit(do_not_specialize=["T", "rows", "num_m", "num_n", "num_f", "slabs"])
 def toeplitz_descriptor_kernel(
     x_desc, tiles_desc, post_ptr, out_ptr, T, N, rows,
-    out_stride_b, out_stride_f, out_stride_t, post_stride_f, tiles_per_head, num_m, num_n, num_f,
+    out_stride_b, out_stride_f, out_stride_t, post_stride_f, tiles_per_head, num_m, num_n, num_f, slabs,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
@@ -23,11 +25,8 @@ def toeplitz_descriptor_kernel(
     tile of the matrix is multiplied with for one of them lies a block further for the next, so that the scaled input
     holds both beside one another (`prescale_kernel`) and a tile read once serves both.
     """
-    # Tiles with the longest sum come first, so that the last wave is made of short ones.
-    per_row = num_n * num_f
-    i_m = tl.program_id(0) // per_row
-    i_f = (tl.program_id(0) % per_row) // num_n
-    n0 = (tl.program_id(0) % num_n) * BN
+    i_m, i_f, i_n = place_of(tl.program_id(0), num_m, num_n, num_f, slabs)
+    n0 = i_n * BN
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
     # Forward, the last of the blocks sees all keys that the others see, and the first of them transposed.

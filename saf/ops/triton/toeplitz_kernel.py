@@ -9,6 +9,7 @@ BM: output rows of a program. BK: positions summed over a step. BN: columns of t
 import triton
 import triton.language as tl
 
+from saf.ops.triton.order import place_of
 from saf.ops.triton.sums import add_product
 
 
@@ -94,18 +95,15 @@ def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
 def _output_tile(
     tile, x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
     x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f,
+    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PRE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute and store one [BM, BN] tile of the output of one head; PRE is 0 none, 1 on x, 2 on the tile, 3 packed."""
-    # Tiles with the longest sum come first, so that the last wave is made of short ones.
-    per_row = num_n * num_f
-    i_m = tile // per_row
-    i_f = ((tile % per_row) // num_n).to(tl.int64)
-    i_n = tile % num_n
+    i_m, i_f, i_n = place_of(tile, num_m, num_n, num_f, slabs)
+    i_f = i_f.to(tl.int64)
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
     m0 = i_m * BM
@@ -156,11 +154,11 @@ def _output_tile(
     tl.store(p_out, (acc * b_post[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f"])
+@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f", "slabs"])
 def toeplitz_kernel(
     x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
     x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f,
+    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PRE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
@@ -179,13 +177,13 @@ def toeplitz_kernel(
                 _output_tile(
                     tile, x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
                     x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-                    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f,
+                    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
                     D, BM, BN, BK, TRANSPOSE, KIND, PRE, PAD, TILE, EVEN_T, EVEN_N, PRECISION, CACHE, STAGES,
                 )  # fmt: skip
     else:
         _output_tile(
             tl.program_id(0), x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
             x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-            table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f,
+            table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
             D, BM, BN, BK, TRANSPOSE, KIND, PRE, PAD, TILE, EVEN_T, EVEN_N, PRECISION, CACHE, STAGES,
         )  # fmt: skip

@@ -39,7 +39,7 @@ SHAPES = [
     (4096, 1, 3, 64),
 ]
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-ALIGNED = ("T", "rows", "scale", "H", "L", "num_m", "num_n", "num_f", "num_value_heads")
+ALIGNED = ("T", "rows", "scale", "H", "L", "num_m", "num_n", "num_f", "slabs", "num_value_heads")
 INTEGER_POINTERS = ["state", "query", "key", "value", "pattern", "live", "group_start", "group_heads"]
 FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss"]
 LONG_POINTERS = ["labels", "count"]

@@ -60,6 +60,11 @@ def _cases() -> dict[str, Case]:
             f"folded-T{length}": Case(dtype="float16", length=length, dim=dim, batch=batch, config=FOLDED)
             for length, dim, batch in ((1, 16, 1), (128, 64, 1), (300, 64, 1), (513, 16, 2))
         },
+        **{
+            f"{slabs}-slabs": Case(config=tuple({**SMALL, "slabs": slabs}.items()), batch=3, heads=3)
+            for slabs in (1, 2, 100)
+        },
+        "folded-slabs": Case(dtype="float16", length=300, dim=64, batch=2, heads=3, config=(*FOLDED, ("slabs", 2))),
         "persistent": Case(config=tuple({**SMALL, "programs_per_sm": 1}.items())),
         "default": Case(config=None),
         "half": Case(dtype="float16", dim=64),
