@@ -12,7 +12,8 @@ import triton
 
 from saf.errors import InputError
 from saf.files import write_json
-from saf.ops.triton.config import Config, choose_config
+from saf.ops.triton.config import Config
+from saf.ops.triton.rule import choose_config
 
 SCHEMA = "saf.choices/1"
 
@@ -70,8 +71,22 @@ def config_for(
         if config is not None and config.tables == tables:
             return config
     return choose_config(
-        length=length, columns=batch * dim, heads=heads, dtype=dtype, tables=tables, descriptors=descriptors
+        length=length,
+        columns=batch * dim,
+        heads=heads,
+        dtype=dtype,
+        tables=tables,
+        descriptors=descriptors,
+        **_shared_memory(device),
     )
+
+
+@cache
+def _shared_memory(device: torch.device) -> dict[str, int]:
+    """Return the shared memory that a program may have on a CUDA device; nothing elsewhere."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return {}
+    return {"shared_memory": torch.cuda.get_device_properties(device).shared_memory_per_block_optin}
 
 
 def _entries(path: Path) -> dict[str, Any]:

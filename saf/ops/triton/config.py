@@ -1,10 +1,7 @@
-"""How the Toeplitz product is cut into programs, and the written rule that picks it."""
+"""How the Toeplitz product is cut into programs."""
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cache
-
-import torch
 
 from saf.errors import InputError
 from saf.ops.triton.tables import KINDS, PAD, TILE
@@ -101,54 +98,3 @@ class Config:
     def to_dict(self) -> dict:
         """Return the settings as plain values."""
         return dataclasses.asdict(self)
-
-
-FULL_PRECISION = Config(
-    tables="shifted", prescale="tile", block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2
-)
-"""float32 operands: products in plain float32, without matrix units."""
-
-
-@cache
-def choose_config(
-    *,
-    length: int,
-    columns: int,
-    heads: int,
-    dtype: torch.dtype,
-    tables: str | None = None,
-    descriptors: bool = False,
-) -> Config:
-    """Pick a configuration by rule; measured on an H200 (docs/log.md).
-
-    Args:
-        length: positions T of one call.
-        columns: B x D, the columns that share one Toeplitz matrix.
-        heads: frozen heads in the call.
-        dtype: of the operands.
-        tables: kind of table at hand; default: the kind to build, "shifted" for float32 and "tiles" otherwise.
-        descriptors: whether the device has the bulk copy engine.
-
-    Returns:
-        The configuration.
-    """
-    if dtype == torch.float32:
-        return dataclasses.replace(FULL_PRECISION, tables=tables or FULL_PRECISION.tables)
-    if tables not in (None, "tiles"):
-        return Config(tables=tables, prescale="tile")
-    rows = -(-length // 128)
-    if columns <= 64 and length > 8192:
-        config = Config(block_n=64, num_stages=4)
-    elif columns <= 64 or (columns <= 128 and length <= 4096):
-        config = Config(block_m=64, block_n=64, block_k=128)
-    elif length <= 1024 and rows * -(-columns // 128) * heads >= 256:
-        # A pass over the input costs more than slower steps when there are few of them.
-        return Config(prescale="packed" if dtype == torch.bfloat16 else "tile")
-    elif columns > 128 and length > 4096 and rows * -(-columns // 256) * heads >= 256:
-        config = Config(block_n=256, num_warps=8)
-    else:
-        # Few tiles: one program a multiprocessor, its loads further ahead; more tiles: two that take turns.
-        config = Config(num_stages=4 if rows * -(-columns // 128) * heads < 400 else 3)
-    if descriptors and columns % config.block_n == 0:
-        return dataclasses.replace(config, loads="descriptor")
-    return config

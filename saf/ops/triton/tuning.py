@@ -15,6 +15,7 @@ from saf.errors import AccuracyError, UnsupportedError
 from saf.ops.toeplitz_operator import blocked_product, reversed_product
 from saf.ops.triton.choices import keep_choice, shape_key
 from saf.ops.triton.config import Config
+from saf.ops.triton.rule import in_slabs
 from saf.ops.triton.tables import make_tables
 from saf.ops.triton.toeplitz import toeplitz_matmul
 
@@ -32,6 +33,8 @@ DESCRIPTOR_SHAPES: tuple[dict[str, int], ...] = (
     {"num_stages": 4},
     {"block_m": 64, "block_n": 64, "block_k": 128, "num_stages": 3},
     {"block_n": 64, "num_stages": 4},
+    {"block_n": 64, "num_stages": 5},
+    {"block_n": 256, "num_warps": 8, "num_stages": 4},
     {"num_warps": 8, "num_stages": 3, "fold": 2},
     {"num_warps": 8, "num_stages": 4, "fold": 2},
 )
@@ -99,7 +102,8 @@ def tune(
     after = after / length
     expected = (reversed_product if transpose else blocked_product)(x, weights, before, after)
     times: dict[Config, float] = {}
-    for config in candidates:
+    for candidate in candidates:
+        config = in_slabs(candidate, length=length, columns=batch * dim, heads=heads, dtype=dtype)
         tables = make_tables(weights, kind=config.tables, dtype=dtype)
         out = torch.empty_like(x)
 

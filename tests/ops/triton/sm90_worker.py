@@ -16,11 +16,11 @@ from triton.compiler import ASTSource
 
 import saf.ops.triton
 from saf.ops.triton import gelu, softmax_gradient
-from saf.ops.triton.config import choose_config
 from saf.ops.triton.fused import block_constants, padded
 from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
 from saf.ops.triton.fused_config import choose_fused_config
 from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
+from saf.ops.triton.rule import choose_config
 from saf.ops.triton.tables import TILE
 from saf.ops.triton.toeplitz import kernel_constants, kernel_options, toeplitz_kernel
 from saf.ops.triton.toeplitz_descriptor_kernel import toeplitz_descriptor_kernel
@@ -37,6 +37,9 @@ SHAPES = [
     (8192, 2, 4, 96),
     (16384, 2, 3, 64),
     (4096, 1, 3, 64),
+    (16384, 1, 3, 64),
+    (65536, 1, 3, 64),
+    (8192, 64, 6, 64),
 ]
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ALIGNED = ("T", "rows", "scale", "H", "L", "num_m", "num_n", "num_f", "slabs", "num_value_heads")

@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from saf.errors import InputError, UnsupportedError  # noqa: E402
 from saf.ops.triton import choices  # noqa: E402
-from saf.ops.triton.config import Config, choose_config  # noqa: E402
+from saf.ops.triton.config import Config  # noqa: E402
+from saf.ops.triton.rule import choose_config  # noqa: E402
 from saf.ops.triton.tuning import tune  # noqa: E402
 
 CUDA = torch.device("cuda", 0)

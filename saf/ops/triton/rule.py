@@ -1,0 +1,78 @@
+"""The written rule that picks how a Toeplitz product runs; measured on an H200 (docs/log.md)."""
+
+import dataclasses
+from functools import cache
+
+import torch
+
+from saf.ops.triton.config import Config
+
+CACHED = 32 << 20
+"""Bytes of input that programs running together may share: about half of a data-centre GPU's second-level cache."""
+FULL_PRECISION = Config(
+    tables="shifted", prescale="tile", block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2
+)
+"""float32 operands: products in plain float32, without matrix units."""
+
+
+@cache
+def choose_config(
+    *,
+    length: int,
+    columns: int,
+    heads: int,
+    dtype: torch.dtype,
+    tables: str | None = None,
+    descriptors: bool = False,
+    shared_memory: int = 227 << 10,
+) -> Config:
+    """Pick a configuration by rule.
+
+    Args:
+        length: positions T of one call.
+        columns: B x D, the columns that share one Toeplitz matrix.
+        heads: frozen heads in the call.
+        dtype: of the operands.
+        tables: kind of table at hand; default: the kind to build, "shifted" for float32 and "tiles" otherwise.
+        descriptors: whether the device has the bulk copy engine.
+        shared_memory: bytes that one program may have; where the choice needs more, its pipeline is made shorter.
+
+    Returns:
+        The configuration.
+    """
+    if dtype == torch.float32:
+        return dataclasses.replace(FULL_PRECISION, tables=tables or FULL_PRECISION.tables)
+    if tables not in (None, "tiles"):
+        return Config(tables=tables, prescale="tile")
+    rows = -(-length // 128)
+    if columns <= 64 and columns % 8 == 0 and length > 32768 and descriptors:
+        config = Config(num_warps=8, num_stages=4, fold=2, loads="descriptor")
+    elif columns <= 64 and length > 8192:
+        config = Config(block_n=64, num_stages=5)
+    elif columns <= 64 or (columns <= 128 and length <= 4096):
+        config = Config(block_m=64, block_n=64, block_k=128)
+    elif length <= 1024 and rows * -(-columns // 128) * heads >= 256:
+        # A pass over the input costs more than slower steps when there are few of them.
+        config = Config(prescale="packed" if dtype == torch.bfloat16 else "tile")
+    elif columns > 128 and length > 4096 and rows * -(-columns // 256) * heads >= 256:
+        config = Config(block_n=256, num_warps=8)
+    else:
+        # Few tiles: one program a multiprocessor, its loads further ahead; more tiles: two that take turns.
+        config = Config(num_stages=4 if rows * -(-columns // 128) * heads < 400 else 3)
+    if descriptors and config.prescale == "pass" and columns % config.block_n == 0:
+        config = dataclasses.replace(config, loads="descriptor")
+    stages = min(config.num_stages, max(2, shared_memory // _stage_bytes(config, dtype)))
+    config = dataclasses.replace(config, num_stages=stages)
+    return in_slabs(config, length=length, columns=columns, heads=heads, dtype=dtype)
+
+
+def in_slabs(config: Config, *, length: int, columns: int, heads: int, dtype: torch.dtype) -> Config:
+    """Return a configuration that computes as many slabs together as fit in the cache; arguments as above."""
+    total = -(-config.fold * columns // config.block_n) * heads
+    fitting = max(1, CACHED // (length * config.block_n * dtype.itemsize))
+    return dataclasses.replace(config, slabs=fitting if fitting < total else 0)
+
+
+def _stage_bytes(config: Config, dtype: torch.dtype) -> int:
+    """Return the bytes of both operands of one step."""
+    return (config.block_m + config.block_n) * config.block_k * dtype.itemsize
