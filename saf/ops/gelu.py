@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saf.ops.operator import operator
 from saf.ops.toeplitz_operator import uses_triton
 
 
@@ -45,7 +46,7 @@ class _GeluLinear(torch.autograd.Function):
         return slope, gradients[0].flatten(0, -2).t() @ activated.flatten(0, -2)
 
 
-@torch.library.custom_op("saf::gelu", mutates_args=())
+@operator("saf::gelu")
 def gelu(x: Tensor) -> Tensor:
     """Return `x Phi(x)` in the dtype of `x`, contiguous."""
     if uses_triton(x.device, x.dtype):
@@ -55,7 +56,7 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x).contiguous()
 
 
-@gelu.register_fake
+@torch.library.register_fake("saf::gelu")
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 

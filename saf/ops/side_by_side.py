@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.live import live_attention
+from saf.ops.operator import operator
 from saf.ops.toeplitz_operator import float32_products, toeplitz_product, uses_triton
 
 
@@ -18,7 +19,7 @@ def overlaps(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and uses_triton(device, dtype)
 
 
-@torch.library.custom_op("saf::side_by_side", mutates_args=())
+@operator("saf::side_by_side")
 def side_by_side(
     query: Tensor,
     key: Tensor,
@@ -55,7 +56,7 @@ def side_by_side(
     return _by_position(live), mixed
 
 
-@side_by_side.register_fake
+@torch.library.register_fake("saf::side_by_side")
 def _(
     query: Tensor,
     key: Tensor,

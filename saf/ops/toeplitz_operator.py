@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.availability import has_triton
+from saf.ops.operator import operator
 
 BLOCK = 128
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -67,7 +68,7 @@ def distance_table(distance: Tensor) -> Tensor:
     return make_tables(distance, kind="shifted" if distance.dtype == torch.float32 else "tiles", dtype=distance.dtype)
 
 
-@torch.library.custom_op("saf::toeplitz", mutates_args=())
+@operator("saf::toeplitz")
 def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
     """Batch-shared causal convolution between two scalings (docs/method.md), or its adjoint.
 
@@ -82,7 +83,7 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
     return (reversed_product if transpose else blocked_product)(x, table, before, after)
 
 
-@toeplitz_product.register_fake
+@torch.library.register_fake("saf::toeplitz")
 def _(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
     batch, heads, length, dim = x.shape
     return x.new_empty(batch, length, heads, dim).transpose(1, 2)
@@ -98,7 +99,7 @@ def _backward(ctx, gradient: Tensor):
     return toeplitz_product(gradient, table, after, before, not ctx.transpose), None, None, None, None
 
 
-toeplitz_product.register_autograd(_backward, setup_context=_setup)
+torch.library.register_autograd("saf::toeplitz", _backward, setup_context=_setup)
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> str:
