@@ -13,7 +13,7 @@ from saf.bench.flex import FLEX, FlexAttention, causal_blocks
 from saf.bench.op_case import OpCase, variants_of
 from saf.bench.profiling import kernels_of
 from saf.bench.synthetic import synthetic_patterns
-from saf.bench.timing import event_block, repeats_within
+from saf.bench.timing import event_block, repeats_within, settling_calls
 from saf.cuda_graph import GraphPool, GraphReplay
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
@@ -37,7 +37,7 @@ class OpSubject:
         self._function: Function = torch.compile(function) if compiled and fusible else function
         self._inputs = self._buffers(case.operands(arm))
         self._gradients: list[tuple[Tensor, ...]] = []
-        self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
+        self._passes: dict[str, tuple[Callable[[], Any], int, int]] = {}
 
     def _mixed(self, arm: Arm) -> Function:
         case, layout = self._case, self._case.layout(arm.rate)
@@ -103,7 +103,8 @@ class OpSubject:
                 every()
             call = GraphReplay(every, device=device, pool=self._pool) if way == "graph" else every
             once = event_block(call, repeats=2, device=device)
-            self._passes[variant] = call, repeats_within(settings.block_ms, once, settings.repeats)
+            repeats = repeats_within(settings.block_ms, once, settings.repeats)
+            self._passes[variant] = call, repeats, settling_calls(settings.settle_ms, once)
 
     def _check(self, output: Tensor) -> None:
         layout, part = self._case.layout(self._arm.rate), self._case.part
@@ -120,8 +121,8 @@ class OpSubject:
 
     def block(self, variant: str) -> float:
         """Return the median milliseconds of one call."""
-        call, repeats = self._passes[variant]
-        return event_block(call, repeats=repeats, device=self._case.device) / len(self._inputs)
+        call, repeats, settle = self._passes[variant]
+        return event_block(call, repeats=repeats, device=self._case.device, settle=settle) / len(self._inputs)
 
     def kernels(self) -> list[dict[str, Any]]:
         """Return the kernels of one call, with its backward pass if that is timed."""

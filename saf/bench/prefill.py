@@ -11,7 +11,7 @@ from saf.bench.models import ModelPlan, build_model
 from saf.bench.profiling import kernels_of
 from saf.bench.settings import PrefillSettings
 from saf.bench.synthetic import random_tokens
-from saf.bench.timing import repeats_within, wall_block
+from saf.bench.timing import repeats_within, settling_calls, wall_block
 from saf.bench.work import Work, prefill_work
 from saf.cuda_graph import Call, GraphPool, GraphReplay
 from saf.errors import InputError
@@ -54,7 +54,7 @@ class PrefillSubject:
         tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
         self._tokens = tokens[0][0].contiguous()
         self._forward = self._execution.callable(LastToken(model))
-        self._calls: dict[str, tuple[Call, int]] = {}
+        self._calls: dict[str, tuple[Call, int, int]] = {}
 
     def _call(self) -> Tensor:
         with torch.no_grad(), self._execution.autocast():
@@ -71,12 +71,13 @@ class PrefillSubject:
             if variant == GRAPH:
                 call = GraphReplay(self._call, device=self._device, pool=self._pool)
             once = wall_block(call, repeats=2, device=self._device)
-            self._calls[variant] = call, repeats_within(self._settings.block_ms, once, self._settings.repeats)
+            repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
+            self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once)
 
     def block(self, variant: str) -> float:
         """Return the median milliseconds of one prefill, the device waited for before and after."""
-        call, repeats = self._calls[variant]
-        return wall_block(call, repeats=repeats, device=self._device)
+        call, repeats, settle = self._calls[variant]
+        return wall_block(call, repeats=repeats, device=self._device, settle=settle)
 
     def kernels(self) -> list[dict[str, Any]]:
         """Return the kernels of one prefill."""

@@ -15,8 +15,13 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def wall_block(call: Call, *, repeats: int, device: torch.device) -> float:
-    """Return the median milliseconds of `repeats` calls, the device waited for before and after each."""
+def wall_block(call: Call, *, repeats: int, device: torch.device, settle: int = 0) -> float:
+    """Return the median milliseconds of `repeats` calls, the device waited for before and after each.
+
+    `settle` calls come before them untimed: clocks follow what ran last, which was another arm.
+    """
+    for _ in range(settle):
+        call()
     times = []
     for _ in range(repeats):
         wait_for(device)
@@ -27,18 +32,28 @@ def wall_block(call: Call, *, repeats: int, device: torch.device) -> float:
     return 1e3 * statistics.median(times)
 
 
-def event_block(call: Call, *, repeats: int, device: torch.device) -> float:
-    """Return the median milliseconds between device events around `repeats` calls; wall clock without CUDA."""
+def event_block(call: Call, *, repeats: int, device: torch.device, settle: int = 0) -> float:
+    """Return the median milliseconds between device events around `repeats` calls; wall clock without CUDA.
+
+    `settle` calls come before them untimed, with nothing in between.
+    """
     if device.type != "cuda":
-        return wall_block(call, repeats=repeats, device=device)
+        return wall_block(call, repeats=repeats, device=device, settle=settle)
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
     wait_for(device)
+    for _ in range(settle):
+        call()
     for start, end in events:
         start.record()
         call()
         end.record()
     wait_for(device)
     return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def settling_calls(settle_ms: float, once_ms: float) -> int:
+    """Return how many calls of `once_ms` fit into `settle_ms`; none where one call alone takes longer."""
+    return int(settle_ms / once_ms)
 
 
 def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
