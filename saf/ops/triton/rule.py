@@ -47,7 +47,7 @@ def choose_config(
     rows = -(-length // 128)
     if columns <= 64 and columns % 8 == 0 and length > 32768 and descriptors:
         config = Config(num_warps=8, num_stages=4, fold=2, loads="descriptor")
-    elif columns <= 64 and length > 8192:
+    elif columns <= 64 and length > 2048:
         config = Config(block_n=64, num_stages=5)
     elif columns <= 64 or (columns <= 128 and length <= 4096):
         config = Config(block_m=64, block_n=64, block_k=128)
