@@ -104,7 +104,7 @@ class OpSubject:
             call = GraphReplay(every, device=device, pool=self._pool) if way == "graph" else every
             once = event_block(call, repeats=2, device=device)
             repeats = repeats_within(settings.block_ms, once, settings.repeats)
-            self._passes[variant] = call, repeats, settling_calls(settings.settle_ms, once)
+            self._passes[variant] = call, repeats, settling_calls(settings.settle_ms, once, device)
 
     def _check(self, output: Tensor) -> None:
         layout, part = self._case.layout(self._arm.rate), self._case.part

@@ -72,7 +72,7 @@ class PrefillSubject:
                 call = GraphReplay(self._call, device=self._device, pool=self._pool)
             once = wall_block(call, repeats=2, device=self._device)
             repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
-            self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once)
+            self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once, self._device)
 
     def block(self, variant: str) -> float:
         """Return the median milliseconds of one prefill, the device waited for before and after."""

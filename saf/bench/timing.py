@@ -8,6 +8,8 @@ import torch
 
 from saf.cuda_graph import Call
 
+SETTLE_MS = 400.0
+
 
 def wait_for(device: torch.device) -> None:
     """Wait until the device has done everything asked of it."""
@@ -51,9 +53,14 @@ def event_block(call: Call, *, repeats: int, device: torch.device, settle: int =
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def settling_calls(settle_ms: float, once_ms: float) -> int:
-    """Return how many calls of `once_ms` fit into `settle_ms`; none where one call alone takes longer."""
-    return int(settle_ms / once_ms)
+def settling_calls(settle_ms: float | None, once_ms: float, device: torch.device) -> int:
+    """Return how many untimed calls of `once_ms` come before a block; none where one call alone takes longer.
+
+    A GPU at its power limit lowers its clocks some 20 ms after a demanding arm began and raises them again over more
+    than 100 ms: with blocks of 40 ms the arm measured next was up to 6% slower (docs/log.md).
+    """
+    usual = SETTLE_MS if device.type == "cuda" else 0.0
+    return int((usual if settle_ms is None else settle_ms) / once_ms)
 
 
 def repeats_within(block_ms: float, once_ms: float, most: int) -> int:

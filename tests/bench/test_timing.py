@@ -23,8 +23,10 @@ def test_settling_calls_are_made_before_the_timed_ones_and_not_timed(block):
 
 
 def test_a_call_longer_than_the_settling_time_settles_itself():
-    assert settling_calls(50.0, 60.0) == 0
-    assert settling_calls(50.0, 20.0) == 2
+    assert settling_calls(50.0, 60.0, CPU) == 0
+    assert settling_calls(50.0, 20.0, CPU) == 2
+    assert settling_calls(None, 20.0, CPU) == 0
+    assert settling_calls(None, 20.0, torch.device("cuda")) == 20
     assert repeats_within(50.0, 60.0, 20) == 1
     assert repeats_within(50.0, 1.0, 20) == 20
 
