@@ -8,6 +8,8 @@ from saf.errors import InputError
 Placement = Literal["early", "even"]
 Device = Literal["auto", "cpu", "cuda"]
 Switch = Literal["auto", "on", "off"]
+SETTLE_MS = 400.0
+"""Of `settle_ms` on CUDA, where it is left out."""
 
 
 @dataclass(kw_only=True)

@@ -6,9 +6,8 @@ import time
 
 import torch
 
+from saf.bench.settings import SETTLE_MS
 from saf.cuda_graph import Call
-
-SETTLE_MS = 400.0
 
 
 def wait_for(device: torch.device) -> None:

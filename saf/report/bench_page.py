@@ -10,8 +10,8 @@ from saf.report import bench_words as words
 from saf.report.bars_html import memory_panel, speed_panels
 from saf.report.measured import Group, Record, groups_of, is_speeds, shape
 from saf.report.page import page, section
+from saf.report.protocol import protocol
 from saf.report.provenance import measured_on, provenance
-from saf.report.speeds import protocol
 from saf.report.table_page import render_tables
 from saf.report.words import MISSING, table, text
 

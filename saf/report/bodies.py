@@ -12,13 +12,13 @@ from saf.report.interventions import intervention_tables
 from saf.report.measured import groups_of, is_speeds
 from saf.report.nanogpt import nanogpt_tables
 from saf.report.paper import Quoted, footnotes
+from saf.report.protocol import protocol
 from saf.report.speeds import (
     UNFINISHED,
     caveats,
     kernels_seen,
     left_out,
     memory_table,
-    protocol,
     quoted_in,
     speed_table,
     ways,

@@ -5,7 +5,8 @@ from typing import Any
 
 from saf.report.cells import Cells, Part
 from saf.report.measured import shape
-from saf.report.speeds import REFUSED, compiled
+from saf.report.protocol import compiled
+from saf.report.speeds import REFUSED
 from saf.report.words import MISSING, number
 
 Record = Mapping[str, Any]

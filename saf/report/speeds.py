@@ -5,7 +5,7 @@ from typing import Any
 
 from saf.report import paper
 from saf.report.cells import Cells
-from saf.report.measured import Group, Measured, Record, baseline_name, kernel_name, shape
+from saf.report.measured import Group, Measured, Record, kernel_name, shape
 from saf.report.paper import Quoted
 from saf.report.words import MISSING, number, signed
 
@@ -24,7 +24,7 @@ def ways(groups: Iterable[Group]) -> dict[str, list[Group]]:
 def speed_table(groups: Sequence[Group]) -> Cells:
     """Return one row an arm: times, within-pair ratio and its spread, control, bound, paper."""
     head = ["point", "baseline", "arm", "heads", "baseline, ms", "arm, ms", "speedup", "middle half of pairs", "pairs"]
-    head += ["floor, ms", "control", "free bound", "of the bound", "paper"]
+    head += ["share of time", "floor, ms", "control", "free bound", "of the bound", "paper"]
     several = len({group.baseline for group in groups}) > 1
     rows = [_speed_cells(group, arm, baseline=several) for group in groups for arm in group.arms]
     return Cells.of(head, rows, keep=["paper"])
@@ -43,6 +43,7 @@ def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
         f"{arm.ratio:.3f}×" if arm.ratio is not None else REFUSED,
         f"{row['q25']:.3f} to {row['q75']:.3f}" if told else MISSING,
         number(row["pairs"]),
+        f"{1 / arm.ratio:.3f}" if arm.ratio is not None and row.get("part") == "frozen" else MISSING,
         number(row["arm_floor_ms"]) if group.kind == "op" else MISSING,
         MISSING if group.control is None else f"{group.control['ratio']:.4f}",
         MISSING if arm.bound is None else f"{arm.bound:.3f}×",
@@ -84,32 +85,6 @@ def memory_quoted(record: Record, entry: Record) -> Quoted | None:
         return None
     point = (record["settings"]["model"], entry["point"]["length"], entry["point"]["batch_size"])
     return paper.update_memory(point, entry["rate"])
-
-
-def protocol(record: Record, groups: Sequence[Group]) -> str:
-    """Return in one paragraph how a record's speeds were measured, and against what."""
-    settings = record["settings"]
-    baselines = " or ".join(dict.fromkeys(baseline_name(group.baseline) for group in groups))
-    process = "every block in a process of its own" if settings.get("fresh") else "in the same process"
-    count = number(settings["repeats"])
-    block = f"each block the median of {'up to ' * (record['kind'] != 'update')}{count} calls"
-    block = "each block one call" if settings["repeats"] == 1 else block
-    return (
-        f"Baseline: {_same(record['kind'])} with {baselines} in every head, "
-        f"{compiled(record)}, {process}; alternating pairs (ABBA), {block}. "
-        f"Control: a second ordinary model against the first; measurements whose control is further than "
-        f"{100 * settings['tolerance']:g}% from 1 are refused."
-    )
-
-
-def compiled(record: Record) -> str:
-    """Say whether a benchmark compiled its models: by default where there is a GPU."""
-    asked = record["settings"]["compile"]
-    return "compiled" if asked == "on" or (asked == "auto" and record["environment"]["driver"]) else "not compiled"
-
-
-def _same(kind: str) -> str:
-    return "the same heads or layer" if kind == "op" else "the same model"
 
 
 def caveats(record: Record, groups: Sequence[Group]) -> list[str]:

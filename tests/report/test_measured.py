@@ -8,7 +8,8 @@ import pytest
 from saf.bench.grids import Point
 from saf.bench.settings import OpSettings, PrefillSettings
 from saf.report.measured import groups_of, shape, shape_in_words
-from saf.report.speeds import caveats, memory_table, protocol, speed_table, ways
+from saf.report.protocol import protocol
+from saf.report.speeds import caveats, memory_table, speed_table, ways
 from tests.report.benchmarks import TIMES, record
 
 
@@ -114,12 +115,28 @@ def test_points_and_ways_part():
     assert "up to 40 calls" in protocol({**record(settings=settings, variants=("call",)), "kind": "prefill"}, groups)
 
 
+@pytest.mark.parametrize(
+    ("settle", "driver", "words"),
+    [(None, "580", "after 400 ms of untimed"), (None, None, None), (20.0, None, "after 20 ms"), (0.0, "580", None)],
+)
+def test_the_time_to_settle_is_told(settle, driver, words):
+    plain = record(settings=PrefillSettings(pairs=2, device="cpu", settle_ms=settle), variants=("call",))
+    told = protocol({**plain, "environment": plain["environment"] | {"driver": driver}}, groups_of(plain))
+    assert words in told if words else "untimed" not in told
+    older = {name: value for name, value in plain["settings"].items() if name != "settle_ms"}
+    assert "untimed" not in protocol({**plain, "settings": older}, groups_of(plain))
+
+
 def test_operators_are_told_by_part_and_have_a_floor():
     fields = {"part": "frozen", "alone": 8, "layer": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}}
     settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))
     (alone,) = groups_of(record(settings=settings, fields=fields, points=[Point(4096, 8)], variants=("both graph",)))
     assert alone.way == "8 heads alone, forward and backward, replayed as a CUDA graph"
     assert alone.arms[0].paper is None
+    table = speed_table([alone])
+    assert float(dict(zip(table.head, table.rows[0], strict=True))["share of time"]) == pytest.approx(
+        1 / alone.arms[0].ratio, abs=1e-3
+    )
     layer = fields | {"part": "layer", "alone": None}
     (whole,) = groups_of(record(settings=settings, fields=layer, points=[Point(4096, 8)], variants=("forward call",)))
     assert whole.way == "whole layer, forward, called"
