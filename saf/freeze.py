@@ -14,7 +14,7 @@ from saf.calibration.capture import Batch, read_batches
 from saf.calibration.needed import collect_for_score, gather
 from saf.errors import SelectionError
 from saf.freeze_config import FreezeConfig
-from saf.freeze_patterns import Pattern, make_patterns, stack
+from saf.freeze_patterns import Made, make_patterns, stack
 from saf.freeze_report import FreezeReport
 from saf.heads import Head, HeadSet
 from saf.heldout import HeldOutFit, fit_heldout
@@ -81,7 +81,7 @@ def freeze_(
     with watch("select"):
         choose = choose_by(scores, config, group_size=first.layout.num_heads // first.layout.num_kv_heads)
 
-    def make(heads: HeadSet) -> dict[Head, tuple[Pattern, float]]:
+    def make(heads: HeadSet) -> dict[Head, Made]:
         return make_patterns(model, ids, statistics, heads, config, watch)
 
     accepted, rejected = accept(choose, make, config)
@@ -89,14 +89,17 @@ def freeze_(
     halves = _judge(model, ids, heads, config, watch) if config.heldout_kl and len(heads) else None
     with watch("install"):
         if len(heads):
-            patterns = [accepted[head][0] for head in heads]
+            patterns = [accepted[head].pattern for head in heads]
             execution = {"backend": config.backend, "trainable": config.trainable}
             install_(model, heads, patterns, optimizer=optimizer, **execution)
     return FreezeReport(
         heads=heads,
-        patterns=stack([accepted[head][0] for head in heads]),
-        fit_kl={head: accepted[head][1] for head in heads},
-        rejected=rejected,
+        patterns=stack([accepted[head].pattern for head in heads]),
+        fit_kl={head: accepted[head].fit_kl for head in heads},
+        rejected={head: made.fit_kl for head, made in rejected.items()},
+        certificates={
+            head: made.certificate for head, made in (accepted | rejected).items() if made.certificate is not None
+        },
         requested=choose.total,
         scores=scores[config.score],
         statistics=statistics,
@@ -143,15 +146,15 @@ def choose_by(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, gro
 
 
 def accept(
-    choose: Chooser, make: Callable[[HeadSet], dict[Head, tuple[Pattern, float]]], config: FreezeConfig
-) -> tuple[dict[Head, tuple[Pattern, float]], dict[Head, float]]:
-    """Make patterns of heads in score order until k pass (paper, Algorithm 1); return them and the rejected KLs.
+    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig
+) -> tuple[dict[Head, Made], dict[Head, Made]]:
+    """Make patterns of heads in score order until k pass (paper, Algorithm 1); return them and the rejected ones.
 
     Candidates are taken in batches of as many as are still missing. Heads chosen together pass together.
     """
     strict = config.strict or config.heads is not None
-    made: dict[Head, tuple[Pattern, float]] = {}
-    rejected: dict[Head, float] = {}
+    made: dict[Head, Made] = {}
+    rejected: dict[Head, Made] = {}
     proposed = choose.propose()
     if strict and not choose.attained(available := sum(map(len, proposed))):
         raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen")
@@ -159,12 +162,12 @@ def accept(
         made |= make(HeadSet(head for unit in proposed for head in unit))
         for unit in proposed:
             # Not "> max_fit_kl": a KL that is NaN never passes.
-            missed = {head: made[head][1] for head in unit if not made[head][1] <= config.max_fit_kl}
+            missed = {head: made[head] for head in unit if not made[head].fit_kl <= config.max_fit_kl}
             rejected |= missed
             if not missed:
                 choose.accept(unit)
         if rejected and strict:
-            listed = ", ".join(f"{head}: {kl:.3f}" for head, kl in sorted(rejected.items()))
+            listed = ", ".join(f"{head}: {rejected[head].fit_kl:.3f}" for head in sorted(rejected))
             raise SelectionError(
                 f"strict: {len(rejected)} of the {choose.total} lowest-{score_name(config.score)} heads do not fit "
                 f"within {config.max_fit_kl} nats ({listed}); raise max_fit_kl, lower the rate, or allow substitutes"

@@ -8,6 +8,7 @@ from saf.fit import FITTERS
 from saf.heads import HeadSet
 from saf.heldout import check_heldout
 from saf.patterns import PATTERNS, Storage, check_options
+from saf.patterns.sampling import Seed, seed_of
 from saf.scores import SCORES, Score, needed_by, score_name
 from saf.selection import budget
 
@@ -45,8 +46,8 @@ class FreezeConfig:
     """Freeze as many heads in each layer as this score would choose: with score="random", the paper's control."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
-    seed: int = 0
-    """Of random scores and sampled patterns."""
+    seed: Seed = 0
+    """Of random scores and sampled patterns; from a `torch.Generator` one is drawn at once, and kept here."""
     backend: str = "auto"
     """Which backend executes the frozen heads."""
     trainable: bool = False
@@ -75,7 +76,8 @@ class FreezeConfig:
             value = getattr(self, name)
             if value is not None and not callable(value) and value not in known:
                 raise InputError(f"unknown {name} {value!r}; expected one of {sorted(known)}")
-        check_options(self.pattern, self.pattern_options)
+        object.__setattr__(self, "seed", seed_of(self.seed))
+        object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
         if self.trainable and self.storage != "compact":
             raise InputError("trainable patterns have key and distance logits: use storage='compact'")
         if self.heldout_kl:

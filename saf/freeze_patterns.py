@@ -1,13 +1,14 @@
 """What freezing replaces heads' attention by: each head's pattern, made as configured and fitted."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.calibration import calibrate, heads_at_a_time
-from saf.fit import fit_compact, fit_kl
+from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.pattern import CompactPattern, DensePattern
@@ -18,6 +19,16 @@ from saf.stopwatch import Stopwatch
 Pattern = CompactPattern | DensePattern
 
 
+class Made(NamedTuple):
+    """One head's pattern, on the CPU, and how its compact fit went."""
+
+    pattern: Pattern
+    fit_kl: float = 0.0
+    """Row-averaged KL from what was fitted to the fit, nats; 0 without a fit."""
+    certificate: dict[str, Any] | None = None
+    """The fit's `Certificate` in plain values; None without a fit."""
+
+
 def make_patterns(
     model: nn.Module,
     ids: list[Tensor],
@@ -25,13 +36,13 @@ def make_patterns(
     heads: HeadSet,
     config: FreezeConfig,
     watch: Stopwatch,
-) -> dict[Head, tuple[Pattern, float]]:
-    """Return the pattern of each head, on the CPU, with the row-averaged KL of its compact fit (0 without a fit).
+) -> dict[Head, Made]:
+    """Return what is made of each head: its pattern, and KL and certificate of its compact fit.
 
     What the pattern needs beyond the statistics is measured for these heads, as many at a time as memory allows.
     """
     names = collect_for(config.pattern, config.storage)
-    made: dict[Head, tuple[Pattern, float]] = {}
+    made: dict[Head, Made] = {}
     size = heads_at_a_time(model, names, sequences=statistics.num_sequences, length=statistics.length)
     for some in _chunks(heads, size):
         found = calibrate(model, ids, collect=names, heads=some, watch=watch) if names else statistics
@@ -48,20 +59,21 @@ def _chunks(heads: HeadSet, size: int) -> Iterator[HeadSet]:
 
 def _make(
     statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
-) -> dict[Head, tuple[Pattern, float]]:
+) -> dict[Head, Made]:
     options = {"seed": config.seed} | config.pattern_options
     if config.storage == "dense":
         patterns = dense_pattern(statistics, heads, config.pattern, dtype=torch.bfloat16, **options)
-        return {head: (patterns[number], 0.0) for number, head in enumerate(heads)}
+        return {head: Made(patterns[number]) for number, head in enumerate(heads)}
     goal = target(statistics, heads, config.pattern, **options)
     if isinstance(goal, CompactPattern):
         goal = goal.canonical()
-        return {head: (goal[number], 0.0) for number, head in enumerate(heads)}
+        return {head: Made(goal[number]) for number, head in enumerate(heads)}
     goal = [part.to(device) for part in goal]
-    fitted = fit_compact(*goal[:2], fitter=config.fitter, **config.fitter_options)
-    kls = fit_kl(fitted, *goal).tolist()
+    fitted, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **config.fitter_options)
+    warn_of_missed(certificate, config.fitter)
+    kls, certificates = fit_kl(fitted, *goal).tolist(), certificate.to_dicts()
     fitted = fitted.to(device="cpu")
-    return {head: (fitted[number], kls[number]) for number, head in enumerate(heads)}
+    return {head: Made(fitted[number], kls[number], certificates[number]) for number, head in enumerate(heads)}
 
 
 def stack(patterns: Sequence[Pattern]) -> Pattern | None:

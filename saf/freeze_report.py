@@ -1,7 +1,7 @@
 """What a freezing event measured, chose and cost."""
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class FreezeReport:
     config: dict[str, Any]
     seconds: dict[str, float]
     """Wall-clock seconds of capture, statistics, score, select, fit and install, and of `heldout`."""
+    certificates: dict[Head, dict[str, Any]] = field(default_factory=dict)
+    """Of each fit, rejected ones included: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
     heldout: HeldOutFit | None = None
     """With `heldout_kl`: the frozen heads' fits on one half of the sequences, and their KL to both halves."""
 
@@ -67,6 +69,7 @@ class FreezeReport:
             "scores": rows,
             "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
             "rejected": [[*head, kl] for head, kl in sorted(self.rejected.items())],
+            "certificates": [{"head": list(head), **values} for head, values in sorted(self.certificates.items())],
             "seconds": self.seconds,
             "num_sequences": self.statistics.num_sequences,
             "length": self.statistics.length,

@@ -73,7 +73,8 @@ def check_heldout(pattern: str, storage: str = "compact") -> None:
     """Raise InputError for patterns whose fit no other half can judge."""
     if pattern not in PATTERNS or storage != "compact":
         raise InputError(
-            f"a held-out half judges compact fits of {' and '.join(PATTERNS)}; got pattern {pattern!r}, {storage}"
+            f"a held-out half judges compact fits of {' and '.join(PATTERNS)}; got pattern {pattern!r}, {storage}: "
+            "a drawn pattern has no counterpart in the other half, a dense one no fit"
         )
 
 

@@ -1,6 +1,7 @@
 """The whole recipe: budgets, the fit gate, controls, and what it leaves behind."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,6 +203,21 @@ def test_settings_survive_json():
         assert saf.FreezeConfig(**json.loads(json.dumps(each.to_dict()))) == each
 
 
+def test_a_generator_gives_the_event_one_seed_that_is_kept(tmp_path):
+    generator, ids = torch.Generator().manual_seed(1), tokens()
+    first, second = (saf.FreezeConfig(pattern="gaussian", max_fit_kl=100, seed=generator) for _ in range(2))
+    assert first.seed != second.seed
+    assert saf.FreezeConfig(**json.loads(json.dumps(first.to_dict()))) == first
+    one, again, other = (saf.freeze_(make(2.0), [ids], config) for config in (first, first, second))
+    assert torch.equal(one.patterns.alpha, again.patterns.alpha)
+    assert not torch.equal(one.patterns.alpha, other.patterns.alpha)
+    one.save(tmp_path)
+    recorded = json.loads((tmp_path / "freeze.json").read_text())["config"]
+    assert torch.equal(saf.freeze_(make(2.0), [ids], saf.FreezeConfig(**recorded)).patterns.alpha, one.patterns.alpha)
+    own = saf.FreezeConfig(pattern="gaussian", pattern_options={"seed": torch.Generator().manual_seed(1)})
+    assert own.pattern_options == {"seed": first.seed}
+
+
 @pytest.mark.parametrize("options", [{}, {"score": "random", "match": "variance"}, {"exclude": ((0, 0),)}])
 def test_a_number_of_heads_stands_above_the_rate(options):
     report = saf.freeze_(make(), [tokens()], saf.FreezeConfig(count=5, rate=1.0, max_fit_kl=100, **options))
@@ -279,6 +295,51 @@ def test_the_report_prints_and_saves(tmp_path):
     assert tensors["eta_abs"].shape == (3, 4, LENGTH)
 
 
+def floored_mean(found, head) -> torch.Tensor:
+    floored = found.take("mean", [head])[0].double().clamp(min=1e-9).tril()
+    return floored / floored.sum(-1, keepdim=True)
+
+
+def test_the_certificate_of_every_fit_is_recorded(tmp_path):
+    model, ids = make(), tokens()
+    found = saf.calibrate(model, [ids], collect=("mean",))
+    config = saf.FreezeConfig(rate=0.5, max_fit_kl=9, fitter_options={"max_sweeps": 2, "tolerance": 0.068})
+    words = "fits stopped before their marginals agreed within 0.068"
+    with pytest.warns(UserWarning, match=words):
+        kls = sorted(saf.freeze_(make(), [ids], config).fit_kl.values())
+    with pytest.warns(UserWarning, match=words):
+        report = saf.freeze_(model, [ids], replace(config, rate=0.25, max_fit_kl=(kls[2] + kls[3]) / 2))
+    assert report.heads
+    assert report.rejected
+    report.save(tmp_path)
+    saved = json.loads((tmp_path / "freeze.json").read_text())["certificates"]
+    records = {tuple(record["head"]): record for record in saved}
+    assert set(records) == set(report.heads) | set(report.rejected)
+    for number, head in enumerate(report.heads):
+        goal, fitted, record = floored_mean(found, head), report.patterns[number].dense(), records[head]
+        # Both marginals of whole matrices; a floored entry has too little weight to count in a relative error.
+        by_key, goal_by_key = fitted.sum(0), goal.sum(0)
+        by_distance, goal_by_distance = (
+            torch.stack([each.diagonal(-d).sum() for d in range(LENGTH)]) for each in (fitted, goal)
+        )
+        both = {"abs": (by_key, goal_by_key), "rel": (by_distance, goal_by_distance)}
+        for name, (one, other) in both.items():
+            error = (one / other - 1)[other >= 1e-7 * torch.arange(LENGTH, 0, -1)].abs().max().item()
+            assert record[f"max_relative_{name}"] == pytest.approx(error, rel=1e-3)
+        l1 = sum(float((one - other).abs().sum()) for one, other in both.values()) / LENGTH
+        assert record["l1"] == pytest.approx(l1, rel=1e-3)
+        assert record["gap"] == record["radius"] * record["l1"]
+        assert record["sweeps"] == 2
+        worst = max(record["max_relative_abs"], record["max_relative_rel"], record["l1"])
+        assert record["converged"] == (worst <= 0.068 == record["tolerance"])
+    assert {record["converged"] for record in saved} == {False, True}
+
+
+@pytest.mark.parametrize("options", [{"storage": "dense"}, {"pattern": "structured_random"}])
+def test_what_is_not_fitted_has_no_certificate(options):
+    assert saf.freeze_(make(), [tokens()], saf.FreezeConfig(**options)).to_dict()["certificates"] == []
+
+
 def test_save_then_load_is_the_identity(tmp_path):
     model, ids = make(), tokens()
     saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.5))
@@ -316,6 +377,7 @@ def test_bad_settings_are_refused():
         ({"match": "variance", "max_per_layer": 2}, "leave heads and max_per_layer out"),
         ({"max_per_layer": 0}, "at least 1; got 0"),
         ({"count": -1}, "0 or more; got -1"),
+        ({"seed": -1}, "integer from 0 on"),
         ({"heads": ((0, 1),), "count": 1, "max_per_layer": 1}, "leave count and max_per_layer out"),
         ({"heads": ((0, 1),), "exclude": ((0, 0),)}, "leave exclude out"),
         ({"heads": ((0, 1), (0, 1))}, "names each head once"),

@@ -12,6 +12,7 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.pattern import CompactPattern, DensePattern
 from saf.patterns import collect_for, dense_pattern
+from saf.patterns.sampling import Seed, seed_of
 from saf.statistics import FLOOR
 
 DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")
@@ -46,13 +47,14 @@ def pattern_distances(reference: Tensor, pattern: CompactPattern | DensePattern)
 
 
 def distances_from_mean(
-    model: nn.Module, batches: Iterable[Batch], heads: HeadSet, patterns: Iterable[str], *, seed: int = 0
+    model: nn.Module, batches: Iterable[Batch], heads: HeadSet, patterns: Iterable[str], *, seed: Seed = 0
 ) -> dict[str, dict[str, Tensor]]:
     """Return `pattern_distances` of each named pattern, dense and before any fit, from the measured mean pattern.
 
     `{pattern: {distance: [F]}}` in the heads' order. The model is calibrated on `batches`, as many heads at a time as
-    memory allows, and left as it was.
+    memory allows, and left as it was. `seed` of sampled patterns is a number or a generator that draws one.
     """
+    seed = seed_of(seed)
     ids, names = read_batches(batches), list(patterns)
     collect = sorted({"mean"}.union(*(collect_for(name, "dense") for name in names)))
     size = heads_at_a_time(model, collect, sequences=sum(map(len, ids)), length=ids[0].shape[1])

@@ -47,7 +47,7 @@ def joint_cost(
     config = config or FreezeConfig()
     check_heads(adapter_for(model).sites(), first | second)
     made = make_patterns(model, read_batches(batches), statistics, first | second, config, Stopwatch())
-    patterns = {head: pattern for head, (pattern, _) in made.items()}
+    patterns = {head: each.pattern for head, each in made.items()}
     meter = CostMeter(model, windows, batch_size=batch_size)
     one, other = (meter.log_probs(heads, patterns, backend=config.backend) for heads in (first, second))
     return JointCost(

@@ -88,8 +88,8 @@ def one_head_costs(
         )
 
     for number, head in enumerate(sorted(heads, key=lambda each: each[::-1]), 1):
-        pattern, fit_kl[head] = made[head]
-        frozen = meter.log_probs(HeadSet([head]), {head: pattern}, backend=config.backend)
+        fit_kl[head] = made[head].fit_kl
+        frozen = meter.log_probs(HeadSet([head]), {head: made[head].pattern}, backend=config.backend)
         by_window[head] = window_losses(frozen) - baseline
         if progress is not None:
             progress(number, len(heads), costs)

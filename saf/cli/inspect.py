@@ -103,6 +103,8 @@ def run_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "num_heads": run.num_heads,
         "frozen": run.frozen_heads,
         "rejected": (run.freeze or {}).get("rejected", []),
+        "fit_kl": (run.freeze or {}).get("fit_kl", []),
+        "certificates": (run.freeze or {}).get("certificates", []),
         "config": run.config,
         "checkpoints": kept,
         "provenance": final.get("provenance"),
@@ -114,6 +116,7 @@ def run_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "perplexity, held out": final.get("report_perplexity") and f"{final['report_perplexity']:.4f}",
         "model": _shape(run.config.get("model") or {}),
         "heads": _head_words({"frozen": run.frozen_heads, "num_heads": run.num_heads}),
+        "fits": _fit_words(result),
         "parent": (run.config.get("parent") or {}).get("path"),
         "data": (run.config.get("data") or {}).get("fingerprint"),
     }
@@ -236,6 +239,19 @@ def _kind_words(kinds: Mapping[str, int]) -> str:
 
 def _head_words(heads: Mapping[str, Any]) -> str:
     return f"{len(heads['frozen'])} of {heads['num_heads']} frozen"
+
+
+def _fit_words(result: Mapping[str, Any]) -> str | None:
+    """Tell how good the fits of a freezing event are; older records have no certificates."""
+    if not result["fit_kl"]:
+        return None
+    words = f"KL at most {max(kl for *_, kl in result['fit_kl']):.4f} nats"
+    frozen = [each for each in result["certificates"] if each["head"] in result["frozen"]]
+    if not frozen:
+        return words
+    met = sum(each["converged"] for each in frozen)
+    worst = max(max(each["max_relative_abs"], each["max_relative_rel"]) for each in frozen)
+    return f"{words}; {met} of {len(frozen)} converged, marginals within {worst:.1e}"
 
 
 def _shape(model: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "fit_variants",
     "fit_with_certificate",
     "marginals",
+    "warn_of_missed",
 ]
 
 # Each takes checked targets [N, T] and keyword options, and returns alpha, rho [N, T] and steps [N].
@@ -56,15 +57,20 @@ def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional
             [0.5000, 0.5000]], dtype=torch.float64)
     """
     pattern, certificate = fit_with_certificate(eta_abs, eta_rel, fitter=fitter, **options)
+    warn_of_missed(certificate, fitter)
+    return pattern
+
+
+def warn_of_missed(certificate: Certificate, fitter: str) -> None:
+    """Warn the caller's caller of fits that stopped before their marginals agreed; `adam` never promises that."""
     missed = int((~certificate.converged).sum())
     if missed and fitter != "adam":
         worst = certificate.max_relative.max().item()
         warnings.warn(
             f"{missed} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
             f"{certificate.tolerance:g} (worst {worst:.2g}); allow more sweeps, or look at their KL",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return pattern
 
 
 def fit_with_certificate(

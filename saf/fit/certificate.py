@@ -1,6 +1,7 @@
 """Evidence of how close a fit is to the optimum of Eq. (4), computed from its marginals alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,13 @@ class Certificate:
     def converged(self) -> Tensor:
         """Whether both relative errors and the L1 residual are within the tolerance, `[...]` bool."""
         return torch.maximum(self.max_relative, self.l1) <= self.tolerance
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return plain values for JSON, one record for each of N patterns."""
+        names = ("max_relative_abs", "max_relative_rel", "l1", "gap", "sweeps", "converged")
+        columns = zip(*(getattr(self, name).tolist() for name in names), strict=True)
+        common = {"radius": self.radius, "tolerance": self.tolerance}
+        return [dict(zip(names, values, strict=True)) | common for values in columns]
 
 
 def meaningful(eta: Tensor) -> Tensor:

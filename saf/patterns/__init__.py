@@ -14,6 +14,7 @@ from saf.patterns.dirichlet import dirichlet
 from saf.patterns.gaussian import gaussian
 from saf.patterns.marginals import Target, target_of
 from saf.patterns.mean import dense_mean, mean
+from saf.patterns.sampling import seed_of
 from saf.patterns.sharp_mean import SHARP_MARGINALS, dense_sharp_mean, sharp_mean
 from saf.patterns.storage import StorageReport, storage_report
 from saf.patterns.structured_random import dense_structured_random, structured_random
@@ -69,14 +70,15 @@ def target(
 ) -> Target | CompactPattern:
     """Return what a pattern's compact form is fitted to, for `heads` in order; or that form, where it is exact.
 
-    Options are those of the pattern: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. Raises InputError
-    for unknown names and options, and for statistics that lack what `collect_for` names.
+    Options are those of the pattern: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. A seed may also be
+    a `torch.Generator`, which draws one for all heads: what a head draws depends on the seed, its layer and its id
+    alone. Raises InputError for unknown names and options, and for statistics that lack what `collect_for` names.
     """
-    kind = _kind(name)
+    kind, given = _kind(name), check_options(name, options)
     heads = _some(heads)
     if kind.compact is not None:
-        return kind.compact(statistics, heads, **check_options(name, options))
-    rows = [target_of(kind.dense(statistics, HeadSet([head]), **check_options(name, options))) for head in heads]
+        return kind.compact(statistics, heads, **given)
+    rows = [target_of(kind.dense(statistics, HeadSet([head]), **given)) for head in heads]
     return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
 
@@ -90,7 +92,7 @@ def dense_pattern(
 ) -> DensePattern:
     """Return the pattern of `heads`, in order, entry by entry: float32 for analysis, bfloat16 for execution.
 
-    Raises InputError as `target` does.
+    Options and errors are those of `target`.
     """
     kind, given = _kind(name), check_options(name, options)
     # Head by head: what a pattern is made from takes several times its own memory.
@@ -100,12 +102,16 @@ def dense_pattern(
 
 
 def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return those options that a pattern takes; `seed` may be given to all. Raise InputError for others."""
+    """Return those options that a pattern takes, a generator given as `seed` replaced by a seed that it draws.
+
+    `seed` may be given to all patterns. Raises InputError for other options and for what is no seed.
+    """
     parameters = inspect.signature(_kind(name).dense).parameters.values()
     known = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
     if unknown := set(options) - known - {"seed"}:
         raise InputError(f"pattern {name!r} takes {sorted(known) or 'no options'}; got {sorted(unknown)}")
-    return {key: value for key, value in options.items() if key in known}
+    given = {key: value for key, value in options.items() if key in known}
+    return given | {"seed": seed_of(given["seed"])} if "seed" in given else given
 
 
 def _some(heads: Iterable[Head]) -> HeadSet:

@@ -1,8 +1,31 @@
 """What sampled patterns share: a random stream for each head, and causal matrices."""
 
+import operator
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from saf.errors import InputError
+
+Seed = int | torch.Generator
+"""Where draws come from: a seed, or a generator that one is drawn from."""
+
+
+def seed_of(seed: Seed) -> int:
+    """Return the seed itself, or one that the generator draws, below 2**53 so that JSON keeps it.
+
+    Raises InputError for anything else, and for a negative number.
+    """
+    if isinstance(seed, torch.Generator):
+        return int(torch.randint(1 << 53, (), generator=seed, device=seed.device))
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InputError(f"a seed is an integer from 0 on, or a torch.Generator to draw one from; got {seed!r}")
+    return number
 
 
 def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Generator:

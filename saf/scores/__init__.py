@@ -55,8 +55,8 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **nee
     """Return the score `[L, H]` by which heads are frozen in ascending order; NaN for heads already frozen.
 
     `name` is one of `SCORES`, or a function of the statistics. `needed` is what the score reads beside them:
-    `gradient`, `outputs`, `gates`, or `seed` of `random`. Raises InputError for an unknown name, and saying how to
-    collect what is missing.
+    `gradient`, `outputs`, `gates`, or `seed` of `random` (a number or a `torch.Generator`). Raises InputError for an
+    unknown name, and saying how to collect what is missing.
     """
     function = _function(name)
     parameters = _needed(function)

@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
+from saf.patterns.sampling import Seed, seed_of
 from saf.statistics import AttentionStatistics
 
 
-def random(statistics: AttentionStatistics, *, seed: int = 0, generator: torch.Generator | None = None) -> Tensor:
-    """Return uniform random numbers `[L, H]` from a generator, or from one of `seed`.
+def random(statistics: AttentionStatistics, *, seed: Seed = 0) -> Tensor:
+    """Return uniform random numbers `[L, H]`, of a seed or of one that a generator draws.
 
-    All heads draw, frozen or not, so a head's number does not depend on what was frozen before.
+    All heads draw, frozen or not, so a head's number does not depend on what was frozen before. Raises InputError for
+    what is no seed.
     """
-    generator = torch.Generator().manual_seed(seed) if generator is None else generator
-    drawn = torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64, device=generator.device)
-    return drawn.cpu()
+    generator = torch.Generator().manual_seed(seed_of(seed))
+    return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)

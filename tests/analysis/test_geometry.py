@@ -77,3 +77,12 @@ def test_distances_from_the_measured_mean(model, ids, run_dense, monkeypatch, li
         error = ((each.mean(0) - sharp) ** 2).sum().item() / 24**2
         assert found["sharp_mean"]["squared_error"][number].item() == pytest.approx(error, rel=1e-4)
     assert (found["dirichlet"]["kl"] > 0).all()
+
+
+def test_a_generator_draws_one_seed_for_all_patterns_and_heads(model, ids):
+    one, other = (torch.Generator().manual_seed(5) for _ in range(2))
+    whole = distances_from_mean(model, [ids], HeadSet([(0, 3), (2, 2)]), ["gaussian", "dirichlet"], seed=one)
+    alone = distances_from_mean(model, [ids], HeadSet([(2, 2)]), ["dirichlet"], seed=other)
+    assert alone["dirichlet"]["kl"][0].item() == pytest.approx(whole["dirichlet"]["kl"][1].item(), rel=1e-5)
+    again = distances_from_mean(model, [ids], HeadSet([(2, 2)]), ["dirichlet"], seed=other)
+    assert again["dirichlet"]["kl"][0].item() != pytest.approx(alone["dirichlet"]["kl"][0].item(), rel=1e-3)

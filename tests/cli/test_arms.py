@@ -150,6 +150,25 @@ def test_inspect_shows_tables(saf, arms, text_data):
         assert word in out
 
 
+def test_inspect_tells_how_good_the_fits_are(saf, saf_json, arms, tmp_path):
+    event = read_json(arms[1] / "freeze.json")
+    told = saf_json("inspect", arms[1])
+    assert [record["head"] for record in told["certificates"]] == told["frozen"]
+    assert told["fit_kl"] == event["fit_kl"]
+    worst = f"KL at most {max(kl for *_, kl in event['fit_kl']):.4f} nats"
+    _, out, _ = saf("inspect", arms[1])
+    assert f"{worst}; 2 of 2 converged, marginals within " in " ".join(out.replace("│", " ").split())
+    # A record from before certificates were kept.
+    old = shutil.copytree(arms[1], tmp_path / "old")
+    del event["certificates"]
+    (old / "freeze.json").write_text(json.dumps(event))
+    _, out, _ = saf("inspect", old)
+    assert worst in out
+    assert "converged" not in out
+    assert saf_json("inspect", old)["certificates"] == []
+    assert saf_json("inspect", arms[0])["fit_kl"] == []
+
+
 def test_inspect_names_a_damaged_file(saf, arms, tmp_path):
     run = shutil.copytree(arms[0], tmp_path / "run")
     weights = run / "checkpoints" / "step-24" / "model.safetensors"

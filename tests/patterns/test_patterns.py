@@ -53,6 +53,29 @@ def test_a_draw_depends_on_seed_layer_and_head_alone(name, make_logits, make_sta
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_generator_draws_one_seed_for_all_heads(name, make_logits, make_statistics, heads):
+    found = make_statistics(make_logits())
+    generator, twin, third = (torch.Generator().manual_seed(7) for _ in range(3))
+    state = torch.get_rng_state()
+    whole = dense_pattern(found, heads, name, dtype=torch.float64, seed=generator).weights
+    # A head draws the same alone as with the others, from a generator in the same state.
+    last = list(heads)[-1]
+    assert torch.equal(dense_pattern(found, [last], name, dtype=torch.float64, seed=twin).weights[0], whole[-1])
+    compact = target(found, heads, name, seed=third)
+    if isinstance(compact, CompactPattern):
+        torch.testing.assert_close(compact.dense(), whole, rtol=0, atol=1e-12)
+    else:
+        for one, other in zip(compact, target_of(whole), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    # The generators have moved on alike, the global one has not.
+    assert torch.equal(generator.get_state(), twin.get_state())
+    assert torch.equal(generator.get_state(), third.get_state())
+    again = dense_pattern(found, heads, name, dtype=torch.float64, seed=generator).weights
+    assert (again - whole).abs().amax((1, 2)).min() > 1e-3
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_compact_target_is_that_of_the_dense_pattern(name, make_logits, make_statistics, heads):
     found = make_statistics(make_logits())
@@ -100,6 +123,8 @@ def test_wrong_requests_are_refused(make_logits, make_statistics, heads):
         (([], "mean"), {}, "at least one head"),
         ((heads, "dirichlet"), {"scale": 0}, "scale > 0"),
         ((heads, "dirichlet"), {"bounds": (2, 1)}, "0 < low <= high"),
+        ((heads, "gaussian"), {"seed": -1}, "integer from 0 on, or a torch.Generator .*; got -1"),
+        ((heads, "dirichlet"), {"seed": 0.5}, "got 0.5"),
     ]:
         for make in (dense_pattern, target):
             with pytest.raises(InputError, match=message):

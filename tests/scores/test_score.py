@@ -63,9 +63,16 @@ def test_random_scores_follow_the_seed_and_not_what_is_frozen(statistics):
     part = saf.score(statistics(VARIANCE), "random", seed=3)
     assert torch.equal(part.nan_to_num(0), whole.masked_fill(VARIANCE.isnan(), 0))
     assert not torch.equal(whole, saf.score(statistics(torch.ones(2, 3).double()), "random", seed=4))
-    generator = torch.Generator().manual_seed(3)
-    state = torch.get_rng_state()
-    assert torch.equal(saf.score(statistics(torch.ones(2, 3).double()), "random", generator=generator), whole)
+    with pytest.raises(InputError, match=r"or a torch\.Generator to draw one from; got -3"):
+        saf.score(statistics(VARIANCE), "random", seed=-3)
+
+
+def test_random_scores_follow_a_generator(statistics):
+    one, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    state, found = torch.get_rng_state(), statistics(torch.ones(2, 3).double())
+    first, second = (saf.score(found, "random", seed=one) for _ in range(2))
+    assert torch.equal(saf.score(found, "random", seed=other), first)
+    assert len(torch.cat([first, second]).unique()) == 12
     assert torch.equal(torch.get_rng_state(), state)
 
 
