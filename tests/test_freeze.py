@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -384,3 +385,9 @@ def test_bad_settings_are_refused():
     ]:
         with pytest.raises(InputError, match=message):
             saf.FreezeConfig(**options)
+
+
+def test_warnings_point_at_the_caller():
+    with pytest.warns(UserWarning, match="calibration has|could be frozen") as caught:
+        saf.freeze_(make(), [tokens()[:, :20]], saf.FreezeConfig(rate=1.0, max_fit_kl=1e-9))
+    assert [Path(warning.filename).name for warning in caught] == ["test_freeze.py"] * 2

@@ -18,7 +18,8 @@ from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.perplexity import autocast
-from saf.freeze import freeze_, scores_collect
+from saf.freeze import freeze_
+from saf.freeze_choice import scores_collect
 from saf.freeze_config import FreezeConfig
 from saf.models import GPT
 from saf.patterns import collect_for

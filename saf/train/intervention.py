@@ -8,7 +8,8 @@ from saf.calibration import plan_calibration
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.fit import check_fitter_options
-from saf.freeze import freeze_, scores_collect
+from saf.freeze import freeze_
+from saf.freeze_choice import scores_collect
 from saf.ops.backends import choose_backend
 from saf.schedules import Event
 from saf.scores import HOW_TO_COLLECT, score_name

@@ -1,0 +1,40 @@
+"""Work that one process of a `torch.distributed` group does for all of them: the only place that knows of groups."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import distributed
+
+import saf.errors
+from saf.errors import SafError
+
+Outcome = TypeVar("Outcome")
+
+
+def done_once(work: Callable[[], Outcome]) -> Outcome:
+    """Do the work in the group's first process and return its outcome in every one; without a group, just do it.
+
+    Every process of the default group must call this. The outcome's tensors should be on the CPU. An error of the first
+    process is raised in every one: the same kind of `SafError`, or a SafError that names another kind.
+    """
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return work()
+    message: list[Any] = [None, None]
+    if distributed.get_rank() == 0:
+        try:
+            message[0] = work()
+        except Exception as error:
+            distributed.broadcast_object_list([None, (type(error).__name__, str(error))], src=0)
+            raise
+    distributed.broadcast_object_list(message, src=0)
+    outcome, failure = message
+    if failure is not None:
+        raise _same_error(*failure)
+    return outcome
+
+
+def _same_error(name: str, words: str) -> SafError:
+    kind = getattr(saf.errors, name, None)
+    if kind is None:
+        return SafError(f"the first process failed: {name}: {words}")
+    return kind(words)

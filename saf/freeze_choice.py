@@ -1,0 +1,68 @@
+"""Which heads a freezing event takes: what its scores need, whom they propose, and whose fit is accepted."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from saf.calibration.needed import collect_for_score
+from saf.errors import SelectionError
+from saf.freeze_config import FreezeConfig
+from saf.freeze_patterns import Made
+from saf.heads import Head, HeadSet
+from saf.scores import Score, score_name
+from saf.selection import Chooser, chooser, select
+
+
+def scores_collect(config: FreezeConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the first calibration keeps beside the statistics, for scores that read more than `given` brings."""
+    names = {name for name in (config.score, config.match) if name is not None}
+    return tuple(sorted({kept for name in names for kept in collect_for_score(name, given)}))
+
+
+def choose_by(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int) -> Chooser:
+    """Return what proposes heads by the configured score, budget and conditions."""
+    group_size = group_size if config.whole_groups else 1
+    ranked = scores[config.score]
+    if config.heads is not None:
+        return chooser(ranked, count=len(config.heads), only=config.heads, group_size=group_size)
+    conditions = {"exclude": config.exclude, "group_size": group_size}
+    total = {"rate": config.rate} if config.count is None else {"count": config.count}
+    if config.match is None:
+        return chooser(ranked, **total, max_per_layer=config.max_per_layer, **conditions)
+    return chooser(ranked, match=select(scores[config.match], **total, **conditions), **conditions)
+
+
+def accept(
+    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig
+) -> tuple[dict[Head, Made], dict[Head, Made]]:
+    """Make patterns of heads in score order until k pass (paper, Algorithm 1); return them and the rejected ones.
+
+    Candidates are taken in batches of as many as are still missing. Heads chosen together pass together.
+    """
+    strict = config.strict or config.heads is not None
+    made: dict[Head, Made] = {}
+    rejected: dict[Head, Made] = {}
+    proposed = choose.propose()
+    if strict and not choose.attained(available := sum(map(len, proposed))):
+        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen")
+    while proposed:
+        made |= make(HeadSet(head for unit in proposed for head in unit))
+        for unit in proposed:
+            # Not "> max_fit_kl": a KL that is NaN never passes.
+            missed = {head: made[head] for head in unit if not made[head].fit_kl <= config.max_fit_kl}
+            rejected |= missed
+            if not missed:
+                choose.accept(unit)
+        if rejected and strict:
+            listed = ", ".join(f"{head}: {rejected[head].fit_kl:.3f}" for head in sorted(rejected))
+            raise SelectionError(
+                f"strict: {len(rejected)} of the {choose.total} lowest-{score_name(config.score)} heads do not fit "
+                f"within {config.max_fit_kl} nats ({listed}); raise max_fit_kl, lower the rate, or allow substitutes"
+            )
+        proposed = choose.propose()
+    if not choose.attained(len(choose)):
+        reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else "no other may be frozen"
+        warnings.warn(f"{len(choose)} of {choose.total} heads could be frozen: {reason}", stacklevel=6)
+    return {head: made[head] for head in HeadSet(choose)}, rejected

@@ -1,0 +1,83 @@
+"""Several processes freeze alike: the first one decides for all."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+
+import saf
+from saf.distributed import done_once
+from saf.errors import SafError, SelectionError
+from saf.pattern import CompactPattern
+
+LENGTH, WORLD = 24, 2
+
+
+def model_of_all() -> saf.GPT:
+    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=LENGTH))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return model
+
+
+def process(rank: int, folder: str) -> None:
+    """Freeze in one of several processes, each with its own batches, and write what came of it."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    own = torch.randint(0, 64, (4, LENGTH), generator=torch.Generator().manual_seed(rank))
+    told = {}
+    for name, error in (("known", SelectionError("too few")), ("strange", _Unpicklable())):
+        try:
+            done_once(lambda error=error: _fail(error))
+        except Exception as caught:
+            told[name] = [type(caught).__name__, str(caught)]
+    model = model_of_all()
+    report = saf.freeze_(model, [own], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
+    assert isinstance(report.patterns, CompactPattern)
+    told |= {
+        "heads": report.heads.to_list(),
+        "alpha": report.patterns.alpha.tolist(),
+        "sequences": report.statistics.sequences_hash,
+        "seconds": sorted(report.seconds),
+        "output": model(own[:1] * 0)[0].sum().item(),
+        "own": own.sum().item(),
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    distributed.destroy_process_group()
+
+
+class _Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
+def test_every_process_installs_what_the_first_decided(tmp_path):
+    multiprocessing.spawn(process, (str(tmp_path),), nprocs=WORLD)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD))
+    assert first["own"] != second["own"]
+    assert {name: first[name] for name in first if name not in ("own", "strange")} == {
+        name: second[name] for name in second if name not in ("own", "strange")
+    }
+    assert first["known"] == ["SelectionError", "too few"]
+    assert first["strange"] == ["_Unpicklable", "holds a lock"]
+    assert second["strange"] == ["SafError", "the first process failed: _Unpicklable: holds a lock"]
+    assert {"capture", "fit", "install"} <= set(first["seconds"])
+    # One process alone, with the first one's batches, comes to the same.
+    own = torch.randint(0, 64, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    alone = saf.freeze_(model_of_all(), [own], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
+    assert alone.heads.to_list() == first["heads"]
+    torch.testing.assert_close(alone.patterns.alpha, torch.tensor(first["alpha"], dtype=alone.patterns.alpha.dtype))
+
+
+def test_without_a_group_the_work_is_just_done():
+    assert done_once(lambda: 3) == 3
+    with pytest.raises(SafError):
+        done_once(lambda: _fail(SelectionError("none")))
