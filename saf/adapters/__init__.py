@@ -3,10 +3,11 @@
 from torch import nn
 
 from saf.adapters.gpt import GPTAdapter
+from saf.adapters.llama import LlamaAdapter
 from saf.adapters.site import Adapter, Site
 from saf.errors import UnsupportedError
 
-ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter,)
+ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter, LlamaAdapter)
 
 __all__ = ["ADAPTERS", "Adapter", "Site", "adapter_for", "unwrap"]
 

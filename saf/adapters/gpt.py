@@ -40,6 +40,9 @@ class GPTSite:
         """Return parameters by role with the dimension along which heads lie."""
         return {role: (weight, int(role == "output")) for role, weight in self.attention.weights().items()}
 
+    def check(self, layout: HeadLayout) -> None:
+        """Every layout can be executed."""
+
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
         """Take another layout with its frozen heads."""
         self.attention.layout, self.attention.frozen = layout, frozen

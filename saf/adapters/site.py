@@ -42,6 +42,10 @@ class Site(Protocol):
         """Return parameters named `query`, `key`, `value`, `output`."""
         ...
 
+    def check(self, layout: HeadLayout) -> None:
+        """Raise UnsupportedError for a layout that this layer cannot execute."""
+        ...
+
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
         """Take another layout with its frozen heads, after the projections were rearranged to it."""
         ...

@@ -66,6 +66,7 @@ def install_(
             check_group(optimizer, site.projections()["value"][0])
         together = old | new
         layout = type(site.layout)(site.layout.num_heads, site.layout.num_kv_heads, tuple(sorted(together)))
+        site.check(layout)
         check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
         changes.append((site, layout.frozen, prepare_heads(site, layout, together, backend), new.values()))
     for site, frozen, prepared, added in changes:

@@ -1,0 +1,222 @@
+"""Models of transformers, made small here: freezing, generating, training and undoing give what they should."""
+
+import copy
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadSet
+from saf.patterns import dense_pattern
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, VOCAB = 32, 61
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "llama": ("Llama", {"num_key_value_heads": 4}),
+    "llama-grouped": ("Llama", {"num_key_value_heads": 2}),
+    "mistral": ("Mistral", {"num_key_value_heads": 1, "sliding_window": None}),
+}
+HEADS = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (2, 3)])
+"""In layer 1 the whole first group of two."""
+
+
+def make(family: str, **changes):
+    name, more = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**(SIZES | more | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.3 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def tokens(rows: int = 4, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def freeze(model, heads: HeadSet = HEADS):
+    patterns = dense_pattern(saf.calibrate(model, [tokens()], collect=("mean",)), heads, "mean", dtype=torch.float32)
+    saf.install_(model, heads, [patterns[number] for number in range(len(heads))])
+    return dict(zip(heads, patterns.weights, strict=True))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def by_hand(model, patterns, ids):
+    """Logits of the untouched model with some heads' rows of attention replaced, through transformers' own hooks."""
+
+    def attend(module, query, key, value, mask, scaling=None, **_):
+        group = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(group, 1).double() for each in (key, value))
+        scores = query.double() @ key.mT * scaling
+        weights = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf")).softmax(-1)
+        for (layer, head), pattern in patterns.items():
+            if layer == module.layer_idx:
+                weights[:, head] = pattern[: weights.shape[-1], : weights.shape[-1]].double()
+        return (weights @ value).transpose(1, 2).to(query.dtype), None
+
+    transformers.AttentionInterface.register("by_hand", attend)
+    model.set_attn_implementation("by_hand")
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family):
+    model, untouched = make(family), make(family)
+    before = [parameter.shape for parameter in model.parameters()]
+    patterns = freeze(model)
+    ids = tokens(2, LENGTH - 5, seed=2)
+    with torch.no_grad():
+        found = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, by_hand(untouched, patterns, ids), rtol=2e-4, atol=2e-4)
+    assert not torch.allclose(found, by_hand(make(family), {}, ids), atol=1e-2)
+    layer = model.model.layers[0].self_attn
+    assert layer.q_proj.weight.shape[0] == 2 * layer.head_dim
+    grouped = model.config.num_key_value_heads < 4
+    assert layer.k_proj.weight.shape[0] == (model.config.num_key_value_heads if grouped else 2) * layer.head_dim
+    assert layer.q_proj.out_features == layer.q_proj.weight.shape[0]
+    saf.uninstall_(model)
+    assert [parameter.shape for parameter in model.parameters()] == before
+    with torch.no_grad():
+        found = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, by_hand(make(family), {}, ids), rtol=2e-4, atol=2e-4)
+    assert all(map(torch.equal, model.parameters(), make(family).parameters()))
+
+
+def test_calibration_leaves_the_model_as_it_was(family):
+    model = make(family)
+    before = copy.deepcopy(model.state_dict())
+    statistics = saf.calibrate(model, [tokens()])
+    assert statistics.variance.shape == (3, 4)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    seen = by_hand_variance(make(family))
+    torch.testing.assert_close(statistics.variance, seen.to(statistics.variance.dtype), rtol=1e-4, atol=1e-9)
+
+
+def by_hand_variance(model):
+    """Eq. (1) from attention weights as transformers' eager attention gives them."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = torch.stack(model(tokens(), output_attentions=True, use_cache=False).attentions).double()
+    return ((weights - weights.mean(1, keepdim=True)) ** 2).sum((1, 3, 4)) / ((4 - 1) * LENGTH**2)
+
+
+def test_generation_with_a_cache_equals_passes_without_one(family):
+    model = make(family)
+    freeze(model)
+    ids = tokens(2, 8, seed=3)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    cached = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    for _ in range(6):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(cached, ids)
+
+
+def test_left_padding_changes_nothing(family):
+    model = make(family)
+    freeze(model)
+    ids = tokens(1, 9, seed=4)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
+    mask = (padded > 0).long()
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    beside = model.generate(padded, attention_mask=mask, **options)
+    assert torch.equal(alone, beside[:, 5:])
+    with torch.no_grad(), pytest.raises(InputError, match="left"):
+        model(padded.flip(1), attention_mask=mask.flip(1), use_cache=False)
+
+
+def test_a_frozen_model_trains_and_its_optimiser_follows(family):
+    model, ids = make(family).train(), tokens(4, seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for update in range(4):
+        if update == 2:
+            config = saf.FreezeConfig(rate=0.25, max_fit_kl=9, max_per_layer=3)
+            report = saf.freeze_(model, [ids], config, optimizer=optimizer)
+            assert len(report.heads) == 3
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients = [layer.self_attn.v_proj.weight.grad for layer in model.model.layers]
+        assert all(gradient.abs().sum() > 0 for gradient in gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+
+
+def test_a_sidecar_and_the_weights_give_the_model_back(family, tmp_path):
+    model = make(family)
+    freeze(model)
+    saf.save(model, tmp_path)
+    fresh = saf.load(make(family), tmp_path)
+    fresh.load_state_dict(model.state_dict())
+    ids = tokens(2, seed=6)
+    with torch.no_grad():
+        assert torch.equal(fresh(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_whole_groups():
+    model = make("qwen3")
+    report = saf.freeze_(
+        model, [tokens()], saf.FreezeConfig(rate=0.5, max_fit_kl=9, whole_groups=True, max_per_layer=2)
+    )
+    assert len(report.heads) == 6
+    groups = {(layer, head // 2) for layer, head in report.heads}
+    assert len(groups) == 3
+    assert model(tokens(2), use_cache=False).logits.isfinite().all()
+
+
+def test_what_cannot_be_frozen_says_so_and_changes_nothing():
+    model = make("llama")
+    patterns = dense_pattern(saf.calibrate(model, [tokens()], collect=("mean",)), [(1, h) for h in range(4)], "mean")
+    with pytest.raises(UnsupportedError, match="need a live head in every layer; freeze 3 of 4 at most"):
+        saf.install_(model, HeadSet([(1, head) for head in range(4)]), [patterns[number] for number in range(4)])
+    assert model.config._attn_implementation == "sdpa"
+    assert all(map(torch.equal, model.parameters(), make("llama").parameters()))
+    with pytest.raises(UnsupportedError, match="attention_bias"):
+        saf.calibrate(make("llama", attention_bias=True), [tokens()])
+    windowed = make("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        saf.calibrate(windowed, [tokens()])
+    dropping = make("llama", attention_dropout=0.1)
+    freeze(dropping)
+    with pytest.raises(UnsupportedError, match="attention_dropout"):
+        dropping.train()(tokens(), use_cache=False)
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCAB))
+    with pytest.raises(UnsupportedError, match="GPT2LMHeadModel is not a supported model"):
+        adapter_for(gpt2)
+
+
+@pytest.mark.slow
+def test_it_compiles_whole():
+    model = make("qwen3")
+    freeze(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = tokens(2, seed=7)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
