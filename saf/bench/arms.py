@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from saf.ops import BACKENDS
+
 Role = Literal["control", "kernel", "frozen", "free"]
 FREE = "free"
 
@@ -24,6 +26,11 @@ class Arm:
         if self.backend is None:
             return f"{'control' if self.control else 'ordinary'} {self.kernel}"
         return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
+
+    @property
+    def live_kernel(self) -> str:
+        """The kernel to ask for where heads are frozen: none by name for a backend that computes live heads itself."""
+        return "auto" if hasattr(BACKENDS.get(str(self.backend)), "mixed") else self.kernel
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

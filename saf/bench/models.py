@@ -68,8 +68,6 @@ def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch
     model = _blank(config, device)
     model.reset_parameters(torch.Generator(device).manual_seed(seed))
     model.to(dtype)
-    for attention in model.attention_layers():
-        attention.live.kernel = arm.kernel
     if arm.kernel == FLEX:
         blocks = causal_blocks(config.max_length, device)
         for attention in model.attention_layers():
@@ -79,6 +77,8 @@ def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch
         heads = choose_heads(counts, config.num_heads, torch.Generator().manual_seed(seed))
         patterns = synthetic_patterns(len(heads), config.max_length, torch.Generator().manual_seed(seed), device)
         install_(model, heads, patterns, backend=arm.backend)
+    for attention in model.attention_layers():
+        attention.live.kernel = arm.kernel if attention.frozen is None else arm.live_kernel
     return model
 
 

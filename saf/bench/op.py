@@ -56,7 +56,7 @@ class OpSubject:
             if len(operands) == 1:
                 return (frozen_attention(operands[0], frozen),)
             query, key, value = operands
-            parts = split_attention(query, key, value, frozen, kernel=arm.kernel)
+            parts = split_attention(query, key, value, frozen, kernel=arm.live_kernel)
             return tuple(part for part in parts if part is not None)
 
         return layer

@@ -157,7 +157,7 @@ class PointRunner:
 
     def _kernels(self, arm: Arm, subject: Subject) -> None:
         kernels = subject.kernels()
-        seen = kernel_seen(arm.kernel, kernels, self.device)
+        seen = kernel_seen(arm.live_kernel, kernels, self.device)
         entry = {"arm": arm.name, "kernel_seen": seen, "attention": attention_kernels(kernels)}
         self.recorder.add("kernels", **self.fields, **entry, kernels=kernels)
         if seen is False:

@@ -1,4 +1,13 @@
+import torch
+
 from saf.bench.arms import Arm, arms_of, default_kernels, plan
+from saf.bench.grids import Point
+from saf.bench.models import ModelPlan, build_model
+from saf.bench.op import OpSubject
+from saf.bench.op_case import OpCase
+from saf.bench.settings import OpSettings, PrefillSettings
+from saf.cuda_graph import GraphPool
+from saf.ops import BACKENDS, live_attention, reference
 
 
 def test_every_kernel_has_a_control_and_the_first_is_what_others_are_compared_with():
@@ -24,3 +33,38 @@ def test_cudnn_is_the_baseline_on_cuda():
     assert default_kernels((), "cuda") == ("cudnn",)
     assert default_kernels((), "cpu") == ("auto",)
     assert default_kernels(("flash",), "cuda") == ("flash",)
+
+
+class Together:
+    """A backend that computes live heads itself, as the fused one does on a GPU."""
+
+    supports = staticmethod(reference.supports)
+    forward = staticmethod(reference.forward)
+
+    @staticmethod
+    def prepare(patterns, dtype, device, kv_head=None):
+        return reference.prepare(patterns, dtype, device)
+
+    @staticmethod
+    def mixed(query, key, value, tables, scale):
+        live = live_attention(query, key, value[:, : query.shape[1]], scale=scale)
+        return torch.cat([live, reference.forward(value[:, query.shape[1] :], tables, value.shape[-2])], 1)
+
+
+def test_a_backend_that_computes_live_heads_is_measured_against_a_pinned_kernel(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "together", Together)
+    assert Arm("math", "together", 0.25).live_kernel == "auto"
+    assert Arm("math", "toeplitz", 0.25).live_kernel == Arm("math").live_kernel == "math"
+    settings = PrefillSettings(
+        model="tiny", pairs=1, rates=(0.25,), backends=("together",), device="cpu", kernels=("math",)
+    )
+    plan = ModelPlan.of(settings, 40)
+    model = build_model(plan, Arm("math", "together", 0.25), device=torch.device("cpu"))
+    other = build_model(plan, Arm("math", "reference", 0.25), device=torch.device("cpu"))
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(model(tokens), other(tokens))
+    kernels = {layer.live.kernel for layer in model.attention_layers() if layer.frozen is None}
+    assert kernels <= {"math"}
+    own = OpSettings(num_heads=4, head_dim=16, graphs="off", warmup=0, repeats=1)
+    case = OpCase(settings=own, point=Point(60, 1), part="layer", rate=0.5, device=torch.device("cpu"))
+    OpSubject(case, Arm("math", "together", 0.5), GraphPool(), compiled=False).warm_up()
