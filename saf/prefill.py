@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from saf.adapters import adapter_for
 from saf.cuda_graph import GraphPool, GraphReplay
 from saf.errors import InputError, UnsupportedError
 from saf.models import GPT
@@ -12,12 +13,14 @@ from saf.models import GPT
 class LastToken(nn.Module):
     """The model with its output layer on the last position alone: `[B, T]` token ids to logits `[B, 1, V]`."""
 
-    def __init__(self, model: GPT):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits of the token after the prompt."""
+        if not isinstance(self.model, GPT):
+            return self.model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
         return F.linear(self.model.hidden(input_ids)[:, -1:], self.model.embed.weight)
 
 
@@ -30,7 +33,7 @@ class Prefill:
     The graph holds the weights as they are placed now: make a new one after freezing, loading or moving the model.
     """
 
-    def __init__(self, model: GPT, *, batch_size: int, length: int, compile: bool = True, autocast: bool = True):
+    def __init__(self, model: nn.Module, *, batch_size: int, length: int, compile: bool = True, autocast: bool = True):
         """Compile and capture `[batch_size, length]`; `autocast` runs float32 weights in bfloat16.
 
         Raises:
@@ -38,13 +41,11 @@ class Prefill:
             InputError: A length that the model does not take.
         """
         self._shape = (batch_size, length)
-        device = model.embed.weight.device
+        device, longest = next(model.parameters()).device, adapter_for(model).max_length
         if device.type != "cuda":
             raise UnsupportedError(f"a CUDA graph needs a model on CUDA; it is on {device}: call the model itself")
-        if batch_size < 1 or not 1 <= length <= model.config.max_length:
-            raise InputError(
-                f"expected at least one sequence of 1 to {model.config.max_length} tokens; got {batch_size} of {length}"
-            )
+        if batch_size < 1 or not 1 <= length <= (longest or length):
+            raise InputError(f"expected at least one sequence of 1 to {longest} tokens; got {batch_size} of {length}")
         self._input_ids = torch.zeros(self._shape, dtype=torch.long, device=device)
         last = LastToken(model).eval()
         forward = torch.compile(last, fullgraph=True) if compile else last

@@ -50,6 +50,10 @@ class GPTSite:
             if isinstance(linear, nn.Linear):
                 linear.out_features, linear.in_features = linear.weight.shape
 
+    def pin(self, kernel: str) -> None:
+        """Let live heads run on an SDPA kernel by name."""
+        self.attention.live.kernel = kernel
+
     def capture(self, sink: Sink) -> torch.utils.hooks.RemovableHandle:
         """Call `sink(query, key)` on every forward pass that has live heads here."""
         return self.attention.live.register_forward_pre_hook(lambda _, inputs: sink(inputs[0], inputs[1]))

@@ -77,6 +77,10 @@ class LlamaSite:
             linear.out_features, linear.in_features = linear.weight.shape
         self._adapter.attend(NAME)
 
+    def pin(self, kernel: str) -> None:
+        """Let live heads run on an SDPA kernel by name, where the model attends through our function."""
+        self._state.kernel = kernel
+
     def capture(self, sink: Sink) -> torch.utils.hooks.RemovableHandle:
         """Call `sink(query, key)` in every pass of `LlamaAdapter.run`, or of a model that has frozen heads."""
         handle = torch.utils.hooks.RemovableHandle(self._state.sinks)

@@ -25,6 +25,8 @@ class HeadState(nn.Module):
         self.frozen: FrozenHeads | None = None
         self.removed: dict[int, dict[str, Tensor]] = {}
         self.sinks: OrderedDict[int, Sink] = OrderedDict()
+        self.kernel = "auto"
+        """SDPA kernel of live heads, see `mixed_attention`."""
 
 
 @cache
@@ -66,10 +68,10 @@ def attend(
         sink(query, key)
     start = None if attention_mask is None else left_padding(attention_mask)
     if state.frozen is None:
-        output = live_attention(query, key, value, scale=scaling, start=start)
+        output = live_attention(query, key, value, scale=scaling, start=start, kernel=state.kernel)
     else:
         used = sorted(set(state.layout.kv_head[: state.layout.num_live])) if state.layout.grouped else None
         if used is not None and len(used) < key.shape[1]:
             key = torch.index_select(key, 1, torch.tensor(used, device=key.device))
-        output = mixed_attention(query, key, value, state.frozen, scale=scaling, start=start)
+        output = mixed_attention(query, key, value, state.frozen, scale=scaling, start=start, kernel=state.kernel)
     return output.transpose(1, 2), None

@@ -50,6 +50,10 @@ class Site(Protocol):
         """Take another layout with its frozen heads, after the projections were rearranged to it."""
         ...
 
+    def pin(self, kernel: str) -> None:
+        """Let live heads run on an SDPA kernel by name, see `live_attention`."""
+        ...
+
     def capture(self, sink: Sink) -> torch.utils.hooks.RemovableHandle:
         """Call `sink(query, key)` with the rotated `[B, L, T, D]` and `[B, K, T, D]` of every forward pass."""
         ...

@@ -14,7 +14,7 @@ from saf.bench.models import ModelPlan, build_model
 from saf.bench.settings import ModelSettings
 from saf.data import TokenData, calibration_windows
 from saf.errors import InputError
-from saf.models import GPT, preset
+from saf.models import GPT
 from saf.sidecar import load
 from saf.train.checkpoint import latest, open_checkpoint
 from saf.train.optimizer import build_optimizer
@@ -32,8 +32,9 @@ def build(settings: CalibrationSettings, point: Point, device: torch.device) -> 
     Raises InputError for a folder without a model, or with one that takes shorter inputs only.
     """
     if settings.model_folder is None:
-        plan = ModelPlan(preset(settings.model, max_length=point.length), ModelSettings(seed=settings.seed))
+        plan = ModelPlan.of(ModelSettings(model=settings.model, seed=settings.seed), point.length)
         model = build_model(plan, Arm("auto"), device=device)
+        assert isinstance(model, GPT)
         structure_(model, torch.Generator().manual_seed(settings.seed))
         return model, SYNTHETIC
     folder = Path(settings.model_folder)

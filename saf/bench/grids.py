@@ -31,6 +31,7 @@ class Point:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
+QWEN = tuple((length, size) for size in (4, 8) for length in (2048, 4096, 8192))
 GRIDS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
     "update": {
         "contexts": ((4096, 8, 15), (8192, 4, 15), (16384, 2, 15)),
@@ -40,12 +41,13 @@ GRIDS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
     "prefill": {
         "lengths": tuple((length, 64) for length in (512, 1024, 2048, 4096, 8192, 16384)),
         "batches": tuple((4096, size) for size in (1, 2, 4, 8, 16, 32, 64)),
+        "qwen": QWEN,
     },
     "op": {
         "lengths": tuple(
             (length, max(1, TOKENS // length)) for length in (1024, 2048, 4096, 8192, 16384, 32768, 65536)
         ),
-        "qwen": tuple((length, size) for size in (4, 8) for length in (2048, 4096, 8192)),
+        "qwen": QWEN,
     },
 }
 RATES = {"batches": (0.1, 0.25, 0.5, 0.75), "qwen": (0.1, 0.2, 0.3, 0.5, 0.75)}

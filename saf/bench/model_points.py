@@ -58,7 +58,7 @@ def _measure_point(context: Context, settings: ModelSettings, point: Point, chil
         return build_subject(settings, point, arm, pool)
 
     precision = point.precision or context.execution.precision
-    fields = {"model": settings.model, "point": point.to_dict()}
+    fields = {"model": shape.name, "point": point.to_dict()}
     with clean_process():
         context.runner(point.name, fields, sixteen_bit=precision != "fp32").run(
             comparisons,

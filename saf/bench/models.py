@@ -5,14 +5,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from saf.adapters import adapter_for
+from saf.adapters.llama import LlamaAdapter
+from saf.adapters.llama_attention import NAME
 from saf.bench.arms import Arm
 from saf.bench.flex import FLEX, FlexAttention, causal_blocks
 from saf.bench.placement import choose_heads, heads_per_layer
 from saf.bench.settings import ModelSettings
+from saf.bench.shape import ModelShape, shape_of
 from saf.bench.synthetic import synthetic_patterns
-from saf.errors import InputError
-from saf.models import GPT, GPTConfig, preset
+from saf.errors import InputError, UnsupportedError
+from saf.models import GPT, GPTConfig
 from saf.models.rotary import Rotary
 from saf.surgery import install_
 
@@ -21,34 +26,50 @@ from saf.surgery import install_
 class ModelPlan:
     """The shape of a point's models, and which heads each rate freezes."""
 
-    config: GPTConfig
+    shape: ModelShape
     settings: ModelSettings
+    max_length: int
 
     @classmethod
     def of(cls, settings: ModelSettings, length: int) -> "ModelPlan":
         """Resolve a preset at a context; raise InputError when `per_layer` does not fit it."""
-        config = preset(settings.model, max_length=length)
-        if settings.per_layer and len(settings.per_layer) != config.num_layers:
-            raise InputError(f"per_layer needs {config.num_layers} numbers; got {len(settings.per_layer)}")
-        return cls(config, settings)
+        shape = shape_of(settings.model, length, settings.num_layers)
+        if settings.per_layer and len(settings.per_layer) != shape.num_layers:
+            raise InputError(f"per_layer needs {shape.num_layers} numbers; got {len(settings.per_layer)}")
+        return cls(shape, settings, length)
+
+    @property
+    def config(self) -> GPTConfig:
+        """Of this project's decoder; raise InputError for another family."""
+        if self.shape.gpt is None:
+            raise InputError(f"{self.settings.model} can be measured by prefill alone; take another --model")
+        return self.shape.gpt
+
+    @property
+    def name(self) -> str:
+        """The model, and how many layers of it where not all."""
+        layers = self.settings.num_layers
+        return self.settings.model + ("" if layers is None else f", {layers} layers")
 
     @property
     def own_rate(self) -> tuple[float, ...]:
         """The rate that `per_layer` makes, if it is given."""
         counts = self.settings.per_layer
-        return (sum(counts) / (self.config.num_layers * self.config.num_heads),) if counts else ()
+        return (sum(counts) / (self.shape.num_layers * self.shape.num_heads),) if counts else ()
 
     def per_layer(self, arm: Arm) -> list[int]:
         """Return the frozen heads of each layer."""
         if arm.backend is None:
-            return [0] * self.config.num_layers
+            return [0] * self.shape.num_layers
         if self.settings.per_layer:
             return list(self.settings.per_layer)
         return heads_per_layer(
-            num_layers=self.config.num_layers,
-            num_heads=self.config.num_heads,
+            num_layers=self.shape.num_layers,
+            num_heads=self.shape.num_heads,
             rate=arm.rate,
             placement=self.settings.placement,
+            # Models of transformers need a live head in every layer.
+            most=self.shape.num_heads - (self.shape.gpt is None),
         )
 
     def describe(self, arm: Arm) -> Mapping[str, Any]:
@@ -57,28 +78,53 @@ class ModelPlan:
         return {"heads": sum(counts), "per_layer": counts}
 
 
-def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
+def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return an arm's model on `device`; every arm draws the same weights.
 
     Raises:
         InputError: Heads that do not exist, an unknown kernel or backend.
         UnsupportedError: A backend that cannot run here.
     """
-    seed, config = plan.settings.seed, plan.config
+    generator = torch.Generator(device).manual_seed(plan.settings.seed)
+    if plan.shape.gpt is None:
+        model = _qwen3(plan, arm, device, dtype, generator)
+    else:
+        model = _gpt(plan.shape.gpt, arm, device, dtype, generator)
+    counts = plan.per_layer(arm)
+    if arm.backend is not None and sum(counts):
+        drawn = torch.Generator().manual_seed(plan.settings.seed)
+        heads = choose_heads(counts, plan.shape.num_heads, drawn)
+        drawn = torch.Generator().manual_seed(plan.settings.seed)
+        install_(model, heads, synthetic_patterns(len(heads), plan.max_length, drawn, device), backend=arm.backend)
+    for site in adapter_for(model).sites():
+        site.pin(arm.kernel if site.frozen is None else arm.live_kernel)
+    return model
+
+
+def _qwen3(
+    plan: ModelPlan, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> nn.Module:
+    from saf.integrations.qwen3 import random_qwen3
+
+    if arm.kernel == FLEX:
+        raise UnsupportedError("flex is measured in this project's decoder only")
+    sizes = plan.shape.qwen3()
+    model = random_qwen3(max_length=plan.max_length, device=device, dtype=dtype, generator=generator, **sizes)
+    adapter = adapter_for(model)
+    assert isinstance(adapter, LlamaAdapter)
+    # Ordinary arms too: the same function, without frozen heads.
+    adapter.attend(NAME)
+    return model
+
+
+def _gpt(config: GPTConfig, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> GPT:
     model = _blank(config, device)
-    model.reset_parameters(torch.Generator(device).manual_seed(seed))
+    model.reset_parameters(generator)
     model.to(dtype)
     if arm.kernel == FLEX:
         blocks = causal_blocks(config.max_length, device)
         for attention in model.attention_layers():
             attention.live = FlexAttention(blocks)  # type: ignore[assignment]
-    counts = plan.per_layer(arm)
-    if arm.backend is not None and sum(counts):
-        heads = choose_heads(counts, config.num_heads, torch.Generator().manual_seed(seed))
-        patterns = synthetic_patterns(len(heads), config.max_length, torch.Generator().manual_seed(seed), device)
-        install_(model, heads, patterns, backend=arm.backend)
-    for attention in model.attention_layers():
-        attention.live.kernel = arm.kernel if attention.frozen is None else arm.live_kernel
     return model
 
 

@@ -50,7 +50,7 @@ class PrefillSubject:
         plan = ModelPlan.of(settings, point.length)
         model = build_model(plan, arm, device=self._device, dtype=dtype).eval()
         generator = torch.Generator().manual_seed(settings.seed)
-        vocabulary = plan.config.vocab_size
+        vocabulary = plan.shape.vocab_size
         tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
         self._tokens = tokens[0][0].contiguous()
         self._forward = self._execution.callable(LastToken(model))
@@ -89,7 +89,7 @@ def work_of(settings: PrefillSettings, point: Point, arm: Arm) -> Work:
     plan = ModelPlan.of(settings, point.length)
     dtype = PRECISIONS[point.precision or "fp32"][1]
     return prefill_work(
-        plan.config,
+        plan.shape,
         plan.per_layer(arm),
         batch=point.batch_size,
         length=point.length,

@@ -83,7 +83,9 @@ class ModelSettings(Settings):
     """What benchmarks of whole models take."""
 
     model: str = "124m"
-    """Preset of the model's shape."""
+    """Preset of the model's shape; qwen3-4b, of transformers, for prefill alone."""
+    num_layers: int | None = None
+    """Layers, instead of the preset's: compiling all of a large model takes minutes."""
     placement: Placement = "early"
     """Which layers have frozen heads: mostly early ones, as measured on trained models, or all alike."""
     per_layer: tuple[int, ...] = ()
@@ -100,6 +102,7 @@ class ModelSettings(Settings):
     def __post_init__(self):
         """Check the settings of models too."""
         super().__post_init__()
+        self._require("num_layers", self.num_layers is None or self.num_layers >= 1, "at least 1")
         self._require("workers", self.workers >= 1, "at least 1")
         self._require("per_layer", not (self.per_layer and self.rates), "left out when rates are given")
         self._require("per_layer", all(count >= 0 for count in self.per_layer), "counts from 0")
@@ -121,8 +124,8 @@ class UpdateSettings(ModelSettings):
 class PrefillSettings(ModelSettings):
     """Forward passes over whole prompts, with the output layer on the last token alone."""
 
-    grid: Literal["lengths", "batches"] = "lengths"
-    """T 512 to 16K at B=64, or B 1 to 64 at T=4096."""
+    grid: Literal["lengths", "batches", "qwen"] = "lengths"
+    """T 512 to 16K at B=64, B 1 to 64 at T=4096, or B 4 and 8 at 2K, 4K, 8K."""
     precisions: tuple[str, ...] = ()
     """autocast (fp32 weights, bf16 autocast), bf16 (bf16 weights) or fp32; left out: autocast on CUDA, fp32 on CPU."""
     graphs: Literal["off", "on", "both"] = "off"

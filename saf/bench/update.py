@@ -64,13 +64,14 @@ class UpdateSubject:
             freeze_at=None,
         )
         plan = ModelPlan.of(settings, point.length)
+        vocabulary = plan.config.vocab_size
         model = build_model(plan, arm, device=execution.device)
         generator = torch.Generator().manual_seed(settings.seed)
         tokens = random_tokens(
             min(PRELOADED, config.accumulation),
             point.batch_size,
             point.length,
-            plan.config.vocab_size,
+            vocabulary,
             generator,
             execution.device,
         )
@@ -105,7 +106,7 @@ def work_of(settings: UpdateSettings, point: Point, arm: Arm) -> Work:
     """Return the work of one update of an arm."""
     plan = ModelPlan.of(settings, point.length)
     return update_work(
-        plan.config,
+        plan.shape,
         plan.per_layer(arm),
         batch=point.batch_size,
         length=point.length,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from saf.models import GPTConfig
+from saf.bench.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,21 @@ def attention_work(
     return Work(float(flops), float(tensor * moved))
 
 
-def layer_parameters(config: GPTConfig, frozen: int) -> int:
-    """Return the matrix entries of one layer with `frozen` heads: their query and key rows are gone."""
-    width = config.hidden_size
-    return (2 + 2 * config.mlp_ratio) * width**2 + 2 * width * config.head_dim * (config.num_heads - frozen)
-
-
 def update_work(
-    config: GPTConfig, per_layer: Sequence[int], *, batch: int, length: int, accumulation: int, free: bool
+    shape: ModelShape, per_layer: Sequence[int], *, batch: int, length: int, accumulation: int, free: bool
 ) -> Work:
     """Return the work of one optimiser update: products of all matrices, attention, AdamW in float32.
 
     Activations between layers are not counted as traffic: how often they move is the compiler's choice.
     """
-    matrices = sum(layer_parameters(config, frozen) for frozen in per_layer) + config.vocab_size * config.hidden_size
+    matrices = sum(shape.layer_entries(frozen) for frozen in per_layer) + shape.vocab_size * shape.hidden_size
     micro_batch = Work(6.0 * matrices * batch * length, 12.0 * matrices)
     for frozen in per_layer:
         micro_batch += attention_work(
             batch=batch,
             length=length,
-            dim=config.head_dim,
-            live=config.num_heads - frozen,
+            dim=shape.head_dim,
+            live=shape.num_heads - frozen,
             frozen=frozen,
             backward=True,
             free=free,
@@ -108,19 +102,20 @@ def update_work(
 
 
 def prefill_work(
-    config: GPTConfig, per_layer: Sequence[int], *, batch: int, length: int, weight_bytes: int, free: bool
+    shape: ModelShape, per_layer: Sequence[int], *, batch: int, length: int, weight_bytes: int, free: bool
 ) -> Work:
     """Return the work of one forward pass with the output layer on the last token alone."""
-    matrices = sum(layer_parameters(config, frozen) for frozen in per_layer)
-    head = config.vocab_size * config.hidden_size
+    matrices = sum(shape.layer_entries(frozen) for frozen in per_layer)
+    head = shape.vocab_size * shape.hidden_size
     total = Work(2.0 * batch * (matrices * length + head), float(weight_bytes * (matrices + head)))
     for frozen in per_layer:
         total += attention_work(
             batch=batch,
             length=length,
-            dim=config.head_dim,
-            live=config.num_heads - frozen,
+            dim=shape.head_dim,
+            live=shape.num_heads - frozen,
             frozen=frozen,
+            kv_heads=shape.num_kv_heads if shape.num_kv_heads != shape.num_heads else None,
             backward=False,
             free=free,
         )

@@ -3,6 +3,7 @@ import pytest
 from saf.bench.grids import Point, points_of, rates_of
 from saf.bench.profiling import kernel_seen
 from saf.bench.settings import OpSettings, PrefillSettings, UpdateSettings
+from saf.bench.shape import ModelShape
 from saf.bench.work import attention_work, peak_of, update_work
 from saf.errors import InputError
 from saf.models import preset
@@ -63,10 +64,10 @@ def test_floors_follow_the_larger_of_arithmetic_and_traffic():
     assert work.floor_ms(peak) == pytest.approx(1e3 * work.flops / 790e12)
     short = attention_work(batch=1, length=64, dim=64, live=0, frozen=3, backward=False)
     assert short.floor_ms(peak) == pytest.approx(1e3 * short.bytes / 4.3e12)
-    config = preset("124m")
+    shape = ModelShape.of(preset("124m"))
     layers = {"batch": 8, "length": 4096, "accumulation": 1}
-    whole = update_work(config, [0] * 12, free=False, **layers)
-    frozen, free = (update_work(config, [3] * 12, free=bound, **layers) for bound in (False, True))
+    whole = update_work(shape, [0] * 12, free=False, **layers)
+    frozen, free = (update_work(shape, [3] * 12, free=bound, **layers) for bound in (False, True))
     assert whole.flops > frozen.flops > free.flops
     # Six per weight and token, and attention.
     assert whole.flops == pytest.approx(6 * 123.55e6 * 32768 + 12 * 12 * 7 * 8 * 64 * 4096**2, rel=2e-3)

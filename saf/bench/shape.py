@@ -1,0 +1,83 @@
+"""What benchmarks need to know of a model: its heads, its matrices, and how it is built."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from saf.errors import InputError
+from saf.models import GPTConfig, preset
+from saf.models.config import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    mlp_matrices: int
+    """Matrices of a layer's MLP: two, or three with a gate."""
+    mlp_size: int
+    """Their other dimension."""
+    gpt: GPTConfig | None = None
+    """Of this project's decoder; None for Qwen3 of transformers."""
+
+    @classmethod
+    def of(cls, config: GPTConfig) -> "ModelShape":
+        """Return the shape of this project's decoder."""
+        return cls(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            mlp_matrices=2,
+            mlp_size=config.mlp_ratio * config.hidden_size,
+            gpt=config,
+        )
+
+    def layer_entries(self, frozen: int) -> int:
+        """Return the matrix entries of one layer with `frozen` heads: their query rows are gone, and ungrouped keys."""
+        live, grouped = self.num_heads - frozen, self.num_kv_heads != self.num_heads
+        heads = live + (self.num_kv_heads if grouped else live) + self.num_kv_heads + self.num_heads
+        return self.hidden_size * (self.head_dim * heads + self.mlp_matrices * self.mlp_size)
+
+    def qwen3(self) -> dict[str, Any]:
+        """Return the sizes in the words of `Qwen3Config`."""
+        return {
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "intermediate_size": self.mlp_size,
+        }
+
+
+QWEN3 = {
+    "qwen3-4b": ModelShape(
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        hidden_size=2_560,
+        vocab_size=151_936,
+        mlp_matrices=3,
+        mlp_size=9_728,
+    )
+}
+
+
+def shape_of(name: str, length: int, num_layers: int | None = None) -> ModelShape:
+    """Return the shape of a preset at a context, or with other layers; raise InputError for an unknown name."""
+    if name not in QWEN3:
+        if name not in PRESETS:
+            raise InputError(f"unknown model {name!r}; expected one of {sorted([*PRESETS, *QWEN3])}")
+        more = {} if num_layers is None else {"num_layers": num_layers}
+        return ModelShape.of(preset(name, max_length=length, **more))
+    return QWEN3[name] if num_layers is None else replace(QWEN3[name], num_layers=num_layers)
