@@ -11,6 +11,7 @@ READY := $(VENV)/ready
 EXTRAS := dev,hf,data,triton
 CODE := saf tests tools $(wildcard examples recipes)
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 help: ## List these targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -23,7 +24,7 @@ demo: $(READY) ## The main job at toy size on a CPU: pretrain, freeze at the mid
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) ## All tests that need no GPU
-	@$(BIN)/python -m pytest --ignore=tests/gpu $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(READY) ## Everything that is checked without running tests: format, lint, types, layers, rules, documents
 	$(BIN)/ruff format --check $(CODE)
