@@ -1,7 +1,8 @@
 """Work that one process of a `torch.distributed` group does for all of them: the only place that knows of groups."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 from torch import distributed
 
@@ -9,6 +10,8 @@ import saf.errors
 from saf.errors import SafError
 
 Outcome = TypeVar("Outcome")
+PATIENCE = timedelta(days=7)
+"""How long processes wait for the first one's work; a group's own limit, 10 minutes for NCCL, is for messages."""
 
 
 def done_once(work: Callable[[], Outcome]) -> Outcome:
@@ -20,13 +23,17 @@ def done_once(work: Callable[[], Outcome]) -> Outcome:
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return work()
     message: list[Any] = [None, None]
-    if distributed.get_rank() == 0:
-        try:
-            message[0] = work()
-        except Exception as error:
-            distributed.broadcast_object_list([None, (type(error).__name__, str(error))], src=0)
-            raise
-    distributed.broadcast_object_list(message, src=0)
+    group = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=PATIENCE))
+    try:
+        if distributed.get_rank() == 0:
+            try:
+                message[0] = work()
+            except Exception as error:
+                distributed.broadcast_object_list([None, (type(error).__name__, str(error))], src=0, group=group)
+                raise
+        distributed.broadcast_object_list(message, src=0, group=group)
+    finally:
+        distributed.destroy_process_group(group)
     outcome, failure = message
     if failure is not None:
         raise _same_error(*failure)

@@ -13,7 +13,7 @@ from saf.errors import CheckpointError, InputError
 from saf.files import file_hash, write_json, write_tensors
 from saf.models import GPT, GPTConfig
 from saf.models.rotary import Rotary
-from saf.surgery import restore_, state_of
+from saf.surgery import apply_, restore_, state_of
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
@@ -22,8 +22,9 @@ SCHEMA = "saf.model/1"
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write `saf.json` and `saf.safetensors` (patterns, removed rows) and, for the project's GPT, the weights.
 
-    A model loaded from the folder by `load` gives the same outputs bit for bit. `saf.json` holds the SHA-256 sums of
-    the tensor files. Raises InputError for the GPT when the folder is a run, a checkpoint or something else's.
+    Weights of other models are theirs to keep. A model loaded from the folder by `load` gives the same outputs bit for
+    bit. `saf.json` holds the SHA-256 sums of the tensor files. Raises InputError for the GPT when the folder is a run,
+    a checkpoint or something else's.
     """
     folder = Path(folder)
     state, tensors = state_of(model)
@@ -41,6 +42,9 @@ def load(
 ) -> nn.Module:
     """Load what `save` wrote: `load(folder)` builds the model, `load(model, folder)` fills a fresh one.
 
+    A model of transformers has its weights already: its heads are frozen as the saved ones were. If it was trained on
+    after freezing, load that state dict afterwards; a warning says when weights differ.
+
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
     InputError when a model is given without a folder. No random numbers are drawn.
     """
@@ -55,7 +59,11 @@ def load(
     check_sums(source, state)
     if model is None:
         model = _undrawn(GPTConfig.from_dict(read_json(source / CONFIG)["model"]))
-    restore_(model, state, read_tensors(source / TENSORS), backend=backend)
+    tensors = read_tensors(source / TENSORS)
+    if not isinstance(model, GPT):
+        apply_(model, state, tensors, backend=backend)
+        return model
+    restore_(model, state, tensors, backend=backend)
     if isinstance(model, GPT):
         load_weights_(model, read_tensors(source / WEIGHTS))
     return model

@@ -2,6 +2,8 @@
 
 import json
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,15 @@ def process(rank: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+def slow_process(rank: int, folder: str) -> None:
+    """Wait for work that takes longer than the group lets a message take."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD, timeout=timedelta(seconds=3)
+    )
+    Path(folder, f"{rank}.json").write_text(json.dumps(done_once(lambda: time.sleep(5) or "done")))
+    distributed.destroy_process_group()
+
+
 class _Unpicklable(Exception):
     def __init__(self):
         super().__init__("holds a lock")
@@ -75,6 +86,12 @@ def test_every_process_installs_what_the_first_decided(tmp_path):
     alone = saf.freeze_(model_of_all(), [own], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
     assert alone.heads.to_list() == first["heads"]
     torch.testing.assert_close(alone.patterns.alpha, torch.tensor(first["alpha"], dtype=alone.patterns.alpha.dtype))
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
+def test_work_may_take_longer_than_the_group_lets_a_message_take(tmp_path):
+    multiprocessing.spawn(slow_process, (str(tmp_path),), nprocs=WORLD)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD)] == ["done", "done"]
 
 
 def test_without_a_group_the_work_is_just_done():

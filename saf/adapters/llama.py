@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters.llama_attention import NAME, HeadState, register
+from saf.adapters.llama_attention import NAME, HeadState, check_function, register
 from saf.adapters.site import Sink
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
@@ -30,6 +30,7 @@ class LlamaSite:
         if not hasattr(attention, "saf"):
             config = attention.config
             attention.saf = HeadState(HeadLayout(config.num_attention_heads, config.num_key_value_heads))
+            attention.register_forward_pre_hook(check_function)
         self._state: HeadState = attention.saf
 
     @property
@@ -70,12 +71,12 @@ class LlamaSite:
             )
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
-        """Take another layout with its frozen heads; from now on the model attends through our function."""
-        self._state.layout, self._state.frozen = layout, frozen
+        """Take another layout with its frozen heads; the model attends through our function while it has any."""
+        self._state.take(layout, frozen, self.attention.q_proj.weight.device)
         for name in ROLES.values():
             linear = getattr(self.attention, name)
             linear.out_features, linear.in_features = linear.weight.shape
-        self._adapter.attend(NAME)
+        self._adapter.settle()
 
     def pin(self, kernel: str) -> None:
         """Let live heads run on an SDPA kernel by name, where the model attends through our function."""
@@ -98,16 +99,22 @@ class LlamaAdapter:
         self._attention = [module for module in model.modules() if type(module).__name__ in ATTENTION]
         register()
         for attention in self._attention:
-            if any(getattr(attention, name).bias is not None for name in ROLES.values()):
+            linears = [getattr(attention, name) for name in ROLES.values()]
+            if strange := [type(linear).__name__ for linear in linears if type(linear) is not nn.Linear]:
+                raise UnsupportedError(
+                    f"projections must be plain nn.Linear, got {strange[0]}; merge adapters into the weights "
+                    "(merge_and_unload of peft), and load weights unquantised"
+                )
+            if any(linear.bias is not None for linear in linears):
                 raise UnsupportedError("projections with biases are not supported; this model has attention_bias=True")
 
     @classmethod
     def of(cls, model: nn.Module) -> "LlamaAdapter | None":
         """Return the adapter when the model is one of transformers with attention of a known class."""
-        known = hasattr(model, "set_attn_implementation") and any(
-            type(m).__name__ in ATTENTION for m in model.modules()
-        )
-        return cls(model) if known else None
+        # Models of several parts, as for images, have a config of their own for text.
+        text = hasattr(getattr(model, "config", None), "max_position_embeddings")
+        known = text and hasattr(model, "set_attn_implementation")
+        return cls(model) if known and any(type(m).__name__ in ATTENTION for m in model.modules()) else None
 
     @property
     def max_length(self) -> int:
@@ -122,6 +129,20 @@ class LlamaAdapter:
         """Run the layers without the output layer."""
         with self._attending(NAME):
             self.model.base_model(input_ids=input_ids, use_cache=False)
+
+    def settle(self) -> None:
+        """Let the model attend through our function while heads are frozen, and as before once none is."""
+        states: list[HeadState] = [attention.saf for attention in self._attention if hasattr(attention, "saf")]
+        before = states[0].before
+        if any(state.frozen is not None for state in states):
+            current = self.model.config._attn_implementation
+            for state in states:
+                state.before = state.before or current
+            self.attend(NAME)
+        elif before is not None:
+            for state in states:
+                state.before = None
+            self.attend(before)
 
     def attend(self, name: str) -> None:
         """Let the model attend through the function of this name in transformers."""

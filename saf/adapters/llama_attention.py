@@ -27,16 +27,64 @@ class HeadState(nn.Module):
         self.sinks: OrderedDict[int, Sink] = OrderedDict()
         self.kernel = "auto"
         """SDPA kernel of live heads, see `mixed_attention`."""
+        self.before: str | None = None
+        """The model's attention function before heads were frozen."""
+        self.used: Tensor | None
+        self.register_buffer("used", None, persistent=False)
+
+    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, device: torch.device) -> None:
+        """Take another layout; `used` then holds the key heads that some live head reads, None for all."""
+        self.layout, self.frozen = layout, frozen
+        read = sorted(set(layout.kv_head[: layout.num_live])) if layout.grouped else []
+        some = 0 < len(read) < layout.num_kv_heads
+        self.used = torch.tensor(read, device=device) if some else None
 
 
 @cache
 def register() -> None:
     """Make the function known to transformers under `NAME`, with masks that tell of padding alone."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, padding_mask)
+
+
+def padding_mask(
+    *, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, mask_function: Any, **rest: Any
+) -> Tensor | None:
+    """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it.
+
+    Raises UnsupportedError for what the frozen heads would not see: keys beyond the tokens seen so far, which a cache
+    of fixed size has, and attention that is not plainly causal, as of several sequences in one row.
+    """
+    from transformers.masking_utils import causal_mask_function, flash_attention_mask
+
+    if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
+        raise UnsupportedError(
+            "with frozen heads the keys must end where the tokens end; use a cache that grows (the default: leave "
+            "cache_implementation out), and an attention_mask as long as the input"
+        )
+    # While compiling, transformers takes any row for several sequences; windows are for `attend` to check.
+    plain = mask_function is causal_mask_function or torch.compiler.is_compiling() or "local_size" in rest
+    if not plain:
+        raise UnsupportedError(
+            "frozen heads attend to one sequence a row, causally; position_ids that start again, or another mask, "
+            "cannot be followed: give every sequence a row of its own, padded on the left"
+        )
+    return flash_attention_mask(
+        q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
+        **rest,
+    )  # fmt: skip
+
+
+def check_function(module: Any, _: Any) -> None:
+    """Raise UnsupportedError where a layer with frozen heads is about to attend through another function."""
+    name = module.config._attn_implementation
+    if module.saf.frozen is not None and name != NAME:
+        raise UnsupportedError(
+            f"a model with frozen heads attends by {NAME!r}, not {name!r}; call "
+            f"model.set_attn_implementation({NAME!r}), or uninstall_ first"
+        )
 
 
 def attend(
@@ -48,6 +96,7 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    output_attentions: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with live and frozen heads in slot order, as transformers calls it.
@@ -56,22 +105,26 @@ def attend(
     `attention_mask [B, T]` is True for real tokens. Returns `[B, Tq, H, D]`.
 
     Raises:
-        UnsupportedError: Dropout of attention weights, or a window shorter than the sequence.
+        UnsupportedError: Dropout or output of attention weights, a window shorter than the sequence, a mask of pairs.
         InputError: Padding that is not on the left, inputs longer than the patterns.
     """
     state: HeadState = module.saf
     if dropout:
         raise UnsupportedError(f"frozen heads have no attention dropout; set config.attention_dropout to 0 ({dropout})")
+    if output_attentions:
+        raise UnsupportedError("attention weights are not kept once heads are frozen; leave output_attentions out")
     if sliding_window is not None and key.shape[-2] > sliding_window:
         raise UnsupportedError(f"{key.shape[-2]} positions exceed the sliding window of {sliding_window}")
     for sink in state.sinks.values():
         sink(query, key)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedError(
+            f"frozen heads know no mask but of padding, [B, T]; got {list(attention_mask.shape)}, leave it out"
+        )
     start = None if attention_mask is None else left_padding(attention_mask)
     if state.frozen is None:
         output = live_attention(query, key, value, scale=scaling, start=start, kernel=state.kernel)
     else:
-        used = sorted(set(state.layout.kv_head[: state.layout.num_live])) if state.layout.grouped else None
-        if used is not None and len(used) < key.shape[1]:
-            key = torch.index_select(key, 1, torch.tensor(used, device=key.device))
+        key = key if state.used is None else key.index_select(1, state.used)
         output = mixed_attention(query, key, value, state.frozen, scale=scaling, start=start, kernel=state.kernel)
     return output.transpose(1, 2), None

@@ -28,7 +28,7 @@ def _settled(record: Record) -> str:
     asked = record["settings"].get("settle_ms", 0.0)
     usual = SETTLE_MS if record["environment"]["driver"] else 0.0
     settle = usual if asked is None else asked
-    return f" after {settle:g} ms of untimed ones" if settle else ""
+    return f" after up to {settle:g} ms of untimed ones" if settle else ""
 
 
 def compiled(record: Record) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from saf.adapters import adapter_for
+from saf.adapters import Site, adapter_for
 from saf.errors import CheckpointError
 from saf.ops.frozen_heads import Pattern
 from saf.ops.trainable_pattern import TrainablePattern
@@ -54,23 +54,12 @@ def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tens
     Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Raises
     CheckpointError when the state is of another schema or of another shape of model.
     """
-    sites = adapter_for(model).sites()
-    if state.get("schema") != SCHEMA:
-        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
-    if len(state["layers"]) != len(sites):
-        raise CheckpointError(f"frozen heads of a model with {len(state['layers'])} layers; this one has {len(sites)}")
-    for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True)):
-        shape = (layer["num_heads"], layer["num_kv_heads"])
-        if shape != (site.layout.num_heads, site.layout.num_kv_heads) or site.layout.frozen:
-            raise CheckpointError(
-                f"layer {number}: the frozen heads belong to {shape[0]} query and {shape[1]} KV heads with none "
-                f"frozen yet; the model has {site.layout}"
-            )
+    for number, site, layer in matching_layers(model, state):
         if not layer["frozen"]:
             continue
         layout = replace(site.layout, frozen=tuple(layer["frozen"]))
         trained = layer.get("trainable", ())
-        patterns = {head: _pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
+        patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
         heads = prepare_heads(site, layout, patterns, backend)
         for role in ("query",) if layout.grouped else ("query", "key"):
             parameter, dimension = site.projections()[role]
@@ -83,7 +72,28 @@ def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tens
                 site.removed[head] = rows
 
 
-def _pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:
+def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, dict[str, Any]]]:
+    """Return number, site and state of every layer.
+
+    Raises CheckpointError unless the model is of that shape, with no heads frozen.
+    """
+    sites = adapter_for(model).sites()
+    if state.get("schema") != SCHEMA:
+        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
+    if len(state["layers"]) != len(sites):
+        raise CheckpointError(f"frozen heads of a model with {len(state['layers'])} layers; this one has {len(sites)}")
+    for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True)):
+        shape = (layer["num_heads"], layer["num_kv_heads"])
+        if shape != (site.layout.num_heads, site.layout.num_kv_heads) or site.layout.frozen:
+            raise CheckpointError(
+                f"layer {number}: the frozen heads belong to {shape[0]} query and {shape[1]} KV heads with none "
+                f"frozen yet; the model has {site.layout}"
+            )
+    return [(number, site, layer) for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True))]
+
+
+def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:
+    """Return the pattern stored under a prefix; raise CheckpointError when it is missing."""
     if f"{prefix}weights" in tensors:
         return DensePattern(tensors[f"{prefix}weights"])
     make = TrainablePattern if trainable else CompactPattern.from_parameters

@@ -1,13 +1,14 @@
 """Models of transformers, made small here: freezing, generating, training and undoing give what they should."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 
 import saf
 from saf.adapters import adapter_for
-from saf.errors import InputError, UnsupportedError
+from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.patterns import dense_pattern
 
@@ -148,6 +149,68 @@ def test_left_padding_changes_nothing(family):
         model(padded.flip(1), attention_mask=mask.flip(1), use_cache=False)
 
 
+def test_a_cache_of_fixed_size_is_refused_and_works_again_once_heads_are_unfrozen(family):
+    model, ids = make(family), tokens(2, 8, seed=3)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    options |= {"attention_mask": torch.ones_like(ids), "cache_implementation": "static"}
+    before = model.generate(ids, **options)
+    freeze(model)
+    with pytest.raises(UnsupportedError, match="leave cache_implementation out"):
+        model.generate(ids, **options)
+    saf.uninstall_(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model.generate(ids, **options), before)
+
+
+def test_several_sequences_in_a_row_and_masks_of_pairs_are_refused(family):
+    model, ids = make(family), tokens(2, 8, seed=3)
+    freeze(model)
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        again = model(ids, position_ids=torch.arange(8).expand(2, -1), use_cache=False).logits
+        torch.testing.assert_close(again, plain)
+        with pytest.raises(UnsupportedError, match="a row of its own"):
+            model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
+        with pytest.raises(UnsupportedError, match="no mask but of padding"):
+            model(ids, attention_mask=torch.zeros(2, 1, 8, 8), use_cache=False)
+        with pytest.raises(UnsupportedError, match="as long as the input"):
+            model(ids, attention_mask=torch.ones(2, 10, dtype=torch.long), use_cache=False)
+        with pytest.raises(UnsupportedError, match="leave output_attentions out"):
+            model(ids, output_attentions=True, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_another_attention_function_is_refused_while_heads_are_frozen(family, name):
+    model, ids = make(family), tokens(2, 8, seed=3)
+    # One live head: its weights would be taken for every head's.
+    freeze(model, HeadSet((layer, head) for layer in range(3) for head in range(3)))
+    with torch.no_grad():
+        frozen = model(ids, use_cache=False).logits
+        model.set_attn_implementation(name)
+        with pytest.raises(UnsupportedError, match=f"'saf', not '{name}'"):
+            model(ids, use_cache=False)
+        model.set_attn_implementation("saf")
+        assert torch.equal(model(ids, use_cache=False).logits, frozen)
+
+
+def test_projections_that_are_no_plain_matrices_are_refused():
+    class Adapted(torch.nn.Linear):
+        pass
+
+    model = make("llama")
+    model.model.layers[1].self_attn.q_proj = Adapted(48, 48, bias=False)
+    with pytest.raises(UnsupportedError, match=r"plain nn\.Linear, got Adapted"):
+        saf.calibrate(model, [tokens()])
+
+
+def test_models_for_images_too_are_not_taken_for_their_text_part():
+    config = transformers.LlavaConfig(text_config=make("llama").config.to_dict())
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration(config)
+    with pytest.raises(UnsupportedError, match="LlavaForConditionalGeneration is not a supported model"):
+        adapter_for(model)
+
+
 def test_a_frozen_model_trains_and_its_optimiser_follows(family):
     model, ids = make(family).train(), tokens(4, seed=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -169,15 +232,39 @@ def test_a_frozen_model_trains_and_its_optimiser_follows(family):
         assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
 
 
-def test_a_sidecar_and_the_weights_give_the_model_back(family, tmp_path):
+def test_a_sidecar_freezes_the_same_weights_alike(family, tmp_path):
     model = make(family)
     freeze(model)
     saf.save(model, tmp_path)
-    fresh = saf.load(make(family), tmp_path)
-    fresh.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh = saf.load(make(family), tmp_path)
     ids = tokens(2, seed=6)
     with torch.no_grad():
-        assert torch.equal(fresh(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+        expected = model(ids, use_cache=False).logits
+        assert torch.equal(fresh(ids, use_cache=False).logits, expected)
+        # Other weights are noticed, and those of the frozen model fit.
+        other = make(family)
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+        with pytest.warns(UserWarning, match="not the weights whose heads were frozen"):
+            saf.load(other, tmp_path)
+        assert not torch.allclose(other(ids, use_cache=False).logits, expected, atol=1e-2)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(ids, use_cache=False).logits, expected)
+    saf.uninstall_(fresh)
+    assert all(map(torch.equal, fresh.parameters(), make(family).parameters()))
+
+
+def test_a_sidecar_of_other_heads_is_refused(tmp_path):
+    model = make("qwen3")
+    freeze(model)
+    saf.save(model, tmp_path)
+    for other in (make("llama-grouped"), make("llama"), make("qwen3", num_hidden_layers=2)):
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(CheckpointError, match="frozen heads"):
+            saf.load(other, tmp_path)
+        assert all(torch.equal(other.state_dict()[name], before[name]) for name in before)
 
 
 def test_whole_groups():

@@ -117,7 +117,12 @@ def test_points_and_ways_part():
 
 @pytest.mark.parametrize(
     ("settle", "driver", "words"),
-    [(None, "580", "after 400 ms of untimed"), (None, None, None), (20.0, None, "after 20 ms"), (0.0, "580", None)],
+    [
+        (None, "580", "after up to 400 ms of untimed"),
+        (None, None, None),
+        (20.0, None, "after up to 20 ms"),
+        (0.0, "580", None),
+    ],
 )
 def test_the_time_to_settle_is_told(settle, driver, words):
     plain = record(settings=PrefillSettings(pairs=2, device="cpu", settle_ms=settle), variants=("call",))

@@ -147,7 +147,7 @@ LOG2E = 1.4426950408889634
 
 def scores_scale(scale: float | None, dim: int) -> float:
     """Return the scale of scores, by default 1 / sqrt(D)."""
-    return dim**-0.5 if scale is None else scale
+    return dim**-0.5 if scale is None else float(scale)
 
 
 def padded(dim: int) -> int:

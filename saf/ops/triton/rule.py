@@ -69,7 +69,7 @@ def choose_config(
 def in_slabs(config: Config, *, length: int, columns: int, heads: int, dtype: torch.dtype) -> Config:
     """Return a configuration that computes as many slabs together as fit in the cache; arguments as above."""
     total = -(-config.fold * columns // config.block_n) * heads
-    fitting = max(1, CACHED // (length * config.block_n * dtype.itemsize))
+    fitting = max(1, CACHED // (max(1, length) * config.block_n * dtype.itemsize))
     return dataclasses.replace(config, slabs=fitting if fitting < total else 0)
 
 

@@ -48,3 +48,11 @@ def test_little_shared_memory_shortens_the_pipeline(length, columns, heads):
     taken = (config.block_m + config.block_n) * config.block_k * 2 * config.num_stages
     assert taken <= kilobytes << 10
     assert config.num_stages >= 2
+
+
+def test_there_is_a_configuration_for_no_positions_columns_or_heads():
+    from saf.ops.triton.rule import choose_config
+
+    for shape in ((0, 512, 3), (4096, 0, 3), (4096, 512, 0)):
+        config = choose_config(**dict(zip(("length", "columns", "heads"), shape, strict=True)), dtype=torch.bfloat16)
+        assert config.slabs == 0
