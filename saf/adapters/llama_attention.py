@@ -55,7 +55,8 @@ def padding_mask(
     """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it.
 
     Raises UnsupportedError for what the frozen heads would not see: keys beyond the tokens seen so far, which a cache
-    of fixed size has, and attention that is not plainly causal, as of several sequences in one row.
+    of fixed size has, and attention that is not plainly causal, as of several sequences in one row. Raises InputError
+    for padding that is not on the left.
     """
     from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
@@ -71,10 +72,13 @@ def padding_mask(
             "frozen heads attend to one sequence a row, causally; position_ids that start again, or another mask, "
             "cannot be followed: give every sequence a row of its own, padded on the left"
         )
-    return flash_attention_mask(
+    mask = flash_attention_mask(
         q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
         **rest,
     )  # fmt: skip
+    if mask is not None:
+        left_padding(mask)  # looked at here, once a pass: it waits for the device
+    return mask
 
 
 def check_function(module: Any, _: Any) -> None:
@@ -106,7 +110,7 @@ def attend(
 
     Raises:
         UnsupportedError: Dropout or output of attention weights, a window shorter than the sequence, a mask of pairs.
-        InputError: Padding that is not on the left, inputs longer than the patterns.
+        InputError: Inputs longer than the patterns.
     """
     state: HeadState = module.saf
     if dropout:
@@ -121,7 +125,7 @@ def attend(
         raise UnsupportedError(
             f"frozen heads know no mask but of padding, [B, T]; got {list(attention_mask.shape)}, leave it out"
         )
-    start = None if attention_mask is None else left_padding(attention_mask)
+    start = None if attention_mask is None else (~attention_mask.bool()).sum(1)
     if state.frozen is None:
         output = live_attention(query, key, value, scale=scaling, start=start, kernel=state.kernel)
     else:
