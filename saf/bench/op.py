@@ -13,15 +13,15 @@ from saf.bench.flex import FLEX, FlexAttention, causal_blocks
 from saf.bench.op_case import OpCase, variants_of
 from saf.bench.profiling import kernels_of
 from saf.bench.synthetic import synthetic_patterns
-from saf.bench.timing import event_block, repeats_within, settling_calls
+from saf.bench.timing import event_block, repeats_within, resting_ms
 from saf.cuda_graph import GraphPool, GraphReplay
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
 from saf.pattern import CompactPattern
 
 Function = Callable[..., tuple[Tensor, ...]]
-WORKING_SET = 256 << 20
-"""Bytes that the operands of all buffers take at least, past every cache."""
+WORKING_SET = 128 << 20
+"""Bytes that the operands of all buffers take at least, more than twice the largest second-level cache."""
 MOST_BUFFERS = 12
 
 
@@ -37,7 +37,7 @@ class OpSubject:
         self._function: Function = torch.compile(function) if compiled and fusible else function
         self._inputs = self._buffers(case.operands(arm))
         self._gradients: list[tuple[Tensor, ...]] = []
-        self._passes: dict[str, tuple[Callable[[], Any], int, int]] = {}
+        self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
 
     def _mixed(self, arm: Arm) -> Function:
         case, layout = self._case, self._case.layout(arm.rate)
@@ -103,8 +103,7 @@ class OpSubject:
                 every()
             call = GraphReplay(every, device=device, pool=self._pool) if way == "graph" else every
             once = event_block(call, repeats=2, device=device)
-            repeats = repeats_within(settings.block_ms, once, settings.repeats)
-            self._passes[variant] = call, repeats, settling_calls(settings.settle_ms, once, device)
+            self._passes[variant] = call, repeats_within(settings.block_ms, once, settings.repeats)
 
     def _check(self, output: Tensor) -> None:
         layout, part = self._case.layout(self._arm.rate), self._case.part
@@ -121,8 +120,10 @@ class OpSubject:
 
     def block(self, variant: str) -> float:
         """Return the median milliseconds of one call."""
-        call, repeats, settle = self._passes[variant]
-        return event_block(call, repeats=repeats, device=self._case.device, settle=settle) / len(self._inputs)
+        call, repeats = self._passes[variant]
+        device = self._case.device
+        rest = resting_ms(self._case.settings.rest_ms, device)
+        return event_block(call, repeats=repeats, device=device, rest=rest) / len(self._inputs)
 
     def kernels(self) -> list[dict[str, Any]]:
         """Return the kernels of one call, with its backward pass if that is timed."""

@@ -10,6 +10,8 @@ Device = Literal["auto", "cpu", "cuda"]
 Switch = Literal["auto", "on", "off"]
 SETTLE_MS = 400.0
 """Of `settle_ms` on CUDA, where it is left out."""
+REST_MS = 200.0
+"""Of `rest_ms` on CUDA, where it is left out."""
 
 
 @dataclass(kw_only=True)
@@ -54,7 +56,8 @@ class Settings:
         self._require("repeats", self.repeats >= 1, "at least 1")
         self._require("tolerance", self.tolerance > 0, "above 0")
         self._require("block_ms", getattr(self, "block_ms", 1.0) > 0, "above 0")
-        self._require("settle_ms", (getattr(self, "settle_ms", None) or 0) >= 0, "at least 0")
+        for name in ("settle_ms", "rest_ms"):
+            self._require(name, (getattr(self, name, None) or 0) >= 0, "at least 0")
         self._require("seconds", self.seconds is None or self.seconds > 0, "above 0")
         self._require("rates", all(0 <= rate <= 1 for rate in self.rates), "shares in [0, 1]")
 
@@ -166,10 +169,10 @@ class OpSettings(Settings):
     """Of the operands; bf16 on CUDA, fp32 on CPU."""
     repeats: int = 20
     """Passes over the operands in a block; the block's time is their median."""
-    block_ms: float = 30.0
+    block_ms: float = 15.0
     """Fewer repeats where a block would take longer than this, milliseconds."""
-    settle_ms: float | None = None
-    """Untimed calls before every block for about this long; left out: 400 ms on CUDA, none on CPU."""
+    rest_ms: float | None = None
+    """Idle time before every block, so that each begins at full clocks, ms; left out: 200 ms on CUDA, none on CPU."""
 
 
 KINDS: dict[str, type[Settings]] = {"update": UpdateSettings, "prefill": PrefillSettings, "op": OpSettings}

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from saf.bench.settings import SETTLE_MS
+from saf.bench.settings import REST_MS, SETTLE_MS
 from saf.cuda_graph import Call
 
 
@@ -33,17 +33,16 @@ def wall_block(call: Call, *, repeats: int, device: torch.device, settle: int = 
     return 1e3 * statistics.median(times)
 
 
-def event_block(call: Call, *, repeats: int, device: torch.device, settle: int = 0) -> float:
+def event_block(call: Call, *, repeats: int, device: torch.device, rest: float = 0.0) -> float:
     """Return the median milliseconds between device events around `repeats` calls; wall clock without CUDA.
 
-    `settle` calls come before them untimed, with nothing in between.
+    The device idles for `rest` milliseconds before them.
     """
-    if device.type != "cuda":
-        return wall_block(call, repeats=repeats, device=device, settle=settle)
-    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
     wait_for(device)
-    for _ in range(settle):
-        call()
+    time.sleep(1e-3 * rest)
+    if device.type != "cuda":
+        return wall_block(call, repeats=repeats, device=device)
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
     for start, end in events:
         start.record()
         call()
@@ -52,11 +51,20 @@ def event_block(call: Call, *, repeats: int, device: torch.device, settle: int =
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def settling_calls(settle_ms: float | None, once_ms: float, device: torch.device) -> int:
-    """Return how many untimed calls of `once_ms` come before a block; none where one call alone takes longer.
+def resting_ms(rest_ms: float | None, device: torch.device) -> float:
+    """Return for how long the device idles before a block of an operator's calls, milliseconds.
 
     A GPU at its power limit lowers its clocks some 20 ms after a demanding arm began and raises them again over more
-    than 100 ms: with blocks of 40 ms the arm measured next was up to 6% slower (docs/log.md).
+    than 100 ms; short blocks after a rest see neither (docs/log.md).
+    """
+    usual = REST_MS if device.type == "cuda" else 0.0
+    return usual if rest_ms is None else rest_ms
+
+
+def settling_calls(settle_ms: float | None, once_ms: float, device: torch.device) -> int:
+    """Return how many untimed calls of `once_ms` come before a model's block; none where one alone takes longer.
+
+    Models run at the clocks that their own load leaves, and those follow it over more than 100 ms (docs/log.md).
     """
     usual = SETTLE_MS if device.type == "cuda" else 0.0
     return int((usual if settle_ms is None else settle_ms) / once_ms)

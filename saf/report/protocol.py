@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from saf.bench.settings import SETTLE_MS
+from saf.bench.settings import REST_MS, SETTLE_MS
 from saf.report.measured import Group, Record, baseline_name
 from saf.report.words import number
 
@@ -17,18 +17,24 @@ def protocol(record: Record, groups: Sequence[Group]) -> str:
     block = "each block one call" if settings["repeats"] == 1 else block
     return (
         f"Baseline: {_same(record['kind'])} with {baselines} in every head, "
-        f"{compiled(record)}, {process}; alternating pairs (ABBA), {block}{_settled(record)}. "
+        f"{compiled(record)}, {process}; alternating pairs (ABBA), {block}{_clocks(record)}. "
         f"Control: a second ordinary model against the first; measurements whose control is further than "
         f"{100 * settings['tolerance']:g}% from 1 are refused."
     )
 
 
-def _settled(record: Record) -> str:
-    """Say for how long untimed calls come before each block; older records have none."""
-    asked = record["settings"].get("settle_ms", 0.0)
-    usual = SETTLE_MS if record["environment"]["driver"] else 0.0
-    settle = usual if asked is None else asked
-    return f" after up to {settle:g} ms of untimed ones" if settle else ""
+def _clocks(record: Record) -> str:
+    """Say what comes before each block on account of the device's clocks; older records have nothing."""
+    settings, cuda = record["settings"], record["environment"]["driver"]
+    told = (
+        ("settle_ms", SETTLE_MS, "after up to {:g} ms of untimed ones"),
+        ("rest_ms", REST_MS, "after {:g} ms of rest"),
+    )
+    for name, usual, words in told:
+        asked = settings.get(name, 0.0)
+        if milliseconds := (usual if cuda else 0.0) if asked is None else asked:
+            return " " + words.format(milliseconds)
+    return ""
 
 
 def compiled(record: Record) -> str:

@@ -3,23 +3,34 @@ import time
 import pytest
 import torch
 
-from saf.bench.settings import OpSettings
-from saf.bench.timing import event_block, repeats_within, settling_calls, wall_block
+from saf.bench.settings import OpSettings, PrefillSettings
+from saf.bench.timing import event_block, repeats_within, resting_ms, settling_calls, wall_block
 from saf.errors import InputError
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("block", [wall_block, event_block])
-def test_settling_calls_are_made_before_the_timed_ones_and_not_timed(block):
+def test_settling_calls_are_made_before_the_timed_ones_and_not_timed():
     calls = []
 
     def call():
         calls.append(None)
         time.sleep(0.05 if len(calls) <= 2 else 0.001)
 
-    assert block(call, repeats=3, device=CPU, settle=2) < 30
+    assert wall_block(call, repeats=3, device=CPU, settle=2) < 30
     assert len(calls) == 5
+
+
+def test_a_block_begins_after_the_rest_and_does_not_count_it():
+    began = time.perf_counter()
+    assert event_block(lambda: None, repeats=3, device=CPU, rest=60.0) < 30
+    assert time.perf_counter() - began >= 0.06
+
+
+def test_operators_rest_on_a_gpu_alone_unless_asked():
+    assert resting_ms(None, CPU) == 0
+    assert resting_ms(None, torch.device("cuda")) == 200
+    assert resting_ms(5.0, CPU) == 5
 
 
 def test_a_call_longer_than_the_settling_time_settles_itself():
@@ -31,7 +42,9 @@ def test_a_call_longer_than_the_settling_time_settles_itself():
     assert repeats_within(50.0, 1.0, 20) == 20
 
 
-@pytest.mark.parametrize("field", ["settle_ms", "block_ms"])
-def test_negative_times_are_refused(field):
+@pytest.mark.parametrize(
+    ("kind", "field"), [(OpSettings, "rest_ms"), (OpSettings, "block_ms"), (PrefillSettings, "settle_ms")]
+)
+def test_negative_times_are_refused(kind, field):
     with pytest.raises(InputError, match=field):
-        OpSettings(**{field: -1.0})
+        kind(**{field: -1.0})

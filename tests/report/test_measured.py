@@ -132,6 +132,15 @@ def test_the_time_to_settle_is_told(settle, driver, words):
     assert "untimed" not in protocol({**plain, "settings": older}, groups_of(plain))
 
 
+def test_the_rest_before_an_operators_block_is_told():
+    fields = {"part": "frozen", "alone": 3, "layer": {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}}
+    settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))
+    plain = record(settings=settings, fields=fields, points=[Point(4096, 8)], variants=("both graph",))
+    told = protocol({**plain, "environment": plain["environment"] | {"driver": "580"}}, groups_of(plain))
+    assert "after 200 ms of rest" in told
+    assert "rest" not in protocol(plain, groups_of(plain))
+
+
 def test_operators_are_told_by_part_and_have_a_floor():
     fields = {"part": "frozen", "alone": 8, "layer": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}}
     settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))
