@@ -10,37 +10,53 @@ from torch import Tensor
 
 from saf.ops.triton.launch import launch
 
-BLOCK = 4096
+BLOCK = 8192
+NUM_WARPS = 32
+"""So many that few rows are in flight: what was read of a row is still in the second-level cache when it is read again.
+With 8 warps, and so four times the rows, every row came from memory twice."""
 
 
 @triton.jit
 def softmax_gradient_kernel(
     logits_ptr, labels_ptr, count_ptr, loss_ptr, V, logits_stride, IGNORED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row: `lse - logit[label]` to loss, `(softmax - onehot) / count` over the logits; zeros where ignored."""
+    """One row: `lse - logit[label]` to loss, `(softmax - onehot) / count` over the logits; zeros where ignored.
+
+    Logits are held in units of log 2. Only the last block of columns is masked.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634  # type: ignore[assignment]
     row = tl.program_id(0).to(tl.int64)
     p_logits = logits_ptr + row * logits_stride
-    top = -float("inf")
-    total = 0.0
-    for start in tl.range(0, V, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        b_logits = tl.load(p_logits + column, mask=column < V, other=-float("inf")).to(tl.float32)
-        new_top = tl.maximum(top, tl.max(b_logits, 0))
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(b_logits - new_top), 0)
-        top = new_top
-    normaliser = top + tl.log(total)
     label = tl.load(labels_ptr + row)
     kept = label != IGNORED
-    chosen = tl.load(p_logits + tl.where(kept, label, 0)).to(tl.float32)
-    tl.store(loss_ptr + row, tl.where(kept, normaliser - chosen, 0.0))
+    chosen = tl.load(p_logits + tl.where(kept, label, 0)).to(tl.float32) * LOG2E
     share = tl.where(kept, 1.0 / tl.load(count_ptr).to(tl.float32), 0.0)
-    # Every thread has read the label's logit before one of them overwrites it.
+    whole = V // BLOCK * BLOCK
+    column = tl.arange(0, BLOCK)
+    last = whole + column
+
+    b_last = tl.load(p_logits + last, mask=last < V, other=-float("inf")).to(tl.float32) * LOG2E
+    top = tl.maximum(tl.max(b_last, 0), chosen)
+    total = tl.sum(tl.exp2(b_last - top), 0)
+    for start in tl.range(0, whole, BLOCK):
+        b_logits = tl.load(p_logits + start + column).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, tl.max(b_logits, 0))
+        total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(b_logits - new_top), 0)
+        top = new_top
+    normaliser = top + tl.log2(total)
+    tl.store(loss_ptr + row, tl.where(kept, (normaliser - chosen) / LOG2E, 0.0))
+
+    # Every thread has read the label's logit before one of them overwrites it, and its gradient is written last.
     tl.debug_barrier()
-    for start in tl.range(0, V, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        b_logits = tl.load(p_logits + column, mask=column < V, other=0.0).to(tl.float32)
-        gradient = (tl.exp(b_logits - normaliser) - tl.where(column == label, 1.0, 0.0)) * share
-        tl.store(p_logits + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < V)
+    for start in tl.range(0, whole, BLOCK):
+        b_logits = tl.load(p_logits + start + column).to(tl.float32) * LOG2E
+        gradient = tl.exp2(b_logits - normaliser) * share
+        tl.store(p_logits + start + column, gradient.to(logits_ptr.dtype.element_ty))
+    gradient = tl.exp2(b_last - normaliser) * share
+    tl.store(p_logits + last, gradient.to(logits_ptr.dtype.element_ty), mask=last < V)
+    tl.debug_barrier()
+    gradient = (tl.exp2(chosen - normaliser) - 1.0) * share
+    tl.store(p_logits + label, gradient.to(logits_ptr.dtype.element_ty), mask=kept)
 
 
 def softmax_gradient(logits: Tensor, labels: Tensor, count: Tensor, *, ignored: int) -> Tensor:
@@ -48,6 +64,6 @@ def softmax_gradient(logits: Tensor, labels: Tensor, count: Tensor, *, ignored: 
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
     launch(
         softmax_gradient_kernel, (logits.shape[0],), logits, labels, count, losses, logits.shape[1], logits.stride(0),
-        IGNORED=ignored, BLOCK=BLOCK, num_warps=8, device=logits.device,
+        IGNORED=ignored, BLOCK=BLOCK, num_warps=NUM_WARPS, device=logits.device,
     )  # fmt: skip
     return losses
