@@ -11,15 +11,17 @@ from torch import Tensor
 from saf.ops.triton.launch import launch
 
 BLOCK = 8192
-NUM_WARPS = 32
+STAGES = 4
+NUM_WARPS = 16
 """So many that few rows are in flight: what was read of a row is still in the second-level cache when it is read again.
 With 8 warps, and so four times the rows, every row came from memory twice."""
 
 
 @triton.jit
 def softmax_gradient_kernel(
-    logits_ptr, labels_ptr, count_ptr, loss_ptr, V, logits_stride, IGNORED: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits_ptr, labels_ptr, count_ptr, loss_ptr, V, logits_stride,
+    IGNORED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One row: `lse - logit[label]` to loss, `(softmax - onehot) / count` over the logits; zeros where ignored.
 
     Logits are held in units of log 2. Only the last block of columns is masked.
@@ -38,7 +40,7 @@ def softmax_gradient_kernel(
     b_last = tl.load(p_logits + last, mask=last < V, other=-float("inf")).to(tl.float32) * LOG2E
     top = tl.maximum(tl.max(b_last, 0), chosen)
     total = tl.sum(tl.exp2(b_last - top), 0)
-    for start in tl.range(0, whole, BLOCK):
+    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         b_logits = tl.load(p_logits + start + column).to(tl.float32) * LOG2E
         new_top = tl.maximum(top, tl.max(b_logits, 0))
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(b_logits - new_top), 0)
@@ -48,7 +50,7 @@ def softmax_gradient_kernel(
 
     # Every thread has read the label's logit before one of them overwrites it, and its gradient is written last.
     tl.debug_barrier()
-    for start in tl.range(0, whole, BLOCK):
+    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         b_logits = tl.load(p_logits + start + column).to(tl.float32) * LOG2E
         gradient = tl.exp2(b_logits - normaliser) * share
         tl.store(p_logits + start + column, gradient.to(logits_ptr.dtype.element_ty))
@@ -64,6 +66,6 @@ def softmax_gradient(logits: Tensor, labels: Tensor, count: Tensor, *, ignored: 
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
     launch(
         softmax_gradient_kernel, (logits.shape[0],), logits, labels, count, losses, logits.shape[1], logits.stride(0),
-        IGNORED=ignored, BLOCK=BLOCK, num_warps=NUM_WARPS, device=logits.device,
+        IGNORED=ignored, BLOCK=BLOCK, STAGES=STAGES, num_warps=NUM_WARPS, device=logits.device,
     )  # fmt: skip
     return losses
