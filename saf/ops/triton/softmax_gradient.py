@@ -10,11 +10,10 @@ from torch import Tensor
 
 from saf.ops.triton.launch import launch
 
-BLOCK = 8192
+BLOCK = 4096
 STAGES = 4
-NUM_WARPS = 16
-"""So many that few rows are in flight: what was read of a row is still in the second-level cache when it is read again.
-With 8 warps, and so four times the rows, every row came from memory twice."""
+"""Blocks in flight. The buffers they take also keep fewer rows in flight, so that more of a row is still in the
+second-level cache when it is read again (docs/log.md)."""
 
 
 @triton.jit
@@ -66,6 +65,6 @@ def softmax_gradient(logits: Tensor, labels: Tensor, count: Tensor, *, ignored: 
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
     launch(
         softmax_gradient_kernel, (logits.shape[0],), logits, labels, count, losses, logits.shape[1], logits.stride(0),
-        IGNORED=ignored, BLOCK=BLOCK, STAGES=STAGES, num_warps=NUM_WARPS, device=logits.device,
+        IGNORED=ignored, BLOCK=BLOCK, STAGES=STAGES, num_warps=8, device=logits.device,
     )  # fmt: skip
     return losses
