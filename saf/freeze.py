@@ -93,7 +93,8 @@ def _decide(
     """Measure, score, select and fit; the model stays as it is."""
     ids = read_batches(batches)
     _warn_if_shorter(ids[0].shape[-1], longest)
-    layout = adapter_for(model).sites()[0].layout
+    adapter = adapter_for(model)
+    layout = adapter.sites()[0].layout
     names = {name for name in (config.score, config.match) if name is not None}
     collect = scores_collect(config, given)
     statistics = calibrate(model, ids, collect=collect, **options, progress=progress, watch=watch)
@@ -105,7 +106,8 @@ def _decide(
             for name in names
         }
     with watch("select"):
-        choose = choose_by(scores, config, group_size=layout.num_heads // layout.num_kv_heads)
+        group_size = layout.num_heads // layout.num_kv_heads
+        choose = choose_by(scores, config, group_size=group_size, keep_live=adapter.keep_live)
 
     def make(heads: HeadSet) -> dict[Head, Made]:
         return make_patterns(model, ids, statistics, heads, config, watch)

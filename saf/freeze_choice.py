@@ -21,17 +21,19 @@ def scores_collect(config: FreezeConfig, given: Mapping[str, Any]) -> tuple[str,
     return tuple(sorted({kept for name in names for kept in collect_for_score(name, given)}))
 
 
-def choose_by(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int) -> Chooser:
-    """Return what proposes heads by the configured score, budget and conditions."""
-    group_size = group_size if config.whole_groups else 1
+def choose_by(
+    scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int, keep_live: int
+) -> Chooser:
+    """Return what proposes heads by the configured score, budget and conditions, and what the model's layers need."""
+    needs: dict[str, Any] = {"group_size": group_size if config.whole_groups else 1, "keep_live": keep_live}
     ranked = scores[config.score]
     if config.heads is not None:
-        return chooser(ranked, count=len(config.heads), only=config.heads, group_size=group_size)
-    conditions = {"exclude": config.exclude, "group_size": group_size}
-    total = {"rate": config.rate} if config.count is None else {"count": config.count}
+        return chooser(ranked, count=len(config.heads), only=config.heads, **needs)
+    total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
     if config.match is None:
-        return chooser(ranked, **total, max_per_layer=config.max_per_layer, **conditions)
-    return chooser(ranked, match=select(scores[config.match], **total, **conditions), **conditions)
+        return chooser(ranked, **total, max_per_layer=config.max_per_layer, exclude=config.exclude, **needs)
+    matched = select(scores[config.match], **total, exclude=config.exclude, **needs)
+    return chooser(ranked, match=matched, exclude=config.exclude, **needs)
 
 
 def accept(
@@ -46,7 +48,7 @@ def accept(
     rejected: dict[Head, Made] = {}
     proposed = choose.propose()
     if strict and not choose.attained(available := sum(map(len, proposed))):
-        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen")
+        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen{_kept(choose)}")
     while proposed:
         made |= make(HeadSet(head for unit in proposed for head in unit))
         for unit in proposed:
@@ -63,6 +65,15 @@ def accept(
             )
         proposed = choose.propose()
     if not choose.attained(len(choose)):
-        reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else "no other may be frozen"
+        reason = (
+            f"no further head fits within {config.max_fit_kl} nats"
+            if rejected
+            else f"no other may be frozen{_kept(choose)}"
+        )
         warnings.warn(f"{len(choose)} of {choose.total} heads could be frozen: {reason}", stacklevel=6)
     return {head: made[head] for head in HeadSet(choose)}, rejected
+
+
+def _kept(choose: Chooser) -> str:
+    kept = choose.keep_live
+    return f" ({kept} of every layer must stay live in this model)" if kept else ""

@@ -63,6 +63,7 @@ class GPTAdapter:
     """`saf.models.GPT`."""
 
     family = "gpt (this project's decoder)"
+    keep_live = 0
 
     def __init__(self, model: GPT):
         self.model = model

@@ -62,7 +62,7 @@ class LlamaSite:
         if not layout.num_live:
             raise UnsupportedError(
                 f"layer {self.attention.layer_idx}: {self._adapter.family} need a live head in every layer; freeze "
-                f"{layout.num_heads - 1} of {layout.num_heads} at most, for instance with max_per_layer"
+                f"{layout.num_heads - 1} of {layout.num_heads} at most"
             )
         if getattr(self.attention, "sliding_window", None) is not None:
             raise UnsupportedError(
@@ -93,6 +93,7 @@ class LlamaAdapter:
     """Llama, Mistral and Qwen3 of transformers."""
 
     family = "llama-like (Llama, Mistral and Qwen3 of transformers)"
+    keep_live = 1
 
     def __init__(self, model: Any):
         self.model = model

@@ -63,6 +63,8 @@ class Adapter(Protocol):
     """A model family: which models belong to it, and where their attention layers are."""
 
     family: str
+    keep_live: int
+    """Heads of every layer that cannot be frozen, whichever they are."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "Adapter | None":

@@ -8,7 +8,7 @@ import torch
 
 import saf
 from saf.adapters import adapter_for
-from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.errors import CheckpointError, InputError, SelectionError, UnsupportedError
 from saf.heads import HeadSet
 from saf.patterns import dense_pattern
 
@@ -265,6 +265,17 @@ def test_a_sidecar_of_other_heads_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match="frozen heads"):
             saf.load(other, tmp_path)
         assert all(torch.equal(other.state_dict()[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("score", ["variance", "random"])
+def test_every_layer_keeps_a_live_head_over_several_events(score):
+    model, ids = make("qwen3"), tokens()
+    saf.freeze_(model, [ids], saf.FreezeConfig(count=5, score=score, max_fit_kl=99))
+    with pytest.warns(UserWarning, match="1 of every layer must stay live"):
+        saf.freeze_(model, [ids], saf.FreezeConfig(count=7, score=score, max_fit_kl=99))
+    assert [site.layout.num_live for site in adapter_for(model).sites()] == [1, 1, 1]
+    with pytest.raises(SelectionError, match=r"asks for 1 heads; 0 can be frozen \(1 of every layer must stay live"):
+        saf.freeze_(model, [ids], saf.FreezeConfig(count=1, strict=True))
 
 
 def test_whole_groups():
