@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from saf.adapters.site import Sink
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
-from saf.models.gpt import left_padding
 from saf.ops import FrozenHeads, live_attention, mixed_attention
+from saf.ops.positions import assert_later, left_padding
 
 NAME = "saf"
 
@@ -50,7 +50,14 @@ def register() -> None:
 
 
 def padding_mask(
-    *, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, mask_function: Any, **rest: Any
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    **rest: Any,
 ) -> Tensor | None:
     """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it.
 
@@ -58,26 +65,26 @@ def padding_mask(
     of fixed size has, and attention that is not plainly causal, as of several sequences in one row. Raises InputError
     for padding that is not on the left.
     """
-    from transformers.masking_utils import causal_mask_function, flash_attention_mask
+    from transformers.masking_utils import causal_mask_function
 
     if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise UnsupportedError(
             "with frozen heads the keys must end where the tokens end; use a cache that grows (the default: leave "
             "cache_implementation out), and an attention_mask as long as the input"
         )
-    # While compiling, transformers takes any row for several sequences; windows are for `attend` to check.
+    # While compiling, transformers takes any row for several sequences; that and windows are for `attend` to check.
     plain = mask_function is causal_mask_function or torch.compiler.is_compiling() or "local_size" in rest
     if not plain:
         raise UnsupportedError(
             "frozen heads attend to one sequence a row, causally; position_ids that start again, or another mask, "
             "cannot be followed: give every sequence a row of its own, padded on the left"
         )
-    mask = flash_attention_mask(
-        q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
-        **rest,
-    )  # fmt: skip
-    if mask is not None:
-        left_padding(mask)  # looked at here, once a pass: it waits for the device
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, -kv_length:]
+    if not torch.compiler.is_compiling() and mask.all():
+        return None
+    left_padding(mask)  # looked at here, once a pass: it waits for the device
     return mask
 
 
@@ -101,16 +108,18 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     output_attentions: bool = False,
+    position_ids: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with live and frozen heads in slot order, as transformers calls it.
 
     `query [B, L, Tq, D]` of the live heads, `key` and `value` of every KV head kept, `[B, K, T, D]`, cached ones first;
-    `attention_mask [B, T]` is True for real tokens. Returns `[B, Tq, H, D]`.
+    `attention_mask [B, T]` is True for real tokens; `position_ids [B or 1, Tq]`. Returns `[B, Tq, H, D]`.
 
     Raises:
         UnsupportedError: Dropout or output of attention weights, a window shorter than the sequence, a mask of pairs.
         InputError: Inputs longer than the patterns.
+        RuntimeError: In compiled code, several sequences in one row.
     """
     state: HeadState = module.saf
     if dropout:
@@ -126,9 +135,22 @@ def attend(
             f"frozen heads know no mask but of padding, [B, T]; got {list(attention_mask.shape)}, leave it out"
         )
     start = None if attention_mask is None else (~attention_mask.bool()).sum(1)
+    if torch.compiler.is_compiling() and position_ids is not None and module.layer_idx == 0:
+        _assert_one_sequence_a_row(position_ids, start, key.shape[-2])
     if state.frozen is None:
         output = live_attention(query, key, value, scale=scaling, start=start, kernel=state.kernel)
     else:
         key = key if state.used is None else key.index_select(1, state.used)
         output = mixed_attention(query, key, value, state.frozen, scale=scaling, start=start, kernel=state.kernel)
     return output.transpose(1, 2), None
+
+
+def _assert_one_sequence_a_row(position_ids: Tensor, start: Tensor | None, length: int) -> None:
+    """Let the device raise where positions do not count up by one between real tokens, of `length` with cached ones."""
+    counts = position_ids.diff(dim=-1) == 1
+    if start is not None:
+        later = torch.arange(length - counts.shape[-1], length, device=counts.device)
+        counts = counts | (later <= start[:, None])
+    assert_later(
+        counts.all(), "frozen heads attend to one sequence a row: give every sequence a row of its own, padded left"
+    )

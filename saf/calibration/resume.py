@@ -15,6 +15,7 @@ from saf.calibration.memory import lowered_dtype
 from saf.errors import CheckpointError, InputError
 from saf.files import file_hash, read_json, read_tensors, write_json, write_tensors
 from saf.heads import HeadSet
+from saf.ops.toeplitz_operator import float32_products
 
 SCHEMA = "saf.calibration/1"
 INDEX = "calibration.json"
@@ -92,7 +93,7 @@ def inputs_of(
         "positions": list(positions),
         "device": weight.device.type,
         "autocast": None if lowered is None else str(lowered),
-        "float32_products": torch.get_float32_matmul_precision(),
+        "float32_products": float32_products(),
     }
 
 

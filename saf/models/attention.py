@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saf.heads import HeadLayout
+from saf.models.projection import plain_weight
 from saf.models.rotary import rotate
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention, split_attention
 
@@ -51,12 +52,8 @@ class Attention(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the projections' weights by role."""
-        return {
-            "query": self.q_proj.weight,
-            "key": self.k_proj.weight,
-            "value": self.v_proj.weight,
-            "output": self.o_proj.weight,
-        }
+        projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj, "output": self.o_proj}
+        return {role: plain_weight(projection) for role, projection in projections.items()}
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
         """Mix positions: `x [B, T, C]` to `[B, T, C]`.
@@ -65,7 +62,7 @@ class Attention(nn.Module):
         memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
         """
         num_live, num_heads = self.layout.num_live, self.layout.num_heads
-        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        weight = torch.cat([plain_weight(each) for each in (self.q_proj, self.k_proj, self.v_proj)])
         packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
         query, key, value = packed.split([num_live, num_live, num_heads], dim=2)
         if rotation is not None:
@@ -85,6 +82,6 @@ class Attention(nn.Module):
         if len(mixed) == 1:
             return self.o_proj(mixed[0])
         widths = [heads.shape[-1] for heads in mixed]
-        weights = self.o_proj.weight.split(widths, dim=1)
+        weights = plain_weight(self.o_proj).split(widths, dim=1)
         first, *others = (F.linear(heads, weight) for heads, weight in zip(mixed, weights, strict=True))
         return sum(others, first)

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saf.ops.softmax_gradient import IGNORED, softmax_gradient_
+from saf.errors import InputError
+from saf.ops.operator import forbid_second_derivative
+from saf.ops.softmax_gradient import IGNORED, known_labels, softmax_gradient_
 
 CHUNK_LOGITS = 1 << 29
 
@@ -18,9 +20,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     """Return the mean of `-log softmax(hidden weight^T)[target]` in nats, a float32 scalar.
 
     `hidden [..., C]`, `weight [V, C]`, `targets [...]` with -100 for tokens left out. Under autocast the products
-    run in the autocast dtype; softmax and sums always run in float32 or wider.
+    run in the autocast dtype; softmax and sums always run in float32 or wider. The gradient cannot be differentiated.
+
+    Raises:
+        InputError: Targets of another shape; on the CPU, targets that are no tokens. On another device the loss is NaN
+            then.
     """
-    rows, labels = hidden.flatten(0, -2), targets.flatten()
+    rows, labels = _by_row(hidden, targets)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         rows = rows.to(torch.get_autocast_dtype(device))
@@ -28,17 +34,26 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         return _LinearCrossEntropy.apply(rows, weight, labels)
     log_probs = linear_log_probs(rows, weight, labels)
     kept = labels != IGNORED
-    return -log_probs.where(kept, 0).sum() / kept.sum()
+    return -log_probs.sum() / kept.sum()
 
 
 def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return `log softmax(hidden weight^T)[target]`, shaped like `targets`, float32 or wider, without gradient."""
-    rows, labels = hidden.flatten(0, -2), targets.flatten()
+    """Return `log softmax(hidden weight^T)[target]`, shaped like `targets`, float32 or wider, without gradient.
+
+    Zero where the target is -100. Raises as `linear_cross_entropy` does.
+    """
+    rows, labels = _by_row(hidden, targets)
     size = chunk_rows(weight.shape[0])
     parts = [
         _log_prob(F.linear(h, weight.to(h.dtype)), t) for h, t in zip(rows.split(size), labels.split(size), strict=True)
     ]
     return torch.cat(parts).view(targets.shape)
+
+
+def _by_row(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if targets.shape != hidden.shape[:-1]:
+        raise InputError(f"targets must be {list(hidden.shape[:-1])}, one a position; got {list(targets.shape)}")
+    return hidden.flatten(0, -2), targets.flatten()
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -47,8 +62,9 @@ def _wide(logits: Tensor) -> Tensor:
 
 def _log_prob(logits: Tensor, labels: Tensor) -> Tensor:
     wide = _wide(logits)
-    chosen = wide.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    return chosen - wide.logsumexp(1)
+    known = known_labels(labels, logits.shape[1])
+    chosen = wide.gather(1, labels.where(known, 0)[:, None])[:, 0]
+    return (chosen - wide.logsumexp(1)).where(known, torch.nan).where(labels != IGNORED, 0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -72,5 +88,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
+        forbid_second_derivative()
         row_gradient, weight_gradient = ctx.saved_tensors
         return (row_gradient * gradient).to(row_gradient.dtype), weight_gradient * gradient, None

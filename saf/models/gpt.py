@@ -10,8 +10,10 @@ from saf.errors import InputError
 from saf.models.attention import Attention
 from saf.models.config import GPTConfig
 from saf.models.cross_entropy import linear_cross_entropy, linear_log_probs
+from saf.models.projection import plain_weight
 from saf.models.rotary import Rotary
 from saf.ops.gelu import gelu_linear
+from saf.ops.positions import check_start, left_padding
 from saf.ops.trainable_pattern import TrainablePattern
 
 INIT_STD = 0.02
@@ -27,7 +29,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block."""
-        return gelu_linear(self.up(x), self.down.weight)
+        return gelu_linear(self.up(x), plain_weight(self.down))
 
 
 class Block(nn.Module):
@@ -115,7 +117,7 @@ class GPT(nn.Module):
                 raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
             start = left_padding(attention_mask)
         elif start is not None:
-            check_start(start, input_ids)
+            check_start(start, *input_ids.shape, wait=True)
         hidden = self.hidden(input_ids, start)
         if targets is None:
             return F.linear(hidden, self.embed.weight)
@@ -125,25 +127,3 @@ class GPT(nn.Module):
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the log-probability of every target token, `[B, T]` float32, in nats."""
         return linear_log_probs(self.hidden(input_ids), self.embed.weight, targets)
-
-
-def check_start(start: Tensor, input_ids: Tensor) -> None:
-    """Raise InputError unless `start` is a position of each row, `[B]`; values go unchecked in compiled code."""
-    batch, length = input_ids.shape[0], input_ids.shape[-1]
-    if start.shape != (batch,) or start.is_floating_point():
-        raise InputError(f"start must be integers [{batch}], one a row; got {start.dtype} {list(start.shape)}")
-    if not torch.compiler.is_compiling() and ((start < 0) | (start >= length)).any():
-        raise InputError(f"start must be positions 0 to {length - 1}; got {start.tolist()}")
-
-
-def left_padding(attention_mask: Tensor) -> Tensor:
-    """Return the first real position of each row of a 0/1 mask `[B, T]`; raise InputError unless padding is left."""
-    real = attention_mask.bool()
-    start = (~real).sum(1)
-    expected = torch.arange(real.shape[1], device=real.device) >= start[:, None]
-    if not torch.equal(real, expected) or (start == real.shape[1]).any():
-        raise InputError(
-            "attention_mask must mark padding at the left end of each row only, with one real token at least; "
-            "pad on the left, or leave the mask out when padding is on the right (causal attention never sees it)"
-        )
-    return start

@@ -1,5 +1,6 @@
 """Rotary position embedding (base 10,000), applied to queries and keys before their product."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ BASE = 10_000.0
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of every position."""
+    """Cosines and sines of every position, float32 whatever the model is cast to."""
 
     cos: Tensor
     sin: Tensor
@@ -20,6 +21,14 @@ class Rotary(nn.Module):
         angle = torch.arange(max_length, dtype=torch.float64)[:, None] * frequency
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Follow the module to another device; in 16 bits the angles of late positions would be lost."""
+        for name, table in list(self._buffers.items()):
+            assert table is not None
+            moved = fn(table)
+            self._buffers[name] = moved if moved.dtype == table.dtype else table.to(moved.device)
+        return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[B or 1, T, 1, D/2]` of `positions [B or 1, T]`."""

@@ -6,7 +6,9 @@ from torch import Tensor
 from saf.errors import InputError, UnsupportedError
 from saf.ops.backends import BACKENDS
 from saf.ops.frozen_heads import FrozenHeads
-from saf.ops.live import live_attention
+from saf.ops.live import check_kernel, live_attention
+from saf.ops.positions import check_positions, check_start
+from saf.ops.slots import put_together, take_heads
 
 
 def mixed_attention(
@@ -37,7 +39,10 @@ def mixed_attention(
         `[B, L + F, Tq, D]`.
 
     Raises:
-        InputError: Shapes that do not fit, inputs longer than the patterns, another backend than prepared.
+        InputError: Shapes that do not fit, inputs longer than the patterns, another backend than prepared, or one where
+            no head is frozen.
+        UnsupportedError: A backend that computes live heads itself (`fused`), asked for padding, a shorter query or a
+            kernel of theirs; a kernel that cannot run here.
     """
     if frozen is not None and query.shape[1] and frozen.mixes_live:
         return _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
@@ -58,13 +63,16 @@ def split_attention(
 ) -> tuple[Tensor | None, Tensor | None]:
     """`mixed_attention` with live `[B, L, Tq, D]` and frozen `[B, F, Tq, D]` outputs apart (None when empty).
 
-    A model that splits its output projection the same way copies nothing together.
+    A model that splits its output projection the same way copies nothing together. Raises as `mixed_attention` does.
     """
-    num_live, num_frozen = query.shape[1], 0 if frozen is None else frozen.num_frozen
+    num_live = query.shape[1]
     if frozen is not None and num_live and frozen.mixes_live:
         output = _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
         return output[:, :num_live], output[:, num_live:]
-    live_kv = _live_value_heads(num_live, num_frozen, value.shape[1], frozen)
+    live_kv = _live_value_heads(query, key, value, frozen, start)
+    check_kernel(kernel)
+    if frozen is None and backend != "auto":
+        raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
     live = mixed = None
     if num_live:
         live_key, live_value = _expand(key, value, live_kv)
@@ -106,8 +114,11 @@ def frozen_attention(
     length = value.shape[-2]
     selected = take_heads(value, frozen.value_heads(value.shape[1]))
     rows = length if rows is None else rows
+    if not 0 <= rows <= length:
+        raise InputError(f"rows are the last of {length} positions; got {rows}")
     if start is None:
         return _mix(selected, frozen, rows)
+    check_start(start, value.shape[0], length, wait=False)
     shifted = _shift(selected, start.to(value.device))
     mixed = _shift(_mix(shifted, frozen, length), -start.to(value.device))
     return mixed[:, :, length - rows :]
@@ -121,11 +132,9 @@ def _mix(value: Tensor, frozen: FrozenHeads, rows: int) -> Tensor:
     alpha, rho = frozen.logits()
     if not frozen.fixed:
         return backend.forward_trainable(value, alpha, rho, rows)
-    fixed, trainable = list(frozen.fixed), list(frozen.trainable)
-    output = value.new_empty(value.shape[0], rows, value.shape[1], value.shape[3]).transpose(1, 2)
-    output[:, fixed] = backend.forward(value[:, fixed], tables, rows)
-    output[:, trainable] = backend.forward_trainable(value[:, trainable], alpha, rho, rows)
-    return output
+    fixed = backend.forward(take_heads(value, frozen.fixed), tables, rows)
+    trained = backend.forward_trainable(take_heads(value, frozen.trainable), alpha, rho, rows)
+    return put_together([(frozen.fixed, fixed), (frozen.trainable, trained)])
 
 
 def _mixed_together(
@@ -147,47 +156,47 @@ def _mixed_together(
         )
     if frozen.kv_head is None:
         raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
+    _live_value_heads(query, key, value, frozen)
+    frozen.value_heads(value.shape[1])
+    # Its maps know the value heads that slots read, and no others.
+    value = value[:, : max(frozen.kv_head) + 1]
     return BACKENDS[frozen.backend].mixed(query, key, value, frozen.tables(value.dtype), scale)
 
 
-def take_heads(value: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Select value heads: a view when they are consecutive, a copy otherwise."""
-    first, last = heads[0], heads[-1]
-    if heads == tuple(range(first, last + 1)):
-        return value[:, first : last + 1]
-    return value[:, list(heads)]
-
-
 def _live_value_heads(
-    num_live: int, num_frozen: int, num_value_heads: int, frozen: FrozenHeads | None
+    query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, start: Tensor | None = None
 ) -> tuple[int, ...]:
-    """The value head of each live slot."""
-    num_heads = num_live + num_frozen
-    if frozen is None or frozen.kv_head is None:
-        if num_value_heads == num_heads:
-            return tuple(range(num_live))
-        if frozen is None and num_live % num_value_heads == 0:
-            group = num_live // num_value_heads
-            return tuple(slot // group for slot in range(num_live))
+    """Return the value head of each live slot; raise InputError for heads or positions that do not fit together."""
+    num_live, num_value_heads = query.shape[1], value.shape[1]
+    slots = None if frozen is None else frozen.kv_head
+    num_heads = num_live + (0 if frozen is None else frozen.num_frozen)
+    if slots is None:
+        group = 1 if num_value_heads == num_heads else num_live // num_value_heads if num_value_heads else 0
+        if num_value_heads != num_heads and (frozen is not None or group * num_value_heads != num_live):
+            raise InputError(
+                f"{num_live} live heads and {num_heads - num_live} frozen ones over {num_value_heads} value heads need "
+                "kv_head; pass it to FrozenHeads.from_patterns"
+            )
+        slots = tuple(slot // group for slot in range(num_heads))
+    if len(slots) != num_heads:
         raise InputError(
-            f"{num_live} live and {num_frozen} frozen heads over {num_value_heads} value heads need kv_head; "
-            "pass it to FrozenHeads.from_patterns"
+            f"kv_head has {len(slots)} slots, live and frozen heads make {num_live} + {num_heads - num_live}"
         )
-    if len(frozen.kv_head) != num_heads:
-        raise InputError(
-            f"kv_head has {len(frozen.kv_head)} slots, query and frozen heads make {num_live} + {num_frozen}"
-        )
-    return frozen.kv_head[:num_live]
+    live = slots[:num_live]
+    if num_live and key.shape[1] != len(set(live)):
+        raise InputError(f"key holds the {len(set(live))} KV heads that live heads use, ascending; got {key.shape[1]}")
+    check_positions(query, key if num_live else value, value)
+    if start is not None:
+        check_start(start, value.shape[0], value.shape[2], wait=False)
+    return live
 
 
 def _expand(key: Tensor, value: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Give live heads their keys and values: grouped when every group has the same size, else one per head."""
     used = sorted(set(live_kv))
-    if key.shape[1] != len(used):
-        raise InputError(f"key holds the {len(used)} KV heads that live heads use, ascending; got {key.shape[1]}")
     if len(used) == len(live_kv) or live_kv == tuple(sorted(used * (len(live_kv) // len(used)))):
         return key, take_heads(value, tuple(used))
-    return key[:, [used.index(head) for head in live_kv]], value[:, list(live_kv)]
+    return take_heads(key, tuple(used.index(head) for head in live_kv)), take_heads(value, live_kv)
 
 
 def _shift(x: Tensor, start: Tensor) -> Tensor:

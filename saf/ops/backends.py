@@ -48,6 +48,8 @@ def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dt
     Raises InputError for an unknown name and UnsupportedError when a named backend cannot run: it is never
     replaced by another one.
     """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("device='cuda', but torch sees no CUDA device; use device='cpu'")
     if name == "auto":
         reasons = {}
         for candidate in AUTO_ORDER:

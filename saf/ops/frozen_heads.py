@@ -74,6 +74,10 @@ class FrozenHeads(nn.Module):
             raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         slots = None if kv_head is None else tuple(int(head) for head in kv_head)
+        if not dtypes:
+            raise InputError("dtype names the dtypes of values to prepare for, one at least; got none")
+        if slots is not None and min(slots, default=0) < 0:
+            raise InputError(f"kv_head names value heads from 0; got {slots}")
         if slots is not None and len(slots) < len(patterns):
             raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
         trained = [single for single in patterns if isinstance(single, TrainablePattern)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saf.ops.operator import operator
+from saf.ops.operator import forbid_second_derivative, operator
 from saf.ops.toeplitz_operator import uses_triton
 
 
@@ -40,6 +40,7 @@ class _GeluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        forbid_second_derivative()
         x, weight = ctx.saved_tensors
         slope = gradients[0] @ weight
         activated = gelu_backward_(x, slope)

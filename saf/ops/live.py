@@ -25,13 +25,20 @@ def pinned(kernel: str, device: torch.device):
     The choice is made inside the forward pass because it is not part of the compile cache's key. Raises InputError
     for an unknown name, UnsupportedError for a kernel of a package that is missing or cannot run here.
     """
+    check_kernel(kernel)
     if kernel == "auto":
         return nullcontext()
-    if kernel not in KERNELS:
-        raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}")
+    if kernel in ("cudnn", "efficient") and device.type != "cuda":
+        raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")
     if KERNELS[kernel] == SDPBackend.FLASH_ATTENTION and (reason := settle_flash(kernel, device.type)):
         raise UnsupportedError(f"attention kernel {kernel!r} cannot run: {reason}")
     return sdpa_kernel(KERNELS[kernel])
+
+
+def check_kernel(kernel: str) -> None:
+    """Raise InputError for a kernel that nothing is known of."""
+    if kernel != "auto" and kernel not in KERNELS:
+        raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}")
 
 
 def causal_mask(rows: int, columns: int, start: Tensor | None, device: torch.device) -> Tensor:
@@ -57,10 +64,11 @@ def live_attention(
     start: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
+    """Causal softmax attention (Eq. 1) `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
 
     `L` must be a multiple of `K` (consecutive query heads share a key head); queries are the last `Tq` positions.
-    `start [B]` is the first real position of each row (left padding); outputs before it are zero.
+    `start [B]` is the first real position of each row (left padding); outputs before it are zero. Raises InputError for
+    an unknown kernel, UnsupportedError for one that cannot run here.
     """
     rows, columns = query.shape[-2], key.shape[-2]
     grouped = query.shape[1] != key.shape[1]

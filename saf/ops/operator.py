@@ -1,9 +1,11 @@
-"""Registering operators that cost the host little to call."""
+"""Registering operators that cost the host little to call, and what their gradients cannot do."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from saf.errors import UnsupportedError
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -21,3 +23,9 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         return getattr(getattr(torch.ops, namespace), short).default
 
     return register
+
+
+def forbid_second_derivative() -> None:
+    """Raise UnsupportedError in a backward pass that is recorded to be differentiated (`create_graph=True`)."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UnsupportedError("this gradient cannot be differentiated again; leave create_graph out")

@@ -14,6 +14,7 @@ from saf.ops.convolution import causal_convolution
 from saf.ops.dense_product import dense_product
 from saf.ops.pattern_gradient import compact_tables, trainable_product
 from saf.ops.side_by_side import overlaps, side_by_side
+from saf.ops.slots import put_together, take_heads
 from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_product
 from saf.pattern import CompactPattern, DensePattern
 
@@ -99,12 +100,11 @@ def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
     """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
     if not tables["stored"]:
         return _convolve(value, tables, rows)
-    output = value.new_empty(value.shape[0], rows, value.shape[1], value.shape[3]).transpose(1, 2)
-    stored, convolved = list(tables["stored"]), list(tables["convolved"])
-    output[:, stored] = dense_product(tables["weights"], value[:, stored], rows)
+    stored, convolved = tables["stored"], tables["convolved"]
+    parts = [(stored, dense_product(tables["weights"], take_heads(value, stored), rows))]
     if convolved:
-        output[:, convolved] = _convolve(value[:, convolved], tables, rows)
-    return output
+        parts.append((convolved, _convolve(take_heads(value, convolved), tables, rows)))
+    return put_together(parts)
 
 
 def beside(

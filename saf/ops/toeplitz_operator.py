@@ -46,8 +46,13 @@ def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor)
 
 
 def float32_products() -> str:
-    """Return how float32 operands are multiplied: exactly ("ieee") unless PyTorch's own switch allows TF32."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """Return how float32 operands are multiplied on CUDA: exactly ("ieee") unless PyTorch's switches allow TF32.
+
+    `torch.set_float32_matmul_precision` sets the switch of matrix products; without it the general one counts.
+    """
+    own = torch.backends.cuda.matmul.fp32_precision
+    general = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
 
 
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:

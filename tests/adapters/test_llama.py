@@ -318,3 +318,10 @@ def test_it_compiles_whole():
     ids = tokens(2, seed=7)
     with torch.no_grad():
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+        mask = torch.ones_like(ids)
+        mask[1, :7] = 0
+        padded, expected = (each(ids, attention_mask=mask, use_cache=False).logits for each in (compiled, model))
+        torch.testing.assert_close(padded[mask.bool()], expected[mask.bool()])
+        packed = torch.cat([torch.arange(20), torch.arange(12)])[None].expand(2, -1)
+        with pytest.raises(RuntimeError, match="one sequence a row"):
+            compiled(ids, position_ids=packed, use_cache=False)

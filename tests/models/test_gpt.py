@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.models import GPT, GPTConfig, preset
 from saf.models import cross_entropy as module
 
@@ -44,6 +44,22 @@ def test_loss_and_gradients_equal_plain_cross_entropy(position, monkeypatch):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens[:, :-1], targets), plain)
+
+
+def test_targets_that_do_not_fit_are_refused():
+    model, tokens = small(), torch.randint(0, 50, (2, 9))
+    for targets in (torch.zeros(1, 1), torch.zeros(9, 2), torch.zeros(2, 8)):
+        with pytest.raises(InputError, match=r"targets must be \[2, 9\], one a position; got"):
+            model(tokens, targets.long())
+    for call in (model, model.token_log_probs):
+        with pytest.raises(InputError, match="targets are tokens 0 to 49, or -100 to leave one out; got 50"):
+            call(tokens, torch.full_like(tokens, 50))
+
+
+def test_gradients_of_gradients_are_refused():
+    model, tokens = small(), torch.randint(0, 50, (2, 9))
+    with pytest.raises(UnsupportedError, match="leave create_graph out"):
+        torch.autograd.grad(model(tokens[:, :-1], tokens[:, 1:]), model.norm.weight, create_graph=True)
 
 
 def test_token_log_probs_are_those_of_the_softmax():
@@ -86,6 +102,39 @@ def test_the_rotation_s_gradient_is_its_derivative():
     x = torch.randn(2, 16, 3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda heads: rotate(heads, (cos.double(), sin.double())), x)
     assert rotate(x.bfloat16(), (cos, sin)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_rotary_tables_keep_their_digits_when_the_model_is_cast(dtype):
+    rotary = small().to(dtype).rotary
+    expected = small().rotary
+    assert torch.equal(rotary.cos, expected.cos)
+    assert rotary.sin.dtype == torch.float32
+    assert small().to("meta").rotary.cos.is_meta
+
+
+class Doubled(torch.nn.Module):
+    """What an adapter library puts in place of a matrix."""
+
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base, self.weight = base, base.weight
+
+    def forward(self, x):
+        return 2 * self.base(x)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "down"])
+def test_projections_whose_own_forward_would_not_run_are_refused(name):
+    model = small()
+    owner = model.blocks[0].mlp if name == "down" else model.blocks[0].attention
+    handle = getattr(owner, name).register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="its hooks would not run"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    handle.remove()
+    setattr(owner, name, Doubled(getattr(owner, name)))
+    with pytest.raises(UnsupportedError, match=r"plain nn\.Linear, got Doubled"):
+        model(torch.zeros(1, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])

@@ -1,5 +1,8 @@
 """The seam against a float64 dense computation: values, gradients, positions, head maps, bad input."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -174,12 +177,60 @@ def test_bad_input_says_what_was_expected(generator):
         mixed_attention(torch.randn(1, 1, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 3, 30, 8), frozen)
     with pytest.raises(InputError, match="need kv_head"):
         mixed_attention(torch.randn(1, 1, 30, 8), torch.randn(1, 1, 30, 8), value, frozen)
+    with pytest.raises(InputError, match=r"kv_head names value heads from 0; got \(0, -1\)"):
+        FrozenHeads.from_patterns(pattern, kv_head=(0, -1))
+    with pytest.raises(InputError, match="rows are the last of 30 positions; got 31"):
+        frozen_attention(value, frozen, rows=31)
 
 
-def test_tf32_is_used_only_where_pytorch_may(monkeypatch):
-    """float32 products are exact unless `torch.set_float32_matmul_precision` says otherwise."""
-    from saf.ops.toeplitz_operator import float32_products
+LIVE, ALL = (2, 1, 30, 8), (2, 3, 30, 8)
 
-    assert float32_products() == "ieee"
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert float32_products() == "tf32"
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "options", "message"),
+    [
+        ((2, 1, 30), LIVE, ALL, {}, r"must be \[batch, heads, positions, head_dim\]; got query \(2, 1, 30\)"),
+        ((1, 1, 30, 8), LIVE, ALL, {}, "the same batch and head_dim; got query"),
+        ((2, 1, 30, 4), LIVE, ALL, {}, "the same batch and head_dim; got query"),
+        (LIVE, (2, 1, 29, 8), ALL, {}, "key and value need the same positions"),
+        ((2, 1, 31, 8), LIVE, ALL, {}, "query their last ones at most"),
+        ((2, 0, 31, 8), (2, 0, 30, 8), (2, 2, 30, 8), {}, "query their last ones at most"),
+        (LIVE, (2, 2, 30, 8), ALL, {}, "key holds the 1 KV heads that live heads use, ascending; got 2"),
+        (LIVE, LIVE, ALL, {"start": torch.tensor([0, 30])}, "start must be positions 0 to 29"),
+        (LIVE, LIVE, ALL, {"start": torch.tensor([0])}, r"start must be integers \[2\]"),
+        (LIVE, LIVE, ALL, {"kernel": "fast"}, "unknown attention kernel 'fast'"),
+        ((2, 0, 30, 8), (2, 0, 30, 8), (2, 2, 30, 8), {"kernel": "fast"}, "unknown attention kernel 'fast'"),
+        (LIVE, LIVE, ALL, {"kernel": "cudnn"}, "'cudnn' needs a CUDA device, got cpu"),
+    ],
+)
+def test_shapes_and_settings_that_do_not_fit_are_told(generator, query, key, value, options, message):
+    frozen = FrozenHeads.from_patterns(random_pattern(2, 30, generator))
+    with pytest.raises((InputError, UnsupportedError), match=message):
+        mixed_attention(torch.randn(query), torch.randn(key), torch.randn(value), frozen, **options)
+
+
+def test_a_backend_where_no_head_is_frozen_is_refused():
+    query = torch.randn(LIVE)
+    with pytest.raises(InputError, match="'reference' would execute frozen heads, and there are none"):
+        mixed_attention(query, query, query, None, backend="reference")
+    with pytest.raises(InputError, match="the same dtype"):
+        mixed_attention(query.double(), query, query, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mixed_attention(query.bfloat16(), query, query, None).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("", "ieee"),
+        ("torch.set_float32_matmul_precision('high')", "tf32"),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", "tf32"),
+        ("torch.backends.fp32_precision = 'tf32'", "tf32"),
+        ("torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'", "ieee"),
+    ],
+)
+def test_tf32_is_used_only_where_pytorch_may(setting, expected):
+    """Every switch of PyTorch counts, in a process of its own: some refuse to be read once others were set."""
+    code = f"import torch; {setting}\nfrom saf.ops.toeplitz_operator import float32_products as f; print(f())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [expected]

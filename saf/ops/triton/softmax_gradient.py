@@ -23,15 +23,16 @@ def softmax_gradient_kernel(
 ):  # fmt: skip
     """One row: `lse - logit[label]` to loss, `(softmax - onehot) / count` over the logits; zeros where ignored.
 
-    Logits are held in units of log 2. Only the last block of columns is masked.
+    A label that is no column makes the loss NaN and the gradients zero; nothing beyond the row is touched. Logits are
+    held in units of log 2. Only the last block of columns is masked.
     """
     LOG2E: tl.constexpr = 1.4426950408889634  # type: ignore[assignment]
     row = tl.program_id(0).to(tl.int64)
     p_logits = logits_ptr + row * logits_stride
     label = tl.load(labels_ptr + row)
-    kept = label != IGNORED
-    chosen = tl.load(p_logits + tl.where(kept, label, 0)).to(tl.float32) * LOG2E
-    share = tl.where(kept, 1.0 / tl.load(count_ptr).to(tl.float32), 0.0)
+    known = (label >= 0) & (label < V)
+    chosen = tl.load(p_logits + tl.where(known, label, 0)).to(tl.float32) * LOG2E
+    share = tl.where(known, 1.0 / tl.load(count_ptr).to(tl.float32), 0.0)
     whole = V // BLOCK * BLOCK
     column = tl.arange(0, BLOCK)
     last = whole + column
@@ -45,7 +46,8 @@ def softmax_gradient_kernel(
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(b_logits - new_top), 0)
         top = new_top
     normaliser = top + tl.log2(total)
-    tl.store(loss_ptr + row, tl.where(kept, (normaliser - chosen) / LOG2E, 0.0))
+    other = tl.where(label == IGNORED, 0.0, float("nan"))
+    tl.store(loss_ptr + row, tl.where(known, (normaliser - chosen) / LOG2E, other))
 
     # Every thread has read the label's logit before one of them overwrites it, and its gradient is written last.
     tl.debug_barrier()
@@ -57,11 +59,12 @@ def softmax_gradient_kernel(
     tl.store(p_logits + last, gradient.to(logits_ptr.dtype.element_ty), mask=last < V)
     tl.debug_barrier()
     gradient = (tl.exp2(chosen - normaliser) - 1.0) * share
-    tl.store(p_logits + label, gradient.to(logits_ptr.dtype.element_ty), mask=kept)
+    tl.store(p_logits + label, gradient.to(logits_ptr.dtype.element_ty), mask=known)
 
 
 def softmax_gradient(logits: Tensor, labels: Tensor, count: Tensor, *, ignored: int) -> Tensor:
     """Run the kernel on `logits [N, V]` in place and return losses `[N]` float32; see `saf::softmax_gradient_`."""
+    labels = labels.contiguous()
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
     launch(
         softmax_gradient_kernel, (logits.shape[0],), logits, labels, count, losses, logits.shape[1], logits.stride(0),

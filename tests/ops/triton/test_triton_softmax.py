@@ -11,3 +11,4 @@ def test_agrees_with_float64(softmax_results, name):
     assert found["loss"] < 1e-5
     assert found["gradient"] < (6e-3 if CASES[name].dtype == "bfloat16" else 1e-6)
     assert found["ignored"]
+    assert found["outside"]

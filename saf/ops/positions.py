@@ -1,0 +1,58 @@
+"""What inputs of attention must have in common, and padding on the left."""
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+
+
+def check_positions(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise InputError unless query `[B, L, Tq, D]`, key and value `[B, K, T, D]` fit together, with Tq at most T."""
+    shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+    told = "query {}, key {}, value {}".format(*shapes)
+    if any(len(shape) != 4 for shape in shapes):
+        raise InputError(f"query, key and value must be [batch, heads, positions, head_dim]; got {told}")
+    if not query.shape[0] == key.shape[0] == value.shape[0] or not query.shape[3] == key.shape[3] == value.shape[3]:
+        raise InputError(f"query, key and value need the same batch and head_dim; got {told}")
+    if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(value.device.type):
+        raise InputError(f"query, key and value need the same dtype; got {query.dtype}, {key.dtype}, {value.dtype}")
+    if key.shape[2] != value.shape[2] or query.shape[2] > value.shape[2]:
+        raise InputError(f"key and value need the same positions, query their last ones at most; got {told}")
+
+
+def check_start(start: Tensor, batch: int, length: int, *, wait: bool) -> None:
+    """Raise InputError unless `start` is a position of each row, `[B]`.
+
+    Values go unchecked in compiled code, and on another device unless the host may `wait` for it.
+    """
+    if start.shape != (batch,) or start.is_floating_point():
+        raise InputError(f"start must be integers [{batch}], one a row; got {start.dtype} {list(start.shape)}")
+    if torch.compiler.is_compiling() or not (wait or start.device.type == "cpu"):
+        return
+    if ((start < 0) | (start >= length)).any():
+        raise InputError(f"start must be positions 0 to {length - 1}; got {start.tolist()}")
+
+
+def assert_later(condition: Tensor, told: str) -> None:
+    """Let the device raise a RuntimeError where `condition` is false: for compiled code, which cannot look at it."""
+    torch._assert_async(condition, told)  # type: ignore[attr-defined]
+
+
+def left_padding(attention_mask: Tensor) -> Tensor:
+    """Return the first real position of each row of a 0/1 mask `[B, T]`; raise InputError unless padding is left.
+
+    In compiled code the device raises instead, a RuntimeError.
+    """
+    real = attention_mask.bool()
+    start = (~real).sum(1)
+    position = torch.arange(real.shape[1], device=real.device)
+    usable = (real == (position >= start[:, None])).all() & (start < real.shape[1]).all()
+    told = (
+        "attention_mask must mark padding at the left end of each row only, with one real token at least; "
+        "pad on the left, or leave the mask out when padding is on the right (causal attention never sees it)"
+    )
+    if torch.compiler.is_compiling():
+        assert_later(usable, told)
+    elif not usable:
+        raise InputError(told)
+    return start
