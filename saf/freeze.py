@@ -23,6 +23,7 @@ from saf.heldout import HeldOutFit, fit_heldout
 from saf.scores import score
 from saf.stopwatch import Stopwatch
 from saf.surgery import install_
+from saf.surgery.editing import check_unwrapped
 
 
 def freeze_(
@@ -64,6 +65,7 @@ def freeze_(
             live heads. The model is unchanged.
     """
     config = config or FreezeConfig()
+    check_unwrapped(model)
     adapter = adapter_for(model)
     watch = Stopwatch(adapter.sites()[0].projections()["query"][0].device)
     report = done_once(

@@ -47,6 +47,7 @@ class Prefill:
         if batch_size < 1 or not 1 <= length <= (longest or length):
             raise InputError(f"expected at least one sequence of 1 to {longest} tokens; got {batch_size} of {length}")
         self._input_ids = torch.zeros(self._shape, dtype=torch.long, device=device)
+        modes = [(module, module.training) for module in model.modules()]
         last = LastToken(model).eval()
         forward = torch.compile(last, fullgraph=True) if compile else last
 
@@ -54,7 +55,11 @@ class Prefill:
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 return forward(self._input_ids)
 
-        self._replay = GraphReplay(run, device=device, pool=GraphPool())
+        try:
+            self._replay = GraphReplay(run, device=device, pool=GraphPool())
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, 1, V]` after `input_ids [B, T]`, in memory of their own; InputError elsewhere."""

@@ -63,9 +63,9 @@ def load(
     if not isinstance(model, GPT):
         apply_(model, state, tensors, backend=backend)
         return model
+    weights = read_tensors(source / WEIGHTS)
     restore_(model, state, tensors, backend=backend)
-    if isinstance(model, GPT):
-        load_weights_(model, read_tensors(source / WEIGHTS))
+    load_weights_(model, weights)
     return model
 
 

@@ -121,14 +121,15 @@ def attend(
         InputError: Inputs longer than the patterns.
         RuntimeError: In compiled code, several sequences in one row.
     """
-    state: HeadState = module.saf
+    # Models built from one config share the choice of this function; the others have no state of ours.
+    state: HeadState | None = getattr(module, "saf", None)
     if dropout:
         raise UnsupportedError(f"frozen heads have no attention dropout; set config.attention_dropout to 0 ({dropout})")
     if output_attentions:
         raise UnsupportedError("attention weights are not kept once heads are frozen; leave output_attentions out")
     if sliding_window is not None and key.shape[-2] > sliding_window:
         raise UnsupportedError(f"{key.shape[-2]} positions exceed the sliding window of {sliding_window}")
-    for sink in state.sinks.values():
+    for sink in () if state is None else state.sinks.values():
         sink(query, key)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UnsupportedError(
@@ -137,8 +138,9 @@ def attend(
     start = None if attention_mask is None else (~attention_mask.bool()).sum(1)
     if torch.compiler.is_compiling() and position_ids is not None and module.layer_idx == 0:
         _assert_one_sequence_a_row(position_ids, start, key.shape[-2])
-    if state.frozen is None:
-        output = live_attention(query, key, value, scale=scaling, start=start, kernel=state.kernel)
+    if state is None or state.frozen is None:
+        kernel = "auto" if state is None else state.kernel
+        output = live_attention(query, key, value, scale=scaling, start=start, kernel=kernel)
     else:
         key = key if state.used is None else key.index_select(1, state.used)
         output = mixed_attention(query, key, value, state.frozen, scale=scaling, start=start, kernel=state.kernel)

@@ -33,7 +33,7 @@ class FrozenHeads(nn.Module):
 
     Fixed patterns are tables, made once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
     are read in every forward pass. Build it with `from_patterns`. Buffers and parameters keep their dtype when the
-    model is cast; only the device follows.
+    model is cast; the device follows, and tables for values of the new dtype are added where the backend has them.
     """
 
     def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
@@ -44,7 +44,7 @@ class FrozenHeads(nn.Module):
         for slot, one in enumerate(patterns):
             if isinstance(one, TrainablePattern):
                 self.add_module(f"pattern_{slot}", one)
-        self.patterns = [one if isinstance(one, TrainablePattern) else one.to(device="cpu") for one in patterns]
+        self.patterns = [one if isinstance(one, TrainablePattern) else _own(one) for one in patterns]
         self.backend = backend
         self.max_length = max_length
         self.kv_head = kv_head
@@ -86,9 +86,12 @@ class FrozenHeads(nn.Module):
         _check_trainable(trained, name, dtypes)
         heads = cls(patterns, name, lengths.pop(), slots).to(device)
         for one in dtypes:
-            tables = BACKENDS[name].prepare(fixed, one, torch.device(device), slots) if fixed else {}
-            heads._add_tables(one, tables)
+            heads._prepare(one, fixed, torch.device(device))
         return heads
+
+    def _prepare(self, dtype: torch.dtype, fixed: Sequence[Pattern], device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._add_tables(dtype, BACKENDS[self.backend].prepare(fixed, dtype, device, self.kv_head) if fixed else {})
 
     def _add_tables(self, dtype: torch.dtype, tables: dict[str, Tensor | tuple[int, ...]]) -> None:
         prefix = str(dtype).removeprefix("torch.")
@@ -121,7 +124,7 @@ class FrozenHeads(nn.Module):
         if dtype not in self._names:
             raise InputError(
                 f"frozen heads were prepared for {[str(d) for d in self.dtypes]}, the values are {dtype}; "
-                "pass dtype= to from_patterns or install_ again after casting the model"
+                "cast the model itself, whose tables follow, pass dtype= to from_patterns, or autocast to one of these"
             )
         return self._static[dtype] | {name: self._buffers[at] for name, at in self._names[dtype].items()}
 
@@ -156,18 +159,38 @@ class FrozenHeads(nn.Module):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
-        """Follow the module to another device but keep every dtype."""
+        """Follow the module to another device; keep every dtype, and prepare for the one that values will have."""
         for pattern in self.children():
             pattern._apply(fn)
         for key, tensor in list(self._buffers.items()):
             if tensor is not None:
                 moved = fn(tensor.new_empty(0, dtype=torch.float32))
                 self._buffers[key] = tensor.to(moved.device)
+        probes = [fn(torch.empty(0, dtype=dtype, device=self._device())) for dtype in self.dtypes]
+        fixed = [self.patterns[slot] for slot in self.fixed]
+        for probe in probes:
+            if probe.dtype not in self.dtypes and BACKENDS[self.backend].supports(probe.device, probe.dtype) is None:
+                self._prepare(probe.dtype, fixed, probe.device)
         return self
+
+    def _device(self) -> torch.device:
+        return next((tensor.device for tensor in [*self.buffers(), *self.parameters()]), torch.device("cpu"))
 
     def extra_repr(self) -> str:
         """Describe the heads when the model is printed."""
-        return f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"
+        words = f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"
+        return ", ".join([words, *self._stored()])
+
+    def _stored(self) -> list[str]:
+        """Say for each dtype how many heads a backend that has tables executes as T x T matrices instead, and why."""
+        told = []
+        for dtype, static in self._static.items():
+            name = str(dtype).removeprefix("torch.")
+            kinds = [type(self.patterns[self.fixed[slot]]) for slot in static.get("stored", ())]
+            reasons = {DensePattern: "dense", CompactPattern: f"that {name} cannot hold as tables"}
+            counts = [f"{kinds.count(kind)} {why}" for kind, why in reasons.items() if kind in kinds]
+            told += [f"stored as T x T for {name}: {', '.join(counts)}"] * bool(counts)
+        return told
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenHeads":
         patterns = [copy.deepcopy(one, memo) if isinstance(one, TrainablePattern) else one for one in self.patterns]
@@ -175,7 +198,15 @@ class FrozenHeads(nn.Module):
         for dtype in self.dtypes:
             tables = self.tables(dtype)
             twin._add_tables(dtype, {k: t.clone() if isinstance(t, Tensor) else t for k, t in tables.items()})
-        return twin
+        return twin.train(self.training)
+
+
+def _own(pattern: CompactPattern | DensePattern) -> CompactPattern | DensePattern:
+    """Return a pattern on the CPU that does not keep the batch alive which it was a part of."""
+    moved = pattern.to(device="cpu")
+    if isinstance(moved, DensePattern) and moved.weights.untyped_storage().nbytes() > moved.weights.nbytes:
+        return DensePattern(moved.weights.clone())
+    return moved
 
 
 def _check_trainable(patterns: Sequence[TrainablePattern], backend: str, dtypes: Sequence[torch.dtype]) -> None:

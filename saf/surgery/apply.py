@@ -11,6 +11,7 @@ from saf.errors import CheckpointError
 from saf.heads import HeadSet
 from saf.surgery.install import install_
 from saf.surgery.state import matching_layers, read_pattern
+from saf.surgery.uninstall import uninstall_
 
 
 def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
@@ -34,6 +35,7 @@ def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor
                     f"{list(own.shape)}"
                 )
             same &= torch.equal(own, kept.to(own.dtype))
+    events = []
     for trainable in (False, True):
         heads = HeadSet(
             (number, head)
@@ -42,9 +44,13 @@ def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor
             if (head in layer.get("trainable", ())) is trainable
         )
         # As stored, without training yet: `install_` makes them trainable.
-        patterns = [read_pattern(tensors, f"{number}.{head}.", False) for number, head in heads]
-        if len(heads):
+        events.append((heads, [read_pattern(tensors, f"{number}.{head}.", False) for number, head in heads], trainable))
+    for heads, patterns, trainable in events:
+        try:
             install_(model, heads, patterns, backend=backend, trainable=trainable)
+        except Exception:
+            uninstall_(model)
+            raise
     if not same:
         warnings.warn(
             "these are not the weights whose heads were frozen: load the state dict of the frozen model now",

@@ -12,11 +12,13 @@ from saf.heads import HeadSet
 from saf.ops.frozen_heads import Pattern, as_list
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern
+from saf.surgery.editing import check_unwrapped, editing
 from saf.surgery.layout import change_layout_, prepare_heads
 from saf.surgery.pattern_group import add_patterns_, check_group
 from saf.surgery.rows import check_optimizer, unwrap_optimizer
 
 
+@editing
 def install_(
     model: nn.Module,
     heads: HeadSet,
@@ -29,19 +31,23 @@ def install_(
     """Replace the attention of `heads` by fixed `patterns` (in the heads' order), changing the model in place.
 
     Query and key rows of the heads leave the weights and are kept on the CPU until `finalize_`; the optimiser's
-    moments follow the retained rows exactly. Parameters keep their identity. An optimiser that trains the model
-    but is not passed fails at its next step. Heads that are frozen already keep their patterns.
+    moments and gradients not yet used follow the retained rows exactly. Parameters keep their identity. An optimiser
+    that trains the heads' queries or keys but is not passed fails at its next step. Heads that are frozen already keep
+    their patterns.
 
     With `trainable` the key and distance logits of these compact patterns become parameters of the model, float32 or
-    wider, two `[T]` a head. The optimiser trains them with the settings of the layer's value weights, but no weight
-    decay and no moments yet; without one, make it afterwards. Fixed and trainable heads may share a layer.
+    wider, two `[T]` a head; a `TrainablePattern` is taken as it is. The optimiser trains them with the settings of the
+    layer's value weights, but no weight decay and no moments yet; without one, make it afterwards. Fixed and trainable
+    heads may share a layer.
 
     Raises:
         InputError: Heads that do not exist or are frozen, a wrong number of patterns, unequal lengths, an
-            optimiser that does not hold the model's weights. Nothing is changed then.
-        UnsupportedError: A backend that cannot run, optimiser state that cannot be carried; dense patterns to be
-            trained, or a backend, dtype or optimiser that cannot train patterns.
+            optimiser that does not hold the model's weights, a TrainablePattern without `trainable`. Nothing is
+            changed then.
+        UnsupportedError: A model wrapped for data parallelism; a backend that cannot run, optimiser state that cannot
+            be carried; dense patterns to be trained, or a backend, dtype or optimiser that cannot train patterns.
     """
+    check_unwrapped(model)
     sites = adapter_for(model).sites()
     given = as_list(patterns) if len(heads) else []
     if len(given) != len(heads):
@@ -61,6 +67,8 @@ def install_(
         old = {} if site.frozen is None else dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
         if max(new) >= site.layout.num_heads:
             raise InputError(f"layer {layer} has heads 0 to {site.layout.num_heads - 1}; got {max(new)}")
+        if not trainable and any(isinstance(pattern, TrainablePattern) for pattern in new.values()):
+            raise InputError("a TrainablePattern trains: pass trainable=True, or pattern.compact() to keep it fixed")
         if trainable:
             new = {head: _trainable(pattern, site) for head, pattern in new.items()}
             check_group(optimizer, site.projections()["value"][0])
@@ -77,6 +85,8 @@ def install_(
 
 
 def _trainable(pattern: Pattern, site: Site) -> Pattern:
+    if isinstance(pattern, TrainablePattern):
+        return pattern
     if not isinstance(pattern, CompactPattern):
         raise UnsupportedError(
             f"only key and distance logits can be trained, a {type(pattern).__name__} has none; fit a compact pattern "

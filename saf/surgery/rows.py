@@ -64,10 +64,11 @@ def rearrange_(
     head_dim: int,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Rebuild the head rows of a parameter and of its moments by a plan; its gradient is dropped.
+    """Rebuild the head rows of a parameter, its moments and its gradient by a plan.
 
-    Rows to put back that lack a moment (frozen before the optimiser's first step) get zeros. Without an optimiser the
-    parameter is watched: one that still holds its moments in the old shape is refused at its next step.
+    Rows to put back that lack a moment (frozen before the optimiser's first step) get zeros, as do their gradients.
+    Without an optimiser the parameter is watched: one that still holds its moments in the old shape is refused at its
+    next step.
     """
     if optimizer is None:
         watch_stale_moments(parameter)
@@ -75,7 +76,10 @@ def rearrange_(
     for name, old in state.items():
         assert optimizer is not None
         optimizer.state[parameter][name] = _rebuilt(old, dimension, plan, head_dim, name)
+    gradient = parameter.grad
     replace_data_(parameter, _rebuilt(parameter.data, dimension, plan, head_dim, "weight"))
+    if gradient is not None:
+        parameter.grad = _rebuilt(gradient.detach(), dimension, plan, head_dim, "gradient")
 
 
 def replace_data_(parameter: Tensor, data: Tensor) -> None:

@@ -11,6 +11,7 @@ from saf.errors import CheckpointError
 from saf.ops.frozen_heads import Pattern
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern, DensePattern
+from saf.surgery.editing import editing
 from saf.surgery.layout import prepare_heads
 from saf.surgery.rows import replace_data_
 
@@ -48,19 +49,23 @@ def _parameters(pattern: CompactPattern | TrainablePattern) -> dict[str, Tensor]
     return {"alpha": pattern.alpha.detach().clone(), "rho": pattern.rho.detach().clone()}
 
 
+@editing
 def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
     """Give a model with no frozen heads the layout and patterns of `state_of`, before its weights are loaded.
 
     Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Raises
-    CheckpointError when the state is of another schema or of another shape of model.
+    CheckpointError when the state is of another schema or of another shape of model, or lacks a pattern; the model is
+    unchanged then.
     """
+    changes = []
     for number, site, layer in matching_layers(model, state):
         if not layer["frozen"]:
             continue
         layout = replace(site.layout, frozen=tuple(layer["frozen"]))
         trained = layer.get("trainable", ())
         patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
-        heads = prepare_heads(site, layout, patterns, backend)
+        changes.append((number, site, layout, prepare_heads(site, layout, patterns, backend)))
+    for number, site, layout, heads in changes:
         for role in ("query",) if layout.grouped else ("query", "key"):
             parameter, dimension = site.projections()[role]
             replace_data_(parameter, parameter.data.narrow(dimension, 0, layout.num_live * site.head_dim).clone())

@@ -8,20 +8,27 @@ from saf.adapters.site import frozen_heads
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.ops.trainable_pattern import TrainablePattern
+from saf.surgery.editing import check_unwrapped, editing
 from saf.surgery.layout import change_layout_, prepare_heads
 from saf.surgery.pattern_group import drop_patterns_
 from saf.surgery.rows import check_optimizer, unwrap_optimizer
 
 
+@editing
 def uninstall_(
     model: nn.Module, heads: HeadSet | None = None, *, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Give frozen heads (all of them by default) their ordinary attention back, changing the model in place.
 
     Removed query and key rows and their moments return as they were when removed; trainable patterns of these heads
-    leave the optimiser; everything else keeps its progress since. Raises InputError when a head is not frozen or its
-    rows are gone (after `finalize_`, or when the model was loaded without them); nothing is changed then.
+    leave the optimiser; everything else keeps its progress since.
+
+    Raises:
+        InputError: A head that is not frozen, or whose rows are gone (after `finalize_`, or when the model was loaded
+            without them). Nothing is changed then.
+        UnsupportedError: A model wrapped for data parallelism.
     """
+    check_unwrapped(model)
     adapter = adapter_for(model)
     frozen = frozen_heads(adapter)
     heads = frozen if heads is None else heads

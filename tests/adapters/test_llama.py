@@ -278,6 +278,17 @@ def test_every_layer_keeps_a_live_head_over_several_events(score):
         saf.freeze_(model, [ids], saf.FreezeConfig(count=1, strict=True))
 
 
+def test_another_model_of_the_same_config_goes_on_as_before():
+    model = make("qwen3")
+    other = transformers.Qwen3ForCausalLM(model.config).eval()
+    ids = tokens(2)
+    with torch.no_grad():
+        expected = other(ids, use_cache=False).logits
+        freeze(model)
+        torch.testing.assert_close(other(ids, use_cache=False).logits, expected)
+        assert not hasattr(other.model.layers[0].self_attn, "saf")
+
+
 def test_whole_groups():
     model = make("qwen3")
     report = saf.freeze_(

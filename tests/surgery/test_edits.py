@@ -1,0 +1,126 @@
+"""What edits do to gradients, in inference mode, inside wrappers and when they fail half way."""
+
+import copy
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import saf
+from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.heads import HeadSet
+from saf.models import GPT
+from saf.ops.trainable_pattern import TrainablePattern
+from saf.surgery import apply_, install_, restore_, state_of, uninstall_
+from tests.surgery.test_install import LENGTH, SHAPE, SOME, make, patterns, update
+
+TOKENS = torch.randint(0, SHAPE.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(9))
+
+
+def loss_of(model: GPT) -> torch.Tensor:
+    return model(TOKENS[:, :-1], TOKENS[:, 1:])
+
+
+def test_gradients_not_yet_used_follow_the_heads_that_stay():
+    model, trainer = make()
+    loss_of(model).backward()
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    install_(model, HeadSet([(0, 1)]), patterns(1), optimizer=trainer)
+    after = {name: parameter.grad for name, parameter in model.named_parameters()}
+    name = "blocks.0.attention.{}.weight".format
+    slots = [row for head in (0, 2, 3, 1) for row in range(8 * head, 8 * head + 8)]
+    assert torch.equal(after[name("q_proj")], before[name("q_proj")][slots[:24]])
+    assert torch.equal(after[name("v_proj")], before[name("v_proj")][slots])
+    assert torch.equal(after[name("o_proj")], before[name("o_proj")][:, slots])
+    uninstall_(model, optimizer=trainer)
+    thawed = model.blocks[0].attention.q_proj.weight.grad
+    assert not thawed[8:16].any()
+    assert torch.equal(thawed[:8], before[name("q_proj")][:8])
+    trainer.step()
+
+
+def test_heads_frozen_in_inference_mode_can_be_trained_afterwards():
+    model, trainer = make()
+    with torch.inference_mode():
+        install_(model, SOME, patterns(6), optimizer=trainer)
+        uninstall_(model, HeadSet([(0, 1)]), optimizer=trainer)
+        ordinary = saf.FrozenHeads.from_patterns(patterns(2), dtype=torch.float64)
+    assert update(model, trainer) > update(model, trainer)
+    value = torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True)
+    saf.frozen_attention(value, ordinary).sum().backward()
+
+
+@pytest.fixture
+def group(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_models_wrapped_for_data_parallelism_are_refused(group):
+    model, trainer = make()
+    untouched = copy.deepcopy(model.state_dict())
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(
+        UnsupportedError, match=r"inside DistributedDataParallel.*pass its \.module, then wrap that again"
+    ):
+        install_(wrapped, SOME, patterns(6), optimizer=trainer)
+    with pytest.raises(UnsupportedError, match=r"pass its \.module"):
+        saf.freeze_(torch.compile(wrapped), [TOKENS[:, :-1]], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
+    assert all(map(torch.equal, model.state_dict().values(), untouched.values()))
+    install_(wrapped.module, SOME, patterns(6), optimizer=trainer)
+    with pytest.raises(UnsupportedError, match=r"pass its \.module"):
+        uninstall_(DistributedDataParallel(model), optimizer=trainer)
+    loss_of(DistributedDataParallel(model)).backward()
+    trainer.step()
+
+
+@pytest.mark.parametrize("edit", [restore_, apply_])
+def test_state_that_lacks_a_pattern_leaves_the_model_as_it_was(edit):
+    model, _ = make()
+    install_(model, HeadSet([(0, 1)]), patterns(1))
+    install_(model, HeadSet([(1, 2)]), patterns(1), trainable=True)
+    state, tensors = state_of(model)
+    other, _ = make()
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(CheckpointError, match=r"pattern 1\.2\.alpha/rho is missing"):
+        edit(other, state, {name: tensor for name, tensor in tensors.items() if name != "1.2.rho"})
+    assert all(map(torch.equal, other.state_dict().values(), before.values()))
+
+
+def test_patterns_that_cannot_be_trained_here_undo_what_was_installed_before_them():
+    model, _ = make()
+    install_(model, HeadSet([(0, 1)]), patterns(1))
+    install_(model, HeadSet([(1, 2)]), patterns(1), trainable=True)
+    state, tensors = state_of(model)
+    other, _ = make()
+    before = copy.deepcopy(other.state_dict())
+    steep = tensors | {"1.2.rho": torch.linspace(0, 3000, LENGTH, dtype=torch.float64)}
+    steep |= {"1.2.alpha": torch.randn(LENGTH, dtype=torch.float64) * 900}
+    with pytest.raises(UnsupportedError, match="cannot train these patterns"):
+        apply_(other, state, steep, backend="toeplitz")
+    assert all(map(torch.equal, other.state_dict().values(), before.values()))
+
+
+def test_a_trainable_pattern_says_what_it_is_for():
+    model, trainer = make()
+    one = TrainablePattern.of(patterns(1)[0], dtype=torch.float64)
+    with pytest.raises(InputError, match=r"pass trainable=True, or pattern\.compact"):
+        install_(model, HeadSet([(0, 1)]), [one], optimizer=trainer)
+    install_(model, HeadSet([(0, 1)]), [one], optimizer=trainer, trainable=True)
+    assert any(one.alpha is parameter for parameter in model.parameters())
+    update(model, trainer)
+    assert not torch.equal(one.alpha, TrainablePattern.of(patterns(1)[0], dtype=torch.float64).alpha)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_frozen_heads_follow_a_cast_of_the_model(dtype):
+    model = GPT(SHAPE)
+    install_(model, HeadSet([(0, 1), (2, 3)]), patterns(2))
+    expected = model(TOKENS[:, :-1])
+    cast = model.to(dtype)
+    found = cast(TOKENS[:, :-1])
+    assert found.dtype == dtype
+    assert (found.float() - expected).norm() < 0.02 * expected.norm()
+    assert torch.equal(cast.float()(TOKENS[:, :-1]).isfinite(), torch.ones_like(expected, dtype=torch.bool))
