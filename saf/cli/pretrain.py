@@ -71,6 +71,8 @@ class Pretrain:
     """auto is bf16 autocast on CUDA and fp32 on CPU."""
     compile: Annotated[Literal["auto", "on", "off"] | None, optional("auto|on|off")] = None
     """torch.compile the model; auto is on for CUDA."""
+    kernel: Name = None
+    """Attention kernel of live heads: cudnn, flash, efficient, math, fa3 or fa4 where installed (PyTorch's choice)."""
     freeze: FreezeOptions = field(default_factory=FreezeOptions)
     """How heads are frozen; nothing is frozen without a rate or heads."""
     freeze_at: Moment = None

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
+from saf.ops.live import KERNELS
 from saf.schedules import SCHEDULES
 
 Sampler = Literal["shuffled", "random"]
@@ -65,6 +66,8 @@ class TrainConfig:
     """bfloat16 autocast over float32 weights on CUDA, float32 on CPU."""
     compile: Switch = "auto"
     """torch.compile the whole model; on for CUDA, off for CPU."""
+    kernel: str = "auto"
+    """SDPA kernel of live heads, by name as in `saf.mixed_attention`; PyTorch's own choice by default."""
     eval_every: int = 250
     """Updates between controller evaluations; 0 for none."""
     eval_windows: int = 32
@@ -119,6 +122,10 @@ class TrainConfig:
             self._require("freeze_at", inside, f"a share in [0, 1] or an update in [0, {self.updates}]")
         self._require("freeze_at", self.freeze is None or self.freeze_at is not None, "a moment when freezing")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {sorted(SCHEDULES)}")
+        known = sorted(KERNELS)
+        self._require("kernel", self.kernel in ("auto", *known), f"auto or one of {', '.join(known)}")
+        alone = self.freeze is None or self.freeze.backend != "fused"
+        self._require("kernel", self.kernel == "auto" or alone, "auto with backend='fused', which has its own")
         for name, kind in _CHOICES.items():
             self._require(name, getattr(self, name) in get_args(kind), f"one of {get_args(kind)}")
 

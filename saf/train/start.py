@@ -5,10 +5,12 @@ from typing import IO, Any
 
 import torch
 
+from saf.adapters import adapter_for
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.files import read_json
 from saf.models import GPTConfig
+from saf.ops.live import pinned
 from saf.schedules import SCHEDULES, Schedule
 from saf.train.atomic import remove_leftovers_
 from saf.train.batches import SAMPLERS, MicroBatches, check_heldout
@@ -43,11 +45,15 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
     length = config.length or shape.max_length
     check_heldout(data, config, length=length)
     check_freeze(config, execution)
+    with pinned(config.kernel, execution.device):
+        pass  # raises now what it would raise in the first update
     own = latest(folder / "checkpoints") if resume else None
     checkpoint = _open(own or config.parent, shape, data)
     state, update = (checkpoint.state, checkpoint.update) if checkpoint else (None, 0)
     parent = _parent_record(config, folder, checkpoint, resumed=own is not None)
     model, optimizer = _build(config, shape, execution, checkpoint)
+    for site in adapter_for(model).sites():
+        site.pin(config.kernel)
     if own and state:
         clock.advance(state["elapsed_seconds"])
     schedule = _schedule(config, state["schedule"] if own and state else None)

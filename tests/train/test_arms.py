@@ -182,6 +182,20 @@ def test_seed_decides_weights_and_order(settings, outcome):
     assert a["model.safetensors"] != c["model.safetensors"]
 
 
+def test_live_heads_run_on_the_kernel_asked_for_before_and_after_freezing(settings, monkeypatch):
+    from saf.ops import attention, live
+
+    seen = set()
+    for module in (attention, live):
+        monkeypatch.setattr(module, "check_kernel", seen.add)
+    pretrain(settings(kernel="math", freeze=FreezeConfig(rate=0.25, max_fit_kl=9)))
+    assert seen == {"math"}
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedError, match="'cudnn' needs a CUDA device, got cpu"):
+        pretrain(settings("other", kernel="cudnn"))
+    assert not Path(settings("other").out).exists()
+
+
 def test_global_generators_are_left_alone(settings):
     def state():
         return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()

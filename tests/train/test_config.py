@@ -37,6 +37,8 @@ def test_round_trips_through_json():
         ({"freeze_at": 1001}, r"freeze_at must be .* \[0, 1000\]; got 1001"),
         ({"freeze_at": 1.5}, "freeze_at"),
         ({"freeze_at": None, "freeze": FreezeConfig()}, "freeze_at must be a moment when freezing"),
+        ({"kernel": "fast"}, "kernel must be auto or one of cudnn, efficient, fa3, fa4, flash, math; got 'fast'"),
+        ({"kernel": "flash", "freeze": FreezeConfig(backend="fused")}, "kernel must be auto with backend='fused'"),
         ({"schedule": "never"}, "schedule must be one of"),
         ({"sampler": "sorted"}, "sampler must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),
