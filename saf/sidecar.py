@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from saf.errors import CheckpointError, InputError
 from saf.files import file_hash, write_json, write_tensors
 from saf.models import GPT, GPTConfig
-from saf.models.rotary import Rotary
 from saf.surgery import apply_, restore_, state_of
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
@@ -58,7 +57,7 @@ def load(
     state = read_json(source / STATE)
     check_sums(source, state)
     if model is None:
-        model = _undrawn(GPTConfig.from_dict(read_json(source / CONFIG)["model"]))
+        model = GPT.undrawn(GPTConfig.from_dict(read_json(source / CONFIG)["model"]), torch.get_default_device())
     tensors = read_tensors(source / TENSORS)
     if not isinstance(model, GPT):
         apply_(model, state, tensors, backend=backend)
@@ -107,16 +106,6 @@ def _schema(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))["schema"]
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _undrawn(config: GPTConfig) -> GPT:
-    """Build a GPT whose weights hold anything, without drawing initial ones from the global generator."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=torch.get_default_device())
-    if model.rotary is not None:  # computed, not loaded
-        model.rotary = Rotary(config.head_dim, config.max_length)
-    return model
 
 
 def read_json(path: Path) -> dict:

@@ -47,7 +47,6 @@ def toeplitz() -> None:
             64,
             torch.float32,
         ),
-        (Config(tables="gather", prescale="x", block_m=64, block_n=64, programs_per_sm=1), 64, WIDE),
     ):
         (x,) = operand(3, dim=dim, dtype=dtype)
         table = make_tables(torch.rand(3, STORED, device=DEVICE), kind=config.tables, dtype=dtype)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from saf.bench.flex import FLEX
 from saf.ops import BACKENDS
 
 Role = Literal["control", "kernel", "frozen", "free"]
@@ -70,6 +71,18 @@ def plan(
 def arms_of(comparisons: Sequence[Comparison]) -> list[Arm]:
     """Return every arm once, in the order of first use."""
     return list(dict.fromkeys(arm for comparison in comparisons for arm in (comparison.baseline, comparison.arm)))
+
+
+def default_backends(backends: Sequence[str], device_type: str) -> tuple[str, ...]:
+    """Return the backends asked for; by default Toeplitz products and, on CUDA, the paper's execution beside them."""
+    return tuple(backends) or (("toeplitz", "fused") if device_type == "cuda" else ("toeplitz",))
+
+
+def default_others(others: Sequence[str] | None, device_type: str, *, compiled: bool) -> tuple[str, ...]:
+    """Return the other kernels asked for; by default what PyTorch has on CUDA (flex if compiled), none elsewhere."""
+    if others is not None:
+        return tuple(others)
+    return ("auto", "flash", *([FLEX] if compiled else [])) if device_type == "cuda" else ()
 
 
 def default_kernels(kernels: Sequence[str], device_type: str) -> tuple[str, ...]:

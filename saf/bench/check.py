@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import AccuracyError
 from saf.pattern import CompactPattern
 
 SAMPLES = 64
@@ -21,8 +21,8 @@ def check_arm(
 ) -> None:
     """Compare frozen heads with Eq. (3) in float64 at evenly spread positions.
 
-    `value`, `output` and the gradients are `[B, F, T, D]`. Raises InputError when an error is above the bar of
-    the dtype, NaN included.
+    `value`, `output` and the gradients are `[B, F, T, D]`. Raises AccuracyError when an error is above the bar
+    of the dtype, NaN included.
     """
     length = value.shape[-2]
     at = torch.linspace(0, length - 1, min(SAMPLES, length), device=value.device).round().long()
@@ -53,4 +53,4 @@ def _compare(what: str, got: Tensor, wanted: Tensor) -> None:
     error = ((got.double() - wanted).norm() / wanted.norm()).item()
     bar = TOLERANCE[got.dtype]
     if not error <= bar:
-        raise InputError(f"{what} are wrong: relative error {error:.2e} against float64, the bar is {bar:.1e}")
+        raise AccuracyError(f"{what} are wrong: relative error {error:.2e} against float64, the bar is {bar:.1e}")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from saf.bench.arms import Comparison, default_kernels, plan
+from saf.bench.arms import Comparison, default_backends, default_kernels, default_others, plan
 from saf.bench.recorder import Recorder
 from saf.bench.runner import PointRunner
 from saf.bench.settings import Settings
@@ -22,11 +22,11 @@ class Context:
 
     def plan(self, rates: Sequence[float], *, others: bool = True, free: bool = True) -> list[Comparison]:
         """Return what to compare at some rates."""
-        settings = self.settings
+        settings, device = self.settings, self.execution.device.type
         return plan(
-            kernels=default_kernels(settings.kernels, self.execution.device.type),
-            others=settings.others if others else (),
-            backends=settings.backends,
+            kernels=default_kernels(settings.kernels, device),
+            others=default_others(settings.others, device, compiled=self.execution.compile) if others else (),
+            backends=default_backends(settings.backends, device),
             rates=rates,
             free=settings.free and free,
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from saf.bench.check import TOLERANCE
 from saf.bench.environment import environment
 from saf.bench.error_layer import TENSORS, Layer
 from saf.bench.error_operator import frozen_errors, sdpa_errors
@@ -20,10 +21,8 @@ from saf.train.config import TrainConfig
 from saf.train.execution import Execution
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OPERATOR_BAR = {"fp32": 1e-6, "bf16": 4.5e-3}
-"""Largest relative L2 error of frozen heads' outputs and gradients, inputs being in the dtype."""
 SDPA_FACTOR = 2.0
-"""And the largest multiple of the error that PyTorch's own attention has at the same shape."""
+"""Largest multiple of the error that PyTorch's own attention has at the same shape; `TOLERANCE` bounds it too."""
 LAYER_FACTOR = 1.1
 """Largest multiple of the unfrozen layer's error, under bfloat16 autocast."""
 NORM_FLOOR = 1e-8
@@ -133,7 +132,7 @@ def _layer_rows(settings: ErrorSettings, layer: Layer, backend: str, precision: 
         errors, beside = distance(found[name], exact[name]), distance(unfrozen[name], unfrozen_exact[name])
         limit = LAYER_FACTOR * beside["relative_l2"]
         # In float32 rounding is near the bar of operators anyway: a lucky unfrozen layer does not lower it.
-        limit = limit if autocast else max(limit, OPERATOR_BAR[precision])
+        limit = limit if autocast else max(limit, TOLERANCE[DTYPES[precision]])
         yield _row("layer", name, errors, beside, limit) | {"eager": distance(found[name], eager[name])}
 
 
@@ -144,7 +143,7 @@ def _operator_rows(settings: ErrorSettings, layer: Layer, backend: str, precisio
     found = frozen_errors(layer.pattern, backend, *drawn[2:])
     theirs = sdpa_errors(*drawn, kernel=settings.kernel)
     for name, (errors, beside) in {n: (distance(*found[n]), distance(*theirs[n])) for n in found}.items():
-        limit = min(OPERATOR_BAR[precision], SDPA_FACTOR * beside["relative_l2"])
+        limit = min(TOLERANCE[DTYPES[precision]], SDPA_FACTOR * beside["relative_l2"])
         yield _row("operator", name, errors, beside, limit) | {"eager": None}
 
 

@@ -12,6 +12,7 @@ from saf.bench.model_points import measure_models
 from saf.bench.op_points import measure_operators
 from saf.bench.recorder import Recorder, Say, say_on_stderr
 from saf.bench.settings import ModelSettings, OpSettings, Settings
+from saf.bench.shape import shape_of
 from saf.bench.timing import Budget
 from saf.errors import InputError
 from saf.ops import BACKENDS
@@ -19,14 +20,12 @@ from saf.ops.live import KERNELS
 from saf.train.config import TrainConfig
 from saf.train.execution import Execution
 
-BACKEND_NAMES = ("toeplitz", "fused", "reference")
-
 
 def measure(settings: Settings, *, out: Path | None = None, say: Say = say_on_stderr) -> dict[str, Any]:
     """Run a benchmark and return its record, written to `out` after every point.
 
     Raises:
-        InputError: Settings that name something unknown, or `out` exists.
+        InputError: Settings that name something unknown or have no effect here, or `out` exists.
         UnsupportedError: A device that is not there.
     """
     budget = Budget(settings.seconds)
@@ -34,8 +33,7 @@ def measure(settings: Settings, *, out: Path | None = None, say: Say = say_on_st
     points = points_of(settings)
     execution = Execution.of(TrainConfig(data="", out="", device=settings.device, compile=settings.compile))
     recorder = Recorder(out, kind=kind_of(settings), settings=settings.to_dict(), budget=budget, say=say)
-    if FLEX in (*settings.kernels, *settings.others) and execution.device.type == "cuda" and not execution.compile:
-        raise InputError("flex attention is a kernel only where it is compiled; use --compile on, or leave flex out")
+    _check_compile(settings, execution)
     context = Context(settings, execution, recorder)
     with recorder, free_backend():
         recorder.describe(environment=environment(execution.device, execution.device_name))
@@ -49,9 +47,22 @@ def measure(settings: Settings, *, out: Path | None = None, say: Say = say_on_st
 def _check_names(settings: Settings) -> None:
     """Raise InputError for names nothing answers to."""
     known = ("auto", FLEX, *KERNELS)
-    for name in (*settings.kernels, *settings.others):
+    for name in (*settings.kernels, *(settings.others or ())):
         if name not in known:
             raise InputError(f"unknown attention kernel {name!r}; expected one of {', '.join(known)}")
     for name in settings.backends:
-        if name not in (*BACKEND_NAMES, *BACKENDS):
-            raise InputError(f"unknown backend {name!r}; expected one of {', '.join(BACKEND_NAMES)}")
+        if name not in BACKENDS:
+            raise InputError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
+    if isinstance(settings, OpSettings | ModelSettings):
+        shape_of(settings.shape if isinstance(settings, OpSettings) else settings.model, 1)
+
+
+def _check_compile(settings: Settings, execution: Execution) -> None:
+    """Raise InputError for settings that need compiled models, or that have nothing to compile."""
+    flex = FLEX in (*settings.kernels, *(settings.others or ()))
+    if flex and execution.device.type == "cuda" and not execution.compile:
+        raise InputError("flex attention is a kernel only where it is compiled; use --compile on, or leave flex out")
+    if isinstance(settings, ModelSettings) and settings.precompile and not execution.compile:
+        raise InputError("precompile has no effect where models are not compiled; use --compile on, or leave it out")
+    if isinstance(settings, OpSettings) and settings.compile == "on" and "layer" not in settings.parts and not flex:
+        raise InputError("compile='on' has no effect on frozen heads alone, one operator each; use --compile auto")

@@ -20,10 +20,6 @@ from saf.bench.subjects import (
 )
 from saf.cuda_graph import GraphPool
 
-OUT_OF_TIME = "out of time"
-BEGIN_SHARE = 0.5
-"""A point is begun when this share of the longest one before it is left; it then ends with fewer pairs."""
-
 
 def measure_models(context: Context, settings: ModelSettings, points: Sequence[Point]) -> None:
     """Measure every point that there is time for."""
@@ -31,8 +27,8 @@ def measure_models(context: Context, settings: ModelSettings, points: Sequence[P
     with Children(recorder.budget, settings.workers) as children:
         for point in cases_of(settings, points, context.execution.device):
             began = recorder.budget.spent
-            if not recorder.budget.fits(BEGIN_SHARE * longest):
-                recorder.leave_out(point.name, OUT_OF_TIME)
+            if not recorder.budget.begins(longest):
+                recorder.leave_out(point.name, "out of time")
                 continue
             _measure_point(context, settings, point, children)
             longest = max(longest, recorder.budget.spent - began)
@@ -46,10 +42,9 @@ def _measure_point(context: Context, settings: ModelSettings, point: Point, chil
         _measure_memory(context, settings, point, arms, children)
     if settings.pairs == 0:
         return
-    if settings.precompile and context.execution.compile and not settings.fresh:
+    if settings.precompile:
         arms = [arm for arm in arms_of(comparisons) if not arm.control]
-        children.run([compile_specification(settings, point, arm) for arm in arms])
-        context.recorder.say(f"{point.name} compiled in advance: {len(arms)} arms")
+        _compile_in_advance(context, settings, point, arms, children)
     pool = GraphPool()
 
     def build(arm: Arm) -> Subject:
@@ -67,6 +62,18 @@ def _measure_point(context: Context, settings: ModelSettings, point: Point, chil
             work=lambda arm, _: work_of(settings, point, arm),
             describe=shape.describe,
         )
+
+
+def _compile_in_advance(
+    context: Context, settings: ModelSettings, point: Point, arms: Sequence[Arm], children: Children
+) -> None:
+    """Fill the compiler's cache on disk; what fails here is left to the warm-up, and said."""
+    recorder = context.recorder
+    replies = children.run([compile_specification(settings, point, arm) for arm in arms])
+    failed = [(arm, reply["error"]) for arm, reply in zip(arms, replies, strict=True) if "error" in reply]
+    for arm, error in failed:
+        recorder.leave_out(f"{point.name}: compiling {arm.name} in advance", error)
+    recorder.say(f"{point.name} compiled in advance: {len(arms) - len(failed)} of {len(arms)} arms")
 
 
 def _measure_memory(

@@ -18,7 +18,6 @@ from saf.bench.shape import ModelShape, shape_of
 from saf.bench.synthetic import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.models import GPT, GPTConfig
-from saf.models.rotary import Rotary
 from saf.surgery import install_
 
 
@@ -118,21 +117,11 @@ def _qwen3(
 
 
 def _gpt(config: GPTConfig, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> GPT:
-    model = _blank(config, device)
+    model = GPT.undrawn(config, device)
     model.reset_parameters(generator)
     model.to(dtype)
     if arm.kernel == FLEX:
         blocks = causal_blocks(config.max_length, device)
         for attention in model.attention_layers():
             attention.live = FlexAttention(blocks)  # type: ignore[assignment]
-    return model
-
-
-def _blank(config: GPTConfig, device: torch.device) -> GPT:
-    """Return a model with unset weights on `device`; nothing is drawn on the way, which takes long for large ones."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=device)
-    if model.rotary is not None:
-        model.rotary = Rotary(config.head_dim, config.max_length).to(device)
     return model

@@ -84,7 +84,7 @@ class OpSubject:
         return torch.autograd.grad(self._function(*inputs), inputs, self._gradients[number])
 
     def warm_up(self) -> None:
-        """Compare with float64, run untimed, capture graphs; raise InputError for a wrong result."""
+        """Compare with float64, run untimed, capture graphs; raise AccuracyError for a wrong result."""
         settings, device = self._case.settings, self._case.device
         outputs = self._run("forward", 0)
         generator = torch.Generator(device).manual_seed(settings.seed + 1)

@@ -7,12 +7,11 @@ import torch
 from saf.bench.arms import FREE, Arm
 from saf.bench.grids import Point
 from saf.bench.settings import OpSettings
+from saf.bench.shape import shape_of
 from saf.bench.work import Work, attention_work
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 
-SHAPES = {"124m": (12, 12, 64), "774m": (20, 20, 64), "1b": (16, 16, 96), "qwen3-4b": (32, 8, 128)}
-"""Query heads, KV heads, channels of a head."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -29,9 +28,9 @@ class OpCase:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Query heads, KV heads, channels."""
-        heads, kv_heads, dim = SHAPES[self.settings.shape]
-        own = self.settings
-        return own.num_heads or heads, own.num_kv_heads or own.num_heads or kv_heads, own.head_dim or dim
+        own, usual = self.settings, shape_of(self.settings.shape, self.point.length)
+        kv_heads = own.num_kv_heads or own.num_heads or usual.num_kv_heads
+        return own.num_heads or usual.num_heads, kv_heads, own.head_dim or usual.head_dim
 
     @property
     def dtype(self) -> torch.dtype:

@@ -10,9 +10,6 @@ from saf.bench.runner import clean_process
 from saf.bench.settings import OpSettings
 from saf.cuda_graph import GraphPool
 
-BEGIN_SHARE = 0.5
-"""A case is begun when this share of the longest one before it is left; it then ends with fewer pairs."""
-
 
 def measure_operators(context: Context, settings: OpSettings, points: Sequence[Point]) -> None:
     """Measure every point and part that there is time for; raise UnsupportedError for graphs without CUDA."""
@@ -34,7 +31,7 @@ def _measure_case(
     alone = case.part == "frozen"
     name = f"{case.point.name} {case.part}" + (f" {100 * case.rate:g}%" if alone else "")
     reason = case.reason_against
-    if reason is None and not context.recorder.budget.fits(BEGIN_SHARE * longest):
+    if reason is None and not context.recorder.budget.begins(longest):
         reason = "out of time"
     if reason:
         context.recorder.leave_out(name, reason)

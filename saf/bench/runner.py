@@ -110,6 +110,8 @@ class PointRunner:
                 break
             longest = max(longest, time.perf_counter() - began)
             self.recorder.show(self._rows(taken, work, describe))
+        if alone := sum(0 < len(pairs) < self._fewest for pairs in taken.values()):
+            self.recorder.leave_out(self.name, f"{alone} comparisons of one pair; {FEWEST} are the fewest recorded")
         rows = self._rows(taken, work, describe)
         self.recorder.show(rows)
         self.recorder.keep()
@@ -117,6 +119,11 @@ class PointRunner:
             self.recorder.say(f"{self.name} {line_of(row)}")
         if self.settings.profile:
             self._profile(subjects)
+
+    @property
+    def _fewest(self) -> int:
+        """Pairs without which a comparison is not recorded."""
+        return min(FEWEST, self.settings.pairs)
 
     def _ready(self, comparisons: Sequence[Comparison], build: Build) -> dict[Arm, Subject]:
         """Build all arms, then warm each: building one drops what others had compiled."""
@@ -152,7 +159,11 @@ class PointRunner:
     def _profile(self, subjects: Mapping[Arm, Subject]) -> None:
         """Record what ran, after all timing: a profiler that was used once may slow launches down."""
         for arm, subject in subjects.items():
-            if not arm.control and self.recorder.budget.fits(0):
+            if arm.control:
+                continue
+            if not self.recorder.budget.fits(0):
+                self.recorder.leave_out(f"{self.name}: kernels of {arm.name}", "out of time")
+            else:
                 self._attempt(arm, lambda arm=arm, subject=subject: self._kernels(arm, subject))
 
     def _kernels(self, arm: Arm, subject: Subject) -> None:
@@ -174,7 +185,6 @@ class PointRunner:
             pairs.append(times)
 
     def _rows(self, taken: Taken, work: WorkOf, describe: Describe) -> list[dict[str, Any]]:
-        fewest = min(FEWEST, self.settings.pairs)
-        enough = {key: pairs for key, pairs in taken.items() if len(pairs) >= fewest}
+        enough = {key: pairs for key, pairs in taken.items() if len(pairs) >= self._fewest}
         rows = make_rows(enough, work=work, peak=self.peak, tolerance=self.settings.tolerance)
         return [{**self.fields, **row, **describe(arm)} for arm, row in rows]

@@ -16,22 +16,23 @@ REST_MS = 200.0
 
 @dataclass(kw_only=True)
 class Settings:
-    """What every benchmark takes; raises InputError naming the first field that cannot be used."""
+    """What every benchmark takes; raises InputError naming the first field that cannot be used or has no effect."""
 
     points: tuple[str, ...] = ()
     """Shapes, as context x sequences (x micro-batches of an update): 4096x8 or 4096x8x15. Instead of --grid."""
     rates: tuple[float, ...] = ()
     """Shares of heads to freeze; the grid's when left out. 0 is always measured, as the control."""
-    backends: tuple[str, ...] = ("toeplitz",)
-    """Backends of frozen heads."""
+    backends: tuple[str, ...] = ()
+    """Backends of frozen heads; left out: toeplitz and, on CUDA, fused, the paper's execution."""
     kernels: tuple[str, ...] = ()
     """Attention kernels of live heads, the same on both sides of a ratio; left out: cudnn on CUDA, auto on CPU."""
-    others: tuple[str, ...] = ()
-    """More kernels of ordinary attention to measure against the first one: auto, cudnn, flash, efficient, flex."""
+    others: tuple[str, ...] | None = None
+    """More kernels of ordinary attention to measure against the first one: auto, cudnn, flash, efficient, flex. Left
+    out: auto, flash and flex on CUDA, none on CPU; --others alone is none."""
     free: bool = True
     """Also measure the bound: frozen heads whose mixing costs nothing."""
     pairs: int = 8
-    """Pairs of each arm with its baseline, in ABBA order; 0 times nothing."""
+    """Pairs of each arm with its baseline, in ABBA order; 0, beside --memory, times nothing."""
     repeats: int = 1
     """Timed calls in a block; the block's time is their median."""
     warmup: int = 3
@@ -60,10 +61,17 @@ class Settings:
             self._require(name, (getattr(self, name, None) or 0) >= 0, "at least 0")
         self._require("seconds", self.seconds is None or self.seconds > 0, "above 0")
         self._require("rates", all(0 <= rate <= 1 for rate in self.rates), "shares in [0, 1]")
+        self._refuse("grid", bool(self.points), "beside points; leave one of them out")
 
     def _require(self, name: str, usable: bool, expected: str) -> None:
         if not usable:
             raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
+
+    def _refuse(self, name: str, idle: bool, why: str) -> None:
+        """Raise InputError when `idle` for a field that is there and was changed from its default."""
+        usual = {field.name: field.default for field in fields(self)}
+        if idle and name in usual and getattr(self, name) != usual[name]:
+            raise InputError(f"{name}={getattr(self, name)!r} has no effect {why}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: the fields of the benchmark's own settings, without a command's."""
@@ -98,7 +106,7 @@ class ModelSettings(Settings):
     memory: bool = False
     """Also measure peak memory, one arm a process."""
     precompile: bool = False
-    """First compile all arms in processes of their own, for the compiler's cache on disk."""
+    """First compile all arms in processes of their own, for the compiler's cache on disk; not with --fresh."""
     workers: int = 1
     """Processes of --memory and --precompile at a time; more is faster where the device holds several models."""
 
@@ -109,6 +117,14 @@ class ModelSettings(Settings):
         self._require("workers", self.workers >= 1, "at least 1")
         self._require("per_layer", not (self.per_layer and self.rates), "left out when rates are given")
         self._require("per_layer", all(count >= 0 for count in self.per_layer), "counts from 0")
+        self._require("per_layer", not self.per_layer or sum(self.per_layer) > 0, "at least one head in all")
+        self._require("pairs", self.pairs > 0 or self.memory, "at least 1 unless memory is measured")
+        self._refuse("placement", bool(self.per_layer), "beside per_layer; leave one of them out")
+        self._refuse("fresh", self.pairs == 0, "with pairs=0, which times nothing; leave it out")
+        self._refuse("precompile", self.pairs == 0, "with pairs=0, which times nothing; leave it out")
+        self._refuse("precompile", self.fresh, "with fresh, where every arm's processes compile; leave one of them out")
+        self._refuse("precompile", self.compile == "off", "with compile='off'; leave one of them out")
+        self._refuse("workers", not (self.memory or self.precompile), "without memory or precompile; add one of them")
 
 
 @dataclass(kw_only=True)
@@ -147,18 +163,14 @@ class OpSettings(Settings):
 
     grid: Literal["lengths", "qwen"] = "lengths"
     """32,768 tokens at 1K to 64K, or B 4 and 8 at 2K, 4K, 8K."""
-    shape: Literal["124m", "774m", "1b", "qwen3-4b"] = "124m"
-    """Heads and channels of the layer."""
+    shape: str = "124m"
+    """Preset whose heads and channels the layer has; also qwen3-4b."""
     num_heads: int | None = None
     """Query heads, instead of the shape's."""
     num_kv_heads: int | None = None
     """Key and value heads, instead of the shape's."""
     head_dim: int | None = None
     """Channels of a head, instead of the shape's."""
-    backends: tuple[str, ...] = ("toeplitz", "fused")
-    """Backends of frozen heads."""
-    others: tuple[str, ...] = ("auto", "flash", "flex")
-    """More kernels of ordinary attention to measure against the first one."""
     parts: tuple[Literal["frozen", "layer"], ...] = ("frozen", "layer")
     """The frozen heads against the same heads as ordinary attention; the mixed layer against an ordinary one."""
     directions: tuple[Literal["forward", "both"], ...] = ("forward", "both")
@@ -173,6 +185,17 @@ class OpSettings(Settings):
     """Fewer repeats where a block would take longer than this, milliseconds."""
     rest_ms: float | None = None
     """Idle time before every block, so that each begins at full clocks, ms; left out: 200 ms on CUDA, none on CPU."""
+
+    def __post_init__(self):
+        """Check the settings of operators too."""
+        super().__post_init__()
+        self._require("pairs", self.pairs >= 1, "at least 1")
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
+        for name in ("parts", "directions"):
+            self._require(name, len(getattr(self, name)) >= 1, "at least one")
+        own = self.num_heads is not None and self.head_dim is not None
+        self._refuse("shape", own, "beside num_heads and head_dim; leave it out, or one of them")
 
 
 KINDS: dict[str, type[Settings]] = {"update": UpdateSettings, "prefill": PrefillSettings, "op": OpSettings}

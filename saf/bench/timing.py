@@ -9,6 +9,9 @@ import torch
 from saf.bench.settings import REST_MS, SETTLE_MS
 from saf.cuda_graph import Call
 
+BEGIN_SHARE = 0.5
+"""Something is begun when this share of the longest before it is left; it then ends with fewer pairs."""
+
 
 def wait_for(device: torch.device) -> None:
     """Wait until the device has done everything asked of it."""
@@ -95,3 +98,7 @@ class Budget:
     def fits(self, seconds: float) -> bool:
         """Whether something that takes `seconds` would end in time."""
         return self.left > seconds
+
+    def begins(self, longest: float) -> bool:
+        """Whether enough is left to begin something of which the longest so far took `longest` seconds."""
+        return self.fits(BEGIN_SHARE * longest)

@@ -14,7 +14,7 @@ from saf.cli.bench_tune import Tune
 from saf.cli.output import columns, machine, show
 from saf.errors import UnsupportedError
 
-HEAD = ["arm", "ms", "baseline", "ratio", "range", "TFLOP/s", "bound"]
+HEAD = ["arm", "ms", "baseline", "ratio", "range", "TFLOP/s", "floor, ms"]
 
 
 @dataclass(kw_only=True)

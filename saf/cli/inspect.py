@@ -1,21 +1,19 @@
 """`saf inspect`: what a folder written by `saf` holds, and whether it is whole."""
 
-import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 
+from saf.cli.inspect_patterns import pattern_storage, patterns_by_layer, stored_cell, stored_words
 from saf.cli.output import columns, facts, megabytes, show
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.runs import Run
 from saf.files import read_json, read_tensors
-from saf.patterns import storage_report
 from saf.sidecar import check_sums
 from saf.train.checkpoint import checkpoints
 from saf.train.manifest import verify
@@ -164,44 +162,6 @@ def saved_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
     return result, [facts(f"saved model {path}", rows), *_layer_table(result)]
 
 
-def patterns_by_layer(path: Path, frozen: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return each layer's frozen patterns: how many of each kind, their length in tokens, one SHA-256 of their values.
-
-    Raises CheckpointError when a head's pattern is missing or not finite.
-    """
-    tensors = read_tensors(path / "saf.safetensors")
-    layers = []
-    for layer in sorted({layer for layer, _ in frozen}):
-        kinds: Counter[str] = Counter()
-        digest, length = hashlib.sha256(), 0
-        for head in (head for at, head in frozen if at == layer):
-            own = {
-                name: tensor
-                for name in ("alpha", "rho", "weights")
-                if (tensor := tensors.get(f"{layer}.{head}.{name}")) is not None
-            }
-            if set(own) not in ({"alpha", "rho"}, {"weights"}) or not all(t.isfinite().all() for t in own.values()):
-                raise CheckpointError(
-                    f"{path}/saf.safetensors: the pattern of head ({layer}, {head}) is missing or damaged"
-                )
-            kinds["dense" if "weights" in own else "compact"] += 1
-            for name, tensor in own.items():
-                length = tensor.shape[-1]
-                digest.update(f"{head}.{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        layers.append({"layer": layer, "kinds": dict(kinds), "length": length, "sha256": digest.hexdigest()})
-    return layers
-
-
-def pattern_storage(result: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes that the frozen heads' patterns take in float32 in each form; nothing when none is frozen."""
-    if not result["frozen"]:
-        return {}
-    heads = [(layer, head) for layer, head in result["frozen"]]
-    length, per_layer = result["patterns"][0]["length"], result["heads_per_layer"]
-    return asdict(storage_report(heads, length=length, num_heads=per_layer))
-
-
 def frozen_heads(path: Path) -> dict[str, Any]:
     """Return what a folder's saf.json tells of frozen heads: `frozen` pairs, the heads of the model and of a layer."""
     layers = read_json(path / "saf.json")["layers"]
@@ -223,9 +183,12 @@ def _layer_table(result: Mapping[str, Any]) -> list[Any]:
     if "patterns" not in result:
         return [columns("frozen heads", ["layer", "heads"], rows)] if rows else []
     for row, found in zip(rows, result["patterns"], strict=True):
-        row += [_kind_words(found["kinds"]), str(found["length"]), found["sha256"][:16]]
-    head = ["layer", "heads", "patterns", "length", "SHA-256"]
-    return [columns("frozen heads", head, rows), _storage_words(result["storage"])] if rows else []
+        row += [_kind_words(found["kinds"]), stored_cell(found["stored"]), str(found["length"]), found["sha256"][:16]]
+    if not rows:
+        return []
+    head = ["layer", "heads", "patterns", "stored as T x T", "length", "SHA-256"]
+    told = [_storage_words(result["storage"]), stored_words(result["patterns"])]
+    return [columns("frozen heads", head, rows), *told]
 
 
 def _storage_words(storage: Mapping[str, int]) -> str:

@@ -61,6 +61,16 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, bias=False)
         self.reset_parameters()
 
+    @classmethod
+    def undrawn(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
+        """Return a model whose weights hold anything, for others to be loaded or drawn; nothing is drawn here."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.to_empty(device=device)
+        if model.rotary is not None:  # computed, not loaded
+            model.rotary = Rotary(config.head_dim, config.max_length).to(device)
+        return model
+
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew: normal with std 0.02, residual projections divided by sqrt(2 layers); norms are one.
 

@@ -187,7 +187,7 @@ class FrozenHeads(nn.Module):
         for dtype, static in self._static.items():
             name = str(dtype).removeprefix("torch.")
             kinds = [type(self.patterns[self.fixed[slot]]) for slot in static.get("stored", ())]
-            reasons = {DensePattern: "dense", CompactPattern: f"that {name} cannot hold as tables"}
+            reasons = {DensePattern: "dense", CompactPattern: "it cannot hold as tables"}
             counts = [f"{kinds.count(kind)} {why}" for kind, why in reasons.items() if kind in kinds]
             told += [f"stored as T x T for {name}: {', '.join(counts)}"] * bool(counts)
         return told

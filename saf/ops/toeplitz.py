@@ -62,6 +62,11 @@ def prepare(
     return made | {"convolved": convolved, "stored": stored}
 
 
+def holds(pattern: CompactPattern, dtype: torch.dtype) -> Tensor:
+    """Return per head of `[C, T]` whether `dtype` can hold its pattern as tables; `prepare` stores the others."""
+    return _convolution(pattern.to(dtype=torch.float64), dtype)[1]
+
+
 def _convolution(pattern: CompactPattern, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
     """Return the tables of heads `[C, T]` in their balanced gauge and, per head, whether `dtype` can hold them."""
     balanced = pattern.balanced()

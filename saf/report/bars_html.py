@@ -6,8 +6,8 @@ from saf.report.bars import Axis, Bar, bars_of, heading, panel_title
 from saf.report.cells import Cells
 from saf.report.measured import Group, Record
 from saf.report.paper import Quoted, footnotes
-from saf.report.speeds import memory_arm, memory_quoted, memory_table, speed_table, ways
-from saf.report.words import signed, table, text
+from saf.report.speeds import bound_notes, memory_arm, memory_quoted, memory_table, speed_table, ways
+from saf.report.words import inline, signed, table, text
 
 _MOST_OPEN = 2
 """Panels whose tables stand open; more are closed at first, so that the figures stay together."""
@@ -33,7 +33,8 @@ def _panel(groups: Sequence[Group], state: str) -> str:
     title = panel_title(groups[0])
     content = "".join(_group(group, axis) for group in groups)
     name = f"<figcaption><h3>{text(title)}</h3></figcaption>"
-    rows = as_html(speed_table(groups), caption=f"{title}: times, ratios within pairs, control, bound")
+    rows = as_html(speed_table(groups), caption=f"{title}: times, TFLOP/s, floors, ratios within pairs, control, bound")
+    rows += small(bound_notes(groups))
     rows += paper_notes(arm.paper for group in groups for arm in group.arms)
     return f'<figure class="speeds">{name}{content}{_foot(axis)}</figure>{_details(rows, state)}'
 
@@ -112,13 +113,17 @@ def memory_panel(record: Record) -> str:
 
 def paper_notes(quoted: Iterable[Quoted | None]) -> str:
     """Return the conditions of the paper's numbers, a line for each of its tables."""
-    lines = footnotes(quoted)
-    return "".join(f'<p class="small">Paper, {text(line.replace("`", ""))}</p>' for line in lines)
+    return small(f"Paper, {line.replace('`', '')}" for line in footnotes(quoted))
+
+
+def small(lines: Iterable[str]) -> str:
+    """Return notes below a table, a line each."""
+    return "".join(f'<p class="small">{text(line)}</p>' for line in lines)
 
 
 def as_html(cells: Cells, *, caption: str) -> str:
-    """Return a table of plain text as HTML."""
-    rows = [[text(cell) for cell in row] for row in cells.rows]
+    """Return a table of plain text, with Markdown's bold and code, as HTML."""
+    rows = [[inline(cell) for cell in row] for row in cells.rows]
     return table([text(cell) for cell in cells.head], rows, caption=caption)
 
 

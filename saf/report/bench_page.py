@@ -7,15 +7,14 @@ from saf.bench.recorder import SCHEMA
 from saf.errors import InputError
 from saf.files import read_json, write_atomically
 from saf.report import bench_words as words
-from saf.report.bars_html import memory_panel, speed_panels
-from saf.report.measured import Group, Record, groups_of, is_speeds, shape
+from saf.report.bars_html import as_html, memory_panel, speed_panels
+from saf.report.kernels import attention_table, kernel_words, longest_kernels
+from saf.report.measured import Group, Record, groups_of, is_speeds
 from saf.report.page import page, section
 from saf.report.protocol import protocol
 from saf.report.provenance import measured_on, provenance
 from saf.report.table_page import render_tables
-from saf.report.words import MISSING, table, text
-
-_MOST_KERNELS = 14
+from saf.report.words import text
 
 
 def read_records(files: Sequence[Path]) -> list[Record]:
@@ -70,27 +69,17 @@ def _sections(records: Sequence[Record], names: Sequence[str], own: Sequence[Seq
     if memory:
         panels = "".join(memory_panel(record) for record in memory)
         parts.append(section("memory", "Peak memory", panels))
-    kernels = "".join(_kernels(record) for record in records)
-    if kernels:
+    timed = [(name, record) for name, record in zip(names, records, strict=True) if record["rows"]]
+    if timed:
+        kernels = "".join(_kernels(record, name * (len(timed) > 1)) for name, record in timed)
         parts.append(section("kernels", "What ran", kernels))
     parts.append(section("provenance", "Provenance", provenance(records, names)))
     return "\n".join(parts)
 
 
-def _kernels(record: Record) -> str:
-    """Return, for each point, the longest kernels of every arm side by side."""
-    points: dict[str, list[Record]] = {}
-    for entry in record["kernels"]:
-        points.setdefault(", ".join(filter(None, [entry.get("part"), shape(entry["point"])])), []).append(entry)
-    parts = []
-    for point, entries in points.items():
-        times = [{kernel["name"]: kernel["ms"] for kernel in entry["kernels"]} for entry in entries]
-        longest = {name: max(each.get(name, 0.0) for each in times) for each in times for name in each}
-        names = sorted(longest, key=lambda name: -longest[name])[:_MOST_KERNELS]
-        rows = [
-            [f"<code>{text(name)}</code>", *(f"{each[name]:.3g}" if name in each else MISSING for each in times)]
-            for name in names
-        ]
-        shown = table(["kernel", *(text(entry["arm"]) for entry in entries)], rows, caption="Milliseconds in one pass")
-        parts.append(f'<details class="numbers"><summary>{text(point)}: longest kernels</summary>{shown}</details>')
-    return "".join(parts)
+def _kernels(record: Record, name: str) -> str:
+    """Return what the profiles of a record say: the attention kernels of every arm, and the longest ones to open."""
+    words = f"<p>{text(': '.join(filter(None, [name, kernel_words(record)])))}</p>"
+    if not record["kernels"]:
+        return words
+    return words + as_html(attention_table(record), caption="Attention kernels in one pass") + longest_kernels(record)

@@ -9,14 +9,15 @@ from saf.report.analyses import PREFIX, analysis_of
 from saf.report.cells import Analysis, Cells, Part, markdown
 from saf.report.error_tables import error_tables
 from saf.report.interventions import intervention_tables
+from saf.report.kernels import attention_table, kernel_words
 from saf.report.measured import groups_of, is_speeds
 from saf.report.nanogpt import nanogpt_tables
 from saf.report.paper import Quoted, footnotes
 from saf.report.protocol import protocol
 from saf.report.speeds import (
     UNFINISHED,
+    bound_notes,
     caveats,
-    kernels_seen,
     left_out,
     memory_table,
     quoted_in,
@@ -62,16 +63,17 @@ def _speeds(record: Mapping[str, Any]) -> list[Part]:
     groups = groups_of(record)
     parts: list[Part] = []
     if groups:
-        told = " ".join(filter(None, [protocol(record, groups), kernels_seen(record)]))
-        parts.append(told)
+        parts.append(" ".join(filter(None, [protocol(record, groups), kernel_words(record)])))
     several = ways(groups)
     for way, chosen in several.items():
         parts += [f"**{way}**", speed_table(chosen)]
     if record["memory"]:
         parts += [_memory_words(record), memory_table(record)]
+    if record["kernels"]:
+        parts += ["**Attention kernels in one pass**", attention_table(record)]
     quotes = quoted_in(record, groups)
     notes = [f"Paper, {note}" for note in footnotes(quotes)] or ["The paper has no number at these shapes."]
-    return [*parts, _list([*caveats(record, groups), *notes])]
+    return [*parts, _list([*caveats(record, groups), *bound_notes(groups), *notes])]
 
 
 def _memory_words(record: Mapping[str, Any]) -> str:

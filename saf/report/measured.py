@@ -24,10 +24,10 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """One arm beside its baseline; `bound` is the speedup were its frozen heads free."""
+    """One arm beside its baseline; `free` is the accepted row of the same arm with frozen heads that cost nothing."""
 
     row: Record
-    bound: float | None
+    free: Record | None
     paper: Quoted | None
 
     @property
@@ -43,9 +43,22 @@ class Measured:
         return f"{100 * self.row['rate']:g}% frozen, {self.row['backend']}"
 
     @property
+    def bound(self) -> float | None:
+        """The free bound: the speedup were the arm's frozen heads free."""
+        return None if self.free is None else self.free["ratio"]
+
+    @property
+    def beats_bound(self) -> bool:
+        """Whether the arm gains, and was measured faster than its free bound."""
+        return self.ratio is not None and self.bound is not None and self.ratio > max(1.0, self.bound)
+
+    @property
     def share_of_bound(self) -> float | None:
-        """Which share of the time that free heads would save is saved; None when either saves none."""
-        if self.ratio is None or self.ratio < 1 or self.bound is None or self.bound < 1 + NEAR_ONE:
+        """Which share of the time that free heads would save is saved.
+
+        None when either saves none, or the arm was measured faster than the bound.
+        """
+        if self.ratio is None or self.ratio < 1 or self.bound is None or self.bound < 1 + NEAR_ONE or self.beats_bound:
             return None
         return (1 - 1 / self.ratio) / (1 - 1 / self.bound)
 
@@ -91,30 +104,29 @@ def groups_of(record: Record, *, file: str = "") -> list[Group]:
     """Return the groups of a record of speeds, in the order of its rows."""
     found: dict[tuple, list[Record]] = {}
     for row in record["rows"]:
-        key = (_subject(row), tuple(row["point"].items()), row["variant"], row["baseline"])
+        key = (subject(row), tuple(row["point"].items()), row["variant"], row["baseline"])
         found.setdefault(key, []).append(row)
     return [_group(record["kind"], rows, file) for rows in found.values()]
 
 
 def _group(kind: str, rows: Sequence[Record], file: str) -> Group:
     first = rows[0]
-    bounds = {row["rate"]: row["ratio"] for row in rows if row["role"] == "free" and not row["refused"]}
+    free = {row["rate"]: row for row in rows if row["role"] == "free" and not row["refused"]}
     arms = [row for row in rows if row["role"] not in ("control", "free")]
     return Group(
         kind=kind,
-        subject=_subject(first),
+        subject=subject(first),
         point=first["point"],
         variant=first["variant"],
         baseline=first["baseline"],
         control=next((row for row in rows if row["role"] == "control"), None),
-        arms=tuple(
-            Measured(row, bounds.get(row["rate"]) if row["backend"] else None, _paper(kind, row)) for row in arms
-        ),
+        arms=tuple(Measured(row, free.get(row["rate"]) if row["backend"] else None, _paper(kind, row)) for row in arms),
         file=file,
     )
 
 
-def _subject(row: Record) -> str:
+def subject(row: Record) -> str:
+    """Return what a row is about: a model, or a part of a layer."""
     if row.get("alone"):
         return f"{_count(row['alone'], 'head')} alone"
     return f"whole {row['part']}" if "part" in row else row["model"]

@@ -19,8 +19,17 @@ def protocol(record: Record, groups: Sequence[Group]) -> str:
         f"Baseline: {_same(record['kind'])} with {baselines} in every head, "
         f"{compiled(record)}, {process}; alternating pairs (ABBA), {block}{_clocks(record)}. "
         f"Control: a second ordinary model against the first; measurements whose control is further than "
-        f"{100 * settings['tolerance']:g}% from 1 are refused."
+        f"{100 * settings['tolerance']:g}% from 1 are refused.{_floors(record)}"
     )
+
+
+def _floors(record: Record) -> str:
+    """Say what floors are reckoned from; nothing where no row has one."""
+    peak = record["environment"].get("peak")
+    if not peak or all(row["arm_floor_ms"] is None for row in record["rows"]):
+        return ""
+    rates = f"{number(peak['flops'] / 1e12)} TFLOP/s in bfloat16 and {number(peak['bandwidth'] / 1e12)} TB/s"
+    return f" Floors are roofline bounds at {rates} ({peak['source']})."
 
 
 def _clocks(record: Record) -> str:

@@ -128,6 +128,9 @@ A speedup is the baseline's time over the arm's, the median over alternating pai
 bound is the speedup if mixing in frozen heads cost nothing, "of the bound" how much of the time saved then is saved. A
 point is written context x sequences (x micro-batches of an update).
 
+Beside each time stand the TFLOP/s reached and the floor, which is the roofline bound. Both count the work that this
+very model or layer cannot do without; mixing in a frozen head is 2/7 of a live head's, forward and backward.
+
 The paper's numbers stand beside ours where it has some, by the name of the table in its source. Its systems figures are
 of GH200, one fused launch a layer, against flash attention; its text does not say whether models were compiled. Ours
 name their baseline. So compare signs and trends, not digits."""

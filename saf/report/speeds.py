@@ -22,12 +22,13 @@ def ways(groups: Iterable[Group]) -> dict[str, list[Group]]:
 
 
 def speed_table(groups: Sequence[Group]) -> Cells:
-    """Return one row an arm: times, within-pair ratio and its spread, control, bound, paper."""
-    head = ["point", "baseline", "arm", "heads", "baseline, ms", "arm, ms", "speedup", "middle half of pairs", "pairs"]
-    head += ["share of time", "floor, ms", "control", "free bound", "of the bound", "paper"]
+    """Return one row an arm: times with the TFLOP/s reached and floors, ratio and its spread, control, bound, paper."""
+    head = ["point", "baseline", "arm", "heads", "baseline, ms (TFLOP/s)", "baseline floor, ms"]
+    head += ["arm, ms (TFLOP/s)", "arm floor, ms", "speedup", "middle half of pairs", "pairs", "share of time"]
+    head += ["control", "free bound", "of the bound", "paper"]
     several = len({group.baseline for group in groups}) > 1
     rows = [_speed_cells(group, arm, baseline=several) for group in groups for arm in group.arms]
-    return Cells.of(head, rows, keep=["paper"])
+    return Cells.of(head, rows)
 
 
 def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
@@ -38,18 +39,43 @@ def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
         kernel_name(group.baseline.removeprefix("ordinary ")) if baseline else MISSING,
         arm.name,
         number(row["heads"]) if row.get("heads") else MISSING,
-        number(row["baseline_ms"]),
-        number(row["arm_ms"]),
+        _time(row, "baseline"),
+        number(row["baseline_floor_ms"]),
+        _time(row, "arm"),
+        number(row["arm_floor_ms"]),
         f"{arm.ratio:.3f}×" if arm.ratio is not None else REFUSED,
-        f"{row['q25']:.3f} to {row['q75']:.3f}" if told else MISSING,
+        _half(row) if told else MISSING,
         number(row["pairs"]),
         f"{1 / arm.ratio:.3f}" if arm.ratio is not None and row.get("part") == "frozen" else MISSING,
-        number(row["arm_floor_ms"]) if group.kind == "op" else MISSING,
         MISSING if group.control is None else f"{group.control['ratio']:.4f}",
         MISSING if arm.bound is None else f"{arm.bound:.3f}×",
         MISSING if share is None else f"{100 * share:.0f}%",
         _quoted(arm.paper),
     ]
+
+
+def _time(row: Record, side: str) -> str:
+    return f"{number(row[f'{side}_ms'])} ({number(row[f'{side}_tflops'], 3)})"
+
+
+def bound_notes(groups: Iterable[Group]) -> list[str]:
+    """Return one line for each arm that was measured faster than its free bound, which says how far pairs scatter."""
+    lines = []
+    for group in groups:
+        for arm in group.arms:
+            if arm.free is None or not arm.beats_bound:
+                continue
+            meet = arm.row["q25"] <= arm.free["q75"]
+            why = "pairs scatter more than the two differ" if meet else "something else differs between the two"
+            lines.append(
+                f"{arm.name}, {shape(group.point)} ({group.way}): measured faster than its free bound, so no share of "
+                f"it is told; {why} (middle halves {_half(arm.row)} and {_half(arm.free)})."
+            )
+    return lines
+
+
+def _half(row: Record) -> str:
+    return f"{row['q25']:.3f} to {row['q75']:.3f}"
 
 
 def memory_table(record: Record) -> Cells:
@@ -67,7 +93,7 @@ def memory_table(record: Record) -> Cells:
                 _quoted(memory_quoted(record, entry)),
             ]
         )
-    return Cells.of(head, rows, keep=["paper"])
+    return Cells.of(head, rows)
 
 
 def memory_arm(record: Record, entry: Record) -> str:
@@ -107,12 +133,6 @@ def left_out(record: Record) -> list[str]:
     for entry in record.get("left_out") or []:
         reasons.setdefault(entry["why"].rstrip("."), []).append(entry["what"])
     return [f"Left out: {'; '.join(what)}: {why}." for why, what in reasons.items()]
-
-
-def kernels_seen(record: Record) -> str | None:
-    """Return a sentence when a profile showed every pinned attention kernel; None when none was looked for."""
-    seen = [entry["kernel_seen"] for entry in record["kernels"] if entry["kernel_seen"] is not None]
-    return "A profile of every arm shows the attention kernel named." if seen and all(seen) else None
 
 
 def quoted_in(record: Record, groups: Sequence[Group]) -> list[Quoted | None]:

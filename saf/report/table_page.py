@@ -8,7 +8,7 @@ from saf.report.cells import Cells
 from saf.report.measured import Record
 from saf.report.page import page, section
 from saf.report.provenance import measured_on, provenance
-from saf.report.words import table, text
+from saf.report.words import inline, table, text
 
 _CAPTION = re.compile(r"\*\*(.+?)\*\*(?:: )?(.*)", re.DOTALL)
 
@@ -42,18 +42,12 @@ def _content(record: Record) -> Iterator[str]:
             yield _table(part, caption)
         elif found := _CAPTION.fullmatch(part):
             caption, rest = found.groups()
-            yield f"<p>{_inline(rest)}</p>" if rest else ""
+            yield f"<p>{inline(rest)}</p>" if rest else ""
         elif part.startswith("- "):
-            yield f"<ul>{''.join(f'<li>{_inline(line[2:])}</li>' for line in part.splitlines())}</ul>"
+            yield f"<ul>{''.join(f'<li>{inline(line[2:])}</li>' for line in part.splitlines())}</ul>"
         else:
-            yield f"<p>{_inline(part)}</p>"
+            yield f"<p>{inline(part)}</p>"
 
 
 def _table(cells: Cells, caption: str) -> str:
-    return table([text(cell) for cell in cells.head], [list(map(_inline, row)) for row in cells.rows], caption=caption)
-
-
-def _inline(words: str) -> str:
-    """Return Markdown's bold and code as HTML."""
-    bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text(words))
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
+    return table([text(cell) for cell in cells.head], [list(map(inline, row)) for row in cells.rows], caption=caption)

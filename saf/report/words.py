@@ -1,5 +1,6 @@
 """Numbers as text for people, and text as safe HTML."""
 
+import re
 from html import escape
 from typing import Any
 
@@ -18,7 +19,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     rounded = f"{value:.{digits}g}"
-    return (rounded if "e" in rounded else f"{float(rounded):,}").replace("-", "\u2212")
+    return (rounded if "e" in rounded else f"{float(rounded):,}".removesuffix(".0")).replace("-", "\u2212")
 
 
 def signed(value: float | None, decimals: int = 2, unit: str = "%") -> str:
@@ -53,6 +54,12 @@ def gibibytes(value: float | None) -> str:
 def change_percent(before: float | None, after: float | None) -> float | None:
     """Return 100 (after / before - 1), None when one is missing."""
     return None if not before or after is None else 100.0 * (after / before - 1.0)
+
+
+def inline(words: str) -> str:
+    """Return Markdown's bold and code as HTML."""
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text(words))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
 
 
 def table(head: list[str], rows: list[list[str]], *, caption: str) -> str:

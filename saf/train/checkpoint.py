@@ -38,7 +38,7 @@ class Checkpoint:
 
     def model(self, device: torch.device | str = "cpu", *, backend: str = "auto") -> GPT:
         """Build the model with its frozen heads and weights, on `device`."""
-        model = blank_model(GPTConfig.from_dict(self.state["model"])).to(device)
+        model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
         heads = json.loads((self.path / "saf.json").read_text(encoding="utf-8"))
         restore_(model, heads, load_file(self.path / "saf.safetensors"), backend=backend)
         weights = load_file(self.path / "model.safetensors", device=str(device))
@@ -52,12 +52,6 @@ class Checkpoint:
         """Build the optimiser of `model` with its moments."""
         tensors = load_file(self.path / "optimizer.safetensors")
         return restore_optimizer(model, self.state["optimizer_groups"], tensors)
-
-
-def blank_model(shape: GPTConfig) -> GPT:
-    """Return a model whose weights are still to be set; global generators stay as they are."""
-    with torch.random.fork_rng(devices=[]):
-        return GPT(shape)
 
 
 def step_name(update: int, *, after_freezing: bool = False) -> str:

@@ -9,12 +9,12 @@ from saf.adapters import adapter_for
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.files import read_json
-from saf.models import GPTConfig
+from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.schedules import SCHEDULES, Schedule
 from saf.train.atomic import remove_leftovers_
 from saf.train.batches import SAMPLERS, MicroBatches, check_heldout
-from saf.train.checkpoint import Checkpoint, blank_model, latest, open_checkpoint
+from saf.train.checkpoint import Checkpoint, latest, open_checkpoint
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
 from saf.train.execution import Execution
@@ -147,7 +147,7 @@ def _build(config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoi
         backend = config.freeze.backend if config.freeze else "auto"
         model = checkpoint.model(execution.device, backend=backend)
         return model, checkpoint.optimizer(model)
-    model = blank_model(shape)
+    model = GPT.undrawn(shape)
     model.reset_parameters(torch.Generator().manual_seed(config.seed))
     model.to(execution.device)
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)

@@ -1,6 +1,6 @@
 import torch
 
-from saf.bench.arms import Arm, arms_of, default_kernels, plan
+from saf.bench.arms import Arm, arms_of, default_backends, default_kernels, default_others, plan
 from saf.bench.grids import Point
 from saf.bench.models import ModelPlan, build_model
 from saf.bench.op import OpSubject
@@ -68,3 +68,13 @@ def test_a_backend_that_computes_live_heads_is_measured_against_a_pinned_kernel(
     own = OpSettings(num_heads=4, head_dim=16, graphs="off", warmup=0, repeats=1)
     case = OpCase(settings=own, point=Point(60, 1), part="layer", rate=0.5, device=torch.device("cpu"))
     OpSubject(case, Arm("math", "together", 0.5), GraphPool(), compiled=False).warm_up()
+
+
+def test_every_baseline_and_the_paper_s_execution_are_measured_on_cuda_unless_left_out():
+    assert default_backends((), "cuda") == ("toeplitz", "fused")
+    assert default_backends((), "cpu") == ("toeplitz",)
+    assert default_backends(("reference",), "cuda") == ("reference",)
+    assert default_others(None, "cuda", compiled=True) == ("auto", "flash", "flex")
+    assert default_others(None, "cuda", compiled=False) == ("auto", "flash")
+    assert default_others(None, "cpu", compiled=True) == ()
+    assert default_others((), "cuda", compiled=True) == ()

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
+from saf.bench.runner import PointRunner
 from saf.errors import InputError
 
 SMALL = {"device": "cpu", "pairs": 2, "tolerance": 10.0, "warmup": 1, "repeats": 1}
@@ -102,7 +103,78 @@ def test_points_beyond_the_budget_are_left_out(said):
     assert said
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        OpSettings(
+            points=("64x2",),
+            num_heads=4,
+            head_dim=16,
+            others=(),
+            rates=(0.5,),
+            backends=("toeplitz",),
+            **{**SMALL, "pairs": 9},
+        ),
+        PrefillSettings(model="tiny", points=("16x1",), rates=(0.5,), **{**SMALL, "pairs": 9}),
+    ],
+    ids=["op", "prefill"],
+)
+def test_two_pairs_are_kept_when_time_runs_out(settings, monkeypatch, tmp_path, said):
+    rounds, whole = [], PointRunner._round
+
+    def until_the_second(self, *arguments):
+        whole(self, *arguments)
+        rounds.append(1)
+        if len(rounds) == 2:
+            self.recorder.budget._limit = 0.0
+
+    monkeypatch.setattr(PointRunner, "_round", until_the_second)
+    path = tmp_path / "bench.json"
+    record = measure(settings, out=path, say=said.append)
+    assert len(rounds) == 2
+    assert json.loads(path.read_text()) == record
+    assert {row["pairs"] for row in record["rows"]} == {2}
+    assert {row["role"] for row in record["rows"]} >= {"control", "frozen"}
+    assert {"pairs 3 to 9: out of time", "out of time"} >= {entry["why"] for entry in record["left_out"]}
+    assert any(entry["what"].endswith("kernels of 50% toeplitz auto") for entry in record["left_out"])
+
+
+def test_compiling_in_advance_needs_a_compiler():
+    settings = UpdateSettings(model="tiny", points=("16x1x1",), precompile=True, **SMALL)
+    with pytest.raises(InputError, match="precompile has no effect where models are not compiled"):
+        measure(settings)
+    settings = OpSettings(parts=("frozen",), others=(), compile="on", **SMALL)
+    with pytest.raises(InputError, match="compile='on' has no effect on frozen heads alone"):
+        measure(settings)
+
+
+def test_arms_that_fail_to_compile_in_advance_are_said(monkeypatch, said):
+    monkeypatch.setattr("saf.bench.children.sys.executable", "/bin/false")
+    settings = UpdateSettings(
+        model="tiny", points=("16x1x1",), rates=(0.5,), free=False, precompile=True, compile="on", profile=False,
+        **{**SMALL, "pairs": 1},
+    )  # fmt: skip
+    monkeypatch.setattr("saf.bench.model_points.build_subject", _nothing)
+    record = measure(settings, say=said.append)
+    assert [entry for entry in record["left_out"] if "in advance" in entry["what"]] == [
+        {"what": f"T=16 B=1 x1: compiling {arm} in advance", "why": "its process ended with code 1: no output"}
+        for arm in ("ordinary auto", "50% toeplitz auto")
+    ]
+    assert any("compiled in advance: 0 of 2 arms" in line for line in said)
+
+
+def _nothing(*_: object):
+    raise InputError("not built here")
+
+
 @pytest.mark.parametrize("names", [{"kernels": ("cudn",)}, {"others": ("fa9",)}, {"backends": ("toplitz",)}])
 def test_unknown_names_are_refused_at_once(names):
     with pytest.raises(InputError, match="unknown"):
         measure(UpdateSettings(model="tiny", **names))
+
+
+@pytest.mark.parametrize("settings", [OpSettings(shape="124n"), PrefillSettings(model="124n")])
+def test_unknown_models_are_refused_before_anything_is_written(settings, tmp_path):
+    with pytest.raises(InputError, match=r"unknown model '124n'; expected one of .*qwen3-4b"):
+        measure(settings, out=tmp_path / "bench.json")
+    assert not (tmp_path / "bench.json").exists()

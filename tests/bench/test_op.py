@@ -11,7 +11,7 @@ from saf.bench.op_case import OpCase, variants_of
 from saf.bench.settings import OpSettings
 from saf.bench.synthetic import synthetic_patterns
 from saf.cuda_graph import GraphPool
-from saf.errors import InputError, UnsupportedError
+from saf.errors import AccuracyError, InputError, UnsupportedError
 from saf.ops import live_attention
 
 CPU = torch.device("cpu")
@@ -42,6 +42,18 @@ def test_grouped_queries(rate):
     assert case_of("layer", num_heads=8, num_kv_heads=2).reason_against is None
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("124m", (12, 12, 64)), ("774m", (20, 20, 64)), ("1b", (16, 16, 96)), ("qwen3-4b", (32, 8, 128))],
+)
+def test_layers_have_the_shapes_of_the_models(name, shape):
+    """Query heads, KV heads and channels of the paper's models and of Qwen3-4B."""
+    given = {"part": "layer", "rate": 0.5, "device": CPU, "point": Point(65536, 1)}
+    assert OpCase(settings=OpSettings(shape=name), **given).shape == shape
+    assert OpCase(settings=OpSettings(shape=name, num_heads=8), **given).shape == (8, 8, shape[2])
+    assert OpCase(settings=OpSettings(shape=name, num_kv_heads=1, head_dim=16), **given).shape == (shape[0], 1, 16)
+
+
 def test_a_rate_that_freezes_nothing():
     assert case_of("frozen", 0.01).reason_against == "a rate of 0.01 freezes none of 4 heads"
     with pytest.raises(InputError, match="freezes none"):
@@ -52,7 +64,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch):
     subject = OpSubject(case_of("frozen"), Arm("auto", "toeplitz", 0.5), GraphPool(), compiled=False)
     right = subject._function
     subject._function = lambda value: (right(value)[0] * 1.01,)
-    with pytest.raises(InputError, match="outputs are wrong"):
+    with pytest.raises(AccuracyError, match="outputs are wrong"):
         subject.warm_up()
 
 
@@ -62,9 +74,9 @@ def test_wrong_gradients_and_nan_are_found(generator):
     dense = pattern.dense().float()
     right = {"value": value, "output": dense @ value, "output_gradient": gradient}
     check_arm(pattern, **right, value_gradient=dense.mT @ gradient)
-    with pytest.raises(InputError, match="gradients are wrong"):
+    with pytest.raises(AccuracyError, match="gradients are wrong"):
         check_arm(pattern, **right, value_gradient=dense @ gradient)
-    with pytest.raises(InputError, match="outputs are wrong: relative error nan"):
+    with pytest.raises(AccuracyError, match="outputs are wrong: relative error nan"):
         check_arm(pattern, **{**right, "output": right["output"] * torch.nan}, value_gradient=None)
 
 

@@ -79,6 +79,18 @@ def test_pairs_that_do_not_fit_are_left_out(make_recorder, build, monkeypatch):
     assert record["left_out"] == [{"what": "here", "why": "pairs 3 to 9: out of time"}]
 
 
+def test_a_single_pair_is_not_recorded_and_that_is_said(make_recorder, build, monkeypatch):
+    recorder = make_recorder(seconds=100.0)
+    spent = iter([0.0, 0.0, 0.0, 10.0] + [1000.0] * 50)
+    monkeypatch.setattr(type(recorder.budget), "left", property(lambda _: 100.0 - next(spent)))
+    record = run(recorder, build(), pairs=9)
+    assert record["rows"] == []
+    assert record["left_out"] == [
+        {"what": "here", "why": "pairs 2 to 9: out of time"},
+        {"what": "here", "why": "2 comparisons of one pair; 2 are the fewest recorded"},
+    ]
+
+
 def test_kernels_are_recorded_after_timing(make_recorder, build):
     record = run(make_recorder(), build(), profile=True)
     assert [entry["arm"] for entry in record["kernels"]] == ["ordinary auto", "50% toeplitz auto"]

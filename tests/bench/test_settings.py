@@ -39,11 +39,54 @@ def test_points_of_ones_own():
         ({"rates": (1.5,)}, "rates must be shares"),
         ({"seconds": 0.0}, "seconds must be above 0"),
         ({"rates": (0.5,), "per_layer": (1,)}, "per_layer must be left out"),
+        ({"per_layer": (0, 0)}, "per_layer must be at least one head"),
+        ({"pairs": 0}, "pairs must be at least 1 unless memory is measured"),
     ],
 )
 def test_settings_that_cannot_be_used(settings, message):
     with pytest.raises(InputError, match=message):
         UpdateSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fresh": True, "precompile": True}, "precompile=True has no effect with fresh.*leave one of them out"),
+        ({"compile": "off", "precompile": True}, "precompile=True has no effect with compile='off'"),
+        ({"pairs": 0, "memory": True, "precompile": True}, "precompile=True has no effect with pairs=0"),
+        ({"pairs": 0, "memory": True, "fresh": True}, "fresh=True has no effect with pairs=0"),
+        ({"workers": 4}, "workers=4 has no effect without memory or precompile"),
+        ({"workers": 4, "fresh": True}, "workers=4 has no effect without memory or precompile"),
+        ({"per_layer": (1, 0), "placement": "even"}, "placement='even' has no effect beside per_layer"),
+        ({"points": ("64x1",), "grid": "batches"}, "grid='batches' has no effect beside points"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        UpdateSettings(**settings)
+
+
+def test_settings_with_an_effect_are_taken():
+    UpdateSettings(precompile=True, workers=4)
+    UpdateSettings(memory=True, workers=4, pairs=0)
+    UpdateSettings(memory=True, workers=4, fresh=True, compile="off")
+    PrefillSettings(fresh=True, settle_ms=5.0, points=("64x1",), grid="lengths")
+    OpSettings(shape="774m", head_dim=32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pairs": 0}, "pairs must be at least 1"),
+        ({"num_heads": 0}, "num_heads must be at least 1"),
+        ({"parts": ()}, "parts must be at least one"),
+        ({"shape": "774m", "num_heads": 4, "head_dim": 8}, "shape='774m' has no effect beside num_heads and head_dim"),
+        ({"points": ("64x1",), "grid": "qwen"}, "grid='qwen' has no effect"),
+    ],
+)
+def test_settings_of_operators_that_cannot_be_used(settings, message):
+    with pytest.raises(InputError, match=message):
+        OpSettings(**settings)
 
 
 def test_settings_survive_json():

@@ -59,3 +59,11 @@ def test_an_existing_file_is_not_overwritten(tmp_path):
     path.write_text("{}")
     with pytest.raises(InputError, match="exists already"):
         run("op", "--out", path)
+
+
+def test_operators_take_no_settings_of_models(tmp_path, capsys):
+    """What would do nothing is no option: operators are never compiled in advance nor run in fresh processes."""
+    for option in ("--precompile", "--fresh", "--memory", "--settle-ms=5"):
+        with pytest.raises(SystemExit):
+            run("op", "--out", tmp_path / "op.json", option)
+        assert option.split("=")[0] in capsys.readouterr().err

@@ -60,7 +60,11 @@ def record(
     kind = "update" if isinstance(settings, UpdateSettings) else "prefill"
     kind = kind if isinstance(settings, UpdateSettings | PrefillSettings) else "op"
     comparisons = plan(
-        kernels=["cudnn"], others=others, backends=settings.backends, rates=[0.25, 0.5], free=settings.free
+        kernels=["cudnn"],
+        others=others,
+        backends=settings.backends or ("toeplitz",),
+        rates=[0.25, 0.5],
+        free=settings.free,
     )
 
     def build(arm: Arm) -> _Timed:

@@ -9,7 +9,7 @@ from saf.bench.grids import Point
 from saf.bench.settings import OpSettings, PrefillSettings
 from saf.report.measured import groups_of, shape, shape_in_words
 from saf.report.protocol import protocol
-from saf.report.speeds import caveats, memory_table, speed_table, ways
+from saf.report.speeds import bound_notes, caveats, memory_table, speed_table, ways
 from tests.report.benchmarks import TIMES, record
 
 
@@ -47,7 +47,10 @@ def test_the_table_tells_times_ratio_bound_and_paper():
     speed, bound = ratio("25% toeplitz cudnn"), ratio("25% free cudnn")
     assert first["point"] == "4096x8x4"
     assert first["heads"] == "36"
-    assert first["arm, ms"] == "92.5"
+    # The invented work is 2e12 operations, the invented peak 1e14 of them a second.
+    assert first["baseline, ms (TFLOP/s)"] == f"100 ({2 / 0.1:g})"
+    assert first["arm, ms (TFLOP/s)"] == f"92.5 ({2 / 0.0925:.3g})"
+    assert (first["baseline floor, ms"], first["arm floor, ms"]) == ("20", "20")
     assert first["speedup"] == f"{float(speed):.3f}×"
     assert first["control"] == f"{float(ratio('control cudnn')):.4f}"
     assert first["free bound"] == f"{float(bound):.3f}×"
@@ -86,6 +89,36 @@ def test_a_slower_arm_has_no_share_and_a_bound_of_one_neither():
     (group,) = groups_of(record(times=slower))
     assert group.arms[0].ratio < 1
     assert [arm.share_of_bound for arm in group.arms] == [None, None]
+
+
+@pytest.mark.parametrize(("spread", "why"), [(6.0, "pairs scatter more"), (0.5, "something else differs")])
+def test_an_arm_faster_than_its_bound_has_a_note_in_place_of_a_share(spread, why):
+    free = [95.0 - spread, 95.0, 95.0, 95.0 + spread]
+    (group,) = groups_of(record(times=TIMES | {"25% free cudnn": free}))
+    quarter, half = group.arms
+    assert quarter.ratio > quarter.bound > 1
+    assert quarter.share_of_bound is None
+    assert 0 < half.share_of_bound < 1
+    table = speed_table([group])
+    first, second = (dict(zip(table.head, row, strict=True)) for row in table.rows)
+    assert first["of the bound"] == "–"
+    assert second["of the bound"].endswith("%")
+    (note,) = bound_notes([group])
+    assert note.startswith("25% frozen, toeplitz, 4096x8x4 (124m): measured faster than its free bound")
+    assert why in note
+    assert bound_notes(groups_of(record())) == []
+
+
+def test_unknown_peaks_leave_no_floor():
+    measured = record()
+    told = protocol({**measured, "environment": measured["environment"] | {"peak": None}}, groups_of(measured))
+    assert "Floors" not in told
+    rows = [row | {"baseline_floor_ms": None, "arm_floor_ms": None} for row in measured["rows"]]
+    table = speed_table(groups_of(measured | {"rows": rows}))
+    assert not [name for name in table.head if "floor" in name]
+    peak = {"flops": 1e14, "bandwidth": 1e12, "source": "made up"}
+    told = protocol({**measured, "environment": measured["environment"] | {"peak": peak}}, groups_of(measured))
+    assert "Floors are roofline bounds at 100 TFLOP/s in bfloat16 and 1 TB/s (made up)." in told
 
 
 def test_other_kernels_are_arms_and_other_baselines_groups():
@@ -156,7 +189,9 @@ def test_operators_are_told_by_part_and_have_a_floor():
     assert whole.way == "whole layer, forward, called"
     assert [arm.paper and arm.paper.text for arm in whole.arms] == [None, "1.27×"]
     table = speed_table([whole])
-    assert dict(zip(table.head, table.rows[0], strict=True))["floor, ms"] == "20"
+    assert dict(zip(table.head, table.rows[0], strict=True))["arm floor, ms"] == "20"
+    assert "paper" in table.head
+    assert "paper" not in speed_table([alone]).head
 
 
 def test_memory_stands_beside_the_ordinary_model_and_the_paper():

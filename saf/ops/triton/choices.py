@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -15,7 +14,9 @@ from saf.files import write_json
 from saf.ops.triton.config import Config
 from saf.ops.triton.rule import choose_config
 
-SCHEMA = "saf.choices/1"
+SCHEMA = "saf.choices/2"
+"""Another number whenever the settings of a `Config` change."""
+AGAIN = "remove it and run `saf bench tune` again"
 
 
 def cache_file(device: torch.device) -> Path:
@@ -32,16 +33,21 @@ def shape_key(*, length: int, batch: int, heads: int, dim: int, dtype: torch.dty
 
 
 def read_choices(device: torch.device) -> dict[str, Config]:
-    """Return the kept choices by `shape_key`; none if nothing was tuned. Raise InputError for a damaged file."""
-    return {key: Config(**entry["config"]) for key, entry in _entries(cache_file(device)).items()}
+    """Return the kept choices by `shape_key`; none if nothing was tuned.
+
+    Raises:
+        InputError: a damaged file, or one of another schema.
+    """
+    return {key: config for key, (config, _) in _entries(cache_file(device)).items()}
 
 
 def keep_choice(device: torch.device, key: str, config: Config, microseconds: float) -> None:
     """Add one choice to the file, replacing it as a whole; this process uses it from now on."""
     path = cache_file(device)
-    entries = {**_entries(path), key: {"config": config.to_dict(), "microseconds": microseconds}}
+    entries = {**_entries(path), key: (config, microseconds)}
+    choices = {name: {"config": kept.to_dict(), "microseconds": time} for name, (kept, time) in sorted(entries.items())}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"schema": SCHEMA, "choices": dict(sorted(entries.items()))})
+    write_json(path, {"schema": SCHEMA, "choices": choices})
     choices_of.cache_clear()
 
 
@@ -89,13 +95,16 @@ def _shared_memory(device: torch.device) -> dict[str, int]:
     return {"shared_memory": torch.cuda.get_device_properties(device).shared_memory_per_block_optin}
 
 
-def _entries(path: Path) -> dict[str, Any]:
+def _entries(path: Path) -> dict[str, tuple[Config, float]]:
+    """Return each shape's configuration and its microseconds; raise InputError for a file that cannot be used."""
     if not path.exists():
         return {}
     try:
         record = json.loads(path.read_text())
-        if record["schema"] != SCHEMA:
-            raise InputError(f"{path} is of schema {record['schema']!r}, expected {SCHEMA!r}; remove it and tune again")
-        return record["choices"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is damaged ({error}); remove it and tune again") from error
+        schema = record["schema"]
+        if schema == SCHEMA:
+            choices = record["choices"].items()
+            return {key: (Config.from_dict(entry["config"]), entry["microseconds"]) for key, entry in choices}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
+    raise InputError(f"{path} is of schema {schema!r}, expected {SCHEMA!r}; {AGAIN}")

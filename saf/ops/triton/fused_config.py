@@ -53,7 +53,7 @@ def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False) 
         small = Blocks(
             block_m=32 if dim <= 64 else 16,
             block_n=32 if dim <= 128 else 16,
-            num_warps=4 if dim <= 128 else 8,
+            num_warps=4 if dim <= 64 else 8,
             num_stages=1,
         )
         return FusedConfig(forward=small, keys=small, queries=small)
@@ -72,6 +72,6 @@ def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False) 
         )
     return FusedConfig(
         forward=Blocks(block_m=64, block_n=64, num_warps=8, num_stages=1),
-        keys=Blocks(block_m=32, block_n=32, num_warps=4, num_stages=1),
+        keys=Blocks(block_m=32, block_n=32, num_warps=8, num_stages=1),
         queries=Blocks(block_m=32, block_n=32, num_warps=4, num_stages=1),
     )

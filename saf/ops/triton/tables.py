@@ -11,7 +11,7 @@ SHIFTS = 8
 """Shifted copies of g: eight 16-bit elements make one aligned 16-byte load."""
 TILE = 128
 """Rows and columns of a materialised Toeplitz tile."""
-KINDS = ("gather", "shifted", "tiles")
+KINDS = ("shifted", "tiles")
 
 
 def make_tables(g: Tensor, *, kind: str, dtype: torch.dtype) -> Tensor:
@@ -19,10 +19,9 @@ def make_tables(g: Tensor, *, kind: str, dtype: torch.dtype) -> Tensor:
 
     Args:
         g: [F, L] non-negative weights by distance, finite.
-        kind: "gather", a zero-padded copy [F, PAD + W]; "shifted", eight copies [F, 8, PAD + W] of which
-            copy s holds g(distance - s); "tiles", [F, W / TILE, TILE, TILE] with tile t holding
-            g(t TILE + row - column). W is L rounded up to PAD.
-        dtype: of the table; a "gather" table may be float32 whatever the operands are.
+        kind: "shifted", eight copies [F, 8, PAD + W] of which copy s holds g(distance - s), PAD zeros in front;
+            "tiles", [F, W / TILE, TILE, TILE] with tile t holding g(t TILE + row - column). W is L rounded up to PAD.
+        dtype: of the table.
 
     Returns:
         The contiguous table.
@@ -38,8 +37,6 @@ def make_tables(g: Tensor, *, kind: str, dtype: torch.dtype) -> Tensor:
     width = -(-length // PAD) * PAD
     padded = g.new_zeros(heads, PAD + width)
     padded[:, PAD : PAD + length] = g
-    if kind == "gather":
-        return padded.to(dtype)
     if kind == "shifted":
         table = g.new_zeros(heads, SHIFTS, PAD + width)
         for shift in range(SHIFTS):
@@ -52,9 +49,9 @@ def make_tables(g: Tensor, *, kind: str, dtype: torch.dtype) -> Tensor:
 
 def table_kind(tables: Tensor) -> str:
     """Name the kind of a table from its number of dimensions."""
-    if tables.ndim not in (2, 3, 4):
-        raise InputError(f"tables must have 2, 3 or 4 dimensions, got {tables.ndim}; build them with make_tables")
-    return KINDS[tables.ndim - 2]
+    if tables.ndim not in (3, 4):
+        raise InputError(f"tables must have 3 or 4 dimensions, got {tables.ndim}; build them with make_tables")
+    return KINDS[tables.ndim - 3]
 
 
 def table_length(tables: Tensor) -> int:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.ops.triton.choices import config_for
-from saf.ops.triton.config import PRECISIONS, PRESCALE, Config
+from saf.ops.triton.config import PRECISIONS, Config
 from saf.ops.triton.launch import cdiv, launch
-from saf.ops.triton.tables import KINDS, PAD, TILE, table_kind, table_length
+from saf.ops.triton.tables import PAD, TILE, table_kind, table_length
 from saf.ops.triton.toeplitz_descriptor import multiply_through_descriptors, prescaled
 from saf.ops.triton.toeplitz_kernel import toeplitz_kernel
 
@@ -37,7 +37,7 @@ def toeplitz_matmul(
         transpose: multiply by the transpose (the gradient with respect to the input of the other direction).
         out: [B, F, T, D] view to write into, unit stride in D; default: new memory laid out as [B, T, F, D].
         config: how to run; default: what tuning kept for the shape, else the written rule (`config_for`).
-        precision: of float32 products: "ieee", "tf32" or "tf32x3".
+        precision: of float32 products: "ieee" or "tf32".
 
     Returns:
         [B, F, T, D] in x's dtype.
@@ -68,7 +68,7 @@ def toeplitz_matmul(
         raise InputError("x, tables, pre, post and out must be on one device")
     if result.numel() == 0:
         return result
-    if config.loads != "pointer":
+    if config.loads == "descriptor":
         multiply_through_descriptors(x, tables, pre, post, result, transpose, config)
         return result
     x_strides = (x.stride(0), x.stride(1), x.stride(2))
@@ -78,12 +78,8 @@ def toeplitz_matmul(
         x_strides = (dim, x.stride(0), x.stride(1))
     num_m = cdiv(length, config.block_m)
     num_n = cdiv(columns, config.block_n)
-    total = num_m * num_n * heads
-    programs = total
-    if config.programs_per_sm:
-        programs = min(total, config.programs_per_sm * _multiprocessors(x.device))
     launch(
-        toeplitz_kernel, (programs,), x, tables, pre, post, result, length, columns,
+        toeplitz_kernel, (num_m * num_n * heads,), x, tables, pre, post, result, length, columns,
         *x_strides, result.stride(0), result.stride(1), result.stride(2),
         tables.stride(0), tables.stride(1), pre.stride(0), post.stride(0), num_m, num_n, heads,
         config.slabs_of(num_n * heads),
@@ -103,16 +99,14 @@ def kernel_constants(
         "BN": config.block_n,
         "BK": config.block_k,
         "TRANSPOSE": transpose,
-        "KIND": KINDS.index(config.tables),
-        "PRE": PRESCALE.index(config.prescale),
+        "TABLES": config.tables,
+        "PRESCALE": config.prescale,
         "PAD": PAD,
         "TILE": TILE,
         "EVEN_T": length % max(config.block_m, config.block_k) == 0,
         "EVEN_N": columns % config.block_n == 0,
         "PRECISION": precision,
-        "CACHE": config.cache,
         "STAGES": config.num_stages,
-        "PERSISTENT": config.programs_per_sm > 0,
     }
 
 
@@ -126,14 +120,6 @@ def kernel_options(config: Config) -> dict[str, int]:
 def _has_descriptors(device: torch.device) -> bool:
     """Whether the bulk copy engine is there: compute capability 9.0 and later; not in the interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; 2 elsewhere, so that the interpreter runs persistent grids too."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _check_operands(x: Tensor, out: Tensor, precision: str) -> None:

@@ -63,6 +63,6 @@ def multiply_through_descriptors(
         out.stride(0), out.stride(1), out.stride(2), post.stride(0), tables.shape[1], num_m, num_n, heads,
         config.slabs_of(num_n * heads),
         D=dim, BM=config.block_m, BN=config.block_n, BK=config.block_k, TRANSPOSE=transpose, TILE=TILE,
-        STAGES=config.num_stages, SPECIALIZE=config.loads == "specialized", FOLD=fold,
+        STAGES=config.num_stages, FOLD=fold,
         num_warps=config.num_warps, num_stages=config.num_stages, device=x.device, **options,
     )  # fmt: skip

@@ -17,7 +17,7 @@ def toeplitz_descriptor_kernel(
     x_desc, tiles_desc, post_ptr, out_ptr, T, N, rows,
     out_stride_b, out_stride_f, out_stride_t, post_stride_f, tiles_per_head, num_m, num_n, num_f, slabs,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr, FOLD: tl.constexpr,
+    TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
 
@@ -40,7 +40,7 @@ def toeplitz_descriptor_kernel(
         hi = tl.minimum(m0 + BM, rows)
     first = i_f * tiles_per_head * TILE
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for k0 in tl.range(lo, hi, BK, num_stages=STAGES, warp_specialize=SPECIALIZE):
+    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         if TRANSPOSE:
             row = first + (k0 // TILE - m0 // TILE) * TILE + k0 % TILE
             b_a = tl.trans(tiles_desc.load([row, m0 % TILE]))

@@ -45,8 +45,8 @@ def prescale_kernel(
 
 
 @triton.jit
-def _tile_offsets(stride_0, TRANSPOSE: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Offsets [BM, BK] of g(query - key) from that of the tile's first entry; unused for tiles."""
+def _shifted_offsets(stride_copy, TRANSPOSE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """Offsets [BM, BK] of g(query - key) in shifted copies from that of the tile's first entry."""
     o_m = tl.arange(0, BM)
     o_k = tl.arange(0, BK)
     if TRANSPOSE:
@@ -55,20 +55,17 @@ def _tile_offsets(stride_0, TRANSPOSE: tl.constexpr, KIND: tl.constexpr, BM: tl.
     else:
         query = o_m[:, None]
         key = o_k[None, :]
-    if KIND == 1:
-        # Eight queries at one key are one aligned vector of the copy that is shifted by key % 8.
-        return (key % 8) * stride_0 + (query - (key // 8) * 8)
-    return query - key
+    # Eight queries at one key are one aligned vector of the copy that is shifted by key % 8.
+    return (key % 8) * stride_copy + (query - (key // 8) * 8)
 
 
 @triton.jit
 def _load_tile(
     p_g, o_g, table_ptr, m0, k0,
-    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    CACHE: tl.constexpr,
+    TRANSPOSE: tl.constexpr, TABLES: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One [BM, BK] tile of the Toeplitz matrix (or of its transpose)."""
-    if KIND == 2:
+    if TABLES == "tiles":
         o_m = tl.multiple_of(m0 % TILE, BM) + tl.arange(0, BM)
         o_k = tl.multiple_of(k0 % TILE, BK) + tl.arange(0, BK)
         if TRANSPOSE:
@@ -77,8 +74,8 @@ def _load_tile(
         else:
             index = m0 // TILE - k0 // TILE
             offset = o_m[:, None] * TILE + o_k[None, :]
-        return tl.load(table_ptr + index * (TILE * TILE) + offset, cache_modifier=CACHE)
-    return tl.load(p_g + o_g, cache_modifier=CACHE)
+        return tl.load(table_ptr + index * (TILE * TILE) + offset)
+    return tl.load(p_g + o_g)
 
 
 @triton.jit
@@ -91,18 +88,17 @@ def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
     return tl.load(p_x, mask=m_k[:, None] & m_n[None, :], other=0.0)
 
 
-@triton.jit
-def _output_tile(
-    tile, x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
+@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f", "slabs"])
+def toeplitz_kernel(
+    x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
     x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
+    table_stride_f, table_stride_copy, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PRE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
-    EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
-    STAGES: tl.constexpr,
+    TRANSPOSE: tl.constexpr, TABLES: tl.constexpr, PRESCALE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store one [BM, BN] tile of the output of one head; PRE is 0 none, 1 on x, 2 on the tile, 3 packed."""
-    i_m, i_f, i_n = place_of(tile, num_m, num_n, num_f, slabs)
+    """Multiply by every head's Toeplitz matrix; a program computes one [BM, BN] tile of the output of one head."""
+    i_m, i_f, i_n = place_of(tl.program_id(0), num_m, num_n, num_f, slabs)
     i_f = i_f.to(tl.int64)
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
@@ -119,21 +115,19 @@ def _output_tile(
         hi = tl.minimum(m0 + BM, T)
 
     table_ptr += i_f * table_stride_f
-    o_g = _tile_offsets(table_stride_0, TRANSPOSE, KIND, BM, BK)
+    o_g = _shifted_offsets(table_stride_copy, TRANSPOSE, BM, BK)
     p_g = table_ptr + (PAD + (lo - m0 if TRANSPOSE else m0 - lo))
     p_x = x_ptr + i_f * x_stride_f + lo.to(tl.int64) * x_stride_t
     o_x = o_k[:, None] * x_stride_t + (batch * x_stride_b + channel)[None, :]
     p_pre = pre_ptr + i_f * pre_stride_f + o_k
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        b_a = _load_tile(p_g, o_g, table_ptr, m0, k0, TRANSPOSE, KIND, TILE, BM, BK, CACHE)
+        b_a = _load_tile(p_g, o_g, table_ptr, m0, k0, TRANSPOSE, TABLES, TILE, BM, BK)
         m_k = k0 + o_k < T
         b_x = _load_input(p_x + o_x, m_k, o_n < N, EVEN_T, EVEN_N)
-        if PRE != 0:
+        if PRESCALE != "pass":
             b_pre = tl.load(p_pre + k0, mask=m_k, other=0.0)
-            if PRE == 1:
-                b_x = (b_x.to(tl.float32) * b_pre[:, None]).to(b_x.dtype)
-            elif PRE == 2:
+            if PRESCALE == "tile":
                 b_a = b_a.to(tl.float32) * b_pre[None, :]
             else:
                 b_a = b_a.to(b_x.dtype) * b_pre.to(b_x.dtype)[None, :]
@@ -152,38 +146,3 @@ def _output_tile(
     )  # fmt: skip
     mask = (o_m < T)[:, None] & (o_n < N)[None, :]
     tl.store(p_out, (acc * b_post[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f", "slabs"])
-def toeplitz_kernel(
-    x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
-    x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PRE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
-    EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
-    STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
-):  # fmt: skip
-    """Multiply by every head's Toeplitz matrix; a program computes one output tile, persistent ones several."""
-    if PERSISTENT:
-        programs = tl.num_programs(0)
-        pid = tl.program_id(0)
-        total = num_m * num_n * num_f
-        for turn in range(0, tl.cdiv(total, programs)):
-            # Alternate direction: whoever got a longer tile in one turn gets a shorter one in the next.
-            place = pid if turn % 2 == 0 else programs - 1 - pid
-            tile = turn * programs + place
-            if tile < total:
-                _output_tile(
-                    tile, x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
-                    x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-                    table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
-                    D, BM, BN, BK, TRANSPOSE, KIND, PRE, PAD, TILE, EVEN_T, EVEN_N, PRECISION, CACHE, STAGES,
-                )  # fmt: skip
-    else:
-        _output_tile(
-            tl.program_id(0), x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
-            x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-            table_stride_f, table_stride_0, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
-            D, BM, BN, BK, TRANSPOSE, KIND, PRE, PAD, TILE, EVEN_T, EVEN_N, PRECISION, CACHE, STAGES,
-        )  # fmt: skip

@@ -20,7 +20,7 @@ CASES = {f"{vocab}-{dtype}": Case(vocab, dtype) for vocab in (50, 4096, 9001) fo
 
 
 def run(case: Case, device: str) -> dict:
-    """Return the largest error of losses, the relative error of gradients, whether ignored rows and unknown labels do no harm."""
+    """Return the errors of losses (largest) and gradients (relative), and whether other labels do no harm."""
     from saf.ops.triton.softmax_gradient import softmax_gradient
 
     generator = torch.Generator(device).manual_seed(0)

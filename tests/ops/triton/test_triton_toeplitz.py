@@ -87,6 +87,12 @@ def test_refuses_a_bad_configuration():
 
     with pytest.raises(InputError, match="tables must be one of"):
         Config(tables="fft")
+    with pytest.raises(InputError, match="loads must be one of"):
+        Config(prescale="tile", loads="descriptor")
+    with pytest.raises(InputError, match="num_stages must be at least 1"):
+        Config(num_stages=0)
+    with pytest.raises(InputError, match="block_n must be of type int"):
+        Config(block_n="128")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="power of two"):
         Config(block_m=48)
     with pytest.raises(InputError, match="must not exceed 256 and block_k 128"):

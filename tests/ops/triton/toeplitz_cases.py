@@ -28,7 +28,6 @@ class Case:
     dim: int = 60
     extra: int = 70
     dtype: str = "float32"
-    table_dtype: str | None = None
     transpose: bool = False
     config: tuple[tuple[str, object], ...] | None = tuple(SMALL.items())
 
@@ -36,7 +35,7 @@ class Case:
 def _cases() -> dict[str, Case]:
     cases = {}
     for tables, prescale, transpose in itertools.product(
-        ("gather", "shifted", "tiles"), ("pass", "x", "tile", "packed"), (False, True)
+        ("shifted", "tiles"), ("pass", "tile", "packed"), (False, True)
     ):
         config = tuple({**SMALL, "tables": tables, "prescale": prescale}.items())
         cases[f"{tables}-{prescale}-{'transposed' if transpose else 'forward'}"] = Case(
@@ -65,14 +64,10 @@ def _cases() -> dict[str, Case]:
             for slabs in (1, 2, 100)
         },
         "folded-slabs": Case(dtype="float16", length=300, dim=64, batch=2, heads=3, config=(*FOLDED, ("slabs", 2))),
-        "persistent": Case(config=tuple({**SMALL, "programs_per_sm": 1}.items())),
         "default": Case(config=None),
         "half": Case(dtype="float16", dim=64),
         "half-default": Case(dtype="float16", dim=64, config=None),
         "half-default-narrow": Case(dtype="float16", dim=64, batch=1, config=None),
-        "half-full-table": Case(
-            dtype="float16", table_dtype="float32", config=tuple({**SMALL, "tables": "gather"}.items())
-        ),
         "bfloat-default": Case(dtype="bfloat16", dim=64, config=None),
     }.items():
         cases[f"{name}-forward"] = case
@@ -103,7 +98,7 @@ def run(case: Case, device: str) -> dict:
     out, around = _surrounded(case, dtype, device)
     config = Config(**dict(case.config)) if case.config else None
     kind = config.tables if config else "shifted" if case.dtype == "float32" else "tiles"
-    tables = make_tables(g, kind=kind, dtype=getattr(torch, case.table_dtype or case.dtype)).to(device)
+    tables = make_tables(g, kind=kind, dtype=dtype).to(device)
 
     def call(**more):
         return toeplitz_matmul(

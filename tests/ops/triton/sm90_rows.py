@@ -1,0 +1,169 @@
+"""What is compiled for compute capability 9.0: every kernel, cut as the written rules do for shapes of models."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from saf.ops.triton import gelu, softmax_gradient
+from saf.ops.triton.config import Config
+from saf.ops.triton.fused import block_constants, padded
+from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
+from saf.ops.triton.fused_config import choose_fused_config
+from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
+from saf.ops.triton.rule import choose_config
+from saf.ops.triton.tables import TILE
+from saf.ops.triton.toeplitz import kernel_constants, kernel_options, toeplitz_kernel
+from saf.ops.triton.toeplitz_descriptor_kernel import toeplitz_descriptor_kernel
+from saf.ops.triton.toeplitz_kernel import prescale_kernel
+from saf.ops.triton.tuning import CANDIDATES
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SHAPES = [
+    (512, 64, 3, 64),
+    (1024, 32, 3, 64),
+    (4096, 8, 3, 64),
+    (4096, 8, 4, 64),
+    (8192, 4, 6, 64),
+    (8192, 2, 4, 96),
+    (16384, 2, 3, 64),
+    (4096, 1, 3, 64),
+    (16384, 1, 3, 64),
+    (65536, 1, 3, 64),
+    (8192, 64, 6, 64),
+    (4096, 2, 4, 192),
+]
+"""Positions, sequences, heads, channels."""
+HALF_SHAPES = [(512, 64, 3, 64), (4096, 2, 4, 192)]
+"""Those of float16: its kernels are bfloat16's with another type, but for short inputs' scaling."""
+FUSED = {
+    ("keys", torch.bfloat16): (64, 96, 128, 192),
+    ("grouped", torch.bfloat16): (64, 96, 128, 192),
+    ("forward", torch.bfloat16): (64, 96, 128, 192),
+    ("queries", torch.bfloat16): (64, 96, 128, 192),
+    ("keys", torch.float16): (128,),
+    ("forward", torch.float16): (128,),
+    ("queries", torch.float16): (128,),
+    ("keys", torch.float32): (64, 96, 128, 192),
+    ("grouped", torch.float32): (128,),
+    ("forward", torch.float32): (64, 96, 192),
+    ("queries", torch.float32): (128,),
+}
+"""Channels by kernel; grouped queries are a case of the key-block kernel alone."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel to compile; `blocks` are those of its tensor descriptors."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    dtype: torch.dtype
+    blocks: dict[str, list[int]] | None = None
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of the tiles that are multiplied: query positions, key positions in the key-block kernel."""
+        return self.constants.get("BN" if self.kernel is key_block_kernel else "BM", 0)
+
+
+def all_rows() -> dict[str, Row]:
+    """Return every row by name; equal ones, once."""
+    return toeplitz_rows() | fused_rows() | descriptor_rows() | small_rows()
+
+
+def shapes(dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
+    """The shapes of a dtype."""
+    return HALF_SHAPES if dtype == torch.float16 else SHAPES
+
+
+def toeplitz_rows() -> dict[str, Row]:
+    """The Toeplitz product, every distinct choice of the rule."""
+    rows = {}
+    for dtype, label in NAMES.items():
+        for length, batch, heads, dim in shapes(dtype):
+            config = choose_config(length=length, columns=batch * dim, heads=heads, dtype=dtype)
+            for transpose in (False, True):
+                name = f"toeplitz {label} D{dim} {compiled_name(config)} {direction(transpose)}"
+                constants = kernel_constants(config, length, batch * dim, dim, transpose, "ieee")
+                rows[name] = Row(toeplitz_kernel, constants | kernel_options(config), dtype)
+    return rows
+
+
+def descriptor_rows() -> dict[str, Row]:
+    """The product through descriptors, every distinct choice of the rule, and the folded candidates."""
+    folded = [(torch.bfloat16, 64, config) for config in CANDIDATES if config.fold > 1]
+    chosen = [
+        (dtype, dim, choose_config(length=length, columns=batch * dim, heads=heads, dtype=dtype, descriptors=True))
+        for dtype in (torch.bfloat16, torch.float16)
+        for length, batch, heads, dim in shapes(dtype)
+    ]
+    rows = {}
+    for dtype, dim, config in chosen + folded:
+        for transpose in (False, True) if config.loads == "descriptor" else ():
+            name = f"descriptor {NAMES[dtype]} D{dim} {compiled_name(config)} {direction(transpose)}"
+            rows[name] = descriptor_row(config, dim, dtype, transpose)
+    return rows
+
+
+def descriptor_row(config: Config, dim: int, dtype: torch.dtype, transpose: bool) -> Row:
+    """The product through descriptors, one configuration."""
+    tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
+    constants = {
+        "D": dim,
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "TRANSPOSE": transpose,
+        "TILE": TILE,
+        "STAGES": config.num_stages,
+        "FOLD": config.fold,
+    }
+    blocks = {"x_desc": [1, config.block_k, config.block_n], "tiles_desc": tile}
+    return Row(toeplitz_descriptor_kernel, constants | kernel_options(config), dtype, blocks)
+
+
+def compiled_name(config: Config) -> str:
+    """A configuration's name without what the compiler never sees."""
+    return config.name.replace(f" g{config.slabs}", "")
+
+
+def direction(transpose: bool) -> str:
+    """Which way the product goes."""
+    return "transposed" if transpose else "forward"
+
+
+def fused_rows() -> dict[str, Row]:
+    """The fused kernels with all three kinds of heads."""
+    states = {"HAS_LIVE": True, "HAS_COMPACT": True, "HAS_DENSE": True}
+    rows = {}
+    for (name, dtype), dims in FUSED.items():
+        for dim in dims:
+            config = choose_fused_config(dim=dim, dtype=dtype, grouped=name == "grouped")
+            kernel, blocks, more = {
+                "keys": (key_block_kernel, config.keys, states | {"GROUPED": False}),
+                "grouped": (key_block_kernel, config.keys, states | {"GROUPED": True}),
+                "forward": (fused_forward_kernel, config.forward, states),
+                "queries": (query_block_kernel, config.queries, {}),
+            }[name]
+            constants = block_constants(blocks, 4096, dim, "ieee", pad=name != "queries") | more
+            rows[f"fused {name} {NAMES[dtype]} D{dim}"] = Row(kernel, constants, dtype)
+    return rows
+
+
+def small_rows() -> dict[str, Row]:
+    """The kernels around the products: scaling, row sums, the loss, GELU."""
+    rows = {}
+    for dtype, label in NAMES.items():
+        for dim in (64, 96, 192):
+            constants = {"D": dim, "BT": 32, "BN": 128, "FOLD": 1, "FIRST": 0, "TILE": TILE, "num_warps": 4}
+            rows[f"prescale {label} D{dim}"] = Row(prescale_kernel, constants, dtype)
+            rows[f"delta {label} D{dim}"] = Row(
+                delta_kernel, {"D": dim, "DP": padded(dim), "BM": 64, "num_warps": 4}, dtype
+            )
+        constants = {"IGNORED": -100, "BLOCK": softmax_gradient.BLOCK, "STAGES": softmax_gradient.STAGES}
+        rows[f"softmax {label}"] = Row(softmax_gradient.softmax_gradient_kernel, constants | {"num_warps": 8}, dtype)
+        for name in ("gelu_kernel", "gelu_backward_kernel"):
+            constants = {"BLOCK": gelu.BLOCK, "num_warps": gelu.WARPS}
+            rows[f"{name} {label}"] = Row(getattr(gelu, name), constants, dtype)
+    return rows
