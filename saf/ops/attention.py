@@ -8,7 +8,7 @@ from saf.ops.backends import BACKENDS
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.live import check_kernel, live_attention
 from saf.ops.positions import check_positions, check_start
-from saf.ops.slots import put_together, take_heads
+from saf.ops.slots import join_heads, put_together, take_heads
 
 
 def mixed_attention(
@@ -47,7 +47,11 @@ def mixed_attention(
     if frozen is not None and query.shape[1] and frozen.mixes_live:
         return _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
     live, mixed = split_attention(query, key, value, frozen, scale=scale, backend=backend, start=start, kernel=kernel)
-    return torch.cat([part for part in (live, mixed) if part is not None], dim=1)
+    if live is None or mixed is None:
+        both = live if mixed is None else mixed
+        assert both is not None
+        return both
+    return join_heads(live, mixed)
 
 
 def split_attention(

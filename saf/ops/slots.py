@@ -1,6 +1,7 @@
 """Picking heads out of a tensor and putting them together, without indices that the host would have to send."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,3 +20,26 @@ def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
     """Return one tensor of heads, stored as `[B, T, H, D]`, from parts `(their slots, [B, n, T, D])`."""
     by_slot = {slot: one for slots, part in parts for slot, one in zip(slots, part.unbind(1), strict=True)}
     return torch.stack([by_slot[slot] for slot in sorted(by_slot)], dim=2).transpose(1, 2)
+
+
+def join_heads(live: Tensor, frozen: Tensor) -> Tensor:
+    """Return live heads `[B, L, T, D]` and then frozen ones `[B, F, T, D]` as one tensor, stored as `[B, T, H, D]`."""
+    return _Join.apply(live, frozen)
+
+
+class _Join(torch.autograd.Function):
+    """Each part gets a gradient of its own, in the memory order that attention's output has.
+
+    cuDNN's backward pass takes a graph cached for gradients of another memory order (docs/log.md), so a slice of the
+    joint gradient will not do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, live: Tensor, frozen: Tensor) -> Tensor:
+        ctx.counts = [live.shape[1], frozen.shape[1]]
+        return torch.cat([live.transpose(1, 2), frozen.transpose(1, 2)], dim=2).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        parts = gradients[0].transpose(1, 2).split(ctx.counts, dim=2)
+        return tuple(part.contiguous().transpose(1, 2) for part in parts)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops import FrozenHeads, frozen_attention, mixed_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.pattern import CompactPattern, DensePattern
 
 LENGTHS = [1, 2, 63, 64, 129, 300]
@@ -234,3 +234,30 @@ def test_tf32_is_used_only_where_pytorch_may(setting, expected):
     code = f"import torch; {setting}\nfrom saf.ops.toeplitz_operator import float32_products as f; print(f())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == [expected]
+
+
+def test_heads_are_joined_by_position_and_part_again_in_the_backward_pass(generator, monkeypatch):
+    from saf.ops import attention
+
+    seen = []
+
+    def watched(*args, **kwargs):
+        output = live_attention(*args, **kwargs)
+        output.register_hook(lambda gradient: seen.append(gradient))
+        return output
+
+    monkeypatch.setattr(attention, "live_attention", watched)
+    frozen = FrozenHeads.from_patterns(random_pattern(2, 30, generator))
+    query, key, value = (torch.randn(2, heads, 30, 8, requires_grad=True) for heads in (3, 3, 5))
+    output = mixed_attention(query, key, value, frozen)
+    assert output.transpose(1, 2).is_contiguous()
+    upstream = torch.randn(2, 5, 30, 8)
+    output.backward(upstream)
+    assert torch.equal(seen[0], upstream[:, :3])
+    assert seen[0].transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(value.grad[:, 3:], frozen_gradient(value[:, 3:], frozen, upstream[:, 3:]))
+
+
+def frozen_gradient(value, frozen, upstream):
+    value = value.detach().requires_grad_()
+    return torch.autograd.grad(frozen_attention(value, frozen), value, upstream)[0]
