@@ -22,7 +22,8 @@ from saf.cuda_graph import GraphPool
 
 
 def measure_models(context: Context, settings: ModelSettings, points: Sequence[Point]) -> None:
-    """Measure every point that there is time for."""
+    """Measure every point that there is time for; raise UnsupportedError for graphs without CUDA."""
+    variants_of(settings, context.execution.device)
     recorder, longest = context.recorder, 0.0
     with Children(recorder.budget, settings.workers) as children:
         for point in cases_of(settings, points, context.execution.device):
@@ -58,7 +59,7 @@ def _measure_point(context: Context, settings: ModelSettings, point: Point, chil
         context.runner(point.name, fields, sixteen_bit=precision != "fp32").run(
             comparisons,
             build,
-            variants=variants_of(settings),
+            variants=variants_of(settings, context.execution.device),
             work=lambda arm, _: work_of(settings, point, arm),
             describe=shape.describe,
         )

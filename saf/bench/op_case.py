@@ -8,8 +8,9 @@ from saf.bench.arms import FREE, Arm
 from saf.bench.grids import Point
 from saf.bench.settings import OpSettings
 from saf.bench.shape import shape_of
+from saf.bench.timing import ways_of
 from saf.bench.work import Work, attention_work
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError
 from saf.heads import HeadLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -88,9 +89,5 @@ def variants_of(settings: OpSettings, device: torch.device) -> tuple[str, ...]:
 
     Raises UnsupportedError when graphs alone are asked for without CUDA.
     """
-    ways = {"off": ("call",), "on": ("graph",), "both": ("graph", "call")}[settings.graphs]
-    if device.type != "cuda":
-        if ways == ("graph",):
-            raise UnsupportedError("CUDA graphs need a CUDA device; use --graphs off")
-        ways = ("call",)
+    ways = tuple(reversed(ways_of(settings.graphs, device)))
     return tuple(f"{direction} {way}" for direction in settings.directions for way in ways)

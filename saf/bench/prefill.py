@@ -11,7 +11,7 @@ from saf.bench.models import ModelPlan, build_model
 from saf.bench.profiling import kernels_of
 from saf.bench.settings import PrefillSettings
 from saf.bench.synthetic import random_tokens
-from saf.bench.timing import repeats_within, settling_calls, wall_block
+from saf.bench.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
 from saf.bench.work import Work, prefill_work
 from saf.cuda_graph import Call, GraphPool, GraphReplay
 from saf.errors import InputError
@@ -19,14 +19,8 @@ from saf.prefill import LastToken
 from saf.train.config import TrainConfig
 from saf.train.execution import Execution
 
-CALL, GRAPH = "call", "graph"
 PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
 """By name: the precision of autocast ("fp32" is none) and the dtype of weights."""
-
-
-def variants_of(settings: PrefillSettings) -> tuple[str, ...]:
-    """Return which ways of calling are timed."""
-    return {"off": (CALL,), "on": (GRAPH,), "both": (CALL, GRAPH)}[settings.graphs]
 
 
 def precisions_of(settings: PrefillSettings, device: torch.device) -> tuple[str, ...]:
@@ -66,7 +60,7 @@ class PrefillSubject:
             self._call()
         if not bool(self._call().isfinite().all()):
             raise InputError("the logits are not finite")
-        for variant in variants_of(self._settings):
+        for variant in ways_of(self._settings.graphs, self._device):
             call = self._call
             if variant == GRAPH:
                 call = GraphReplay(self._call, device=self._device, pool=self._pool)

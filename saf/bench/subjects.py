@@ -11,14 +11,15 @@ from saf.bench.children import Children
 from saf.bench.grids import Point, kind_of
 from saf.bench.runner import Subject
 from saf.bench.settings import ModelSettings, PrefillSettings, UpdateSettings
+from saf.bench.timing import ways_of
 from saf.bench.work import Work
 from saf.cuda_graph import GraphPool
 from saf.errors import UnsupportedError
 
 
-def variants_of(settings: ModelSettings) -> tuple[str, ...]:
-    """Return what is timed of each arm."""
-    return prefill.variants_of(settings) if isinstance(settings, PrefillSettings) else update.VARIANTS
+def variants_of(settings: ModelSettings, device: torch.device) -> tuple[str, ...]:
+    """Return what is timed of each arm; raise UnsupportedError for graphs without CUDA."""
+    return ways_of(settings.graphs, device) if isinstance(settings, PrefillSettings) else update.VARIANTS
 
 
 def build_subject(settings: ModelSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:

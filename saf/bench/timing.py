@@ -8,6 +8,9 @@ import torch
 
 from saf.bench.settings import REST_MS, SETTLE_MS
 from saf.cuda_graph import Call
+from saf.errors import UnsupportedError
+
+CALL, GRAPH = "call", "graph"
 
 BEGIN_SHARE = 0.5
 """Something is begun when this share of the longest before it is left; it then ends with fewer pairs."""
@@ -71,6 +74,18 @@ def settling_calls(settle_ms: float | None, once_ms: float, device: torch.device
     """
     usual = SETTLE_MS if device.type == "cuda" else 0.0
     return int((usual if settle_ms is None else settle_ms) / once_ms)
+
+
+def ways_of(graphs: str, device: torch.device) -> tuple[str, ...]:
+    """Return what `graphs` ("off", "on" or "both") asks to time: "call", "graph"; calls alone without CUDA.
+
+    Raises UnsupportedError when graphs alone are asked for without CUDA.
+    """
+    if device.type == "cuda":
+        return {"off": (CALL,), "on": (GRAPH,), "both": (CALL, GRAPH)}[graphs]
+    if graphs == "on":
+        raise UnsupportedError("CUDA graphs need a CUDA device; use --graphs off")
+    return (CALL,)
 
 
 def repeats_within(block_ms: float, once_ms: float, most: int) -> int:

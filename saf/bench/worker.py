@@ -37,7 +37,8 @@ def measure(specification: dict[str, Any]) -> dict[str, Any]:
         cuda = settings.device != "cpu" and torch.cuda.is_available()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        blocks = {variant: subject.block(variant) for variant in variants_of(settings)}
+        variants = variants_of(settings, torch.device("cuda" if cuda else "cpu"))
+        blocks = {variant: subject.block(variant) for variant in variants}
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if cuda else resident
         kernels = subject.kernels() if specification["profile"] else []

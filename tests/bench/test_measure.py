@@ -4,7 +4,7 @@ import pytest
 
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
 from saf.bench.runner import PointRunner
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 
 SMALL = {"device": "cpu", "pairs": 2, "tolerance": 10.0, "warmup": 1, "repeats": 1}
 
@@ -71,9 +71,11 @@ def test_prefill():
 
 
 def test_prefill_without_cuda_has_no_graphs():
-    record = measure(PrefillSettings(model="tiny", points=("32x2",), rates=(0.5,), graphs="on", **SMALL))
-    assert record["rows"] == []
-    assert "CUDA graphs need a CUDA device" in record["left_out"][0]["why"]
+    settings = {"model": "tiny", "points": ("32x2",), "rates": (0.5,), **SMALL}
+    with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA device; use --graphs off"):
+        measure(PrefillSettings(graphs="on", **settings))
+    record = measure(PrefillSettings(graphs="both", **settings))
+    assert {row["variant"] for row in record["rows"]} == {"call"}
 
 
 def test_op():
