@@ -12,7 +12,7 @@ from saf.calibration.backends import MAX_DIM
 from saf.calibration.tiles import LayerStatistics
 from saf.calibration.triton_kernels import lse_kernel, tile_kernel
 from saf.errors import InputError
-from saf.ops.toeplitz_operator import TRITON_DTYPES
+from saf.ops.availability import TRITON_DTYPES
 from saf.ops.triton.launch import launch
 from saf.statistics import FLOOR
 

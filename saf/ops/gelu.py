@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saf.ops.availability import uses_triton
 from saf.ops.operator import forbid_second_derivative, operator
-from saf.ops.toeplitz_operator import uses_triton
 
 
 def gelu_linear(x: Tensor, weight: Tensor) -> Tensor:

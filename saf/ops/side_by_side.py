@@ -9,9 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from saf.ops.availability import uses_triton
 from saf.ops.live import live_attention
 from saf.ops.operator import operator
-from saf.ops.toeplitz_operator import float32_products, toeplitz_product, uses_triton
+from saf.ops.toeplitz_operator import float32_products, toeplitz_product
 
 
 def overlaps(device: torch.device, dtype: torch.dtype) -> bool:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.ops.toeplitz_operator import uses_triton
+from saf.ops.availability import uses_triton
 
 IGNORED = -100
 

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from saf.ops.availability import has_triton
+from saf.ops.availability import uses_triton
 from saf.ops.operator import operator
 
 BLOCK = 128
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
@@ -53,11 +52,6 @@ def float32_products() -> str:
     own = torch.backends.cuda.matmul.fp32_precision
     general = torch.backends.fp32_precision  # type: ignore[attr-defined]
     return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
-
-
-def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the product runs as a Triton kernel on this device."""
-    return device.type == "cuda" and dtype in TRITON_DTYPES and has_triton()
 
 
 def distance_table(distance: Tensor) -> Tensor:
