@@ -23,6 +23,10 @@ class Backend(Protocol):
         """Return why this backend cannot run on `device` with values of `dtype`; None when it can."""
         ...
 
+    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Say in words how it runs on `device` with values of `dtype`, where it can."""
+        ...
+
     def prepare(
         self, patterns: Sequence[Any], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None
     ) -> dict[str, Any]:
