@@ -6,20 +6,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saf.errors import UnsupportedError
 from saf.ops.convolution import causal_convolution, cross_correlation
+from saf.ops.table_gauge import table_gauge
 from saf.ops.toeplitz_operator import distance_table, toeplitz_product
+
+NOT_HELD = "{dtype} cannot hold a pattern as exp(rho) times exp(alpha); train it with backend='reference'"
 
 
 def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `exp(rho)` in `dtype`, `exp(alpha)` and `1/Z`, each `[F, T]`, from logits shifted to maxima of 0.
+    """Return `exp(rho)` in `dtype`, `exp(alpha)` and `1/Z`, each `[F, T]`, from logits in the gauge of `table_gauge`.
 
     Z is summed in float64 from the rounded tables that are executed; the scalings are float32, float64 for float64.
+    `1/Z` is NaN for a head that tables of `dtype` cannot hold.
     """
+    alpha, rho, held = table_gauge(alpha, rho, dtype)
     scale_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    distance = (rho - rho.amax(1, keepdim=True)).exp().to(dtype)
-    key_scale = (alpha - alpha.amax(1, keepdim=True)).exp().to(scale_dtype)
+    distance, key_scale = rho.exp().to(dtype), alpha.exp().to(scale_dtype)
     total = causal_convolution(key_scale.double(), distance.double())
-    return distance, key_scale, (1 / total).to(scale_dtype)
+    return distance, key_scale, (1 / total).where(held[:, None], torch.nan).to(scale_dtype)
 
 
 @torch.library.custom_op("saf::pattern_tables", mutates_args=())
@@ -29,8 +34,11 @@ def pattern_tables(
     """Return what `saf::toeplitz` reads at `length` positions, from logits `[F, >=length]`.
 
     Its table, then those of `compact_tables`. Prefixes are taken in here, so that a graph serves every length.
+    Raises UnsupportedError on a CPU where a head's `1/Z` is NaN; on a device the host does not wait to look at it.
     """
     distance, key_scale, row_scale = compact_tables(alpha[:, :length], rho[:, :length], dtype)
+    if row_scale.device.type == "cpu" and row_scale.isnan().any():
+        raise UnsupportedError(f"{NOT_HELD.format(dtype=dtype)}; it has drifted there, or is no longer finite")
     table = distance_table(distance)
     return table.clone() if table is distance else table, distance, key_scale, row_scale
 
@@ -67,7 +75,8 @@ def pattern_gradient(
     key_terms = (value_gradient.to(wide) * value).sum((0, 3)).double()
     alpha = key_terms - keys * causal_convolution(row_terms.flip(1), lags).flip(1)
     pairs = cross_correlation(_scaled(gradient, row_scale), _scaled(value, key_scale)).double()
-    rho = lags * (pairs - causal_convolution(keys, row_terms.flip(1)).flip(1))
+    # Where the table is 0, what it would be multiplied with may be infinite.
+    rho = torch.where(lags == 0, 0, lags * (pairs - causal_convolution(keys, row_terms.flip(1)).flip(1)))
     beyond = (0, positions - alpha.shape[1])
     return pad(alpha.to(wide), beyond), pad(rho.to(wide), beyond)
 
@@ -86,7 +95,9 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
     """Return `P V [B, F, T, D]` of patterns with logits `[F, >=T]`, with gradients to values and logits.
 
-    Tables and normalisers are made anew from the logits in every call, so they never lag behind an update.
+    Tables and normalisers are made anew from the logits in every call, so they never lag behind an update. Logits may
+    drift along the gauge (S.6) without bound. A head whose pattern itself leaves what tables of the dtype hold raises
+    UnsupportedError on a CPU; on a device all of its outputs and gradients are NaN.
     """
     return _TrainableProduct.apply(value, alpha, rho)
 

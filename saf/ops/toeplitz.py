@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saf.ops.convolution import causal_convolution
 from saf.ops.dense_product import dense_product
-from saf.ops.pattern_gradient import compact_tables, trainable_product
+from saf.ops.pattern_gradient import NOT_HELD, compact_tables, trainable_product
 from saf.ops.side_by_side import overlaps, side_by_side
 from saf.ops.slots import put_together, take_heads
 from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_product
@@ -88,16 +88,19 @@ def _holds(distance: Tensor, key_scale: Tensor, row_scale: Tensor) -> Tensor:
 
 
 def untrainable(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
-    """Return why logits `[F, T]`, in the gauge they are in, cannot be trained here; None when they can."""
+    """Return why logits `[F, T]` cannot be trained here; None when they can."""
     if dtype == torch.float16:
         return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
     if _holds(*compact_tables(alpha, rho, dtype)).all():
         return None
-    return f"{dtype} cannot hold a pattern as exp(rho) times exp(alpha); train it with backend='reference'"
+    return NOT_HELD.format(dtype=dtype)
 
 
 def forward_trainable(value: Tensor, alpha: Tensor, rho: Tensor, rows: int) -> Tensor:
-    """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`."""
+    """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`.
+
+    What it does with patterns that tables cannot hold is told at `trainable_product`.
+    """
     return trainable_product(value, alpha, rho)[:, :, value.shape[-2] - rows :]
 
 

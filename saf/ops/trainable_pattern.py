@@ -30,7 +30,7 @@ class TrainablePattern(nn.Module):
     def of(
         cls, pattern: CompactPattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "TrainablePattern":
-        """Start from a fixed pattern `[T]`, in the balanced gauge, where training has the most room in every dtype."""
+        """Start from a fixed pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it."""
         balanced = pattern.to(dtype=torch.float64, device=device).balanced()
         return cls(balanced.alpha.to(dtype), balanced.rho.to(dtype))
 

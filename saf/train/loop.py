@@ -79,9 +79,11 @@ def _train(training: Training, stop: StopRequest) -> bool:
             controller_loss(training, "periodic")
         finished = training.finished()
         periodic = config.save_every and training.update % config.save_every == 0
-        if periodic or finished or stop.requested or training.update == config.freeze_update:
+        # Looked at once: a signal that comes while this line runs waits for the next update, which it then saves.
+        stopping = stop.requested and not finished
+        if periodic or finished or stopping or training.update == config.freeze_update:
             save(training)
-        if stop.requested and not finished:
+        if stopping:
             return False
         _intervene_if_due(training)
     return True

@@ -9,6 +9,7 @@ from saf.bench.profiling import attention_kernels, kernel_seen, kernels_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
+from saf.pattern import DensePattern
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
 from tests.ops.operator_samples import check, registered, runnable
@@ -140,6 +141,42 @@ def test_a_layer_and_its_gradients_are_captured_in_a_graph(backend):
     assert relative(found.pop("query"), expected["query"].double()) < 5e-3
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "fused", "reference"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_grouped_layer_with_stored_patterns_is_captured_as_it_is_called(backend, trained):
+    """Heads picked one by one and two kinds of patterns: the host sends nothing and waits for nothing."""
+    compact = hard_patterns(["decay", "ripple"], LENGTH, "cuda")
+    mixture = [compact[0], DensePattern(hard_patterns(["local"], LENGTH, "cuda")[0].dense()), compact[1]]
+    options = {"backend": backend, "dtype": torch.bfloat16, "device": "cuda", "kv_head": (0, 0, 1, 0, 1, 1)}
+    frozen, inputs = FrozenHeads.from_patterns(mixture, **options), operands(3, 2, 2, trained=trained)
+
+    def call() -> torch.Tensor:
+        return mixed_attention(*inputs, frozen)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+        with torch.cuda.graph(graph):
+            captured = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad():
+        for x in inputs:
+            x.mul_(0.5).add_(0.125)
+    graph.replay()
+    torch.cuda.synchronize()
+    found, expected = captured.detach().clone(), call().detach()
+    assert found.shape == (2, 6, LENGTH, 64)
+    assert torch.equal(found, expected)
 
 
 def test_one_compiled_graph_serves_several_lengths():

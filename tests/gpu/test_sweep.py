@@ -7,8 +7,8 @@ import torch
 
 from saf.ops.availability import uses_triton
 from tests.ops.hard_patterns import NAMES, real_patterns
-from tests.ops.layer_answers import UNIT
-from tests.ops.layer_case import BUDGET, Case, run
+from tests.ops.layer_case import Case
+from tests.ops.layer_outcome import BUDGET, run
 from tests.ops.properties import Frozen, problems
 
 pytestmark = pytest.mark.gpu
@@ -105,5 +105,5 @@ def test_no_worse_than_twice_pytorchs_own_attention(length, dim, dtype):
     frozen = dataclasses.replace(case, frozen=(0, 1, 2), patterns=("ripple",))
     ours = run(frozen, "cuda")
     for name in ("output", "value"):
-        allowed = max(2 * theirs.relative(name), 2 * UNIT[dtype])
-        assert ours.relative(name) <= min(allowed, BUDGET[dtype]), (name, theirs.relative(name))
+        # Without a rounding on top: in 16 bits one alone would lift the limit above the budget, which then held alone.
+        assert ours.relative(name) <= min(2 * theirs.relative(name), BUDGET[dtype]), (name, theirs.relative(name))

@@ -28,6 +28,31 @@ def test_gradients_match_the_dense_form(length, dtype, budget):
         assert error.item() <= budget
 
 
+@pytest.mark.parametrize(("dtype", "budget"), [(torch.float32, 4e-6), (torch.bfloat16, 3 * 2**-8)])
+def test_logits_out_of_range_are_executed_or_nan_and_the_host_never_waits(dtype, budget):
+    """The first head's tables hold 110 nats in another gauge, those of the second do not hold 200."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    value, upstream = torch.randn(2, 2, 2, 300, 64, generator=generator, device="cuda").to(dtype)
+    alpha, rho = torch.randn(2, 2, 300, generator=generator, device="cuda")
+    alpha[0, :10], alpha[1, 0] = -110, -200
+    inputs = [x.detach().clone().requires_grad_() for x in (value, alpha, rho)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    found = []
+    try:
+        for mode in ("default", "error"):  # the first call compiles
+            torch.cuda.set_sync_debug_mode(mode)
+            output = trainable_product(*inputs)
+            found = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    output = BACKENDS["reference"].forward_trainable(*exact, 300)
+    expected = [output.detach(), *torch.autograd.grad(output, exact, upstream.double())]
+    for one, other, heads in zip(found, expected, (1, 1, 0, 0), strict=True):
+        one, other = one.double().select(heads, 0), other.select(heads, 0)
+        assert ((one - other).norm() / other.norm()).item() <= budget
+    assert found[0][:, 1].isnan().all()
+
+
 def test_a_compiled_model_trains_its_patterns_as_the_eager_one_does():
     generator = torch.Generator().manual_seed(0)
     pattern = CompactPattern.from_parameters(*torch.randn(2, 3, 256, generator=generator))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.ops.hard_patterns import NAMES, real_patterns
-from tests.ops.layer_case import BUDGET, Case, Outcome, run
+from tests.ops.layer_case import Case
+from tests.ops.layer_outcome import BUDGET, Outcome, run
 from tests.ops.properties import Frozen, problems
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -72,3 +73,20 @@ def test_a_wrong_result_is_noticed():
         spoilt.gradients = {name: x.clone() for name, x in outcome.gradients.items()}
         spoil(spoilt)
         assert spoilt.problems()
+
+
+@pytest.mark.parametrize("name", ["output", "query", "key", "value"])
+def test_an_error_of_our_own_live_heads_is_noticed(name):
+    """Twice what PyTorch's attention is off, and one rounding: far less than 8e-6 in float32."""
+    theirs = run(Case(length=129, dtype=torch.float32, backend="reference"), "cpu")
+    ours = dataclasses.replace(theirs, case=dataclasses.replace(theirs.case, backend="fused"), sdpa=theirs)
+    assert ours.problems() == []
+    noise = torch.randn(theirs.expected[name].shape, generator=torch.Generator().manual_seed(0))
+    size = 1e-6 * theirs.expected[name].norm() / noise.norm()
+    spoilt = (ours.output if name == "output" else ours.gradients[name]) + (size * noise).float()
+    ours = dataclasses.replace(
+        ours,
+        output=spoilt if name == "output" else ours.output,
+        gradients=ours.gradients | ({} if name == "output" else {name: spoilt}),
+    )
+    assert any(line.startswith(f"{name} of slice") for line in ours.problems())

@@ -284,7 +284,7 @@ def test_what_cannot_be_trained_is_refused(generator):
     with pytest.raises(UnsupportedError, match="float16 has too little range"):
         FrozenHeads.from_patterns(pattern, dtype=torch.float16)
     position = torch.arange(300.0)
-    bump = TrainablePattern(torch.zeros(300), torch.where(position < 150, position, 300 - position))
+    bump = TrainablePattern(torch.zeros(300), 4 * torch.where(position < 150, position, 300 - position))
     with pytest.raises(UnsupportedError, match=r"cannot hold a pattern as exp\(rho\) times exp\(alpha\).*'reference'"):
         FrozenHeads.from_patterns(bump, backend="toeplitz")
     frozen = FrozenHeads.from_patterns(bump, backend="reference")

@@ -45,6 +45,29 @@ def test_signal_saves_and_stops_after_the_current_update(settings, outcome, monk
     assert outcome(config.out) == outcome(settings("whole").out)
 
 
+def test_a_signal_at_any_moment_leaves_the_checkpoint_that_it_names(settings, monkeypatch):
+    """It may come between two lines: whoever looks at the request twice in an update sees two answers."""
+
+    class Odd(StopRequest):
+        looks = 0
+
+        @property
+        def requested(self):
+            self.looks += 1
+            return self.looks > 3
+
+        @requested.setter
+        def requested(self, _):
+            pass
+
+    monkeypatch.setattr(loop, "StopRequest", Odd)
+    config = settings(save_every=0)
+    stopped = pretrain(config)
+    newest = latest(Path(config.out, "checkpoints"))
+    assert newest is not None
+    assert newest.name == f"step-{stopped['stopped_at']}"
+
+
 def test_second_signal_aborts():
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -49,7 +49,7 @@ CASES = {
 
 
 def run(case: Case, device: str) -> dict:
-    """Run a case; return relative L2 errors of the output, the row log-sum-exps and every gradient."""
+    """Run a case; return relative L2 errors of the output, the row log-sum-exps and every gradient, ours and SDPA's."""
     from saf.ops.triton.fused import fused_backward, fused_forward
     from saf.ops.triton.fused_config import Blocks, FusedConfig
     from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
@@ -83,9 +83,12 @@ def run(case: Case, device: str) -> dict:
         config = FusedConfig(forward=blocks, keys=blocks, queries=blocks)
     out, lse = fused_forward(query, key, value, maps, patterns, config=config)
     got = fused_backward(grad, query, key, value, out, lse, maps, patterns, config=config)
-    want = _answer(case, query, key, value, grad, alpha, rho, log_z, dense, key_slot, value_slot)
+    answer = (case, query, key, value, grad, alpha, rho, log_z, dense, key_slot, value_slot)
+    want, beside = _answer(*answer, torch.float64, "cpu"), _answer(*answer, value.dtype, device)
     names = ("out", "lse", "dq", "dk", "dv")
     errors = {name: _error(a, b) for name, a, b in zip(names, (out, lse, *got), want, strict=True)}
+    errors["sdpa"] = {name: _error(a, b) for name, a, b in zip(names, beside, want, strict=True)}
+    errors["rounding"] = {name: _error(a.to(value.dtype), a) for name, a in zip(names, want, strict=True)}
     if device == "cpu":
         return errors
     again = fused_backward(grad, query, key, value, out, lse, maps, patterns, config=config)
@@ -119,27 +122,34 @@ def _log_z(alpha: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
     return _logits(alpha, rho).logsumexp(-1)
 
 
-def _answer(case, query, key, value, grad, alpha, rho, log_z, dense, key_slot, value_slot):
-    """Float64 output, log-sum-exps and gradients by automatic differentiation."""
+def _answer(case, query, key, value, grad, alpha, rho, log_z, dense, key_slot, value_slot, dtype, device):
+    """Output, log-sum-exps and gradients by automatic differentiation: in float64 written out, else with SDPA."""
     length = case.length
-    query, key, value = (tensor.detach().cpu().double().requires_grad_() for tensor in (query, key, value))
-    compact = (_logits(alpha, rho) - log_z[..., None]).exp()[:, :length, :length]
-    stored = dense.double()[:, :length, :length]
-    future = _distances(length) < 0
+    operands = (tensor.detach().to(device, dtype) for tensor in (query, key, value))
+    query, key, value = (tensor.clone(memory_format=torch.contiguous_format).requires_grad_() for tensor in operands)
+    compact = (_logits(alpha, rho) - log_z[..., None]).exp()[:, :length, :length].to(device, dtype)
+    stored = dense[:, :length, :length].to(device, dtype)
+    future = (_distances(length) < 0).to(device)
     outputs, sums, seen = [], [], [0, 0, 0]
     for head, state in enumerate(case.states):
         slot = seen[state]
         seen[state] += 1
+        own_value = value[:, value_slot[head]]
         if state == LIVE:
-            scores = query[:, slot] @ key[:, key_slot[head]].transpose(1, 2) * case.dim**-0.5
+            own_query, own_key = query[:, slot], key[:, key_slot[head]]
+            scores = own_query.double() @ own_key.double().mT * case.dim**-0.5
             scores = scores.masked_fill(future, -math.inf)
-            sums.append(scores.logsumexp(-1))
-            weights = scores.softmax(-1)
+            sums.append(scores.detach().logsumexp(-1))
+            if dtype == torch.float64:
+                outputs.append(scores.softmax(-1) @ own_value)
+            else:
+                one = (x[:, None] for x in (own_query, own_key, own_value))
+                outputs.append(torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True)[:, 0])
         else:
-            weights = (compact if state == COMPACT else stored)[slot]
-        outputs.append(weights @ value[:, value_slot[head]])
+            outputs.append((compact if state == COMPACT else stored)[slot] @ own_value)
     out = torch.stack(outputs, 1)
-    gradients = torch.autograd.grad(out, (query, key, value), grad.cpu().double(), allow_unused=True)
+    upstream = grad.to(device, dtype)
+    gradients = torch.autograd.grad(out, (query, key, value), upstream, allow_unused=True)
     lse = torch.stack(sums, 1) if sums else torch.zeros(case.batch, 0, length)
     filled = [g if g is not None else torch.zeros_like(x) for g, x in zip(gradients, (query, key, value), strict=True)]
     return out.detach(), lse.detach(), *filled
@@ -149,5 +159,6 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative L2 error, absolute where the answer is near zero; 1e30 for NaN, zero for nothing."""
     if want.numel() == 0:
         return 0.0 if got.numel() == 0 else 1e30
+    want = want.cpu().double()
     error = ((got.cpu().double() - want).norm() / want.norm().clamp(min=1)).item()
     return error if error == error else 1e30

@@ -31,7 +31,6 @@ SHAPES = [
     (16384, 1, 3, 64),
     (65536, 1, 3, 64),
     (8192, 64, 6, 64),
-    (4096, 2, 4, 192),
 ]
 """Positions, sequences, heads, channels."""
 HALF_SHAPES = [(512, 64, 3, 64), (4096, 2, 4, 192)]
@@ -39,12 +38,10 @@ HALF_SHAPES = [(512, 64, 3, 64), (4096, 2, 4, 192)]
 FUSED = {
     ("keys", torch.bfloat16): (64, 96, 128, 192),
     ("grouped", torch.bfloat16): (64, 96, 128, 192),
-    ("forward", torch.bfloat16): (64, 96, 128, 192),
+    ("forward", torch.bfloat16): (64, 128, 192),
     ("queries", torch.bfloat16): (64, 96, 128, 192),
     ("keys", torch.float16): (128,),
-    ("forward", torch.float16): (128,),
-    ("queries", torch.float16): (128,),
-    ("keys", torch.float32): (64, 96, 128, 192),
+    ("keys", torch.float32): (64, 128, 192),
     ("grouped", torch.float32): (128,),
     ("forward", torch.float32): (64, 96, 192),
     ("queries", torch.float32): (128,),
@@ -155,7 +152,7 @@ def small_rows() -> dict[str, Row]:
     """The kernels around the products: scaling, row sums, the loss, GELU."""
     rows = {}
     for dtype, label in NAMES.items():
-        for dim in (64, 96, 192):
+        for dim in (64, 192):
             constants = {"D": dim, "BT": 32, "BN": 128, "FOLD": 1, "FIRST": 0, "TILE": TILE, "num_warps": 4}
             rows[f"prescale {label} D{dim}"] = Row(prescale_kernel, constants, dtype)
             rows[f"delta {label} D{dim}"] = Row(

@@ -1,4 +1,4 @@
-"""The fused backend behind the seam, on the interpreter: output and every gradient against float64."""
+"""The fused backend behind the seam, on the interpreter: at most twice as far from float64 as PyTorch's attention."""
 
 import os
 import subprocess
@@ -25,16 +25,18 @@ for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1), (0, 1)):
     inputs = [torch.randn(2, 37, count, 16, generator=generator) for count in heads]
     upstream = torch.randn(2, len(kv_head), 37, 16, generator=generator)
     found = []
-    for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
+    for backend, dtype in (("fused", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
         frozen = FrozenHeads.from_patterns(patterns, backend=backend, dtype=dtype, kv_head=kv_head)
         output = mixed_attention(*(x.transpose(1, 2) for x in leaves), frozen)
         output.backward(upstream.to(dtype))
         found.append([output] + [x.grad for x in leaves])
-    for one, other in zip(*found):
-        if other is not None and other.numel():
-            error = ((one.double() - other).norm() / other.norm()).item()
-            assert error <= 2e-6, (kv_head, error)
+    for ours, theirs, exact in zip(*found):
+        if exact is not None and exact.numel():
+            error, sdpa, rounding = (
+                ((x.double() - exact).norm() / exact.norm()).item() for x in (ours, theirs, exact.float())
+            )
+            assert error <= 2 * sdpa + rounding, (kv_head, error, sdpa)
 print("agreed")
 """
 

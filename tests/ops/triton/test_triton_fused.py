@@ -5,17 +5,28 @@ from fused_cases import CASES, COMPACT, LIVE
 
 from saf.errors import InputError
 
-TOLERANCE = {"float32": 2e-6, "float16": 1.5e-3, "bfloat16": 6e-3}
+FROZEN = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4.5e-3}
+"""Largest relative error where no head is live."""
+LOG_SUMS = 1e-6
+"""Largest relative error of log-sum-exps, float32 in every dtype of operands."""
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tensor", ["out", "lse", "dq", "dk", "dv"])
 def test_agrees_with_float64(fused_results, name, tensor):
-    """Output, log-sum-exps and gradients differ by rounding only, with NaN around every operand."""
+    """At most twice what SDPA beside dense patterns is off, and one rounding, with NaN around every operand."""
     result = fused_results[name]
     if "skip" in result:
         pytest.skip(result["skip"])
-    assert result[tensor] <= TOLERANCE[CASES[name].dtype]
+    case = CASES[name]
+    limit = 2 * result["sdpa"][tensor] + result["rounding"][tensor]
+    if LIVE not in case.states:
+        limit = FROZEN[case.dtype]
+    elif tensor == "lse":
+        limit = LOG_SUMS
+    elif case.length == 1 and tensor in ("dq", "dk"):  # zero: the difference of two equal sums over channels
+        limit += case.dim * 2**-24
+    assert result[tensor] <= limit
 
 
 @pytest.mark.parametrize("name", CASES)
