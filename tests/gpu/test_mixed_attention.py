@@ -113,6 +113,16 @@ def test_a_compiled_model_equals_the_eager_one(kernel, backend):
         assert not attention.layout.num_live or (rows.abs().sum(1) > 0).all()
 
 
+def warm_up(call) -> None:
+    """Run on a stream of its own what is then captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
 @pytest.mark.parametrize("backend", ["toeplitz", "fused"])
 def test_a_layer_and_its_gradients_are_captured_in_a_graph(backend):
     """Replays read new operands; results equal the eager ones to the bit."""
@@ -121,12 +131,7 @@ def test_a_layer_and_its_gradients_are_captured_in_a_graph(backend):
     def step() -> tuple[torch.Tensor, ...]:
         return both_ways(lambda: mixed_attention(*inputs, frozen), inputs)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -155,12 +160,7 @@ def test_a_grouped_layer_with_stored_patterns_is_captured_as_it_is_called(backen
     def call() -> torch.Tensor:
         return mixed_attention(*inputs, frozen)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(call)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:

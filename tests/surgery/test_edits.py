@@ -76,13 +76,17 @@ def test_models_wrapped_for_data_parallelism_are_refused(group):
     trainer.step()
 
 
-@pytest.mark.parametrize("edit", [restore_, apply_])
-def test_state_that_lacks_a_pattern_leaves_the_model_as_it_was(edit):
+def mixed_state():
+    """The state of a model with a fixed and a trainable pattern."""
     model, _ = make()
     install_(model, HeadSet([(0, 1)]), patterns(1))
     install_(model, HeadSet([(1, 2)]), patterns(1), trainable=True)
-    state, tensors = state_of(model)
-    other, _ = make()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("edit", [restore_, apply_])
+def test_state_that_lacks_a_pattern_leaves_the_model_as_it_was(edit):
+    (state, tensors), (other, _) = mixed_state(), make()
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(CheckpointError, match=r"pattern 1\.2\.alpha/rho is missing"):
         edit(other, state, {name: tensor for name, tensor in tensors.items() if name != "1.2.rho"})
@@ -90,11 +94,7 @@ def test_state_that_lacks_a_pattern_leaves_the_model_as_it_was(edit):
 
 
 def test_patterns_that_cannot_be_trained_here_undo_what_was_installed_before_them():
-    model, _ = make()
-    install_(model, HeadSet([(0, 1)]), patterns(1))
-    install_(model, HeadSet([(1, 2)]), patterns(1), trainable=True)
-    state, tensors = state_of(model)
-    other, _ = make()
+    (state, tensors), (other, _) = mixed_state(), make()
     before = copy.deepcopy(other.state_dict())
     steep = tensors | {"1.2.rho": torch.linspace(0, 3000, LENGTH, dtype=torch.float64)}
     steep |= {"1.2.alpha": torch.randn(LENGTH, dtype=torch.float64) * 900}

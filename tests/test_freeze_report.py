@@ -1,0 +1,87 @@
+"""What a freezing event leaves behind: its report, certificates of fits, and a model that loads again."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import saf
+from saf.errors import CheckpointError
+from saf.models import GPT
+from tests.test_freeze import LENGTH, SHAPE, make, tokens
+
+
+def test_the_report_prints_and_saves(tmp_path):
+    model, ids = make(), tokens()
+    report = saf.freeze_(model, [ids])
+    assert "3 of 12 heads frozen by variance" in str(report)
+    assert set(report.seconds) == {"capture", "statistics", "score", "select", "fit", "install"}
+    report.save(tmp_path, update=7)
+    saved = json.loads((tmp_path / "freeze.json").read_text())
+    tensors = load_file(tmp_path / "freeze.safetensors")
+    assert saved["heads"] == report.heads.to_list()
+    assert saved["update"] == 7
+    assert tensors["alpha"].shape == (3, LENGTH)
+    assert tensors["eta_abs"].shape == (3, 4, LENGTH)
+
+
+def floored_mean(found, head) -> torch.Tensor:
+    floored = found.take("mean", [head])[0].double().clamp(min=1e-9).tril()
+    return floored / floored.sum(-1, keepdim=True)
+
+
+def test_the_certificate_of_every_fit_is_recorded(tmp_path):
+    model, ids = make(), tokens()
+    found = saf.calibrate(model, [ids], collect=("mean",))
+    config = saf.FreezeConfig(rate=0.5, max_fit_kl=9, fitter_options={"max_sweeps": 2, "tolerance": 0.068})
+    words = "fits stopped before their marginals agreed within 0.068"
+    with pytest.warns(UserWarning, match=words):
+        kls = sorted(saf.freeze_(make(), [ids], config).fit_kl.values())
+    with pytest.warns(UserWarning, match=words):
+        report = saf.freeze_(model, [ids], replace(config, rate=0.25, max_fit_kl=(kls[2] + kls[3]) / 2))
+    assert report.heads
+    assert report.rejected
+    report.save(tmp_path)
+    saved = json.loads((tmp_path / "freeze.json").read_text())["certificates"]
+    records = {tuple(record["head"]): record for record in saved}
+    assert set(records) == set(report.heads) | set(report.rejected)
+    for number, head in enumerate(report.heads):
+        goal, fitted, record = floored_mean(found, head), report.patterns[number].dense(), records[head]
+        # Both marginals of whole matrices; a floored entry has too little weight to count in a relative error.
+        by_key, goal_by_key = fitted.sum(0), goal.sum(0)
+        by_distance, goal_by_distance = (
+            torch.stack([each.diagonal(-d).sum() for d in range(LENGTH)]) for each in (fitted, goal)
+        )
+        both = {"abs": (by_key, goal_by_key), "rel": (by_distance, goal_by_distance)}
+        for name, (one, other) in both.items():
+            error = (one / other - 1)[other >= 1e-7 * torch.arange(LENGTH, 0, -1)].abs().max().item()
+            assert record[f"max_relative_{name}"] == pytest.approx(error, rel=1e-3)
+        l1 = sum(float((one - other).abs().sum()) for one, other in both.values()) / LENGTH
+        assert record["l1"] == pytest.approx(l1, rel=1e-3)
+        assert record["gap"] == record["radius"] * record["l1"]
+        assert record["sweeps"] == 2
+        worst = max(record["max_relative_abs"], record["max_relative_rel"], record["l1"])
+        assert record["converged"] == (worst <= 0.068 == record["tolerance"])
+    assert {record["converged"] for record in saved} == {False, True}
+
+
+@pytest.mark.parametrize("options", [{"storage": "dense"}, {"pattern": "structured_random"}])
+def test_what_is_not_fitted_has_no_certificate(options):
+    assert saf.freeze_(make(), [tokens()], saf.FreezeConfig(**options)).to_dict()["certificates"] == []
+
+
+def test_save_then_load_is_the_identity(tmp_path):
+    model, ids = make(), tokens()
+    saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.5))
+    saf.save(model, tmp_path)
+    loaded = saf.load(tmp_path)
+    assert torch.equal(loaded(ids), model(ids))
+    saf.uninstall_(loaded)
+    assert torch.equal(loaded(ids), make()(ids))
+    filled = saf.load(GPT(SHAPE), tmp_path)
+    assert torch.equal(filled(ids), model(ids))
+    (tmp_path / "saf.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot read .*saf.json"):
+        saf.load(tmp_path)
