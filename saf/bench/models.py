@@ -67,8 +67,7 @@ class ModelPlan:
             num_heads=self.shape.num_heads,
             rate=arm.rate,
             placement=self.settings.placement,
-            # Models of transformers need a live head in every layer.
-            most=self.shape.num_heads - (self.shape.gpt is None),
+            most=self.shape.num_heads - (LlamaAdapter.keep_live if self.shape.gpt is None else 0),
         )
 
     def describe(self, arm: Arm) -> Mapping[str, Any]:
