@@ -11,6 +11,7 @@ import torch
 
 from saf.calibration.triton_tiles import measure_by_kernel
 from saf.ops.triton.config import Config
+from saf.ops.triton.convolution import convolve
 from saf.ops.triton.fused import fused_backward, fused_forward
 from saf.ops.triton.fused_tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
 from saf.ops.triton.gelu import gelu, gelu_backward
@@ -83,6 +84,11 @@ def activation() -> None:
     finite(gelu(x), gelu_backward(x, gradient), gradient)
 
 
+def sums() -> None:
+    """Normalisers of trained patterns: a length that no block divides."""
+    finite(convolve(*torch.rand(2, 3, LENGTH, dtype=torch.float64, device=DEVICE)))
+
+
 def calibration() -> None:
     """Grouped heads; blocks on and off the diagonal."""
     query, key = operand(4, 2)
@@ -98,6 +104,6 @@ def finite(*results: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for case in (toeplitz, fused, loss, activation, calibration):
+    for case in (toeplitz, fused, loss, activation, sums, calibration):
         case()
         print(f"{case.__name__}: ran", flush=True)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saf.ops.availability import has_triton
+
 BLOCK = 128
 # A GPU wants large products even when a layer has few frozen heads, a CPU tiles that stay in its cache.
 GPU_BLOCK = 512
@@ -15,7 +17,12 @@ def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
 
     One product makes the tiles of many block offsets meet all blocks of `left`; what lies on one anti-diagonal of
     (offset, block) belongs to one block of the result. Offsets are taken in groups of tiles of at most 2**22 elements.
+    On CUDA it is one launch of a Triton kernel: the host takes longer over the products than the device.
     """
+    if left.is_cuda and has_triton():
+        from saf.ops.triton.convolution import convolve
+
+        return convolve(left, right)
     heads, length = left.shape
     block = _block(length, BLOCK)
     count = -(-length // block)
@@ -38,19 +45,23 @@ def cross_correlation(left: Tensor, right: Tensor) -> Tensor:
     """Return `sum_i <left_i, right_{i-lag}>` for every lag from 0: `[F, T, ...]` twice to `[F, T]`, at least float32.
 
     Pairs of blocks at the same offset are summed inside one matrix product, so the work is that of one causal
-    convolution of as many columns, and a `C x C` tile a head is all that is held beside copies of the inputs.
+    convolution of as many columns; groups of at most 2**22 elements of their `C x C` tiles are held beside the inputs.
     """
-    length = left.shape[1]
+    heads, length = left.shape[:2]
     block = _block(length, GPU_BLOCK if left.is_cuda else BLOCK)
     count = -(-length // block)
     queries, keys = _rows(left, count, block), _rows(right, count, block).flip(1)
     width = queries.shape[2] // count
+    group = max(1, _HELD_ELEMENTS // (heads * block * block))
     sums = []
-    for offset in range(count):
-        tile = _product(queries[:, :, offset * width :], keys[:, :, : (count - offset) * width].mT)
-        sums.append(antidiagonal_sums(tile))
+    for first in range(0, count, group):
+        tiles = [
+            _product(queries[:, :, offset * width :], keys[:, :, : (count - offset) * width].mT)
+            for offset in range(first, min(first + group, count))
+        ]
+        sums.append(antidiagonal_sums(torch.stack(tiles, 1)))
     # Of the 2C - 1 lags of a tile the first C - 1 lie in the block of lags before.
-    lags = torch.stack(sums, 1)
+    lags = torch.cat(sums, 1)
     result = lags[:, :, block - 1 :].clone()
     result[:, :-1, 1:] += lags[:, 1:, : block - 1]
     return result.flatten(1)[:, :length]

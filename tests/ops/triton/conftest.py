@@ -65,6 +65,12 @@ def gelu_results() -> dict:
 
 
 @pytest.fixture(scope="session")
+def convolution_results() -> dict:
+    """Results of every case of the causal convolution by name."""
+    return run_worker("triton_worker.py", "convolution", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
 def sweep_results() -> dict:
     """Results of the seam's sweep by name."""
     return run_worker("triton_worker.py", "sweep", interpret=not has_gpu())

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from saf.ops.triton import gelu, softmax_gradient
+from saf.ops.triton import convolution, gelu, softmax_gradient
 from saf.ops.triton.config import Config
 from saf.ops.triton.fused import block_constants, padded
 from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
@@ -18,7 +18,8 @@ from saf.ops.triton.toeplitz_descriptor_kernel import toeplitz_descriptor_kernel
 from saf.ops.triton.toeplitz_kernel import prescale_kernel
 from saf.ops.triton.tuning import CANDIDATES
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [
     (512, 64, 3, 64),
     (1024, 32, 3, 64),
@@ -77,7 +78,8 @@ def shapes(dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
 def toeplitz_rows() -> dict[str, Row]:
     """The Toeplitz product, every distinct choice of the rule."""
     rows = {}
-    for dtype, label in NAMES.items():
+    for dtype in OPERANDS:
+        label = NAMES[dtype]
         for length, batch, heads, dim in shapes(dtype):
             config = choose_config(length=length, columns=batch * dim, heads=heads, dtype=dtype)
             for transpose in (False, True):
@@ -149,9 +151,11 @@ def fused_rows() -> dict[str, Row]:
 
 
 def small_rows() -> dict[str, Row]:
-    """The kernels around the products: scaling, row sums, the loss, GELU."""
-    rows = {}
-    for dtype, label in NAMES.items():
+    """The kernels around the products: sums of tables, scaling, row sums, the loss, GELU."""
+    constants = {"ROWS": convolution.ROWS, "COLUMNS": convolution.COLUMNS, "num_warps": convolution.WARPS}
+    rows = {"convolution fp64": Row(convolution.causal_convolution_kernel, constants, torch.float64)}
+    for dtype in OPERANDS:
+        label = NAMES[dtype]
         for dim in (64, 192):
             constants = {"D": dim, "BT": 32, "BN": 128, "FOLD": 1, "FIRST": 0, "TILE": TILE, "num_warps": 4}
             rows[f"prescale {label} D{dim}"] = Row(prescale_kernel, constants, dtype)
