@@ -12,11 +12,14 @@ from typing import Any
 
 import saf
 from saf.bench.arms import Arm
+from saf.bench.recorder import Say
 from saf.bench.timing import Budget
+from saf.bench.told import first_sentence
 
 POLL_SECONDS = 0.05
 COMPILE_THREADS = 4
 """Of each process that only compiles; several run at a time."""
+OUT_OF_TIME = "out of time"
 
 
 class Children:
@@ -25,9 +28,10 @@ class Children:
     Each arm has a compiler cache of its own, removed at the end; those that only compile fill the usual one.
     """
 
-    def __init__(self, budget: Budget, workers: int = 1):
+    def __init__(self, budget: Budget, workers: int, say: Say):
         self._budget = budget
         self._workers = workers
+        self._say = say
         self._folder = tempfile.TemporaryDirectory(prefix="saf-bench-")
 
     def __enter__(self) -> "Children":
@@ -37,22 +41,44 @@ class Children:
         self._folder.cleanup()
 
     def run(self, specifications: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run them, `workers` at a time, and return the replies in order; `{"error": reason}` for one without."""
+        """Run them, `workers` at a time, and return the replies in order; `{"error": reason}` for one without.
+
+        One that failed beside others runs again when they have ended, alone: it may have lacked only their memory.
+        """
+        replies, crowded = self._side_by_side(specifications)
+        for number in crowded:
+            if self._budget.fits(0):
+                name, error = Arm(**specifications[number]["arm"]).name, replies[number]["error"]
+                self._say(f"again, alone: {name}, which failed beside others: {error}")
+            replies[number] = self._alone(specifications[number], replies[number])
+        return replies
+
+    def _alone(self, specification: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        (reply,), _ = self._side_by_side([specification])
+        if reply.get("error") == OUT_OF_TIME:
+            return {"error": f"{before['error']} (beside others; no time to run it alone)"}
+        return reply
+
+    def _side_by_side(self, specifications: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the replies, and which of them are errors of processes that had others beside them."""
         waiting = list(enumerate(specifications))
         running: dict[int, _Child] = {}
         replies: dict[int, dict[str, Any]] = {}
+        crowded: set[int] = set()
         try:
             while (waiting or running) and self._budget.fits(0):
                 while waiting and len(running) < self._workers:
                     number, specification = waiting.pop(0)
                     running[number] = _Child(specification, Path(self._folder.name), number)
+                    crowded |= set(running) if len(running) > 1 else set()
                 for number in [number for number, child in running.items() if child.ended]:
                     replies[number] = running.pop(number).reply()
                 time.sleep(POLL_SECONDS)
         finally:
             for child in running.values():
                 child.stop()
-        return [replies.get(number, {"error": "out of time"}) for number in range(len(specifications))]
+        failed = sorted(number for number in crowded & set(replies) if "error" in replies[number])
+        return [replies.get(number, {"error": OUT_OF_TIME}) for number in range(len(specifications))], failed
 
 
 class _Child:
@@ -83,7 +109,7 @@ class _Child:
     def reply(self) -> dict[str, Any]:
         lines, errors = self._answer.read_text().splitlines(), self._errors.read_text().strip().splitlines()
         if self._process.returncode or not lines:
-            reason = errors[-1] if errors else "no output"
+            reason = first_sentence(errors[-1]) if errors else "no output"
             return {"error": f"its process ended with code {self._process.returncode}: {reason}"}
         return json.loads(lines[-1])
 

@@ -13,7 +13,7 @@ from saf.bench.op_points import measure_operators
 from saf.bench.recorder import Recorder, Say, say_on_stderr
 from saf.bench.settings import ModelSettings, OpSettings, Settings
 from saf.bench.shape import shape_of
-from saf.bench.timing import Budget
+from saf.bench.timing import GRAPH, Budget, ways_of
 from saf.errors import InputError
 from saf.ops import BACKENDS
 from saf.ops.live import KERNELS
@@ -64,5 +64,8 @@ def _check_compile(settings: Settings, execution: Execution) -> None:
         raise InputError("flex attention is a kernel only where it is compiled; use --compile on, or leave flex out")
     if isinstance(settings, ModelSettings) and settings.precompile and not execution.compile:
         raise InputError("precompile has no effect where models are not compiled; use --compile on, or leave it out")
-    if isinstance(settings, OpSettings) and settings.compile == "on" and "layer" not in settings.parts and not flex:
-        raise InputError("compile='on' has no effect on frozen heads alone, one operator each; use --compile auto")
+    if isinstance(settings, OpSettings) and settings.compile == "on" and not flex:
+        if "layer" not in settings.parts:
+            raise InputError("compile='on' has no effect on frozen heads alone, one operator each; use --compile auto")
+        if GRAPH not in ways_of(settings.graphs, execution.device):
+            raise InputError("compile='on' has no effect on calls, which are eager; use --compile auto, or time graphs")

@@ -25,7 +25,7 @@ def measure_models(context: Context, settings: ModelSettings, points: Sequence[P
     """Measure every point that there is time for; raise UnsupportedError for graphs without CUDA."""
     variants_of(settings, context.execution.device)
     recorder, longest = context.recorder, 0.0
-    with Children(recorder.budget, settings.workers) as children:
+    with Children(recorder.budget, settings.workers, recorder.say) as children:
         for point in cases_of(settings, points, context.execution.device):
             began = recorder.budget.spent
             if not recorder.budget.begins(longest):
@@ -61,19 +61,19 @@ def _measure_point(context: Context, settings: ModelSettings, point: Point, chil
             build,
             variants=variants_of(settings, context.execution.device),
             work=lambda arm, _: work_of(settings, point, arm),
-            describe=shape.describe,
+            describe=lambda arm, _: shape.describe(arm),
         )
 
 
 def _compile_in_advance(
     context: Context, settings: ModelSettings, point: Point, arms: Sequence[Arm], children: Children
 ) -> None:
-    """Fill the compiler's cache on disk; what fails here is left to the warm-up, and said."""
+    """Fill the compiler's cache on disk; what fails is said and left to the warm-up, so nothing is left out yet."""
     recorder = context.recorder
     replies = children.run([compile_specification(settings, point, arm) for arm in arms])
     failed = [(arm, reply["error"]) for arm, reply in zip(arms, replies, strict=True) if "error" in reply]
     for arm, error in failed:
-        recorder.leave_out(f"{point.name}: compiling {arm.name} in advance", error)
+        recorder.say(f"{point.name} not compiled in advance: {arm.name}: {error}")
     recorder.say(f"{point.name} compiled in advance: {len(arms) - len(failed)} of {len(arms)} arms")
 
 

@@ -1,4 +1,7 @@
-"""One layer's attention as an operator: the call of each arm, its operands, capture and timing."""
+"""One layer's attention as an operator: operands, check, capture and timing of each arm's function.
+
+Calls are eager and replayed graphs of whole layers compiled; `OpCase.runs` says why, and each row how its arm ran.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,17 +12,12 @@ from torch import Tensor
 
 from saf.bench.arms import FREE, Arm
 from saf.bench.check import check_arm
-from saf.bench.flex import FLEX, FlexAttention, causal_blocks
 from saf.bench.op_case import OpCase, variants_of
+from saf.bench.op_function import Function, function_of
 from saf.bench.profiling import kernels_of
-from saf.bench.synthetic import synthetic_patterns
-from saf.bench.timing import event_block, repeats_within, resting_ms
+from saf.bench.timing import GRAPH, event_block, repeats_within, resting_ms
 from saf.cuda_graph import GraphPool, GraphReplay
-from saf.errors import UnsupportedError
-from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
-from saf.pattern import CompactPattern
 
-Function = Callable[..., tuple[Tensor, ...]]
 WORKING_SET = 128 << 20
 """Bytes that the operands of all buffers take at least, more than twice the largest second-level cache."""
 MOST_BUFFERS = 12
@@ -30,36 +28,12 @@ class OpSubject:
 
     def __init__(self, case: OpCase, arm: Arm, pool: GraphPool, *, compiled: bool):
         self._case, self._arm, self._pool = case, arm, pool
-        self._pattern: CompactPattern | None = None
-        function = ordinary(case, arm) if arm.backend is None else self._mixed(arm)
-        # Frozen heads alone, and ordinary kernels, are one operator each: there is nothing to fuse.
-        fusible = arm.kernel == FLEX if arm.backend is None else case.part == "layer"
-        self._function: Function = torch.compile(function) if compiled and fusible else function
+        self._compiled = compiled
+        function, self._pattern = function_of(case, arm)
+        self._functions: dict[str, Function] = {"eager": function, "compiled": torch.compile(function)}
         self._inputs = self._buffers(case.operands(arm))
         self._gradients: list[tuple[Tensor, ...]] = []
         self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
-
-    def _mixed(self, arm: Arm) -> Function:
-        case, layout = self._case, self._case.layout(arm.rate)
-        if arm.kernel == FLEX:
-            raise UnsupportedError("flex is measured for ordinary attention only")
-        generator = torch.Generator().manual_seed(case.settings.seed)
-        self._pattern = synthetic_patterns(layout.num_frozen, case.point.length, generator, case.device)
-        kv_head = layout.kv_head if case.part == "layer" else None
-        frozen = FrozenHeads.from_patterns(
-            self._pattern, backend=str(arm.backend), dtype=case.dtype, device=case.device, kv_head=kv_head
-        )
-        if case.part == "frozen":
-            return lambda value: (frozen_attention(value, frozen),)
-
-        def layer(*operands: Tensor) -> tuple[Tensor, ...]:
-            if len(operands) == 1:
-                return (frozen_attention(operands[0], frozen),)
-            query, key, value = operands
-            parts = split_attention(query, key, value, frozen, kernel=arm.live_kernel)
-            return tuple(part for part in parts if part is not None)
-
-        return layer
 
     def _buffers(self, heads: Sequence[int]) -> list[tuple[Tensor, ...]]:
         """Random operands `[B, heads, T, D]`, laid out as projections leave them, `[B, T, heads, D]`."""
@@ -75,39 +49,45 @@ class OpSubject:
         drawn = torch.randn(shape, generator=generator, device=case.device, dtype=torch.float32)
         return drawn.to(case.dtype).transpose(1, 2)
 
-    def _run(self, direction: str, number: int) -> tuple[Tensor, ...]:
-        """Call once on buffer `number`: outputs, or after "both" the operands' gradients."""
-        inputs = self._inputs[number]
-        if direction == "forward":
+    def _ran(self, variant: str) -> str:
+        return self._case.runs(self._arm, variant, compiled=self._compiled)
+
+    def _run(self, variant: str, number: int) -> tuple[Tensor, ...]:
+        """Call once on buffer `number`: outputs, or of "both" the operands' gradients."""
+        inputs, function = self._inputs[number], self._functions[self._ran(variant)]
+        if variant.startswith("forward"):
             with torch.no_grad():
-                return self._function(*inputs)
-        return torch.autograd.grad(self._function(*inputs), inputs, self._gradients[number])
+                return function(*inputs)
+        return torch.autograd.grad(function(*inputs), inputs, self._gradients[number])
 
     def warm_up(self) -> None:
         """Compare with float64, run untimed, capture graphs; raise AccuracyError for a wrong result."""
         settings, device = self._case.settings, self._case.device
-        outputs = self._run("forward", 0)
-        generator = torch.Generator(device).manual_seed(settings.seed + 1)
-        heads = [output.shape[1] for output in outputs]
-        self._gradients = [tuple(self._random(n, generator) for n in heads) for _ in self._inputs]
-        if self._arm.backend not in (None, FREE):
-            self._check(outputs[-1])
-        for variant in variants_of(settings, device):
-            direction, way = variant.split()
+        variants = variants_of(settings, device)
+        # Each function is checked once, however many variants it serves.
+        for way in {self._ran(variant): variant.split()[1] for variant in variants}.values():
+            outputs = self._run(f"forward {way}", 0)
+            generator = torch.Generator(device).manual_seed(settings.seed + 1)
+            heads = [output.shape[1] for output in outputs]
+            self._gradients = [tuple(self._random(n, generator) for n in heads) for _ in self._inputs]
+            if self._arm.backend not in (None, FREE):
+                self._check(outputs[-1], way)
+        for variant in variants:
 
-            def every(direction: str = direction) -> None:
+            def every(variant: str = variant) -> None:
                 for number in range(len(self._inputs)):
-                    self._run(direction, number)
+                    self._run(variant, number)
 
             for _ in range(settings.warmup):
                 every()
-            call = GraphReplay(every, device=device, pool=self._pool) if way == "graph" else every
+            call = GraphReplay(every, device=device, pool=self._pool) if variant.endswith(GRAPH) else every
             once = event_block(call, repeats=2, device=device)
             self._passes[variant] = call, repeats_within(settings.block_ms, once, settings.repeats)
 
-    def _check(self, output: Tensor) -> None:
+    def _check(self, output: Tensor, way: str) -> None:
         layout, part = self._case.layout(self._arm.rate), self._case.part
-        gradients = self._run("both", 0) if "both" in self._case.settings.directions and not layout.grouped else None
+        backward = "both" in self._case.settings.directions and not layout.grouped
+        gradients = self._run(f"both {way}", 0) if backward else None
         slots = list(range(layout.num_frozen) if part == "frozen" else layout.kv_head[layout.num_live :])
         assert self._pattern is not None
         check_arm(
@@ -126,14 +106,8 @@ class OpSubject:
         return event_block(call, repeats=repeats, device=device, rest=rest) / len(self._inputs)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one call, with its backward pass if that is timed."""
+        """Return the kernels of one call, with its backward pass if that is timed; those of a graph where one is."""
         direction = "both" if "both" in self._case.settings.directions else "forward"
-        return kernels_of(lambda: self._run(direction, 0), self._case.device)
-
-
-def ordinary(case: OpCase, arm: Arm) -> Function:
-    """Return ordinary attention on an arm's kernel."""
-    if arm.kernel == FLEX:
-        flex = FlexAttention(causal_blocks(case.point.length, case.device))
-        return lambda query, key, value: tuple(flex(query, key, value, None, None))
-    return lambda query, key, value: (live_attention(query, key, value, kernel=arm.kernel),)
+        variants = variants_of(self._case.settings, self._case.device)
+        variant = next(variant for variant in variants if variant.startswith(direction))
+        return kernels_of(lambda: self._run(variant, 0), self._case.device)

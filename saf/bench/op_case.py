@@ -1,14 +1,16 @@
 """The shapes of operator benchmarks: heads, operands and work of each arm."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from saf.bench.arms import FREE, Arm
+from saf.bench.flex import FLEX
 from saf.bench.grids import Point
 from saf.bench.settings import OpSettings
 from saf.bench.shape import shape_of
-from saf.bench.timing import ways_of
+from saf.bench.timing import GRAPH, ways_of
 from saf.bench.work import Work, attention_work
 from saf.errors import InputError
 from saf.heads import HeadLayout
@@ -67,6 +69,18 @@ class OpCase:
             return heads, kv_heads, kv_heads
         layout = self.layout(arm.rate)
         return layout.num_live, len(set(layout.kv_head[: layout.num_live])), kv_heads
+
+    def runs(self, arm: Arm, variant: str, *, compiled: bool) -> Literal["compiled", "eager"]:
+        """Return how an arm's function runs where `compiled` asks for the compiler; so do its warm-up and its check.
+
+        Layers with frozen heads are compiled where they are replayed as graphs, as inside a compiled model, and eager
+        where they are called: a compiled function checks its guards at every call, a model once for all its layers,
+        and ordinary attention not at all. Ordinary attention and frozen heads alone are one operator each, which
+        nothing can be fused with, and always eager; flex attention is a kernel only when compiled, and always is.
+        """
+        layer = arm.backend is not None and self.part == "layer" and variant.endswith(GRAPH)
+        flex = arm.backend is None and arm.kernel == FLEX
+        return "compiled" if compiled and (layer or flex) else "eager"
 
     def work(self, arm: Arm, variant: str) -> Work:
         """Return the work of one call."""

@@ -45,12 +45,16 @@ def _measure_case(
         "layer": {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim},
         "dtype": str(case.dtype).removeprefix("torch."),
     }
+    compiled = context.execution.compile
     with clean_process():
         pool = GraphPool()
         context.runner(name, fields, sixteen_bit=case.dtype.itemsize == 2).run(
             comparisons,
-            lambda arm: OpSubject(case, arm, pool, compiled=context.execution.compile),
+            lambda arm: OpSubject(case, arm, pool, compiled=compiled),
             variants=variants,
             work=case.work,
-            describe=lambda arm: {"heads": case.layout(arm.rate).num_frozen if arm.backend else 0},
+            describe=lambda arm, variant: {
+                "heads": case.layout(arm.rate).num_frozen if arm.backend else 0,
+                "ran": case.runs(arm, variant, compiled=compiled),
+            },
         )

@@ -14,6 +14,7 @@ from saf.bench.profiling import attention_kernels, kernel_seen
 from saf.bench.recorder import Recorder
 from saf.bench.rows import Taken, WorkOf, line_of, make_rows
 from saf.bench.settings import Settings
+from saf.bench.told import told
 from saf.bench.work import Peak
 
 RECOMPILES = 64
@@ -37,7 +38,8 @@ class Subject(Protocol):
 
 
 Build = Callable[[Arm], Subject]
-Describe = Callable[[Arm], Mapping[str, Any]]
+Describe = Callable[[Arm, str], Mapping[str, Any]]
+"""What else a row tells of an arm and a variant."""
 
 
 @contextmanager
@@ -91,7 +93,7 @@ class PointRunner:
         *,
         variants: Sequence[str],
         work: WorkOf,
-        describe: Describe = lambda _: {},
+        describe: Describe = lambda *_: {},
     ) -> None:
         """Measure and record; an arm that cannot run is left out with its reason."""
         subjects = self._ready(comparisons, build)
@@ -106,7 +108,7 @@ class PointRunner:
             try:
                 self._round(taken, subjects, number)
             except Exception as error:
-                self.recorder.leave_out(self.name, f"pairs from {number + 1}: {type(error).__name__}: {error}")
+                self.recorder.leave_out(self.name, f"pairs from {number + 1}: {told(error)}")
                 break
             longest = max(longest, time.perf_counter() - began)
             self.recorder.show(self._rows(taken, work, describe))
@@ -147,7 +149,7 @@ class PointRunner:
         try:
             action()
         except Exception as error:
-            self.recorder.leave_out(f"{self.name}: {arm.name}", f"{type(error).__name__}: {error}")
+            self.recorder.leave_out(f"{self.name}: {arm.name}", told(error))
             return False
         return True
 
@@ -187,4 +189,4 @@ class PointRunner:
     def _rows(self, taken: Taken, work: WorkOf, describe: Describe) -> list[dict[str, Any]]:
         enough = {key: pairs for key, pairs in taken.items() if len(pairs) >= self._fewest}
         rows = make_rows(enough, work=work, peak=self.peak, tolerance=self.settings.tolerance)
-        return [{**self.fields, **row, **describe(arm)} for arm, row in rows]
+        return [{**self.fields, **row, **describe(arm, row["variant"])} for arm, row in rows]

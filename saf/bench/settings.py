@@ -108,7 +108,8 @@ class ModelSettings(Settings):
     precompile: bool = False
     """First compile all arms in processes of their own, for the compiler's cache on disk; not with --fresh."""
     workers: int = 1
-    """Processes of --memory and --precompile at a time; more is faster where the device holds several models."""
+    """Processes of --memory and --precompile at a time, faster where the device holds as many models; one that fails
+    beside others runs again alone."""
 
     def __post_init__(self):
         """Check the settings of models too."""
@@ -176,7 +177,7 @@ class OpSettings(Settings):
     directions: tuple[Literal["forward", "both"], ...] = ("forward", "both")
     """Forward alone, forward and backward."""
     graphs: Literal["off", "on", "both"] = "both"
-    """Events around each call, around replays of a CUDA graph (no launch cost), or both."""
+    """Events around each eager call, around replays of a CUDA graph (no launch cost, layers compiled), or both."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Of the operands; bf16 on CUDA, fp32 on CPU."""
     repeats: int = 20

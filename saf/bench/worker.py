@@ -1,12 +1,13 @@
 """One arm of one point in a process of its own: `python -m saf.bench.worker < spec.json`.
 
 The specification is `{"kind", "settings", "point", "arm", "profile"}`; the reply, the last line of standard output,
-is `{"block_ms": {variant: ms}, "peak_memory_bytes", "memory_kind", "kernels"}`.
+is `{"block_ms": {variant: ms}, "peak_memory_bytes", "memory_kind", "kernels"}`, or `{"error": reason}`.
 """
 
 import json
 import resource
 import sys
+import traceback
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from saf.bench.grids import Point
 from saf.bench.runner import clean_process
 from saf.bench.settings import KINDS
 from saf.bench.subjects import build_subject, variants_of
+from saf.bench.told import told
 from saf.cuda_graph import GraphPool
 
 
@@ -50,5 +52,15 @@ def measure(specification: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def main() -> None:
+    """Answer the specification on standard input; an exception is told in short, its traceback on standard error."""
+    try:
+        reply = measure(json.load(sys.stdin))
+    except Exception as error:
+        traceback.print_exc()
+        reply = {"error": told(error)}
+    print(json.dumps(reply))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(json.load(sys.stdin))))
+    main()

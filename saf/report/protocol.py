@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from saf.bench.settings import REST_MS, SETTLE_MS
-from saf.report.measured import Group, Record, baseline_name
+from saf.report.measured import Group, Record, baseline_name, kernel_name
 from saf.report.words import number
 
 
@@ -47,9 +47,19 @@ def _clocks(record: Record) -> str:
 
 
 def compiled(record: Record) -> str:
-    """Say whether a benchmark compiled its models: by default where there is a GPU."""
+    """Say whether a benchmark compiled its models, by default where there is a GPU, or which arms of an operator's."""
+    if any("ran" in row for row in record["rows"]):
+        return _compiled_arms(record["rows"])
     asked = record["settings"]["compile"]
     return "compiled" if asked == "on" or (asked == "auto" and record["environment"]["driver"]) else "not compiled"
+
+
+def _compiled_arms(rows: Sequence[Record]) -> str:
+    """Say which arms ran compiled, of rows that tell it one by one; those of older records do not."""
+    some = [row for row in rows if row.get("ran") == "compiled"]
+    names = ["layers with frozen heads where replayed as graphs"] * any(row["backend"] for row in some)
+    names += dict.fromkeys(kernel_name(row["kernel"]) for row in some if row["backend"] is None)
+    return f"not compiled but for {' and '.join(names)}" if names else "not compiled"
 
 
 def _same(kind: str) -> str:

@@ -51,12 +51,20 @@ def test_peak_memory_alone():
     assert all(entry["bytes"] > 50e6 for entry in record["memory"])
 
 
-def test_a_process_that_fails_is_left_out(monkeypatch):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_process_that_fails_alone_is_left_out(monkeypatch, said, workers):
     monkeypatch.setattr("saf.bench.children.sys.executable", "/bin/false")
-    settings = UpdateSettings(model="tiny", points=("16x1x1",), rates=(0.5,), memory=True, **{**SMALL, "pairs": 0})
-    record = measure(settings)
+    settings = UpdateSettings(
+        model="tiny", points=("16x1x1",), rates=(0.5,), memory=True, workers=workers, **{**SMALL, "pairs": 0}
+    )
+    record = measure(settings, say=said.append)
     assert record["rows"] == record["memory"] == []
-    assert [entry["why"] for entry in record["left_out"]] == ["its process ended with code 1: no output"] * 3
+    arms = ("ordinary auto", "50% toeplitz auto", "50% free auto")
+    assert record["left_out"] == [
+        {"what": f"T=16 B=1 x1: peak memory of {arm}", "why": "its process ended with code 1: no output"}
+        for arm in arms
+    ]
+    assert [any(f"again, alone: {arm}" in line for line in said) for arm in arms] == [workers > 1] * 3
 
 
 def test_prefill():
@@ -93,6 +101,7 @@ def test_op():
         ("layer", None, "frozen", 1), ("layer", None, "frozen", 1), ("layer", None, "free", 1),
         ("layer", None, "frozen", 2), ("layer", None, "frozen", 2), ("layer", None, "free", 2),
     ]  # fmt: skip
+    assert {row["ran"] for row in record["rows"]} == {"eager"}
 
 
 def test_points_beyond_the_budget_are_left_out(said):
@@ -148,6 +157,8 @@ def test_compiling_in_advance_needs_a_compiler():
     settings = OpSettings(parts=("frozen",), others=(), compile="on", **SMALL)
     with pytest.raises(InputError, match="compile='on' has no effect on frozen heads alone"):
         measure(settings)
+    with pytest.raises(InputError, match="compile='on' has no effect on calls"):
+        measure(OpSettings(others=(), compile="on", **SMALL))
 
 
 def test_arms_that_fail_to_compile_in_advance_are_said(monkeypatch, said):
@@ -158,11 +169,12 @@ def test_arms_that_fail_to_compile_in_advance_are_said(monkeypatch, said):
     )  # fmt: skip
     monkeypatch.setattr("saf.bench.model_points.build_subject", _nothing)
     record = measure(settings, say=said.append)
-    assert [entry for entry in record["left_out"] if "in advance" in entry["what"]] == [
-        {"what": f"T=16 B=1 x1: compiling {arm} in advance", "why": "its process ended with code 1: no output"}
-        for arm in ("ordinary auto", "50% toeplitz auto")
-    ]
+    for arm in ("ordinary auto", "50% toeplitz auto"):
+        told = f"T=16 B=1 x1 not compiled in advance: {arm}: its process ended with code 1: no output"
+        assert sum(line.endswith(told) for line in said) == 1
     assert any("compiled in advance: 0 of 2 arms" in line for line in said)
+    # What is missing is what could not be built, not what was tried beforehand.
+    assert {entry["why"] for entry in record["left_out"]} == {"InputError: not built here"}
 
 
 def _nothing(*_: object):

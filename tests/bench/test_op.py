@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -62,10 +64,51 @@ def test_a_rate_that_freezes_nothing():
 
 def test_a_wrong_operator_is_not_timed(monkeypatch):
     subject = OpSubject(case_of("frozen"), Arm("auto", "toeplitz", 0.5), GraphPool(), compiled=False)
-    right = subject._function
-    subject._function = lambda value: (right(value)[0] * 1.01,)
+    right = subject._functions["eager"]
+    subject._functions["eager"] = lambda value: (right(value)[0] * 1.01,)
     with pytest.raises(AccuracyError, match="outputs are wrong"):
         subject.warm_up()
+
+
+@pytest.mark.parametrize(
+    ("part", "arm", "graph", "call"),
+    [
+        ("layer", Arm("cudnn", "toeplitz", 0.5), "compiled", "eager"),
+        ("layer", Arm("cudnn", "free", 0.5), "compiled", "eager"),
+        ("layer", Arm("cudnn"), "eager", "eager"),
+        ("frozen", Arm("cudnn", "toeplitz", 0.5), "eager", "eager"),
+        ("layer", Arm("flex"), "compiled", "compiled"),
+    ],
+)
+def test_no_call_pays_for_guards_that_ordinary_attention_has_not(part, arm, graph, call):
+    case = case_of(part)
+    assert [case.runs(arm, f"both {way}", compiled=True) for way in ("graph", "call")] == [graph, call]
+    assert {case.runs(arm, f"both {way}", compiled=False) for way in ("graph", "call")} == {"eager"}
+
+
+@pytest.mark.parametrize("wrong", [None, "eager", "compiled"])
+def test_each_function_that_is_timed_is_checked(monkeypatch, wrong):
+    """Both take part where graphs are timed beside calls; without a device, a call stands for the replay."""
+    monkeypatch.setattr("saf.bench.op.variants_of", lambda *_: ("forward graph", "forward call"))
+    monkeypatch.setattr("saf.bench.op.GraphReplay", lambda call, **_: call)
+    subject = OpSubject(case_of("layer"), Arm("auto", "toeplitz", 0.5), GraphPool(), compiled=True)
+    right, ran = subject._functions["eager"], []
+
+    def noting(name: str, *operands):
+        ran.append(name)
+        live, frozen = right(*operands)
+        return live, frozen * (1.01 if wrong == name else 1.0)
+
+    subject._functions = {name: partial(noting, name) for name in ("eager", "compiled")}
+    if wrong:
+        with pytest.raises(AccuracyError, match="outputs are wrong"):
+            subject.warm_up()
+        return
+    subject.warm_up()
+    for variant, name in (("forward graph", "compiled"), ("forward call", "eager")):
+        ran.clear()
+        subject.block(variant)
+        assert set(ran) == {name}
 
 
 def test_wrong_gradients_and_nan_are_found(generator):
@@ -118,6 +161,6 @@ def test_graphs_replay_on_cuda(part):
     )
     pool = GraphPool()
     for arm in (Arm("cudnn"), Arm("cudnn", "toeplitz", 0.5)):
-        subject = OpSubject(case, arm, pool, compiled=False)
+        subject = OpSubject(case, arm, pool, compiled=True)
         subject.warm_up()
         assert all(subject.block(variant) > 0 for variant in variants_of(case.settings, case.device))

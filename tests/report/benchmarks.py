@@ -85,7 +85,7 @@ def record(
                 build,
                 variants=variants,
                 work=lambda arm, _: Work(2e12, 1e9),
-                describe=lambda arm: {"heads": round(144 * arm.rate)},
+                describe=lambda arm, _: {"heads": round(144 * arm.rate)},
             )
         for rate, size in (memory or {}).items():
             arm = Arm("cudnn", "toeplitz" if rate else None, rate)

@@ -174,6 +174,24 @@ def test_the_rest_before_an_operators_block_is_told():
     assert "rest" not in protocol(plain, groups_of(plain))
 
 
+def test_which_operators_were_compiled_is_told_row_by_row():
+    fields = {"part": "layer", "alone": None, "layer": {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}}
+    settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",), others=("flex",))
+    times = TIMES | {"ordinary flex": [120.0]}
+    older = record(settings=settings, times=times, others=["flex"], fields=fields, points=[Point(4096, 8)])
+    older["environment"] = older["environment"] | {"driver": "580"}
+    assert ", compiled, in the same process" in protocol(older, groups_of(older))
+
+    def told(compiled) -> str:
+        rows = [row | {"ran": "compiled" if compiled(row) else "eager"} for row in older["rows"]]
+        return protocol(older | {"rows": rows}, groups_of(older))
+
+    assert ", not compiled, in the same process" in told(lambda _: False)
+    words = "not compiled but for layers with frozen heads where replayed as graphs"
+    assert f", {words}, in" in told(lambda row: row["backend"])
+    assert f", {words} and flex attention, in" in told(lambda row: row["backend"] or row["kernel"] == "flex")
+
+
 def test_operators_are_told_by_part_and_have_a_floor():
     fields = {"part": "frozen", "alone": 8, "layer": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}}
     settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))

@@ -8,6 +8,8 @@ SHARED_MEMORY = 232448
 SPILLED = {
     "fused keys": 128,
     "fused grouped": 128,
+    "fused grouped bf16 D96": 512,
+    "fused grouped bf16 D128": 512,
     "fused forward fp32 D192": 16,
     "toeplitz bf16": 64,
     "toeplitz fp16": 64,
@@ -15,8 +17,8 @@ SPILLED = {
 """Bytes of local memory a thread, by start of name; compiler versions differ here.
 
 The key-block kernel holds two sums [keys, channels] beside addresses of every kind of head, in 255 registers; with half
-the keys a program it would read every query block once more. The float32 forward at 192 channels has the smallest
-blocks there are.
+the keys a program it would read every query block once more. Grouped, above 64 channels, eight warps spill a tenth of
+that and take 1.9 times as long. The float32 forward at 192 channels has the smallest blocks there are.
 """
 WGMMA_ROWS = 64
 """Rows of the smallest tile that Hopper's own matrix instructions take; smaller ones go through the older ones."""
@@ -44,7 +46,7 @@ def test_every_kernel_is_compiled(sm90, rows):
 @pytest.mark.slow
 def test_nothing_spills(rows):
     """No register goes to local memory, but for a few bytes where 255 registers are in use."""
-    limits = {name: next((n for start, n in SPILLED.items() if name.startswith(start)), 0) for name in rows}
+    limits = {name: max((n for start, n in SPILLED.items() if name.startswith(start)), default=0) for name in rows}
     assert {name: row["stack"] for name, row in rows.items() if row["stack"] > limits[name]} == {}
 
 

@@ -1,0 +1,47 @@
+"""Errors in few words."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from saf.bench import worker
+from saf.bench.told import MOST, first_sentence, told
+from saf.errors import InputError
+
+MEMORY = (
+    "CUDA out of memory. Tried to allocate 24.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 3.06 GiB is "
+    "free. Process 17 has 20.25 GiB memory in use."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError(MEMORY), "OutOfMemoryError: CUDA out of memory"),
+        (InputError("rates must be shares in [0, 1]; got 1.5"), "InputError: rates must be shares in [0, 1]; got 1.5"),
+        (TypeError("it raised:\nImportError: no ptxas\nmore"), "TypeError: it raised: ImportError: no ptxas"),
+        (ValueError("no such thing\nsecond line"), "ValueError: no such thing"),
+        (KeyError(), "KeyError: no reason given"),
+    ],
+)
+def test_the_type_and_the_first_sentence(error, words):
+    assert told(error) == words
+
+
+def test_a_long_sentence_is_cut():
+    assert first_sentence("a" * MOST) == "a" * MOST
+    assert first_sentence("a" * (MOST + 1)) == "a" * (MOST - 1) + "…"
+
+
+def test_a_process_replies_with_its_error(monkeypatch, capsys):
+    def fails(specification: dict):
+        raise torch.OutOfMemoryError(f"{specification['arm']}: {MEMORY}")
+
+    monkeypatch.setattr(worker, "measure", fails)
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"arm": "one"})))
+    worker.main()
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"error": "OutOfMemoryError: one: CUDA out of memory"}
+    assert "Traceback" in printed.err
