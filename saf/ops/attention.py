@@ -1,5 +1,7 @@
 """`mixed_attention` and `frozen_attention`: validation, head maps and positions; a backend does the mixing."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,10 +82,10 @@ def split_attention(
     live = mixed = None
     if num_live:
         live_key, live_value = _expand(key, value, live_kv)
-        if frozen is not None and start is None and _runs_beside(query, value, frozen):
+        tables = None if frozen is None or start is not None else _tables_beside(query, value, frozen)
+        if frozen is not None and tables is not None:
             frozen.check_call(value, backend)
             selected = take_heads(value, frozen.value_heads(value.shape[1]))
-            tables = frozen.tables(value.dtype)
             return BACKENDS[frozen.backend].beside(query, live_key, live_value, selected, tables, scale, kernel)
         live = live_attention(query, live_key, live_value, scale=scale, start=start, kernel=kernel)
     if frozen is not None:
@@ -91,14 +93,18 @@ def split_attention(
     return live, mixed
 
 
-def _runs_beside(query: Tensor, value: Tensor, frozen: FrozenHeads) -> bool:
-    """Whether live and frozen heads run at the same time: whole sequences, no gradients, a backend that can."""
+def _tables_beside(query: Tensor, value: Tensor, frozen: FrozenHeads) -> dict[str, Any] | None:
+    """Return the tables when live and frozen heads run at the same time, else None.
+
+    That takes whole sequences, no gradients and a backend that can.
+    """
     backend = BACKENDS[frozen.backend]
     if torch.is_grad_enabled() or not hasattr(backend, "beside") or frozen.trainable:
-        return False
-    return query.shape[-2] == value.shape[-2] and backend.runs_beside(
-        value.device, value.dtype, frozen.tables(value.dtype)
-    )
+        return None
+    if query.shape[-2] != value.shape[-2]:
+        return None
+    tables = frozen.tables(value.dtype)
+    return tables if backend.runs_beside(value.device, value.dtype, tables) else None
 
 
 def frozen_attention(

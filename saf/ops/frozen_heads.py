@@ -48,6 +48,8 @@ class FrozenHeads(nn.Module):
         self.backend = backend
         self.max_length = max_length
         self.kv_head = kv_head
+        self.mixes_live: bool = hasattr(BACKENDS[backend], "mixed")
+        """Whether the backend computes live heads in the same launch."""
         self._names: dict[torch.dtype, dict[str, str]] = {}
         self._static: dict[torch.dtype, dict[str, Any]] = {}
 
@@ -137,11 +139,6 @@ class FrozenHeads(nn.Module):
         if max(self.kv_head) >= num_value_heads:
             raise InputError(f"kv_head names value head {max(self.kv_head)}, value has {num_value_heads} heads")
         return self.kv_head[len(self.kv_head) - self.num_frozen :]
-
-    @property
-    def mixes_live(self) -> bool:
-        """Whether the backend computes live heads in the same launch."""
-        return hasattr(BACKENDS[self.backend], "mixed")
 
     def check_call(self, value: Tensor, backend: str) -> None:
         """Raise InputError for values of a wrong shape or longer than the patterns, or for another backend."""

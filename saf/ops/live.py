@@ -1,6 +1,7 @@
 """Ordinary causal attention for live heads, on the best kernel that PyTorch's SDPA has here."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,33 @@ KERNELS = {
     "math": SDPBackend.MATH,
     **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
 }
+SWITCHES = tuple(
+    (backend, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+    for backend, name in (
+        (SDPBackend.CUDNN_ATTENTION, "cudnn"),
+        (SDPBackend.FLASH_ATTENTION, "flash"),
+        (SDPBackend.EFFICIENT_ATTENTION, "mem_efficient"),
+        (SDPBackend.MATH, "math"),
+        (SDPBackend.OVERRIDEABLE, "overrideable"),
+    )
+)
+"""PyTorch's switch of each kernel: what reads it and what sets it. `torch.backends.cuda` has all but the last."""
+
+
+class _Pinned:
+    """What `sdpa_kernel` does for one kernel, at a fraction of its cost to the host."""
+
+    def __init__(self, backend: SDPBackend):
+        self.backend = backend
+
+    def __enter__(self) -> None:
+        self.before = [enabled() for _, enabled, _ in SWITCHES]
+        for backend, _, enable in SWITCHES:
+            enable(backend == self.backend)
+
+    def __exit__(self, *_: Any) -> None:
+        for switch, was in zip(SWITCHES, self.before, strict=True):
+            switch[2](was)
 
 
 def pinned(kernel: str, device: torch.device):
@@ -32,7 +60,8 @@ def pinned(kernel: str, device: torch.device):
         raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")
     if KERNELS[kernel] == SDPBackend.FLASH_ATTENTION and (reason := settle_flash(kernel, device.type)):
         raise UnsupportedError(f"attention kernel {kernel!r} cannot run: {reason}")
-    return sdpa_kernel(KERNELS[kernel])
+    # The compiler knows PyTorch's own context only.
+    return sdpa_kernel(KERNELS[kernel]) if torch.compiler.is_compiling() else _Pinned(KERNELS[kernel])
 
 
 def check_kernel(kernel: str) -> None:

@@ -8,14 +8,15 @@ from saf.errors import InputError
 
 def check_positions(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise InputError unless query `[B, L, Tq, D]`, key and value `[B, K, T, D]` fit together, with Tq at most T."""
-    if not query.dim() == key.dim() == value.dim() == 4:
+    asked, keyed, valued = query.shape, key.shape, value.shape  # read once: each costs the host
+    if not len(asked) == len(keyed) == len(valued) == 4:
         told = _told(query, key, value)
         raise InputError(f"query, key and value must be [batch, heads, positions, head_dim]; got {told}")
-    if not query.shape[0] == key.shape[0] == value.shape[0] or not query.shape[3] == key.shape[3] == value.shape[3]:
+    if not asked[0] == keyed[0] == valued[0] or not asked[3] == keyed[3] == valued[3]:
         raise InputError(f"query, key and value need the same batch and head_dim; got {_told(query, key, value)}")
     if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(value.device.type):
         raise InputError(f"query, key and value need the same dtype; got {query.dtype}, {key.dtype}, {value.dtype}")
-    if key.shape[2] != value.shape[2] or query.shape[2] > value.shape[2]:
+    if keyed[2] != valued[2] or asked[2] > valued[2]:
         raise InputError(
             f"key and value need the same positions, query their last ones; got {_told(query, key, value)}"
         )

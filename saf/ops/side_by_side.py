@@ -12,7 +12,7 @@ from torch import Tensor
 from saf.ops.availability import uses_triton
 from saf.ops.live import live_attention
 from saf.ops.operator import operator
-from saf.ops.toeplitz_operator import float32_products, toeplitz_product
+from saf.ops.toeplitz_operator import kernel_product, toeplitz_product
 
 
 def overlaps(device: torch.device, dtype: torch.dtype) -> bool:
@@ -39,18 +39,16 @@ def side_by_side(
     if not overlaps(query.device, value.dtype):
         live = live_attention(query, key, live_value, scale=scale, kernel=kernel)
         return _by_position(live), _by_position(toeplitz_product(value, table, before, after, False))
-    from saf.ops.triton.toeplitz import toeplitz_matmul
-
-    value = value if value.stride(-1) == 1 else value.contiguous()
-    mixed, precision = _new_by_position(value), float32_products()
     if not torch.cuda.is_current_stream_capturing():
         # Where the host launches every kernel itself, a second stream costs it more than the device gains.
-        toeplitz_matmul(value, table, before, after, transpose=False, out=mixed, precision=precision)
+        mixed = kernel_product(value, table, before, after, False)
         return _by_position(live_attention(query, key, live_value, scale=scale, kernel=kernel)), mixed
+    value = value if value.stride(-1) == 1 else value.contiguous()
+    mixed = _new_by_position(value)
     main, side = torch.cuda.current_stream(query.device), _side_stream(query.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        toeplitz_matmul(value, table, before, after, transpose=False, out=mixed, precision=precision)
+        kernel_product(value, table, before, after, False, out=mixed)
     live = live_attention(query, key, live_value, scale=scale, kernel=kernel)
     # What the side stream read and wrote may be freed and used again only behind it.
     main.wait_stream(side)
@@ -79,6 +77,9 @@ def _new_by_position(like: Tensor) -> Tensor:
 
 def _by_position(heads: Tensor) -> Tensor:
     """Give `[B, H, T, D]` the memory order `[B, T, H, D]`; nothing to do for what PyTorch's fast kernels return."""
+    _, count, length, dim = heads.shape
+    if heads.stride() == (length * count * dim, dim, count * dim, 1):
+        return heads
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -24,7 +24,11 @@ def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
 
 def join_heads(live: Tensor, frozen: Tensor) -> Tensor:
     """Return live heads `[B, L, T, D]` and then frozen ones `[B, F, T, D]` as one tensor, stored as `[B, T, H, D]`."""
-    return _Join.apply(live, frozen)
+    return _Join.apply(live, frozen) if torch.is_grad_enabled() else _joined(live, frozen)
+
+
+def _joined(live: Tensor, frozen: Tensor) -> Tensor:
+    return torch.cat([live.transpose(1, 2), frozen.transpose(1, 2)], dim=2).transpose(1, 2)
 
 
 class _Join(torch.autograd.Function):
@@ -37,7 +41,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, live: Tensor, frozen: Tensor) -> Tensor:
         ctx.counts = [live.shape[1], frozen.shape[1]]
-        return torch.cat([live.transpose(1, 2), frozen.transpose(1, 2)], dim=2).transpose(1, 2)
+        return _joined(live, frozen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:

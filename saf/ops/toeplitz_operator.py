@@ -1,5 +1,9 @@
 """The registered operator `saf::toeplitz`, its plain PyTorch form (blocked matrix products) and its gradient."""
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,6 +71,21 @@ def distance_table(distance: Tensor) -> Tensor:
     return make_tables(distance, kind="shifted" if distance.dtype == torch.float32 else "tiles", dtype=distance.dtype)
 
 
+@cache
+def _matmul() -> Callable[..., Tensor]:
+    """Return the kernel's launcher; an import in every call would cost the host more than it does."""
+    from saf.ops.triton.toeplitz import toeplitz_matmul
+
+    return toeplitz_matmul
+
+
+def kernel_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool, **more: Any) -> Tensor:
+    """`toeplitz_product` where `uses_triton` says so; `more` is `toeplitz_matmul`'s."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    precision = float32_products() if x.dtype == torch.float32 else "ieee"  # of others there is one product
+    return _matmul()(x, table, before, after, transpose=transpose, precision=precision, **more)
+
+
 @operator("saf::toeplitz")
 def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
     """Batch-shared causal convolution between two scalings (docs/method.md), or its adjoint.
@@ -75,10 +94,7 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
     `[B, T, F, D]`.
     """
     if uses_triton(x.device, x.dtype):
-        from saf.ops.triton.toeplitz import toeplitz_matmul
-
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        return toeplitz_matmul(x, table, before, after, transpose=transpose, precision=float32_products())
+        return kernel_product(x, table, before, after, transpose)
     return (reversed_product if transpose else blocked_product)(x, table, before, after)
 
 

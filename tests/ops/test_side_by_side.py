@@ -65,3 +65,12 @@ def test_the_operator_is_registered_as_it_behaves(frozen, heads):
     scales = tables["table"], tables["key_scale"], tables["row_scale"]
     arguments = (query, key, value[:, :3], value[:, 3:], *scales, None, "auto")
     torch.library.opcheck(side_by_side.side_by_side, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_results_already_in_order_of_positions_are_left_alone():
+    ordered = torch.randn(2, 7, 3, 8).transpose(1, 2)
+    assert side_by_side._by_position(ordered) is ordered
+    for heads in (ordered.contiguous(), torch.randn(2, 3, 1, 8), torch.randn(2, 3, 7, 16)[..., :8]):
+        result = side_by_side._by_position(heads)
+        assert torch.equal(result, heads)
+        assert result.transpose(1, 2).is_contiguous()

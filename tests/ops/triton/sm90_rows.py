@@ -13,9 +13,9 @@ from saf.ops.triton.fused_config import choose_fused_config
 from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
 from saf.ops.triton.rule import choose_config
 from saf.ops.triton.tables import TILE
-from saf.ops.triton.toeplitz import kernel_constants, kernel_options, toeplitz_kernel
 from saf.ops.triton.toeplitz_descriptor_kernel import toeplitz_descriptor_kernel
 from saf.ops.triton.toeplitz_kernel import prescale_kernel
+from saf.ops.triton.toeplitz_pointer import kernel_constants, kernel_options, toeplitz_kernel
 from saf.ops.triton.tuning import CANDIDATES
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}

@@ -1,5 +1,7 @@
 """The seam's sweep with the kernels in place, small enough for the interpreter: both backends, every hard pattern."""
 
+from functools import cache
+
 import torch
 
 from tests.ops.hard_patterns import NAMES
@@ -47,7 +49,7 @@ def _kernels_in_place(device: str) -> list[str]:
     """Let the interpreter stand in for a device; the list returned names every kernel launched from then on."""
     import saf.ops.fused
     import saf.ops.toeplitz_operator
-    from saf.ops.triton import fused, launch, toeplitz, toeplitz_descriptor
+    from saf.ops.triton import fused, launch
 
     if device == "cpu":
         saf.ops.fused.supports = lambda device, dtype: None
@@ -58,6 +60,20 @@ def _kernels_in_place(device: str) -> list[str]:
         names.append(kernel.fn.__name__)
         launch.launch(kernel, *arguments, **constants)
 
-    for module in (fused, toeplitz, toeplitz_descriptor):
-        module.launch = noting
+    prepared = _prepared()
+
+    def noting_prepared(self, *tensors, **descriptors) -> None:
+        names.append(self._kernel.fn.__name__)
+        prepared(self, *tensors, **descriptors)
+
+    fused.launch = noting
+    launch.PreparedLaunch.__call__ = noting_prepared
     return names
+
+
+@cache
+def _prepared():
+    """Return what calls a prepared launch, as it was before any case put something else in its place."""
+    from saf.ops.triton.launch import PreparedLaunch
+
+    return PreparedLaunch.__call__

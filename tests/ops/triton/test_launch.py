@@ -5,41 +5,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from kernel_stub import Kernel  # noqa: E402
+
 from saf.ops.triton import launch as module  # noqa: E402
-from saf.ops.triton.launch import launch  # noqa: E402
-
-
-class Kernel:
-    """Stands in for a kernel: counts compilations, and records how compiled ones are called."""
-
-    arg_names = ("x_ptr", "N", "BLOCK", "EVEN")
-
-    def __init__(self):
-        self.compiled = 0
-        self.direct = []
-
-    def __getitem__(self, grid):
-        def first(*args, **constants):
-            self.compiled += 1
-            return Compiled(self)
-
-        return first
-
-
-class Compiled:
-    """Stands in for what Triton compiled."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        return lambda *args: self.kernel.direct.append((grid, args))
+from saf.ops.triton.launch import PreparedLaunch, launch  # noqa: E402
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(module, "_compiled", {})
-    return Kernel()
+    return Kernel("x_ptr", "N", "BLOCK", "EVEN")
 
 
 def call(kernel, x, size=8, **changes):
@@ -97,3 +72,55 @@ def test_the_memory_of_compiled_kernels_is_bounded(kernel, monkeypatch):
     for size in range(10):
         call(kernel, torch.zeros(64), size)
     assert len(module._compiled) <= 3
+
+
+def prepared(kernel):
+    return PreparedLaunch(kernel, (3,), 8, device=torch.device("cpu"), EVEN=True, BLOCK=4, num_warps=2)
+
+
+def test_a_prepared_launch_calls_the_compiled_kernel_with_other_memory(kernel):
+    run, first, second = prepared(kernel), torch.zeros(64), torch.ones(64)
+    run(first)
+    run(second)
+    assert kernel.asked == [{"EVEN": True, "BLOCK": 4, "num_warps": 2}]
+    assert kernel.direct == [((3, 1, 1), (second, 8, 4, True))]
+
+
+def test_a_prepared_launch_shares_what_was_compiled_for_the_same_arguments(kernel):
+    x = torch.zeros(64)
+    call(kernel, x)
+    prepared(kernel)(x)
+    assert kernel.compiled == 1
+
+
+@pytest.mark.parametrize("order", ["aligned first", "aligned last"])
+def test_a_prepared_launch_has_triton_look_at_memory_of_another_alignment(kernel, order):
+    run, calls = prepared(kernel), [torch.zeros(64), torch.zeros(65)[1:]]
+    for x in calls if order == "aligned first" else calls[::-1]:
+        run(x)
+    assert kernel.compiled == 2
+    assert not kernel.direct
+
+
+def test_a_prepared_launch_without_a_compiled_kernel_asks_every_time(kernel):
+    class Interpreted(Kernel):
+        def __getitem__(self, grid):
+            return lambda *args, **constants: self.asked.append(args)
+
+    kernel = Interpreted("x_ptr", "N", "BLOCK", "EVEN")
+    run, x = prepared(kernel), torch.zeros(64)
+    run(x)
+    run(x)
+    assert kernel.asked == [(x, 8), (x, 8)]
+
+
+def test_descriptors_come_first(kernel):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x = torch.zeros(64, 64)
+    descriptor = TensorDescriptor.from_tensor(x, [8, 8])
+    kernel = Kernel("x_desc", "out_ptr", "N", "BLOCK", "EVEN")
+    run = prepared(kernel)
+    for _ in range(2):
+        run(x, descriptors=(descriptor,))
+    assert kernel.direct == [((3, 1, 1), (descriptor, x, 8, 4, True))]

@@ -1,0 +1,190 @@
+"""A product is planned once for a layout; whatever may change its launches has it planned anew."""
+
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from kernel_stub import Kernel  # noqa: E402
+
+from saf.errors import InputError  # noqa: E402
+from saf.ops.triton import choices, prescale, toeplitz, toeplitz_descriptor, toeplitz_pointer  # noqa: E402
+from saf.ops.triton import launch as launching  # noqa: E402
+from saf.ops.triton.config import Config  # noqa: E402
+from saf.ops.triton.tables import make_tables  # noqa: E402
+from saf.ops.triton.toeplitz import toeplitz_matmul  # noqa: E402
+
+CUDA = torch.device("cuda", 0)
+POINTER = Config(tables="shifted", prescale="tile", block_m=64, block_n=32, block_k=32)
+DESCRIPTOR = Config(loads="descriptor", block_n=64)
+PLACES = {
+    "toeplitz_kernel": toeplitz_pointer,
+    "toeplitz_descriptor_kernel": toeplitz_descriptor,
+    "prescale_kernel": prescale,
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels that record their launches, and nothing remembered."""
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(toeplitz, "_plans", {})
+    stubs = {name: Kernel(*getattr(place, name).arg_names) for name, place in PLACES.items()}
+    for name, place in PLACES.items():
+        monkeypatch.setattr(place, name, stubs[name])
+    return stubs
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The configurations of all plans that are made."""
+    made, original = [], toeplitz._planned
+
+    def recording(*arguments):
+        made.append(arguments[6])
+        return original(*arguments)
+
+    monkeypatch.setattr(toeplitz, "_planned", recording)
+    return made
+
+
+def operands(*, kind="shifted", dtype=torch.float32, batch=1, length=64, extra=0) -> dict:
+    tables = make_tables(torch.rand(2, length + extra), kind=kind, dtype=dtype)
+    x = torch.randn(batch, length, 2, 64).to(dtype).transpose(1, 2)
+    return {"x": x, "tables": tables, "pre": torch.rand(2, length + extra), "post": torch.rand(2, length + extra)}
+
+
+def test_the_second_call_only_launches(kernels, planned):
+    for _ in range(2):
+        given = operands()
+        out = toeplitz_matmul(**given, transpose=False, config=POINTER)
+    kernel = kernels["toeplitz_kernel"]
+    assert len(planned) == kernel.compiled == len(kernel.direct) == 1
+    grid, args = kernel.direct[0]
+    assert grid == (4, 1, 1)
+    assert all(have is want for have, want in zip(args, (*given.values(), out), strict=False))
+    named = dict(zip(kernel.arg_names, args, strict=True))
+    assert (named["T"], named["N"], named["BM"], named["TRANSPOSE"], named["x_stride_t"]) == (64, 64, 64, False, 128)
+    assert out.shape == given["x"].shape
+    assert out.stride() == given["x"].stride()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": lambda x: x.contiguous()},
+        {"x": lambda x: torch.cat([x, x])},
+        {"tables": lambda tables: torch.cat([tables, tables[..., -256:]], dim=-1)},
+        {"pre": lambda pre: torch.cat([pre, pre], dim=1)},
+        {"post": lambda post: torch.cat([post, post], dim=1)[:, :64]},
+        {"transpose": lambda _: True},
+        {"precision": lambda _: "tf32"},
+        {"config": lambda _: Config(tables="shifted", prescale="tile", block_m=32, block_n=32, block_k=32)},
+        {"out": lambda _: torch.empty(1, 2, 64, 64)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_any_other_layout_or_setting_is_planned_for_itself(kernels, planned, change):
+    given = operands() | {"transpose": False, "config": POINTER, "precision": "ieee"}
+    toeplitz_matmul(**given)
+    name, made = next(iter(change.items()))
+    given[name] = made(given.get(name))
+    for _ in range(2):
+        toeplitz_matmul(**given)
+    assert len(planned) == kernels["toeplitz_kernel"].compiled == 2
+    assert len(kernels["toeplitz_kernel"].direct) == 1
+
+
+def test_memory_of_another_alignment_is_looked_at_again(kernels, planned):
+    given = operands()
+    for x in (given["x"], torch.zeros(64 * 128 + 1)[1:].view(1, 64, 2, 64).transpose(1, 2), given["x"]):
+        toeplitz_matmul(**given | {"x": x}, transpose=False, config=POINTER)
+    assert len(planned) == 1
+    assert kernels["toeplitz_kernel"].compiled == 2
+    assert len(kernels["toeplitz_kernel"].direct) == 1
+
+
+def test_a_kept_choice_replaces_the_plan(kernels, planned, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    rule = toeplitz.config_for
+    monkeypatch.setattr(toeplitz, "choices_of", lambda device: choices.choices_of(CUDA))
+    monkeypatch.setattr(toeplitz, "config_for", lambda **shape: rule(**shape | {"device": CUDA}))
+    choices.choices_of.cache_clear()
+    given = operands()
+    for _ in range(2):
+        toeplitz_matmul(**given, transpose=False)
+    assert len(planned) == 1
+    shape = {"length": 64, "batch": 1, "heads": 2, "dim": 64, "dtype": torch.float32, "transpose": False}
+    choices.keep_choice(CUDA, choices.shape_key(**shape), POINTER, 1.0)
+    for _ in range(2):
+        toeplitz_matmul(**given, transpose=False)
+    choices.choices_of.cache_clear()
+    assert len(planned) == 2
+    assert planned[0] != planned[1] == POINTER
+
+
+def test_what_does_not_fit_is_refused_every_time(kernels):
+    given = operands()
+    toeplitz_matmul(**given, transpose=False, config=POINTER)
+    for _ in range(2):
+        with pytest.raises(InputError, match="pre must cover 2 heads and 64 positions"):
+            toeplitz_matmul(**given | {"pre": given["pre"][:, :63]}, transpose=False, config=POINTER)
+        with pytest.raises(InputError, match="choose loads='pointer'"):
+            toeplitz_matmul(**operands(kind="tiles"), transpose=False, config=DESCRIPTOR)
+
+
+@pytest.mark.parametrize("config", [POINTER, DESCRIPTOR], ids=lambda config: config.loads)
+def test_plans_keep_no_memory_alive(kernels, config):
+    half = config is DESCRIPTOR
+    given = operands(kind=config.tables, dtype=torch.float16 if half else torch.float32)
+    given["out"] = toeplitz_matmul(**given, transpose=False, config=config)
+    for _ in range(2):
+        toeplitz_matmul(**given, transpose=False, config=config)
+    for kernel in kernels.values():
+        kernel.direct.clear()
+    left = [weakref.ref(tensor) for tensor in given.values()]
+    del given
+    assert [tensor() for tensor in left] == [None] * 5
+
+
+def test_descriptors_of_a_repeated_call_are_those_triton_would_check(kernels):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    for _ in range(2):
+        given = operands(kind="tiles", dtype=torch.float16, length=300, batch=2)
+        toeplitz_matmul(**given, transpose=False, config=DESCRIPTOR)
+    assert len(kernels["prescale_kernel"].direct) == 1
+    scaled = kernels["prescale_kernel"].direct[0][1][2]
+    made = kernels["toeplitz_descriptor_kernel"].direct[0][1][:2]
+    stacked = given["tables"].view(-1, 128)
+    for have, memory, block in zip(made, (scaled, stacked), ([1, 64, 64], [128, 64]), strict=True):
+        want = TensorDescriptor.from_tensor(memory, block)
+        assert have.base.data_ptr() == want.base.data_ptr()
+        assert {**vars(have), "base": None} == {**vars(want), "base": None}
+    assert scaled.shape == (2, 300, 128)
+
+
+def test_plans_are_bounded(kernels, monkeypatch):
+    monkeypatch.setattr(toeplitz, "MOST", 3)
+    for length in range(1, 10):
+        toeplitz_matmul(**operands(length=length), transpose=False, config=POINTER)
+    assert len(toeplitz._plans) <= 3
+
+
+def test_nothing_is_launched_for_no_elements(kernels):
+    given = operands(batch=0)
+    for _ in range(2):
+        assert toeplitz_matmul(**given, transpose=False, config=POINTER).shape == (0, 2, 64, 64)
+    assert not kernels["toeplitz_kernel"].asked
+
+
+def test_memory_that_descriptors_cannot_describe_is_refused_every_time():
+    described = toeplitz_descriptor.Described((4, 64), [4, 64])
+    memory = torch.zeros(4 * 64 + 1, dtype=torch.float16)
+    described(memory[:-1].view(4, 64))
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="16-byte aligned"):
+            described(memory[1:].view(4, 64))
