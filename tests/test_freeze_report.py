@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import saf
 from saf.errors import CheckpointError
 from saf.models import GPT
-from tests.test_freeze import LENGTH, SHAPE, make, tokens
+from tests.freezing import LENGTH, SHAPE, make, tokens
 
 
 def test_the_report_prints_and_saves(tmp_path):

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from saf.bench.arms import Arm
+from saf.bench.clean_process import clean_process
 from saf.bench.environment import environment
 from saf.bench.grids import points_of
 from saf.bench.models import ModelPlan
 from saf.bench.pairs import measure_pair, refused, summary
 from saf.bench.recorder import Recorder, say_on_stderr
-from saf.bench.runner import clean_process
 from saf.bench.settings import UpdateSettings
 from saf.bench.synthetic import random_tokens
 from saf.bench.timing import Budget, wait_for

@@ -15,8 +15,9 @@ from saf.evaluate.paired import window_losses
 from saf.freeze_config import FreezeConfig
 from saf.freeze_patterns import make_patterns
 from saf.heads import HeadSet
+from saf.ranking import ranking
 from saf.scores import SCORES, needed_by, score
-from saf.selection import budget, ranking
+from saf.selection import budget
 from saf.statistics import AttentionStatistics
 from saf.stopwatch import Stopwatch
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from saf.bench.calibration_point import CalibrationPoint, record_fits
 from saf.bench.calibration_settings import CalibrationSettings
+from saf.bench.clean_process import clean_process
 from saf.bench.environment import environment
 from saf.bench.fits import read_goals
 from saf.bench.grids import Point, parse_shape
 from saf.bench.recorder import Recorder, Say, say_on_stderr
-from saf.bench.runner import clean_process
 from saf.bench.timing import Budget
 from saf.errors import InputError
 from saf.models import preset

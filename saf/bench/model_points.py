@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from saf.bench.arms import Arm, arms_of
 from saf.bench.children import Children
+from saf.bench.clean_process import clean_process
 from saf.bench.context import Context
 from saf.bench.grids import Point, rates_of
 from saf.bench.models import ModelPlan
-from saf.bench.runner import Subject, clean_process
+from saf.bench.runner import Subject
 from saf.bench.settings import ModelSettings
 from saf.bench.subjects import (
     FreshSubject,

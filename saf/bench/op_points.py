@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from saf.bench.clean_process import clean_process
 from saf.bench.context import Context
 from saf.bench.grids import Point, rates_of
 from saf.bench.op import OpSubject
 from saf.bench.op_case import OpCase, variants_of
-from saf.bench.runner import clean_process
 from saf.bench.settings import OpSettings
 from saf.cuda_graph import GraphPool
 

@@ -1,9 +1,7 @@
 """Measuring one point: every arm made ready, then compared with its baseline in interleaved ABBA pairs."""
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +14,6 @@ from saf.bench.rows import Taken, WorkOf, line_of, make_rows
 from saf.bench.settings import Settings
 from saf.bench.told import told
 from saf.bench.work import Peak
-
-RECOMPILES = 64
-"""Graphs of one function that the compiler may hold: an arm each, and some to spare."""
 
 
 class Subject(Protocol):
@@ -40,30 +35,6 @@ class Subject(Protocol):
 Build = Callable[[Arm], Subject]
 Describe = Callable[[Arm, str], Mapping[str, Any]]
 """What else a row tells of an arm and a variant."""
-
-
-@contextmanager
-def clean_process() -> Iterator[None]:
-    """Begin a point with an empty compiler and allocator cache, and leave them so.
-
-    Compiled forward and backward graphs are always traced here: the attention kernel that an arm pins is no part
-    of the key under which the cache of such graphs would hand them to another arm.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
-        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
-        _forget()
-        try:
-            yield
-        finally:
-            _forget()
-
-
-def _forget() -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class PointRunner:

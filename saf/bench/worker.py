@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from saf.bench.arms import Arm
+from saf.bench.clean_process import clean_process
 from saf.bench.free import free_backend
 from saf.bench.grids import Point
-from saf.bench.runner import clean_process
 from saf.bench.settings import KINDS
 from saf.bench.subjects import build_subject, variants_of
 from saf.bench.told import told

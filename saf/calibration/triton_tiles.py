@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saf.calibration.backends import MAX_DIM
+from saf.calibration.lse_kernel import lse_kernel
+from saf.calibration.tile_config import TileConfig, choose_tile_config, tile_constants
+from saf.calibration.tile_kernel import tile_kernel
 from saf.calibration.tiles import LayerStatistics
-from saf.calibration.triton_kernels import lse_kernel, tile_kernel
 from saf.errors import InputError
 from saf.ops.availability import TRITON_DTYPES
 from saf.ops.triton.launch import launch
@@ -20,35 +21,6 @@ SCRATCH_BYTES = 1 << 28
 """Memory for the sums of tiles; longer inputs are taken in several bands of rows."""
 TOLERANCE = 5e-6
 """Largest relative error of the marginals from normalising a block of rows as one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileConfig:
-    """How the loop is cut.
-
-    Attributes:
-        block_m: Query rows of a tile.
-        block_n: Keys of a tile; divides `block_m`.
-        num_warps: Warps a program.
-        num_stages: Depth of the software pipeline over sequences.
-        max_registers: Registers a thread of the tile kernel at most, 0 for no limit.
-        precision: Of float32 products: "ieee", "tf32x3" or "tf32".
-    """
-
-    block_m: int = 64
-    block_n: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
-    max_registers: int = 0
-    precision: str = "tf32x3"
-
-    def __post_init__(self):
-        """Raise InputError for blocks the kernels cannot take."""
-        if any(size & (size - 1) or size < 16 for size in (self.block_m, self.block_n)) or self.block_m < self.block_n:
-            raise InputError(
-                "block_m and block_n must be powers of two of at least 16, block_m no smaller than block_n; got "
-                f"{self.block_m} and {self.block_n}"
-            )
 
 
 class Sums(NamedTuple):
@@ -62,21 +34,6 @@ class Sums(NamedTuple):
     """`[heads, blocks, T]` float32: F, summed over the rows of a block."""
     diagonal: Tensor
     """`[heads, blocks, R + 1, J, block_n]` float32: F, summed over those of one distance."""
-
-
-def choose_tile_config(*, dim: int, dtype: torch.dtype) -> TileConfig:
-    """Pick a configuration for D channels by rule, as measured on an H200 (docs/log.md).
-
-    float32 products are three tf32 products: eight times faster than plain float32, statistics within 1e-6 of it.
-    """
-    if dtype == torch.float32:
-        if dim <= 64:
-            return TileConfig(block_m=128, num_warps=8, num_stages=2)
-        return TileConfig(block_n=32, num_stages=2 if dim <= 128 else 1)
-    if dim <= 96:
-        # At most 168 registers leave room for three programs on a multiprocessor.
-        return TileConfig(num_stages=3, max_registers=168)
-    return TileConfig(block_n=64 if dim <= 128 else 32)
 
 
 def measure_by_kernel(
@@ -189,19 +146,6 @@ class _Loop:
                 )  # fmt: skip
         row = row[..., : self.length - first * rows]
         return Sums(scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal)
-
-
-def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int | bool | str]:
-    """Return the compile-time arguments that both kernels share."""
-    padded = max(16, 1 << (dim - 1).bit_length())
-    half = padded // 2
-    rest = max(16, 1 << (dim - half - 1).bit_length()) if dim > half else 0
-    # 96 channels are 64 and 32, not 128; and 256 at a time would not fit into registers.
-    first, second = (half, rest) if dim > 16 and (half + rest < padded or padded > 128) else (padded, 0)
-    return {
-        "D": dim, "D0": first, "D1": second, "BM": config.block_m, "BN": config.block_n,
-        "EVEN": length % config.block_m == 0, "PRECISION": config.precision, "STAGES": config.num_stages,
-    }  # fmt: skip
 
 
 def _middle(normaliser: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,9 @@ from saf.cli.output import columns
 from saf.fit import CONSTANT_AFTER, fit_variants
 from saf.heads import HeadSet
 from saf.heldout import HeldOutFit, fit_heldout
+from saf.ranking import ranking
 from saf.scores import score
-from saf.selection import budget, ranking
+from saf.selection import budget
 
 
 @dataclass(kw_only=True)

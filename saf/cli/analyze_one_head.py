@@ -13,7 +13,8 @@ from saf.cli.output import columns
 from saf.files import write_json
 from saf.fit import CONSTANT_AFTER, fit_variants
 from saf.freeze_config import FreezeConfig
-from saf.selection import budget, ranking
+from saf.ranking import ranking
+from saf.selection import budget
 from saf.train.batches import heldout_batches
 from saf.train.gradients import recorded_gradient
 

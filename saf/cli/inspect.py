@@ -1,14 +1,14 @@
 """`saf inspect`: what a folder written by `saf` holds, and whether it is whole."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from saf.cli.inspect_patterns import pattern_storage, patterns_by_layer, stored_cell, stored_words
+from saf.cli.inspect_patterns import frozen_heads, pattern_storage, patterns_by_layer
+from saf.cli.inspect_words import fit_words, head_words, kind_words, layer_table, shape_words
 from saf.cli.output import columns, facts, megabytes, show
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
@@ -73,14 +73,14 @@ def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
     rows = {
         "update": result["update"],
         "tokens": result["tokens"],
-        "model": _shape(state["model"]),
-        "heads": _head_words(heads),
+        "model": shape_words(state["model"]),
+        "heads": head_words(heads),
         "hash": result["hash"],
         "parent": result["parent"] or "none",
         "data": result["data_fingerprint"],
     }
     files = [[name, megabytes(entry["bytes"]), entry["sha256"][:16]] for name, entry in manifest["files"].items()]
-    tables: list[Any] = [facts(f"checkpoint {path}", rows), *_layer_table(result)]
+    tables: list[Any] = [facts(f"checkpoint {path}", rows), *layer_table(result)]
     return result, [*tables, columns("files, all sums verified", ["file", "size", "SHA-256"], files)]
 
 
@@ -112,14 +112,14 @@ def run_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "updates": result["updates"],
         "tokens": result["tokens"],
         "perplexity, held out": final.get("report_perplexity") and f"{final['report_perplexity']:.4f}",
-        "model": _shape(run.config.get("model") or {}),
-        "heads": _head_words({"frozen": run.frozen_heads, "num_heads": run.num_heads}),
-        "fits": _fit_words(result),
+        "model": shape_words(run.config.get("model") or {}),
+        "heads": head_words({"frozen": run.frozen_heads, "num_heads": run.num_heads}),
+        "fits": fit_words(result),
         "parent": (run.config.get("parent") or {}).get("path"),
         "data": (run.config.get("data") or {}).get("fingerprint"),
     }
     table = [[e["name"], (e["hash"] or "")[:16], "whole" if e["problem"] is None else "damaged"] for e in kept]
-    tables: list[Any] = [facts(f"run {path}", rows), *_layer_table(result)]
+    tables: list[Any] = [facts(f"run {path}", rows), *layer_table(result)]
     return result, [*tables, columns("checkpoints", ["name", "hash", "state"], table)]
 
 
@@ -154,20 +154,12 @@ def saved_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
     }
     result["storage"] = pattern_storage(result)
     rows = {
-        "heads": _head_words(heads),
-        "patterns": _kind_words(kinds),
+        "heads": head_words(heads),
+        "patterns": kind_words(kinds),
         "can be undone": f"{undo} of {len(heads['frozen'])} heads",
         **{f"SHA-256 of {name}": value for name, value in sums.items()},
     }
-    return result, [facts(f"saved model {path}", rows), *_layer_table(result)]
-
-
-def frozen_heads(path: Path) -> dict[str, Any]:
-    """Return what a folder's saf.json tells of frozen heads: `frozen` pairs, the heads of the model and of a layer."""
-    layers = read_json(path / "saf.json")["layers"]
-    frozen = [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]
-    most = max(layer["num_heads"] for layer in layers)
-    return {"frozen": frozen, "num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
+    return result, [facts(f"saved model {path}", rows), *layer_table(result)]
 
 
 def _verified(folder: Path) -> dict[str, Any]:
@@ -175,51 +167,6 @@ def _verified(folder: Path) -> dict[str, Any]:
         return {"name": folder.name, "hash": verify(folder)["hash"], "problem": None}
     except CheckpointError as error:
         return {"name": folder.name, "hash": None, "problem": str(error)}
-
-
-def _layer_table(result: Mapping[str, Any]) -> list[Any]:
-    layers = sorted({layer for layer, _ in result["frozen"]})
-    rows = [[str(layer), " ".join(str(head) for at, head in result["frozen"] if at == layer)] for layer in layers]
-    if "patterns" not in result:
-        return [columns("frozen heads", ["layer", "heads"], rows)] if rows else []
-    for row, found in zip(rows, result["patterns"], strict=True):
-        row += [_kind_words(found["kinds"]), stored_cell(found["stored"]), str(found["length"]), found["sha256"][:16]]
-    if not rows:
-        return []
-    head = ["layer", "heads", "patterns", "stored as T x T", "length", "SHA-256"]
-    told = [_storage_words(result["storage"]), stored_words(result["patterns"])]
-    return [columns("frozen heads", head, rows), *told]
-
-
-def _storage_words(storage: Mapping[str, int]) -> str:
-    sizes = ", ".join(f"{name.replace('_', ' ')} {megabytes(size)}" for name, size in storage.items())
-    return f"patterns in float32: {sizes}"
-
-
-def _kind_words(kinds: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
-
-
-def _head_words(heads: Mapping[str, Any]) -> str:
-    return f"{len(heads['frozen'])} of {heads['num_heads']} frozen"
-
-
-def _fit_words(result: Mapping[str, Any]) -> str | None:
-    """Tell how good the fits of a freezing event are; older records have no certificates."""
-    if not result["fit_kl"]:
-        return None
-    words = f"KL at most {max(kl for *_, kl in result['fit_kl']):.4f} nats"
-    frozen = [each for each in result["certificates"] if each["head"] in result["frozen"]]
-    if not frozen:
-        return words
-    met = sum(each["converged"] for each in frozen)
-    worst = max(max(each["max_relative_abs"], each["max_relative_rel"]) for each in frozen)
-    return f"{words}; {met} of {len(frozen)} converged, marginals within {worst:.1e}"
-
-
-def _shape(model: Mapping[str, Any]) -> str:
-    names = ("num_layers", "num_heads", "hidden_size", "max_length", "vocab_size", "position")
-    return ", ".join(f"{name} {model[name]}" for name in names if name in model)
 
 
 COMMAND = Inspect

@@ -19,6 +19,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of values, where most models run; which one a checkpoint will meet is not known."""
 
 
+def frozen_heads(path: Path) -> dict[str, Any]:
+    """Return what a folder's saf.json tells of frozen heads: `frozen` pairs, the heads of the model and of a layer."""
+    layers = read_json(path / "saf.json")["layers"]
+    frozen = [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]
+    most = max(layer["num_heads"] for layer in layers)
+    return {"frozen": frozen, "num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
+
+
 def patterns_by_layer(path: Path, frozen: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Return each layer's frozen patterns: how many of each kind, their length in tokens, one SHA-256 of their values.
 
@@ -63,23 +71,6 @@ def _not_held(patterns: Sequence[CompactPattern]) -> dict[str, int]:
         str(dtype).removeprefix("torch."): 0 if together is None else int((~holds(together, dtype)).sum())
         for dtype in DTYPES
     }
-
-
-def stored_cell(stored: Mapping[str, int]) -> str:
-    """Return in a few words how many heads of a layer are stored as T x T matrices."""
-    told = [f"{count} {'dense' if why == 'dense' else f'in {why}'}" for why, count in stored.items() if count]
-    return ", ".join(told) or "none"
-
-
-def stored_words(layers: Sequence[Mapping[str, Any]]) -> str:
-    """Return in a sentence how many heads of all layers are stored as T x T matrices, and why."""
-    totals = {why: sum(layer["stored"][why] for layer in layers) for why in layers[0]["stored"]}
-    told = [
-        f"{count} whose pattern is dense" if why == "dense" else f"{count} that {why} cannot hold as tables"
-        for why, count in totals.items()
-        if count
-    ]
-    return f"heads that backend toeplitz stores as T x T: {', '.join(told) or 'none'}"
 
 
 def pattern_storage(result: Mapping[str, Any]) -> dict[str, int]:

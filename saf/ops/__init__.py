@@ -1,13 +1,15 @@
 """The seam: how a layer with live and frozen heads is computed, one function, several backends.
 
-`attention` checks and hands on; `backends` lists what mixes: `reference`, `fused` (its operator in `fused_operator`)
+`attention` hands live heads to `live` and `flash`, frozen ones to `frozen`; `value_heads` says which values each reads,
+`frozen_heads` holds the patterns. `backends` lists what mixes: `reference`, `fused` (its operator in `fused_operator`)
 and `toeplitz`, whose product is registered in `toeplitz_operator`, runs beside live heads in `side_by_side` and trains
-in `pattern_gradient`. Live heads run in `live` and `flash`. `gelu` and `softmax_gradient` serve the decoder around
-them. The kernels of each are in `triton`, in files of the same names.
+in `pattern_gradient`. `gelu` and `softmax_gradient` serve the decoder around them. The kernels of each are in `triton`,
+in files of the same names.
 """
 
-from saf.ops.attention import frozen_attention, mixed_attention, split_attention
+from saf.ops.attention import mixed_attention, split_attention
 from saf.ops.backends import BACKENDS, choose_backend, explain
+from saf.ops.frozen import frozen_attention
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.live import live_attention
 from saf.ops.trainable_pattern import TrainablePattern

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops import fused, reference, toeplitz
+from saf.ops.trainable_pattern import TrainablePattern
 
 
 class Backend(Protocol):
@@ -73,6 +74,16 @@ def _obstacle(name: str, device: torch.device, dtypes: Sequence[torch.dtype], tr
     if trainable and not hasattr(BACKENDS[name], "forward_trainable"):
         return "it has no gradients for key and distance logits (trainable=True)"
     return next(filter(None, (BACKENDS[name].supports(device, dtype) for dtype in dtypes)), None)
+
+
+def check_trainable(name: str, patterns: Sequence[TrainablePattern], dtypes: Sequence[torch.dtype]) -> None:
+    """Raise UnsupportedError when a backend cannot train one of the patterns with values of one of the dtypes."""
+    if not patterns:
+        return
+    logits = [torch.stack([getattr(one, logit).detach() for one in patterns]) for logit in ("alpha", "rho")]
+    for dtype in dtypes:
+        if reason := BACKENDS[name].untrainable(*logits, dtype):
+            raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
 
 
 def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:

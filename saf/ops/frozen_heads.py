@@ -7,25 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.errors import InputError, UnsupportedError
-from saf.ops.backends import BACKENDS, choose_backend
+from saf.errors import InputError
+from saf.ops.backends import BACKENDS, check_trainable, choose_backend
+from saf.ops.pattern_list import Pattern, as_list, own
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern, DensePattern
-
-Pattern = CompactPattern | DensePattern | TrainablePattern
-
-
-def as_list(pattern: Pattern | Sequence[Pattern]) -> list[Pattern]:
-    """Return one pattern per head from a batched `[F, ...]` pattern or a list of patterns."""
-    if isinstance(pattern, TrainablePattern):
-        return [pattern]
-    if isinstance(pattern, CompactPattern | DensePattern):
-        if len(pattern.shape) == 0:
-            return [pattern]
-        if len(pattern.shape) != 1:
-            raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {pattern.shape}")
-        return [pattern[index] for index in range(pattern.shape[0])]
-    return [single for item in pattern for single in as_list(item)]
 
 
 class FrozenHeads(nn.Module):
@@ -44,7 +30,7 @@ class FrozenHeads(nn.Module):
         for slot, one in enumerate(patterns):
             if isinstance(one, TrainablePattern):
                 self.add_module(f"pattern_{slot}", one)
-        self.patterns = [one if isinstance(one, TrainablePattern) else _own(one) for one in patterns]
+        self.patterns = [one if isinstance(one, TrainablePattern) else own(one) for one in patterns]
         self.backend = backend
         self.max_length = max_length
         self.kv_head = kv_head
@@ -85,7 +71,7 @@ class FrozenHeads(nn.Module):
         trained = [single for single in patterns if isinstance(single, TrainablePattern)]
         fixed = [single for single in patterns if not isinstance(single, TrainablePattern)]
         name = choose_backend(backend, device=torch.device(device), dtypes=dtypes, trainable=bool(trained))
-        _check_trainable(trained, name, dtypes)
+        check_trainable(name, trained, dtypes)
         heads = cls(patterns, name, lengths.pop(), slots).to(device)
         for one in dtypes:
             heads._prepare(one, fixed, torch.device(device))
@@ -196,21 +182,3 @@ class FrozenHeads(nn.Module):
             tables = self.tables(dtype)
             twin._add_tables(dtype, {k: t.clone() if isinstance(t, Tensor) else t for k, t in tables.items()})
         return twin.train(self.training)
-
-
-def _own(pattern: CompactPattern | DensePattern) -> CompactPattern | DensePattern:
-    """Return a pattern on the CPU that does not keep the batch alive which it was a part of."""
-    moved = pattern.to(device="cpu")
-    if isinstance(moved, DensePattern) and moved.weights.untyped_storage().nbytes() > moved.weights.nbytes:
-        return DensePattern(moved.weights.clone())
-    return moved
-
-
-def _check_trainable(patterns: Sequence[TrainablePattern], backend: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise UnsupportedError when a backend cannot train one of the patterns with values of one of the dtypes."""
-    if not patterns:
-        return
-    logits = [torch.stack([getattr(one, name).detach() for one in patterns]) for name in ("alpha", "rho")]
-    for dtype in dtypes:
-        if reason := BACKENDS[backend].untrainable(*logits, dtype):
-            raise UnsupportedError(f"backend {backend!r} cannot train these patterns: {reason}")

@@ -62,3 +62,12 @@ def left_padding(attention_mask: Tensor) -> Tensor:
     elif not usable:
         raise InputError(told)
     return start
+
+
+def shift_rows(x: Tensor, start: Tensor) -> Tensor:
+    """Move row b of `x [B, F, T, D]` left by `start[b]` positions (right when negative), filling with zeros."""
+    length = x.shape[-2]
+    source = torch.arange(length, device=x.device) + start[:, None]
+    inside = (source >= 0) & (source < length)
+    index = source.clamp(0, length - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
+    return x.gather(2, index) * inside[:, None, :, None]

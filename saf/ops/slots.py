@@ -11,9 +11,20 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     """Return the named heads of `x [B, H, T, D]`: a view when they are consecutive, a copy otherwise."""
     first, last = heads[0], heads[-1]
     if heads == tuple(range(first, last + 1)):
-        return x[:, first : last + 1]
+        return x if len(heads) == x.shape[1] else x[:, first : last + 1]
     apart = x.unbind(1)
     return torch.stack([apart[head] for head in heads], dim=1)
+
+
+def part_heads(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return both lists of heads of `x`; where they are all of its heads in order, their gradients are joined once.
+
+    Gradients of two slices would each be filled up with zeros and added.
+    """
+    if first + second == tuple(range(x.shape[1])):
+        one, other = x.transpose(1, 2).split([len(first), len(second)], dim=2)
+        return one.transpose(1, 2), other.transpose(1, 2)
+    return take_heads(x, first), take_heads(x, second)
 
 
 def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:

@@ -9,7 +9,7 @@ from saf.adapters import Site, adapter_for
 from saf.adapters.site import frozen_heads
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
-from saf.ops.frozen_heads import Pattern, as_list
+from saf.ops.pattern_list import Pattern, as_list
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern
 from saf.surgery.editing import check_unwrapped, editing

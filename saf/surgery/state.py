@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for
 from saf.errors import CheckpointError
-from saf.ops.frozen_heads import Pattern
+from saf.ops.pattern_list import Pattern
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern, DensePattern
 from saf.surgery.editing import editing

@@ -111,8 +111,9 @@ def compiled() -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from saf.calibration.triton_kernels import UNSPECIALIZED, lse_kernel, tile_kernel
-    from saf.calibration.triton_tiles import choose_tile_config, tile_constants
+    from saf.calibration.lse_kernel import UNSPECIALIZED, lse_kernel
+    from saf.calibration.tile_config import choose_tile_config, tile_constants
+    from saf.calibration.tile_kernel import tile_kernel
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not program.exists():

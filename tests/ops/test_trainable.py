@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import saf.ops.convolution as convolution
 from saf.errors import InputError, UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention, mixed_attention
-from saf.ops.attention import take_heads
 from saf.ops.backends import choose_backend
+from saf.ops.slots import take_heads
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern, DensePattern
 
