@@ -5,6 +5,10 @@ class SafError(Exception):
     """Base of every error raised on purpose by `saf`."""
 
 
+class SafWarning(UserWarning):
+    """A call did less than it was asked to, or has a consequence to know of; commands tell it as a plain line."""
+
+
 class InputError(SafError, ValueError):
     """An argument, shape or setting that cannot be used."""
 

@@ -14,7 +14,8 @@ from saf.calibration import calibrate
 from saf.calibration.capture import Batch, read_batches
 from saf.calibration.needed import gather
 from saf.distributed import done_once
-from saf.freeze_choice import accept, choose_by, scores_collect
+from saf.errors import InputError, SafWarning
+from saf.freeze_choice import accept, check_heads, choose_by, scores_collect
 from saf.freeze_config import FreezeConfig
 from saf.freeze_patterns import Made, make_patterns, stack
 from saf.freeze_report import FreezeReport
@@ -60,11 +61,14 @@ def freeze_(
         What was measured, chosen, fitted and rejected, and the seconds of each part. It prints as a table.
 
     Raises:
-        InputError: Batches or settings that cannot be used, a score that lacks what it needs.
+        InputError: Batches or settings that cannot be used, a score that lacks what it needs, heads that do not exist
+            or are frozen, more heads than are live.
         SelectionError: With `strict`, a head among the k lowest whose fit exceeds `max_fit_kl`, or fewer than k
             live heads. The model is unchanged.
     """
-    config = config or FreezeConfig()
+    config = FreezeConfig() if config is None else config
+    if not isinstance(config, FreezeConfig):
+        raise InputError(f"config must be a saf.FreezeConfig, as FreezeConfig(rate=0.25); got {config!r}")
     check_unwrapped(model)
     adapter = adapter_for(model)
     watch = Stopwatch(adapter.sites()[0].projections()["query"][0].device)
@@ -96,7 +100,8 @@ def _decide(
     ids = read_batches(batches)
     _warn_if_shorter(ids[0].shape[-1], longest)
     adapter = adapter_for(model)
-    layout = adapter.sites()[0].layout
+    layouts = [site.layout for site in adapter.sites()]
+    check_heads(config, layouts)
     names = {name for name in (config.score, config.match) if name is not None}
     collect = scores_collect(config, given)
     statistics = calibrate(model, ids, collect=collect, **options, progress=progress, watch=watch)
@@ -108,13 +113,14 @@ def _decide(
             for name in names
         }
     with watch("select"):
-        group_size = layout.num_heads // layout.num_kv_heads
+        group_size = layouts[0].num_heads // layouts[0].num_kv_heads
         choose = choose_by(scores, config, group_size=group_size, keep_live=adapter.keep_live)
 
     def make(heads: HeadSet) -> dict[Head, Made]:
         return make_patterns(model, ids, statistics, heads, config, watch)
 
-    accepted, rejected = accept(choose, make, config)
+    frozen_before = sum(layout.num_frozen for layout in layouts)
+    accepted, rejected = accept(choose, make, config, frozen_before=frozen_before)
     heads = HeadSet(accepted)
     return FreezeReport(
         heads=heads,
@@ -145,6 +151,6 @@ def _warn_if_shorter(length: int, longest: int | None) -> None:
         warnings.warn(
             f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "
             f"than {length} tokens are refused; calibrate on {longest} tokens to keep them",
-            UserWarning,
+            SafWarning,
             stacklevel=6,  # past _decide and done_once, at the caller of freeze_
         )

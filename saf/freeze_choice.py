@@ -1,18 +1,33 @@
 """Which heads a freezing event takes: what its scores need, whom they propose, and whose fit is accepted."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saf.calibration.needed import collect_for_score
-from saf.errors import SelectionError
+from saf.errors import InputError, SafWarning, SelectionError
 from saf.freeze_config import FreezeConfig
 from saf.freeze_patterns import Made
-from saf.heads import Head, HeadSet
+from saf.heads import Head, HeadLayout, HeadSet
+from saf.ranking import existing
 from saf.scores import Score, score_name
 from saf.selection import Chooser, chooser, select
+
+
+def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
+    """Raise InputError for heads that do not exist or are frozen, a count above the live ones, or if none is live."""
+    live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
+    existing(live, config.exclude)
+    if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
+        raise InputError(f"{frozen} are frozen already; name live heads")
+    left, total = int(live.sum()), live.numel()
+    if not left:
+        raise InputError(f"all {total} heads are frozen already; take a model with live heads")
+    if config.count is not None and config.count > left:
+        raise InputError(f"{config.count} heads asked for; {left} of {total} are live: ask for no more than these")
 
 
 def scores_collect(config: FreezeConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -37,11 +52,12 @@ def choose_by(
 
 
 def accept(
-    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig
+    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig, *, frozen_before: int
 ) -> tuple[dict[Head, Made], dict[Head, Made]]:
     """Make patterns of heads in score order until k pass (paper, Algorithm 1); return them and the rejected ones.
 
-    Candidates are taken in batches of as many as are still missing. Heads chosen together pass together.
+    Candidates are taken in batches of as many as are still missing. Heads chosen together pass together. Warns of
+    fewer than k, and of how many that makes with the `frozen_before`.
     """
     strict = config.strict or config.heads is not None
     made: dict[Head, Made] = {}
@@ -70,7 +86,9 @@ def accept(
             if rejected
             else f"no other may be frozen{_kept(choose)}"
         )
-        warnings.warn(f"{len(choose)} of {choose.total} heads could be frozen: {reason}", stacklevel=6)
+        more, in_all = (" more", f"; {frozen_before + len(choose)} are frozen in all") if frozen_before else ("", "")
+        told = f"{len(choose)}{more} of {choose.total} heads could be frozen: {reason}{in_all}"
+        warnings.warn(told, SafWarning, stacklevel=6)
     return {head: made[head] for head in HeadSet(choose)}, rejected
 
 

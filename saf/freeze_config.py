@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from saf.errors import InputError
-from saf.fit import FITTERS
+from saf.fit import FITTERS, check_fitter_options
 from saf.heads import HeadSet
 from saf.heldout import check_heldout
 from saf.patterns import PATTERNS, Storage, check_options
@@ -18,9 +18,9 @@ class FreezeConfig:
     """Settings of one freezing event; raises InputError for a value that cannot be used."""
 
     rate: float = 0.25
-    """Share of all heads of the original model to freeze: k = round(rate * layers * heads).
+    """Share of all heads of the original model that this event freezes: k = round(rate * layers * heads).
 
-    Heads that are frozen already do not count: on such a model k more heads are frozen.
+    They are chosen among the heads still live: on a model with frozen heads k more are frozen.
     """
     count: int | None = None
     """Freeze so many heads, whatever the rate says."""
@@ -37,7 +37,7 @@ class FreezeConfig:
     strict: bool = False
     """Refuse when one of the k lowest heads does not fit, instead of taking the next one."""
     heads: tuple[tuple[int, int], ...] | None = None
-    """Exactly these heads `(layer, head)`, whatever rate and score say; refused when one does not fit."""
+    """Exactly these heads `(layer, head)`, whatever rate says and they score; refused when one does not fit."""
     exclude: tuple[tuple[int, int], ...] = ()
     """Heads `(layer, head)` that stay live."""
     max_per_layer: int | None = None
@@ -76,6 +76,7 @@ class FreezeConfig:
             value = getattr(self, name)
             if value is not None and not callable(value) and value not in known:
                 raise InputError(f"unknown {name} {value!r}; expected one of {sorted(known)}")
+        check_fitter_options(self.fitter, self.fitter_options)
         object.__setattr__(self, "seed", seed_of(self.seed))
         object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
         if self.trainable and self.storage != "compact":

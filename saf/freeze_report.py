@@ -44,6 +44,20 @@ class FreezeReport:
     """With `heldout_kl`: the frozen heads' fits on one half of the sequences, and their KL to both halves."""
 
     @property
+    def frozen_in_all(self) -> int:
+        """How many heads are frozen after this event, with those of events before it."""
+        return len(self.heads) + int((~self.statistics.measured).sum())
+
+    @property
+    def told(self) -> str:
+        """How many heads were frozen, of how many and by what; after an earlier event also how many are in all."""
+        by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
+        more, in_all = "", ""
+        if self.frozen_in_all > len(self.heads):
+            more, in_all = " more", f", {self.frozen_in_all} in all"
+        return f"{len(self.heads)}{more} of {self.scores.numel()} heads frozen {by}{in_all}"
+
+    @property
     def trainable_parameters(self) -> int:
         """How many key and distance logits are trained on, `2 * F * T`; 0 for fixed patterns."""
         return 2 * len(self.heads) * self.statistics.length if self.config["trainable"] else 0
@@ -65,6 +79,7 @@ class FreezeReport:
             "requested": self.requested,
             "trainable_parameters": self.trainable_parameters,
             "heads": self.heads.to_list(),
+            "frozen_in_all": self.frozen_in_all,
             "score_name": self.config["score"],
             "scores": rows,
             "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
@@ -98,7 +113,7 @@ class FreezeReport:
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         trained = f"{self.trainable_parameters:,} pattern parameters train on; " if self.trainable_parameters else ""
         table = Table(
-            title=f"{len(self.heads)} of {self.scores.numel()} heads frozen by {self.config['score']}",
+            title=self.told,
             caption=f"{len(self.rejected)} rejected; {trained}{self._halves()}{total:.2f} s ({parts})",
         )
         for name in ("layer", "frozen heads", f"{self.config['score']} (frozen)", "fit KL, nats (worst)"):

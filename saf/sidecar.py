@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saf.errors import CheckpointError, InputError
 from saf.files import file_hash, write_json, write_tensors
 from saf.models import GPT, GPTConfig
-from saf.surgery import apply_, restore_, state_of
+from saf.surgery import apply_, restore_, state_of, weight_sums
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
@@ -22,16 +22,21 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """Write `saf.json` and `saf.safetensors` (patterns, removed rows) and, for the project's GPT, the weights.
 
     Weights of other models are theirs to keep. A model loaded from the folder by `load` gives the same outputs bit for
-    bit. `saf.json` holds the SHA-256 sums of the tensor files. Raises InputError for the GPT when the folder is a run,
-    a checkpoint or something else's.
+    bit. `saf.json` holds the SHA-256 sums of the tensor files, and of other models' attention weights. Raises
+    InputError for a file, and for the GPT when the folder is a run, a checkpoint or something else's.
     """
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; save writes a folder")
     state, tensors = state_of(model)
     written = [folder / TENSORS]
     if isinstance(model, GPT):
         _check_free(folder)
         written.append(write_tensors(folder / WEIGHTS, model.state_dict()))
         write_json(folder / CONFIG, {"schema": SCHEMA, "model": model.config.to_dict()})
+    else:
+        for layer, sums in zip(state["layers"], weight_sums(model), strict=True):
+            layer["weights"] = sums
     write_tensors(folder / TENSORS, tensors)
     write_json(folder / STATE, state | {"sha256": {path.name: file_hash(path) for path in written}})
 
@@ -41,22 +46,34 @@ def load(
 ) -> nn.Module:
     """Load what `save` wrote: `load(folder)` builds the model, `load(model, folder)` fills a fresh one.
 
+    `load(folder)` also takes what the commands write: a checkpoint, or a run, of which it takes the newest checkpoint.
+
     A model of transformers has its weights already: its heads are frozen as the saved ones were. If it was trained on
-    after freezing, load that state dict afterwards; a warning says when weights differ.
+    after freezing, load that state dict afterwards; a warning names the attention weights that differ from those saved.
+    Weights of a narrower dtype than the saved ones are compared by the rows kept for undoing alone.
 
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
-    InputError when a model is given without a folder. No random numbers are drawn.
+    InputError when a model is given without a folder, or a run that has no checkpoint yet. No random numbers are drawn.
     """
     if isinstance(model_or_folder, nn.Module):
         if folder is None:
             raise InputError("load(model, folder) needs the folder that save wrote")
         model, source = model_or_folder, Path(folder)
     else:
+        from saf.train.checkpoint import find_checkpoint, load_model  # `import saf` needs none of it
+
         source = Path(model_or_folder)
+        if checkpoint := find_checkpoint(source):
+            return load_model(checkpoint, torch.get_default_device(), backend=backend)
         model = None
     state = read_json(source / STATE)
     check_sums(source, state)
     if model is None:
+        if "sha256" in state and WEIGHTS not in state["sha256"]:
+            raise CheckpointError(
+                f"{source} holds the frozen heads of a model that keeps its own weights, as those of transformers do; "
+                "open that model, then saf.load(model, folder)"
+            )
         model = GPT.undrawn(GPTConfig.from_dict(read_json(source / CONFIG)["model"]), torch.get_default_device())
     tensors = read_tensors(source / TENSORS)
     if not isinstance(model, GPT):

@@ -57,6 +57,11 @@ def test_inputs_longer_than_the_patterns_are_refused():
         model(ids)
 
 
+def test_settings_of_another_type_are_refused():
+    with pytest.raises(InputError, match=r"must be a saf\.FreezeConfig.*got \{'rate': 0\.5\}"):
+        saf.freeze_(make(), [tokens()], {"rate": 0.5})
+
+
 def test_warnings_point_at_the_caller():
     with pytest.warns(UserWarning, match="calibration has|could be frozen") as caught:
         saf.freeze_(make(), [tokens()[:, :20]], saf.FreezeConfig(rate=1.0, max_fit_kl=1e-9))

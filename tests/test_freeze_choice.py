@@ -1,5 +1,6 @@
 """Whom an event takes: by every score, within budgets and limits, past the gate of the fits, and controls."""
 
+import copy
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import saf
 from saf.calibration import QKGradient
-from saf.errors import InputError, SelectionError
+from saf.errors import InputError, SafWarning, SelectionError
 from saf.scores import SCORES
 from tests.freezing import make, tokens
 
@@ -73,7 +74,7 @@ def test_given_heads_are_frozen_whatever_they_score_or_refused():
     chosen = ((2, 3), (0, 1))
     report = saf.freeze_(model, [ids], saf.FreezeConfig(heads=chosen, max_fit_kl=9))
     assert (set(report.heads), report.requested) == (set(chosen), 2)
-    with pytest.raises(SelectionError, match="asks for 2 heads; 1 can be frozen"):
+    with pytest.raises(InputError, match=r"\[\(2, 3\)\] are frozen already"):
         saf.freeze_(model, [ids], saf.FreezeConfig(heads=((2, 3), (1, 1))))
     with pytest.raises(SelectionError, match="do not fit"):
         saf.freeze_(model, [ids], saf.FreezeConfig(heads=((1, 1), (1, 2)), max_fit_kl=1e-6))
@@ -111,8 +112,25 @@ def test_a_number_of_heads_stands_above_the_rate(options):
 def test_when_no_head_is_left_the_fits_are_not_blamed():
     model, ids = make(), tokens()
     saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.75, max_fit_kl=100))
-    with pytest.warns(UserWarning, match="3 of 6 heads could be frozen: no other may be frozen"):
+    words = "3 more of 6 heads could be frozen: no other may be frozen; 12 are frozen in all"
+    with pytest.warns(SafWarning, match=words):
         assert len(saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.5, max_fit_kl=100)).heads) == 3
+
+
+def test_what_no_live_head_can_meet_is_refused_before_anything_is_measured(monkeypatch):
+    model, ids = make(), tokens()
+    saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.75, max_fit_kl=100))
+    ready, live = copy.deepcopy(model), 12 - 9
+    saf.freeze_(model, [ids], saf.FreezeConfig(count=live, max_fit_kl=100))
+    monkeypatch.setattr("saf.freeze.calibrate", lambda *args, **options: pytest.fail("measured"))
+    for to_freeze, config, message in (
+        (ready, {"count": live + 1}, "4 heads asked for; 3 of 12 are live"),
+        (ready, {"heads": ((3, 0),)}, r"3 layers of 4 heads; got \[\(3, 0\)\]"),
+        (ready, {"exclude": ((0, 4),)}, r"3 layers of 4 heads; got \[\(0, 4\)\]"),
+        (model, {"rate": 0.25}, "all 12 heads are frozen already"),
+    ):
+        with pytest.raises(InputError, match=message):
+            saf.freeze_(to_freeze, [ids], saf.FreezeConfig(**config))
 
 
 def test_a_fit_whose_divergence_is_not_a_number_is_rejected(monkeypatch):

@@ -37,6 +37,7 @@ def test_bad_settings_are_refused():
         ({"score": "magic"}, "unknown score"),
         ({"pattern": "median"}, "unknown pattern"),
         ({"fitter": "newton"}, "unknown fitter"),
+        ({"fitter_options": {"sweeps": 3}}, "fitter 'proportional' takes .* got sweeps"),
         ({"max_fit_kl": 0}, "positive"),
         ({"storage": "sparse"}, "unknown storage"),
         ({"match": "magic"}, "unknown match"),

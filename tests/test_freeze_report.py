@@ -27,6 +27,18 @@ def test_the_report_prints_and_saves(tmp_path):
     assert tensors["eta_abs"].shape == (3, 4, LENGTH)
 
 
+def test_a_later_event_tells_how_many_more_and_in_all(tmp_path):
+    model, ids = make(), tokens()
+    first = saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, max_fit_kl=100))
+    more = tuple((layer, head) for layer in range(3) for head in range(4) if (layer, head) not in first.heads)[:2]
+    named = saf.freeze_(model, [ids], saf.FreezeConfig(heads=more, max_fit_kl=100))
+    last = saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, max_fit_kl=100))
+    assert "2 more of 12 heads frozen as named, 5 in all" in str(named)
+    assert "3 more of 12 heads frozen by variance, 8 in all" in str(last)
+    assert sum(block.attention.layout.num_frozen for block in model.blocks) == 8
+    assert [report.to_dict()["frozen_in_all"] for report in (first, named, last)] == [3, 5, 8]
+
+
 def floored_mean(found, head) -> torch.Tensor:
     floored = found.take("mean", [head])[0].double().clamp(min=1e-9).tril()
     return floored / floored.sum(-1, keepdim=True)

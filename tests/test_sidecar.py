@@ -11,6 +11,8 @@ from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.pattern import CompactPattern
 from saf.surgery import install_
+from saf.train.checkpoint import save_checkpoint
+from saf.train.optimizer import build_optimizer
 
 LENGTH = 16
 
@@ -51,8 +53,50 @@ def test_a_folder_of_something_else_is_left_as_it_is(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(InputError, match="is a file; save writes a folder"):
+        saf.save(frozen_model(), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_a_saved_model_may_be_saved_over(tmp_path):
     for _ in range(2):
         saf.save(frozen_model(), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["schema"] == "saf.model/1"
     saf.load(tmp_path)
+
+
+def test_frozen_heads_without_their_model_say_whose_they_are(tmp_path):
+    saf.save(frozen_model(), tmp_path)
+    state = json.loads((tmp_path / "saf.json").read_text())
+    del state["sha256"]["model.safetensors"]  # as saved beside a model of transformers
+    (tmp_path / "saf.json").write_text(json.dumps(state))
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"keeps its own weights.*saf\.load\(model, folder\)"):
+        saf.load(tmp_path)
+
+
+def write_checkpoint(path, model: GPT) -> None:
+    state = {"update": int(path.name.split("-")[1]), "model": model.config.to_dict()}
+    save_checkpoint(path, model, build_optimizer(model), state=state)
+
+
+def test_a_checkpoint_and_a_run_load_without_their_optimiser(tmp_path):
+    models = [frozen_model() for _ in range(2)]
+    for update, model in zip((9, 10), models, strict=True):
+        write_checkpoint(tmp_path / "checkpoints" / f"step-{update}", model)
+    (tmp_path / "checkpoints" / "step-10" / "optimizer.safetensors").unlink()
+    tokens = torch.randint(0, 40, (2, LENGTH))
+    before = torch.get_rng_state()
+    for path, expected in ((tmp_path, models[1]), (tmp_path / "checkpoints" / "step-9", models[0])):
+        assert torch.equal(saf.load(path)(tokens), expected(tokens))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_not_a_saved_model(tmp_path):
+    write_checkpoint(tmp_path / "step-1", frozen_model())
+    (tmp_path / "step-1" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"it has no manifest\.json"):
+        saf.load(tmp_path / "step-1")

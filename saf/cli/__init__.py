@@ -4,12 +4,13 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from saf.errors import SafError
+from saf.errors import SafError, SafWarning
 from saf.invocation import invocation
 
 COMMANDS = {
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     called = invocation.set(tuple(arguments))
     try:
-        return _run(name, rest)
+        return _run_telling(name, rest)
     except SafError as error:
         print(f"saf {name}: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -67,6 +68,24 @@ def usage() -> str:
     return "\n".join([head, "commands:", *lines, "", "`saf COMMAND --help` lists a command's settings."])
 
 
+def _run_telling(name: str, rest: list[str]) -> int:
+    with warnings.catch_warnings():
+        warnings.showwarning = _teller(name, warnings.showwarning)
+        return _run(name, rest)
+
+
+def _teller(name: str, otherwise: Callable[..., None]) -> Callable[..., None]:
+    """Return what shows a warning of the project's own as a plain line, and `otherwise` any other."""
+
+    def tell(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if issubclass(category, SafWarning):
+            print(f"saf {name}: {message}", file=sys.stderr)
+        else:
+            otherwise(message, category, *rest)
+
+    return tell
+
+
 def _run(name: str, rest: list[str]) -> int:
     if name not in COMMANDS:
         return _unknown(name, list(COMMANDS), "saf")
@@ -84,7 +103,13 @@ def _run(name: str, rest: list[str]) -> int:
 def _call(command: Any, rest: list[str], prog: str) -> int:
     import tyro
 
-    tyro.cli(command, prog=prog, args=rest).run()
+    from saf.cli.flags import in_flags
+
+    try:
+        tyro.cli(command, prog=prog, args=rest).run()
+    except SafError as error:
+        error.args = (in_flags(str(error), command),)
+        raise
     return 0
 
 
@@ -93,6 +118,7 @@ def _explain(name: str, error: OSError) -> str:
     advice = {
         errno.ENOSPC: "Free some space, or write to another disk",
         errno.EDQUOT: "Free some space, or write to another disk",
+        errno.EFBIG: "Allow larger files (`ulimit -f`), or write to another disk",
         errno.EACCES: "Choose another folder, or allow access to this one",
         errno.EPERM: "Choose another folder, or allow access to this one",
         errno.EROFS: "Choose another folder: this one is read-only",

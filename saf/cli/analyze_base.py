@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from saf.cli.models import Source, open_data, open_source, pick_device
 from saf.cli.output import show
 from saf.data import TokenData, calibration_windows, sequential_windows
+from saf.errors import InputError
 from saf.evaluate.perplexity import autocast
 from saf.files import write_json
 from saf.report.analysis_figures import check_figure, write_figure
@@ -34,7 +35,9 @@ class Written:
     """Print JSON instead of a table."""
 
     def check(self) -> None:
-        """Raise InputError, before any work, for a figure that could not be drawn afterwards."""
+        """Raise InputError, before any work, when `out` exists or the figure could not be drawn afterwards."""
+        if self.out is not None and self.out.exists():
+            raise InputError(f"{self.out} exists already; remove it, or write to another file")
         if self.figure is not None:
             check_figure(self.figure)
 
@@ -84,7 +87,9 @@ class OnModel(Written):
         """Return the calibration sequences."""
         settings = opened.source.state.get("settings") or {}
         seed = settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
-        windows = calibration_windows(opened.data, length=opened.length, count=self.sequences, seed=seed)
+        windows = calibration_windows(
+            opened.data, length=opened.length, count=self.sequences, seed=seed, setting="--sequences"
+        )
         return list(windows.split(self.batch_size))
 
     def record(self, name: str, opened: "Opened", values: Mapping[str, Any]) -> dict[str, Any]:

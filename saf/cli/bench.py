@@ -80,7 +80,8 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
 
 def title_of(row: Mapping[str, Any]) -> str:
     """Return what a table of rows is about."""
-    part = f"{row['alone']} heads alone" if row.get("alone") else row.get("part")
+    alone = row.get("alone")
+    part = f"{alone} {'head' if alone == 1 else 'heads'} alone" if alone else row.get("part")
     parts = [row.get("model"), part, _place(row["point"]), row["variant"]]
     return ", ".join(part for part in parts if part) + f", against {row['baseline']}; times in ms"
 
@@ -102,7 +103,11 @@ def _reason(row: Mapping[str, Any]) -> str:
     control = row["control_ratio"]
     if control is None:
         return "its control could not be measured"
-    return f"two ordinary models differ by {100 * abs(control - 1):.2f}%; the machine is not quiet enough"
+    equal = "two ordinary models" if row.get("model") else "two times the same ordinary heads"
+    return (
+        f"{equal} differ by {100 * abs(control - 1):.2f}%: the machine is not quiet enough; end other work on it, "
+        "measure more --pairs, or accept more with --tolerance"
+    )
 
 
 def _place(point: Mapping[str, Any]) -> str:

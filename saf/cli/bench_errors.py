@@ -44,28 +44,23 @@ class Errors(ErrorSettings):
 def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
     """Yield a table for each part, backend and precision, and lines on what was left out."""
     yield machine(record["environment"])
-    for (part, backend, precision), rows in groupby(
+    for (part, backend, precision), group in groupby(
         record["rows"], key=lambda row: (row["part"], row["backend"], row["precision"])
     ):
+        rows = list(group)
         what, beside = PARTS[part]
         head = ["tensor", "max abs", "relative L2", "limit", "", f"{beside} max abs", f"{beside} L2"]
-        head += ["eager max abs", "eager L2"] if part == "layer" else []
         yield columns(f"{what}, {backend}, {precision}, against float64", head, [_cells(row) for row in rows])
-    if any(row["part"] == "layer" for row in record["rows"]):
-        yield "eager: the difference from eager attention with stored patterns under the same autocast, as in the paper"
+        if eager := [[row["tensor"], *_pair(row["eager"])] for row in rows if row["eager"]]:
+            title = f"the same, {backend}, {precision}, against eager attention with stored patterns, as in the paper"
+            yield columns(title, head[:3], eager)
     for entry in record["left_out"]:
         yield f"left out: {entry['what']}: {entry['why']}"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    cells = [
-        row["tensor"],
-        *_pair(row),
-        f"{row['limit']:.2e}",
-        "ok" if row["within"] else "ABOVE",
-        *_pair(row["beside"]),
-    ]
-    return cells + (_pair(row["eager"]) if row["eager"] else [])
+    verdict = "ok" if row["within"] else "ABOVE"
+    return [row["tensor"], *_pair(row), f"{row['limit']:.2e}", verdict, *_pair(row["beside"])]
 
 
 def _pair(errors: Mapping[str, float]) -> list[str]:

@@ -8,10 +8,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from saf.cli.flags import in_flags
 from saf.data.config import PrepareConfig
 from saf.data.index import PARTITIONS, DataIndex
 from saf.data.preparation import prepare
 from saf.data.token_data import TokenData
+from saf.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,12 @@ class DataPrepare(PrepareConfig):
 
     json: bool = False
     """Print JSON instead of a table."""
+
+    def __post_init__(self):
+        try:
+            super().__post_init__()
+        except InputError as error:  # told by the parser, so not where other commands' messages are
+            raise InputError(in_flags(str(error), DataPrepare)) from None
 
     def run(self) -> dict:
         """Prepare the folder, print what it holds and return its index."""

@@ -8,7 +8,8 @@ import tyro
 
 from saf.cli.models import open_data, open_source, pick_device
 from saf.cli.output import facts, show
-from saf.evaluate.perplexity import evaluate_perplexity
+from saf.errors import InputError
+from saf.evaluate.perplexity import WRITTEN, evaluate_perplexity
 
 
 @dataclass(kw_only=True)
@@ -20,7 +21,7 @@ class Evaluate:
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on if not given."""
     out: Path | None = None
-    """Write evaluation.json and log_probs.safetensors into this folder."""
+    """Write evaluation.json and log_probs.safetensors into this folder, which may hold nothing else."""
     partition: Literal["report", "controller", "calibration", "train"] = "report"
     """Which text."""
     length: int | None = None
@@ -37,7 +38,9 @@ class Evaluate:
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        """Evaluate, show and return the record of evaluation.json."""
+        """Evaluate, show and return the record of evaluation.json; raise InputError for an `out` of something else."""
+        if self.out is not None:
+            _check_own(self.out)
         source = open_source(self.model)
         data = open_data(self.data, source)
         record = evaluate_perplexity(
@@ -60,6 +63,15 @@ class Evaluate:
         }
         show({"model": source.folder, **record}, facts(str(source.folder), rows), as_json=self.json)
         return record
+
+
+def _check_own(folder: Path) -> None:
+    """Raise InputError unless the folder is new, empty or from an earlier evaluation: a run keeps its own there."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; --out takes a folder")
+    others = sorted({path.name for path in folder.iterdir()} - set(WRITTEN)) if folder.exists() else []
+    if others:
+        raise InputError(f"{folder} holds {others[0]}, which `saf evaluate` did not write; give --out a new folder")
 
 
 COMMAND = Evaluate

@@ -38,6 +38,8 @@ class Freeze(FreezeOptions):
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (step-N); a run means its newest one."""
+    rate: Float = None
+    """Share of the original model's heads that this event freezes, chosen among those still live (0.25)."""
     out: Path
     """The new checkpoint; freeze.json and freeze.safetensors are put beside its files."""
     data: Path | None = None
@@ -101,7 +103,7 @@ class Freeze(FreezeOptions):
         return result
 
     def _open(self) -> Checkpoint:
-        source = open_source(self.checkpoint)
+        source = open_source(self.checkpoint, optimizer=True)
         if source.checkpoint is None:
             raise InputError(
                 f"{self.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
@@ -143,7 +145,7 @@ class Freeze(FreezeOptions):
             )
         self._check_separate(data, source, config)
         seed = settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
-        windows = calibration_windows(data, length=length, count=self.sequences, seed=seed)
+        windows = calibration_windows(data, length=length, count=self.sequences, seed=seed, setting="--sequences")
         heldout = None
         if "outputs" in config.needs:
             count, size = self.heldout_sequences, self.batch_size

@@ -7,15 +7,16 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.calibration.plan import readable
 from saf.cli.inspect_patterns import frozen_heads, pattern_storage, patterns_by_layer
 from saf.cli.inspect_words import fit_words, head_words, kind_words, layer_table, shape_words
-from saf.cli.output import columns, facts, megabytes, show
+from saf.cli.output import columns, facts, show
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.runs import Run
 from saf.files import read_json, read_tensors
 from saf.sidecar import check_sums
-from saf.train.checkpoint import checkpoints
+from saf.train.checkpoint import checkpoints, is_checkpoint
 from saf.train.manifest import verify
 
 
@@ -39,7 +40,7 @@ class Inspect:
 
 def _look(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """Find out what kind of folder it is; raise InputError when it is none of ours."""
-    if (path / "manifest.json").is_file():
+    if is_checkpoint(path):
         return checkpoint_facts(path)
     if (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir():
         return run_facts(path)
@@ -79,7 +80,7 @@ def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "parent": result["parent"] or "none",
         "data": result["data_fingerprint"],
     }
-    files = [[name, megabytes(entry["bytes"]), entry["sha256"][:16]] for name, entry in manifest["files"].items()]
+    files = [[name, readable(entry["bytes"]), entry["sha256"][:16]] for name, entry in manifest["files"].items()]
     tables: list[Any] = [facts(f"checkpoint {path}", rows), *layer_table(result)]
     return result, [*tables, columns("files, all sums verified", ["file", "size", "SHA-256"], files)]
 

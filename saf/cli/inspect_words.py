@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saf.cli.output import columns, megabytes
+from saf.calibration.plan import readable
+from saf.cli.output import columns
 
 
 def shape_words(model: Mapping[str, Any]) -> str:
@@ -68,5 +69,5 @@ def _stored_words(layers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _storage_words(storage: Mapping[str, int]) -> str:
-    sizes = ", ".join(f"{name.replace('_', ' ')} {megabytes(size)}" for name, size in storage.items())
+    sizes = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in storage.items())
     return f"patterns in float32: {sizes}"

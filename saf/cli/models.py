@@ -10,7 +10,7 @@ from torch import nn
 from saf.data import TokenData
 from saf.data.index import INDEX_FILE
 from saf.errors import DataError, InputError
-from saf.train.checkpoint import Checkpoint, latest, open_checkpoint
+from saf.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,15 @@ class Source:
         return (self.state.get("settings") or {}).get("data")
 
 
-def open_source(path: Path) -> Source:
-    """Find the model that `path` means.
+def open_source(path: Path, *, optimizer: bool = False) -> Source:
+    """Find the model that `path` means; with `optimizer`, a checkpoint's optimiser is checked too.
 
     Raises:
         InputError: There is none.
         CheckpointError: A checkpoint is damaged.
     """
-    if (path / "manifest.json").is_file():
-        return Source(path, open_checkpoint(path))
-    if (path / "checkpoints").is_dir():
-        newest = latest(path / "checkpoints")
-        if newest is None:
-            raise InputError(f"{path} is a run without a complete checkpoint")
-        return Source(newest, open_checkpoint(newest))
+    if checkpoint := find_checkpoint(path):
+        return Source(checkpoint, open_checkpoint(checkpoint, optimizer=optimizer))
     if (path / "saf.json").is_file() and (path / "model.safetensors").is_file():
         return Source(path, None)
     reason = "holds no model" if path.is_dir() else "is not a folder"

@@ -51,7 +51,7 @@ class FreezeOptions:
     """How heads are frozen."""
 
     rate: Float = None
-    """Share of all heads to freeze (0.25)."""
+    """Share of the original model's heads that this event freezes, chosen among those still live."""
     count: Int = None
     """Freeze so many heads instead of a share."""
     score: Score = None
@@ -67,7 +67,7 @@ class FreezeOptions:
     strict: bool = False
     """Refuse when one of the lowest heads does not fit, instead of taking the next one."""
     heads: Heads = ()
-    """Exactly these heads, as 0:3 1:11 or a JSON file of pairs (such as freeze.json), whatever rate and score say."""
+    """Exactly these heads, as 0:3 1:11 or a JSON file of pairs (such as freeze.json), whatever they score."""
     exclude: Heads = ()
     """Heads that stay live, written the same way (none)."""
     max_per_layer: Int = None
@@ -92,8 +92,8 @@ class FreezeOptions:
     def given(self) -> dict[str, Any]:
         """Return the arguments of `FreezeConfig` that were given; raise InputError for unusable heads."""
         values = {name: value for name, value in changed(self).items() if name in _FIELDS}
-        if values.keys() >= {"rate", "count"}:
-            raise InputError("give either a rate or a count of heads to freeze")
+        if len(budgets := [name for name in ("rate", "count", "heads") if name in values]) > 1:
+            raise InputError(f"give either a rate, a count or the heads to freeze; got {' and '.join(budgets)}")
         for name in values.keys() & {"heads", "exclude"}:
             values[name] = read_heads(values[name])
         for name in values.keys() & {"fitter_options", "pattern_options"}:
@@ -129,7 +129,9 @@ def read_heads(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
 def _heads_of_file(name: str) -> list[tuple[int, int]]:
     path = Path(name)
     if not path.is_file():
-        raise InputError(f"expected heads as LAYER:HEAD, such as 0:3, or a JSON file that lists them; got {name!r}")
+        raise InputError(
+            f"expected heads as LAYER:HEAD, such as 0:3, or a JSON file that lists them; there is no file {name!r}"
+        )
     try:
         text = path.read_text(encoding="utf-8").lstrip()
         pairs = json.loads(text) if text.startswith("[") else read_json(path)["heads"]

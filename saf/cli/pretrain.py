@@ -74,7 +74,7 @@ class Pretrain:
     kernel: Name = None
     """Attention kernel of live heads: cudnn, flash, efficient, math, fa3 or fa4 where installed (PyTorch's choice)."""
     freeze: FreezeOptions = field(default_factory=FreezeOptions)
-    """How heads are frozen; nothing is frozen without a rate or heads."""
+    """How heads are frozen; nothing is frozen without a rate, a count or heads."""
     freeze_at: Moment = None
     """When: an update or a share of the schedule (0.5; with --parent, right at the parent's update)."""
     calibration_sequences: Int = None
@@ -182,7 +182,10 @@ def _table(result: dict[str, Any]) -> Table:
         "training": f"{result['total_seconds']:.1f} s",
     }
     if event:
-        rows["heads frozen"] = f"{len(event['heads'])} after update {event['update']:,}"
+        more, in_all = len(event["heads"]), len(result["provenance"]["heads"])
+        rows["heads frozen"] = f"{more} after update {event['update']:,}"
+        if in_all > more:
+            rows["heads frozen"] = f"{more} more after update {event['update']:,}, {in_all} in all"
         if result["trainable_pattern_parameters"]:
             rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"
         rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"

@@ -42,7 +42,8 @@ def _check(tokens: Tokens, length: int, seed: int = 0) -> int:
     windows = (len(tokens) - 1) // length
     if windows < 1:
         raise DataError(
-            f"a window of length {length} needs {length + 1} tokens, there are {len(tokens)}; "
+            f"a window of length {length} needs {length + 1} tokens, {getattr(tokens, 'name', 'the text')} has "
+            f"{len(tokens):,}; "
             f"give more text or a smaller length"
         )
     return windows
@@ -118,7 +119,9 @@ def sequential_windows(tokens: Tokens, length: int, limit: int | None = None) ->
     return _read(tokens, np.arange(windows) * length, length + 1)
 
 
-def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, source: str | None = None) -> Tensor:
+def calibration_windows(
+    data: TokenData, *, length: int, count: int, seed: int, source: str | None = None, setting: str = "count"
+) -> Tensor:
     """Return `count` non-overlapping windows for calibration, int64 `[count, length]`.
 
     They are drawn without replacement by a generator of their own, so the order of training is unchanged.
@@ -129,6 +132,7 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
         count: number of windows.
         seed: of the draw.
         source: the partition to draw from, `calibration` or `train`; what the folder was prepared for if None.
+        setting: what the caller's user knows `count` as, for the message.
 
     Raises:
         DataError: when the partition has fewer than `count` windows.
@@ -143,7 +147,7 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
     if len(tokens) // length < count:
         raise DataError(
             f"calibration needs {count} windows of length {length} = {count * length:,} tokens, "
-            f"the {source} partition has {len(tokens):,}; ask for fewer, or prepare more text"
+            f"the {source} partition has {len(tokens):,}; ask for fewer with {setting}, or prepare more text"
         )
     order = _generator(_Stream.CALIBRATION, seed, 0).permutation(len(tokens) // length)
     return _read(tokens, order[:count] * length, length)

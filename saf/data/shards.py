@@ -19,7 +19,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class ShardedTokens:
     """A partition's tokens as one read-only 1-D array over memory-mapped shards; slices come out as int64."""
 
-    def __init__(self, paths: Sequence[Path], dtype: np.dtype):
+    def __init__(self, paths: Sequence[Path], dtype: np.dtype, *, name: str = "the partition"):
+        self.name = name
         self._shards = [np.memmap(path, dtype=dtype, mode="r") for path in paths]
         self._starts = np.cumsum([0, *(len(shard) for shard in self._shards)])
         self.dtype = np.dtype(np.int64)

@@ -43,6 +43,8 @@ def resolve(name: str) -> Source:
     if name == "python":
         version = ".".join(map(str, sys.version_info[:3]))
         return Source(name, lambda advance: python_documents(), facts={"python": version})
+    if not name:
+        raise DataError(f"the name of a source is empty; expected `python`, {SUPPORTED} files, a folder or OWNER/NAME")
     path = Path(name)
     if path.is_dir():
         return _folder(path)

@@ -84,7 +84,8 @@ class TokenData:
         if not info.tokens:
             raise DataError(self._why_empty(partition))
         paths = [self.folder / shard.file for shard in info.shards]
-        return ShardedTokens(paths, np.dtype(self.index.dtype).newbyteorder("<"))
+        name = f"the {partition} partition of {self.folder}"
+        return ShardedTokens(paths, np.dtype(self.index.dtype).newbyteorder("<"), name=name)
 
     def digests(self, partition: str) -> np.ndarray:
         """Return the digest of each document of a partition, uint8 `[documents, 16]`."""

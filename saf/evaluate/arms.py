@@ -7,7 +7,7 @@ import torch
 
 from saf.errors import CompareError, InputError
 from saf.evaluate.paired import paired_delta_ppl
-from saf.evaluate.runs import Run, read_evaluation
+from saf.evaluate.runs import Run
 from saf.files import read_json, write_json
 
 SCHEMA = "saf.compare/1"
@@ -41,7 +41,7 @@ def compare_runs(
     Raises:
         CompareError: The arms differ in more than the freezing (`allow_differences` passes all but other held-out
             windows), or two ordinary arms.
-        InputError: A run that has not ended or was not evaluated.
+        InputError: A run that has not ended or was not evaluated, or whose evaluation is not that of its end.
     """
     arms = Run.open(ordinary), Run.open(frozen)
     results = [run.finished_result() for run in arms]
@@ -54,7 +54,7 @@ def compare_runs(
             f"these runs differ in more than the freezing:\n  {listed}\n"
             "Run both arms with the same settings, or allow the differences explicitly (--allow-differences)"
         )
-    (record_o, log_probs_o), (record_f, log_probs_f) = (read_evaluation(run.folder) for run in arms)
+    (record_o, log_probs_o), (record_f, log_probs_f) = (run.final_evaluation() for run in arms)
     hashes = record_o["windows_hash"], record_f["windows_hash"]
     delta = paired_delta_ppl(log_probs_o, log_probs_f, windows_hash=hashes, resamples=resamples, seed=seed)
     intervention = results[1].get("intervention") or {}

@@ -18,6 +18,7 @@ from saf.files import write_json, write_tensors
 
 SCHEMA = "saf.evaluation/1"
 PRECISIONS = ("auto", "fp32", "bf16")
+WRITTEN = ("evaluation.json", "log_probs.safetensors")
 
 
 def evaluate_perplexity(
@@ -42,7 +43,7 @@ def evaluate_perplexity(
         batch_size: Windows in a forward pass.
         limit: Stop after this many windows; None reads the partition.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere.
-        out: Folder for `evaluation.json` and `log_probs.safetensors`; nothing is written when None.
+        out: Folder for the files `WRITTEN`; nothing is written when None.
         progress: Called with (windows done, windows) after each batch.
 
     Raises:
@@ -77,10 +78,9 @@ def evaluate_perplexity(
         "windows_hash": hash_windows(windows),
     }
     if out is not None:
-        write_tensors(
-            Path(out) / "log_probs.safetensors", {"log_probs": log_probs}, {"windows_hash": record["windows_hash"]}
-        )
-        write_json(Path(out) / "evaluation.json", record)
+        table, values = (Path(out) / name for name in WRITTEN)
+        write_tensors(values, {"log_probs": log_probs}, {"windows_hash": record["windows_hash"]})
+        write_json(table, record)
     return record
 
 

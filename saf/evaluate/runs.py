@@ -1,5 +1,6 @@
 """Reading the folder of one run: settings, metrics, the freezing event, evaluation and final numbers."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -78,6 +79,18 @@ class Run:
         if self.result is None:
             raise InputError(f"{self.folder} has no result.json: the run has not ended. Resume it first")
         return self.result
+
+    def final_evaluation(self) -> tuple[dict[str, Any], Tensor]:
+        """Return what `read_evaluation` does; raise InputError unless its loss is that of result.json."""
+        expected = self.finished_result()["report_loss"]
+        record, log_probs = read_evaluation(self.folder)
+        if not math.isclose(record["loss"], expected, rel_tol=1e-6):
+            raise InputError(
+                f"{self.folder}/evaluation.json tells of another model or text than the run's end: its loss is "
+                f"{record['loss']:.6f}, that of result.json {expected:.6f}. `saf evaluate` the run's last checkpoint "
+                "into another folder, and copy both files here"
+            )
+        return record, log_probs
 
 
 def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:

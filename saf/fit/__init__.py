@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import InputError, SafWarning
 from saf.fit.acceptance import MAX_FIT_KL, accepted
 from saf.fit.adam import fit_adam
 from saf.fit.certificate import Certificate, certify
@@ -69,6 +69,7 @@ def warn_of_missed(certificate: Certificate, fitter: str) -> None:
         warnings.warn(
             f"{missed} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
             f"{certificate.tolerance:g} (worst {worst:.2g}); allow more sweeps, or look at their KL",
+            SafWarning,
             stacklevel=3,
         )
 

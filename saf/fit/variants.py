@@ -7,11 +7,11 @@ from saf.errors import InputError
 CONSTANT_AFTER = 16
 
 
-def check_constant_after(after: int, length: int) -> None:
+def check_constant_after(after: int, length: int, *, name: str = "alpha_constant_after") -> None:
     """Raise InputError unless alpha can be held constant from key `after` on in patterns of `length` tokens."""
     # Up to a quarter of the keys, the canonical gauge keeps a constant tail constant.
     if not (after == 0 or 0 < 4 * after < length):
-        raise InputError(f"alpha_constant_after must lie in [0, T/4), T = {length}; got {after}")
+        raise InputError(f"{name} must lie in [0, T/4), T = {length}; got {after}: give {(length - 1) // 4} or less")
 
 
 def fit_variants(length: int, *, constant_after: int | None = CONSTANT_AFTER) -> dict[str, dict[str, Any]]:
@@ -21,6 +21,6 @@ def fit_variants(length: int, *, constant_after: int | None = CONSTANT_AFTER) ->
     """
     variants: dict[str, dict[str, Any]] = {"free": {}}
     if constant_after is not None:
-        check_constant_after(constant_after, length)
+        check_constant_after(constant_after, length, name="constant_after (--structured-after)")
         variants["structured"] = {"alpha_constant_after": constant_after}
     return variants

@@ -1,6 +1,6 @@
 """Shapes of the paper's decoder."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from saf.errors import InputError
@@ -24,8 +24,8 @@ class GPTConfig:
     def __post_init__(self):
         """Check that every size is positive and heads divide the hidden size."""
         for name, value in asdict(self).items():
-            if name != "position" and value < 1:
-                raise InputError(f"{name} must be at least 1; got {value}")
+            if name != "position" and not (isinstance(value, int) and value >= 1):
+                raise InputError(f"{name} must be a whole number, at least 1; got {value!r}")
         if self.hidden_size % self.num_heads:
             raise InputError(f"hidden_size {self.hidden_size} does not divide into {self.num_heads} heads")
         if self.position not in ("rope", "learned"):
@@ -61,14 +61,14 @@ PRESETS = {
 
 
 def preset(name: str, **overrides: Any) -> GPTConfig:
-    """Return a preset with some fields changed; raise InputError for an unknown name.
+    """Return a preset with some fields changed; raise InputError for an unknown name or field.
 
     >>> preset("124m", max_length=1024).head_dim
     64
     """
     if name not in PRESETS:
         raise InputError(f"unknown model preset {name!r}; expected one of {sorted(PRESETS)}")
-    try:
-        return replace(PRESETS[name], **overrides)
-    except TypeError as error:
-        raise InputError(f"preset {name!r}: {error}") from error
+    known = [f.name for f in fields(GPTConfig)]
+    if unknown := [field for field in overrides if field not in known]:
+        raise InputError(f"preset {name!r} has no field {', '.join(unknown)}; its fields are {', '.join(known)}")
+    return replace(PRESETS[name], **overrides)

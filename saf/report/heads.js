@@ -34,8 +34,10 @@ function introduction(f) {
   const refused = Object.keys(f.rejected).length;
   const limit = f.config.max_fit_kl ? ` (more than ${f.config.max_fit_kl} nats)` : '';
   const turned = refused ? ` ${refused === 1 ? 'One head' : `${refused} heads`} scored low enough but fitted too badly${limit} and stayed live.` : '';
-  return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${measured}, attend almost the same way whatever they read; `
-    + `from then on they use one fixed pattern.${turned} Choose a square to see that head.`;
+  const before = f.scores[f.score_name].flat().filter((value) => value === null).length;
+  const earlier = before ? ` ${before === 1 ? 'One head was' : `${before} heads were`} frozen earlier.` : '';
+  return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${before ? ' among those still live' : ''}${measured}, attend almost the same way whatever they read; `
+    + `from then on they use one fixed pattern.${turned}${earlier} Choose a square to see that head.`;
 }
 
 function runChoice(freeze) {

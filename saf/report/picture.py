@@ -79,9 +79,13 @@ def _map(freeze: dict[str, Any]) -> str:
     scores = freeze["scores"][name]
     shade = _shader([value for row in scores for value in row if value is not None])
     frozen = {tuple(head) for head in freeze["frozen"]}
+    earlier = sum(value is None for row in scores for value in row)
+    more, in_all = (" more", f"; {earlier + len(frozen)} in all") if earlier else ("", "")
     score = name.replace("_", " ")
     parts = [
-        label(0, 62, f"{len(frozen)} of {layers * heads} heads frozen, those of lowest {score}", css="name"),
+        label(
+            0, 62, f"{len(frozen)}{more} of {layers * heads} heads frozen, those of lowest {score}{in_all}", css="name"
+        ),
         label(0, 82, "rows are layers; blue: steady, orange: changing with the text", css="small"),
     ]
     for layer, row in enumerate(scores):

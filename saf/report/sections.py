@@ -155,7 +155,8 @@ def _cost_words(record: dict[str, Any]) -> str:
     percent, (low, high) = record["delta_ppl_percent"], record["ci95"]
     if low <= 0.0 <= high:
         return f"moved perplexity by {signed(percent)}, less than its uncertainty"
-    return f"{'raised' if percent > 0 else 'lowered'} perplexity by {abs(percent):.2f}%"
+    shown = f"{abs(percent):.2f}%"
+    return f"{'raised' if percent > 0 else 'lowered'} perplexity by {'less than 0.01%' if shown == '0.00%' else shown}"
 
 
 def _speed_words(ratio: float) -> str:

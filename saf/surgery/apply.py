@@ -7,34 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from saf.adapters import Site
 from saf.errors import CheckpointError
 from saf.heads import HeadSet
 from saf.surgery.install import install_
 from saf.surgery.state import matching_layers, read_pattern
 from saf.surgery.uninstall import uninstall_
+from saf.surgery.weight_sums import differing_roles
 
 
 def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
     """Install the frozen heads of `state_of` in a model that has all its weights, as `install_` does.
 
-    Its weights should be those that were frozen; where the rows kept for undoing tell that they are not, a warning
-    says to load the others. Raises CheckpointError for another schema or shape of model; it is unchanged then.
+    Its attention weights should be those that were saved. Where the rows kept for undoing, or the sums of the weights
+    that stay (`weight_sums`, as `weights` of each layer; earlier files have none), tell that they are not, a warning
+    names them and says to load the others. Raises CheckpointError for another schema or shape of model; it is unchanged
+    then.
     """
     layers = matching_layers(model, state)
-    same = True
-    for number, site, layer in layers:
-        weight = site.projections()["query"][0].detach().cpu()
-        for head in layer["frozen"]:
-            kept = tensors.get(f"{number}.{head}.removed.query.weight")
-            if kept is None:
-                continue
-            own = weight[head * site.head_dim : (head + 1) * site.head_dim]
-            if own.shape != kept.shape:
-                raise CheckpointError(
-                    f"layer {number}: the frozen heads have query rows {list(kept.shape)}, this model's are "
-                    f"{list(own.shape)}"
-                )
-            same &= torch.equal(own, kept.to(own.dtype))
+    differing = {number: _other_rows(number, site, layer["frozen"], tensors) for number, site, layer in layers}
     events = []
     for trainable in (False, True):
         heads = HeadSet(
@@ -51,9 +42,38 @@ def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor
         except Exception:
             uninstall_(model)
             raise
-    if not same:
+    for number, site, layer in layers:
+        differing[number] |= differing_roles(site, layer.get("weights", {}))
+    if listed := _listed(differing):
         warnings.warn(
-            "these are not the weights whose heads were frozen: load the state dict of the frozen model now",
+            f"the model's weights differ from those saved with the frozen heads ({listed}): load the state dict of the "
+            "frozen model now",
             UserWarning,
             stacklevel=3,
         )
+
+
+def _other_rows(number: int, site: Site, heads: list[int], tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return {"query"} when a layer's rows are not those kept for undoing; raise CheckpointError for another shape."""
+    weight = site.projections()["query"][0].detach().cpu()
+    found = set()
+    for head in heads:
+        kept = tensors.get(f"{number}.{head}.removed.query.weight")
+        if kept is None:
+            continue
+        own = weight[head * site.head_dim : (head + 1) * site.head_dim]
+        if own.shape != kept.shape:
+            raise CheckpointError(
+                f"layer {number}: the frozen heads have query rows {list(kept.shape)}, this model's are "
+                f"{list(own.shape)}"
+            )
+        if not torch.equal(own, kept.to(own.dtype)):
+            found.add("query")
+    return found
+
+
+def _listed(differing: dict[int, set[str]], most: int = 3) -> str:
+    """Return "layer 0: query, value; ...": the first layers, and how many more; nothing when none differs."""
+    listed = [f"layer {number}: {', '.join(sorted(roles))}" for number, roles in differing.items() if roles]
+    more = [f"and {len(listed) - most} more"] if len(listed) > most else []
+    return "; ".join(listed[:most] + more)

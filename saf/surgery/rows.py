@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError
-from saf.surgery.stale_moments import watch_stale_moments
+from saf.surgery.stale_moments import remember_optimizer, watch_stale_moments
 
 Plan = Sequence[int | dict[str, Tensor]]
 """For each head of the result: the old slot it comes from, or rows to put back, by name (`weight`, moments)."""
@@ -72,6 +72,8 @@ def rearrange_(
     """
     if optimizer is None:
         watch_stale_moments(parameter)
+    else:
+        remember_optimizer(parameter, optimizer)
     state = moments(parameter, optimizer)
     for name, old in state.items():
         assert optimizer is not None

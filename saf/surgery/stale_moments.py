@@ -1,5 +1,11 @@
-"""Refusing the step of an optimiser whose moments were left behind by an edit; fused kernels do not check shapes."""
+"""Refusing to leave an optimiser's moments behind: undoing an edit without them, or a step with those of old shapes.
 
+Fused kernels do not check shapes.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,3 +54,34 @@ class StaleMoments:
 
 
 watch_stale_moments = StaleMoments().watch
+
+_edited_with = WeakTensorKeyDictionary()
+"""The optimiser whose moments followed the last edit of a parameter, held weakly."""
+
+
+def remember_optimizer(parameter: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Remember that an edit of a parameter took this optimiser along."""
+    _edited_with[parameter] = weakref.ref(optimizer)
+
+
+def check_left_behind(parameters: Iterable[Tensor]) -> None:
+    """Raise InputError when an optimiser that followed the last edit still has moments of one of the parameters."""
+    found = [parameter for parameter in parameters if _has_moments(parameter)]
+    if not found:
+        return
+    # A scheduler and its optimiser hold one another: dropped ones live on until they are collected.
+    gc.collect()
+    if any(map(_has_moments, found)):
+        raise InputError(
+            "these heads were frozen together with an optimizer, whose moments would be left behind; pass it as "
+            "optimizer=, even if it is not used any more"
+        )
+
+
+def _has_moments(parameter: Tensor) -> bool:
+    reference = _edited_with.get(parameter)
+    optimizer = None if reference is None else reference()
+    if optimizer is None:
+        return False
+    state = optimizer.state.get(parameter, {}).values()
+    return any(isinstance(one, Tensor) and one.shape == parameter.shape for one in state)

@@ -12,6 +12,7 @@ from saf.surgery.editing import check_unwrapped, editing
 from saf.surgery.layout import change_layout_, prepare_heads
 from saf.surgery.pattern_group import drop_patterns_
 from saf.surgery.rows import check_optimizer, unwrap_optimizer
+from saf.surgery.stale_moments import check_left_behind
 
 
 @editing
@@ -25,7 +26,8 @@ def uninstall_(
 
     Raises:
         InputError: A head that is not frozen, or whose rows are gone (after `finalize_`, or when the model was loaded
-            without them). Nothing is changed then.
+            without them); no `optimizer`, though the one passed when heads were frozen still has moments of their
+            layer. Nothing is changed then.
         UnsupportedError: A model wrapped for data parallelism.
     """
     check_unwrapped(model)
@@ -44,7 +46,10 @@ def uninstall_(
                 f"the query and key rows of layer {layer}, heads {gone} were not kept; "
                 "undo before finalize_, or load a checkpoint that holds them"
             )
-        check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
+        parameters = [parameter for parameter, _ in site.projections().values()]
+        check_optimizer(optimizer, parameters)
+        if optimizer is None:
+            check_left_behind(parameters)
         assert site.frozen is not None
         patterns = dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
         kept = tuple(head for head in site.layout.frozen if (layer, head) not in heads)

@@ -1,6 +1,7 @@
 """Folders that are either whole on disk or not there at all."""
 
 import errno
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,11 @@ from saf.files import flush, flush_folder
 
 TEMPORARY = ".writing-"
 DELETED = ".deleted-"
+_NO_ROOM = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "the quota on the disk is used up",
+    errno.EFBIG: "a file would exceed the limit on file sizes (`ulimit -f`)",
+}
 
 
 @contextmanager
@@ -47,6 +53,8 @@ def remove_leftovers_(parent: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether an error, safetensors' own included, says that the disk is full."""
-    return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
+def no_room(error: BaseException) -> str | None:
+    """Return why a file could not grow, when an error, safetensors' own included, says that; None for any other."""
+    told = re.search(r"os error (\d+)", str(error))
+    number = getattr(error, "errno", None) or (told and int(told[1]))
+    return _NO_ROOM.get(number or 0)

@@ -44,7 +44,9 @@ def calibration_batches(data: TokenData, config: TrainConfig, *, length: int) ->
     """
     source = None if config.calibration_source == "auto" else config.calibration_source
     count = config.calibration_sequences
-    windows = calibration_windows(data, length=length, count=count, seed=config.seed, source=source)
+    windows = calibration_windows(
+        data, length=length, count=count, seed=config.seed, source=source, setting="calibration_sequences"
+    )
     return list(windows.split(config.batch_size))
 
 

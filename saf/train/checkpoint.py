@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import AdamW
 
-from saf.errors import CheckpointError
+from saf.errors import CheckpointError, InputError
 from saf.models import GPT, GPTConfig
 from saf.surgery import restore_, state_of
-from saf.train.atomic import is_full, new_folder, remove_folder_
+from saf.train.atomic import new_folder, no_room, remove_folder_
 from saf.train.manifest import MANIFEST, read_manifest, verify, write_manifest
 from saf.train.optimizer import optimizer_state, restore_optimizer
 
+OPTIMIZER = "optimizer.safetensors"
 _NAME = re.compile(r"step-(\d+)(-frozen)?")
 
 
@@ -50,7 +51,7 @@ class Checkpoint:
 
     def optimizer(self, model: GPT) -> AdamW:
         """Build the optimiser of `model` with its moments."""
-        tensors = load_file(self.path / "optimizer.safetensors")
+        tensors = load_file(self.path / OPTIMIZER)
         return restore_optimizer(model, self.state["optimizer_groups"], tensors)
 
 
@@ -65,7 +66,8 @@ def save_checkpoint(
     """Write one checkpoint and return its hash; `state` must hold `update` and `model` (its shape).
 
     Raises:
-        CheckpointError: The disk is full, or the folder exists; earlier checkpoints are untouched.
+        CheckpointError: The disk is full, a quota or a limit on file sizes is reached, or the folder exists; earlier
+            checkpoints are untouched.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
@@ -74,17 +76,17 @@ def save_checkpoint(
     try:
         with new_folder(path) as folder:
             save_file(_plain(model.state_dict()), folder / "model.safetensors")
-            save_file(_plain(moments), folder / "optimizer.safetensors")
+            save_file(_plain(moments), folder / OPTIMIZER)
             save_file(_plain(head_tensors), folder / "saf.safetensors")
             _write_json(folder / "saf.json", heads)
             _write_json(folder / "state.json", {**state, "optimizer_groups": groups})
             return write_manifest(folder, update=int(state["update"]), parent=parent)
     except (OSError, SafetensorError) as error:
-        if not is_full(error):
+        if (reason := no_room(error)) is None:
             raise
         raise CheckpointError(
-            f"no space left on the disk for checkpoint {path}; nothing of it was kept. {_previous(path)} "
-            "Free some space and resume"
+            f"{reason}: checkpoint {path} could not be written; nothing of it was kept. {_previous(path)}"
+            "Free some space, then resume the run or repeat the command"
         ) from error
 
 
@@ -97,8 +99,8 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Verify a checkpoint's sums and read its state.
+def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
+    """Verify a checkpoint's sums and read its state; with `optimizer=False` the optimiser's file may be missing.
 
     Raises:
         CheckpointError: No checkpoint is there, or a file is missing or damaged; the message names the file and
@@ -106,17 +108,38 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     path = Path(path)
     try:
-        manifest = verify(path)
+        manifest = verify(path, without=() if optimizer else (OPTIMIZER,))
     except CheckpointError as error:
         advice = f"To go on from it, move {path.name} away" if latest(path.parent) == path else ""
-        raise CheckpointError(f"{error}. {_previous(path)} {advice}".rstrip()) from None
+        raise CheckpointError(f"{error}. {_previous(path, advice)}".rstrip()) from None
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     return Checkpoint(path, manifest["hash"], manifest["parent"], state)
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str = "auto") -> GPT:
     """Return the model of a verified checkpoint, frozen heads included."""
-    return open_checkpoint(path).model(device, backend=backend)
+    return open_checkpoint(path, optimizer=False).model(device, backend=backend)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, perhaps one that lost its manifest and is refused when opened."""
+    return any((path / name).is_file() for name in (MANIFEST, "state.json"))
+
+
+def find_checkpoint(path: Path | str) -> Path | None:
+    """Return the checkpoint that a path means: itself, or a run's newest; None when it is neither.
+
+    Raises InputError for a run without a complete checkpoint.
+    """
+    path = Path(path)
+    if is_checkpoint(path):
+        return path
+    if not (path / "checkpoints").is_dir():
+        return None
+    newest = latest(path / "checkpoints")
+    if newest is None:
+        raise InputError(f"{path} is a run without a complete checkpoint")
+    return newest
 
 
 def checkpoints(folder: Path | str) -> list[Path]:
@@ -141,8 +164,8 @@ def prune_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
             remove_folder_(path)
 
 
-def _previous(path: Path) -> str:
-    """Return a sentence about the newest whole checkpoint older than `path`."""
+def _previous(path: Path, advice: str = "") -> str:
+    """Name the newest whole checkpoint older than `path`, then advise; say nothing without older ones."""
     others = checkpoints(path.parent)
     older = others[: others.index(path)] if path in others else [p for p in others if p != path]
     for candidate in reversed(older):
@@ -150,8 +173,8 @@ def _previous(path: Path) -> str:
             verify(candidate)
         except CheckpointError:
             continue
-        return f"The previous checkpoint {candidate} is whole."
-    return f"No earlier checkpoint in {path.parent} is whole."
+        return f"The previous checkpoint {candidate} is whole. {advice}"
+    return f"No earlier checkpoint in {path.parent.resolve()} is whole. " if older else ""
 
 
 def checkpoint_hash(path: Path) -> str:

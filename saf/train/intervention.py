@@ -7,7 +7,6 @@ import torch
 from saf.calibration import plan_calibration
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.fit import check_fitter_options
 from saf.freeze import freeze_
 from saf.freeze_choice import scores_collect
 from saf.ops.backends import choose_backend
@@ -27,7 +26,6 @@ def check_freeze(config: TrainConfig, execution: Execution) -> None:
         return
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
     choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
-    check_fitter_options(freeze.fitter, freeze.fitter_options)
     if unknown := sorted(freeze.needs - HOW_TO_COLLECT.keys()):
         raise InputError(
             f"score {score_name(freeze.score)!r} needs {', '.join(unknown)}, which a run cannot give; "
@@ -83,5 +81,5 @@ def intervene_(training: Training, event: Event) -> None:
     training.prepare_forward_()
     controller_loss(training, "after_freeze")
     training.observer.progress.say(
-        f"update {training.update}: froze {len(report.heads)} heads in {sum(report.seconds.values()):.1f} s"
+        f"update {training.update}: {report.told}; took {sum(report.seconds.values()):.1f} s"
     )

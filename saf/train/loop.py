@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import CheckpointError, DivergenceError
-from saf.train.atomic import is_full
+from saf.train.atomic import no_room
 from saf.train.checkpoint import latest, prune_checkpoints_, save_checkpoint, step_name
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
@@ -27,8 +27,8 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     """Train one arm in the folder `config.out` and return its result.json.
 
     With `resume` it goes on from the folder's newest checkpoint (from the beginning when there is none); on a CPU
-    the outcome is bit for bit that of a run that never stopped. After a first SIGINT or SIGTERM the current update
-    ends, a checkpoint is saved, and `{"stopped_at": update, "checkpoint": path}` is returned.
+    the outcome is bit for bit that of a run that never stopped. After a first SIGINT, SIGTERM or SIGHUP the current
+    update ends, a checkpoint is saved, and `{"stopped_at": update, "checkpoint": path}` is returned.
 
     Raises:
         InputError: The folder holds a run already, or other settings than the run to resume.
@@ -56,11 +56,11 @@ def _full_disk_explained(training: Training, files: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_full(error):
+        if (reason := no_room(error)) is None:
             raise
         raise CheckpointError(
-            f"no space left on the disk for the run's {files}. {_last_good(training)}; "
-            "nothing up to there is lost: free some space, then resume"
+            f"{reason}: the run's {files} could not be written. {_last_good(training)}; "
+            "nothing up to there is lost: make room, then resume"
         ) from error
 
 
@@ -71,6 +71,8 @@ def _train(training: Training, stop: StopRequest) -> bool:
     _intervene_if_due(training, saved=training.update == training.start and training.parent_hash is not None)
     finished = training.finished()
     while not finished:
+        if training.compiling:
+            training.observer.progress.compiling(training.update + 1)
         record = run_update(training)
         training.observer.updated(record)
         if training.schedule:

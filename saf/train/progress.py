@@ -20,6 +20,7 @@ class Progress:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._ends = None if budget is None else time.monotonic() + budget
         self._recent: deque[float] = deque(maxlen=50)
+        self._compiling = False
         self._bar: Bar | None = None
         if self._console.is_terminal and not quiet:
             columns = (
@@ -36,16 +37,24 @@ class Progress:
         if self.quiet:
             return
         update = record["update"]
-        self._recent.append(record["update_seconds"])
-        left = self._ends - time.monotonic() if self._ends else self._typical() * (self.total - update)
+        if not self._compiling:
+            self._recent.append(record["update_seconds"])
+        self._compiling = False
+        left = self._left(self.total - update)
         parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{tokens_per_second:,.0f} tokens/s"]
         if utilisation is not None:
             parts.append(f"MFU {utilisation:.1%}")
-        parts.append(f"{duration(left)} left")
+        if left is not None:
+            parts.append(f"{duration(left)} left")
         if self._bar:
             self._bar.update(self._task, completed=update, text="  ".join(parts))
         elif update % self.every == 0 or update == self.total:
             self._console.print(f"update {update}/{self.total}  " + "  ".join(parts))
+
+    def compiling(self, update: int) -> None:
+        """Say that an update compiles first; its time foretells nothing about those after it."""
+        self._compiling = True
+        self.say(f"compiling the model for update {update:,}, which may take a minute or more ...")
 
     def say(self, text: str) -> None:
         """Show a line of its own."""
@@ -57,8 +66,11 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def _typical(self) -> float:
-        return sorted(self._recent)[len(self._recent) // 2]
+    def _left(self, updates: int) -> float | None:
+        """Return the seconds that so many updates will take; None while no update has been timed."""
+        if self._ends:
+            return self._ends - time.monotonic()
+        return sorted(self._recent)[len(self._recent) // 2] * updates if self._recent else None
 
 
 def duration(seconds: float) -> str:

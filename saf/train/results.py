@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
-from saf.errors import InputError
+from saf.errors import InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.files import file_hash, read_json, read_lines, write_json
 from saf.surgery import pattern_parameters, state_of
@@ -51,6 +51,7 @@ def finish(training: Training) -> dict[str, Any]:
         warnings.warn(
             f"the run ended after update {training.update}, before its freezing point at update "
             f"{training.config.freeze_update}: no heads were frozen. Allow more time, or freeze earlier (freeze_at)",
+            SafWarning,
             stacklevel=3,
         )
     last = metrics[-max(1, min(100, training.config.updates // 20)) :]

@@ -1,5 +1,6 @@
 """config.json: what a run was asked for, and what that resolved to."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,17 @@ def recorded_config(folder: Path | str) -> TrainConfig:
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
     asked = to_json(config.to_dict())
-    changed = [key for key in asked if key not in _FREE_ON_RESUME and asked[key] != before.get(key)]
-    if changed:
-        shown = "; ".join(f"{key}: the run has {before.get(key)!r}, got {asked[key]!r}" for key in changed)
+    kept = sorted(asked.keys() - _FREE_ON_RESUME)
+    if shown := "; ".join(told for key in kept for told in _changes(key, before.get(key), asked[key])):
         raise InputError(
             f"cannot resume with other settings ({shown}). Leave them out, or start another run with parent="
         )
+
+
+def _changes(name: str, before: Any, asked: Any) -> Iterator[str]:
+    """Say what differs, of settings that have settings of their own only those."""
+    if isinstance(before, dict) and isinstance(asked, dict):
+        for key in sorted({*before, *asked}):
+            yield from _changes(f"{name}.{key}", before.get(key), asked.get(key))
+    elif before != asked:
+        yield f"{name}: the run has {before!r}, got {asked!r}"

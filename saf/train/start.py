@@ -9,6 +9,7 @@ from saf.adapters import adapter_for
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.files import read_json
+from saf.freeze_choice import check_heads
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.schedules import SCHEDULES, Schedule
@@ -57,6 +58,8 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
     if own and state:
         clock.advance(state["elapsed_seconds"])
     schedule = _schedule(config, state["schedule"] if own and state else None)
+    if config.freeze and not getattr(schedule, "finished", False):
+        check_heads(config.freeze, [site.layout for site in adapter_for(model).sites()])
     gradient = start_gradient(model, config, schedule, state=state, update=update)
     # Settings that cannot be used leave no folder behind.
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)

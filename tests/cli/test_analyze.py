@@ -87,6 +87,14 @@ def test_one_head_without_a_fit_that_passes_keeps_its_measurements(saf, arms, tm
     assert not matrix(record["nll_change"]).isnan().any()
 
 
+def test_a_record_is_not_written_over(saf, arms, tmp_path):
+    (tmp_path / "g.json").write_text("kept")
+    code, _, err = saf("analyze", "geometry", arms[0], *COMMON, "--out", tmp_path / "g.json")
+    assert code == 2
+    assert "g.json exists already" in err
+    assert (tmp_path / "g.json").read_text() == "kept"
+
+
 def test_what_was_measured_stays_when_one_head_is_cut_off(saf, arms, tmp_path, monkeypatch):
     from saf.analysis.costs import CostMeter
 

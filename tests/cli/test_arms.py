@@ -34,6 +34,21 @@ def test_evaluate_shows_a_table_and_writes_nothing_unasked(saf, arms):
     assert sorted(arms[0].rglob("*")) == before
 
 
+def test_evaluate_writes_only_into_a_folder_of_its_own(saf, arms, text_data, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for out, word in (
+        (arms[0], "which `saf evaluate` did not write"),
+        (text_data, "which `saf evaluate` did not write"),
+        (tmp_path / "file", "is a file"),
+    ):
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        code, _, err = saf("evaluate", arms[0] / "checkpoints" / "step-12", "--out", out, "--limit", 1)
+        assert (code, word in err) == (2, True)
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    for _ in range(2):
+        assert saf("evaluate", arms[0], "--out", tmp_path / "own", "--limit", 1, "--device", "cpu")[0] == 0
+
+
 def test_evaluate_refuses_text_of_another_tokenizer(saf, arms, text_data, tmp_path):
     prepare([str(text_data.parent / "text")], tmp_path / "other", vocab_size=280, heldout_fraction=0.3, progress=False)
     code, _, err = saf("evaluate", arms[0], "--data", tmp_path / "other")
@@ -140,7 +155,9 @@ def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):
 
 
 def test_inspect_shows_tables(saf, arms, text_data):
+    state = arms[1] / "checkpoints" / "step-24" / "saf.json"
     for path, word in (
+        (state.parent, f"{state.stat().st_size} bytes"),
         (arms[1], "whole"),
         (arms[1] / "checkpoints" / "step-24", "dense by layer"),
         (text_data, "report"),
@@ -179,6 +196,26 @@ def test_inspect_names_a_damaged_file(saf, arms, tmp_path):
         code, _, err = saf("inspect", path)
         assert code == 2
         assert f"{weights} is damaged" in err
+
+
+def test_a_checkpoint_without_its_optimiser_evaluates_but_does_not_freeze(saf, arms, tmp_path):
+    checkpoint = shutil.copytree(arms[0] / "checkpoints" / "step-24", tmp_path / "step-24")
+    (checkpoint / "optimizer.safetensors").unlink()
+    code, _, err = saf("evaluate", checkpoint, "--limit", 1, "--device", "cpu")
+    assert code == 0, err
+    for command in (("inspect", checkpoint), ("freeze", checkpoint, "--out", tmp_path / "frozen", "--rate", 0.5)):
+        code, _, err = saf(*command)
+        assert code == 2
+        assert "optimizer.safetensors is missing" in err
+
+
+def test_a_checkpoint_without_its_manifest_is_not_called_a_saved_model(saf, arms, tmp_path):
+    checkpoint = shutil.copytree(arms[0] / "checkpoints" / "step-24", tmp_path / "step-24")
+    (checkpoint / "manifest.json").unlink()
+    for command in ("inspect", "evaluate"):
+        code, _, err = saf(command, checkpoint)
+        assert code == 2
+        assert "is not a checkpoint: it has no manifest.json" in err
 
 
 def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_path):
@@ -277,9 +314,9 @@ def test_freeze_refuses_sequences_shorter_than_the_runs_unless_told(saf, arms, t
     code, _, err = saf(*options)
     assert code == 2
     assert "patterns of 16 tokens do not cover the 32 tokens" in err
-    with pytest.warns(UserWarning, match="calibration has 16 tokens, the model takes up to 32"):
-        code, _, err = saf(*options, "--allow-shorter")
+    code, _, err = saf(*options, "--allow-shorter")
     assert code == 0, err
+    assert "saf freeze: calibration has 16 tokens, the model takes up to 32" in err
 
 
 def test_freeze_refuses_to_overwrite_and_a_rate_that_is_none(saf, arms, tmp_path):

@@ -44,7 +44,14 @@ def test_a_refused_measurement_shows_no_ratio(tmp_path, capsys):
     words = ("--out", tmp_path / "op.json", "--num-heads", 2, "--head-dim", 8, "--points", "32x1", "--no-free")
     run("op", *words, "--parts", "frozen", "--backends", "toeplitz", "--tolerance", "1e-9")
     printed = capsys.readouterr().out
-    assert "refused (control auto): two ordinary models differ by" in printed
+    assert "refused (control auto): two times the same ordinary heads differ by" in printed
+    assert "more --pairs, or accept more with --tolerance" in printed
+    assert "1 head alone" in printed
+
+
+def test_a_refused_measurement_of_models_says_so(tmp_path, capsys):
+    run("prefill", "--out", tmp_path / "p.json", "--model", "tiny", "--points", "16x1", "--tolerance", "1e-9")
+    assert "two ordinary models differ by" in capsys.readouterr().out
 
 
 def test_nothing_measured_is_an_error(tmp_path):

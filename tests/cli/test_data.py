@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 import tyro
@@ -32,6 +34,19 @@ def test_prepare_then_info(text, tmp_path, capsys):
     assert run("info", out, "--verify", "--json") == json.loads(capsys.readouterr().out) == result
     with pytest.raises(DataError, match="a finished data folder is there"):
         run("prepare", str(text), "--out", out, *options)
+
+
+def test_a_few_long_files_are_held_out_from_as_the_readme_says(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    advised = re.search(r"--split-characters \d+", readme)[0].split()
+    for number in range(9):
+        words = (f"word{(number * 7919 + n * n) % 9973}" for n in range(16_000))
+        (tmp_path / f"{number}.txt").write_text(" ".join(words))
+    command = ("prepare", str(tmp_path), "--out", str(tmp_path / "data"), "--vocab-size", "300", "--workers", "1")
+    with pytest.raises(DataError, match="got no document: 9 documents in all"):
+        run(*command)
+    told = run(*command, *advised)
+    assert all(partition["documents"] for partition in told["partitions"].values())
 
 
 def test_several_sources_and_held_out_ones(text, tmp_path):

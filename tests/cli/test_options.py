@@ -1,11 +1,14 @@
 """Every setting of FreezeConfig on the command line of pretrain and freeze."""
 
 import json
+import re
 from dataclasses import fields
 
 import pytest
 import tyro
 
+from saf.cli import main
+from saf.cli.flags import in_flags
 from saf.cli.freeze import Freeze
 from saf.cli.options import FreezeOptions
 from saf.cli.pretrain import Pretrain
@@ -55,10 +58,47 @@ def test_pretrain_takes_them_all():
 def test_a_number_of_heads_instead_of_a_rate():
     words = ["checkpoint", "--out", "out", "--count", "5"]
     assert FreezeConfig(**tyro.cli(Freeze, args=words).given()) == FreezeConfig(count=5)
-    with pytest.raises(InputError, match="either a rate or a count"):
-        tyro.cli(Freeze, args=[*words, "--rate", "0.5"]).given()
+    for other, value in (("rate", "0.5"), ("heads", "0:0")):
+        with pytest.raises(InputError, match=f"either a rate, a count or the heads.*got .*{other}"):
+            tyro.cli(Freeze, args=[*words, f"--{other}", value]).given()
+    with pytest.raises(InputError, match="got rate and heads"):
+        tyro.cli(Freeze, args=["checkpoint", "--out", "out", "--rate", "0.9", "--heads", "0:0"]).given()
     parsed = tyro.cli(Pretrain, args=["--data", "d", "--out", "out", "--freeze.count", "5"])
     assert parsed.config().freeze == FreezeConfig(count=5)
+
+
+def test_messages_call_settings_by_their_flags(saf, text_data, arms, tmp_path):
+    out = ["--out", tmp_path / "out"]
+    (tmp_path / "one.txt").write_text("a few words\n")
+    data = ["data", "prepare", tmp_path / "one.txt", *out]
+    train = ["pretrain", "--data", text_data, *out, "--device", "cpu", "--length", "32"]
+    freeze = ["freeze", arms[0], *out]
+    many = 10**6
+    for words, message in (
+        (data, "a larger --heldout-fraction, or cut long ones with --split-characters"),
+        ([*train, "--freeze.rate", "0.25", "--freeze.max-fit-kl", "-1"], "--freeze.max-fit-kl is in nats"),
+        ([*freeze, "--max-fit-kl", "-1"], "freeze: --max-fit-kl is in nats"),
+        ([*train, "--freeze.rate", "0.25", "--calibration-sequences", many], "ask for fewer with --calibration-seq"),
+        ([*freeze, "--sequences", many], "ask for fewer with --sequences, or"),
+        ([*freeze, "--score", "residual_cosine", "--heldout-sequences", many], "ask for fewer with --heldout-seq"),
+        ([*train, "--length", many], f"the controller partition of {text_data} has "),
+    ):
+        code, _, err = saf(*words)
+        assert (code, message in err) == (2, True), err
+
+
+def test_messages_of_the_parser_call_settings_by_their_flags(capsys):
+    with pytest.raises(SystemExit):
+        main(["data", "prepare", "--out", "out", "--heldout-fraction", "0.9"])
+    assert "--heldout-fraction must lie in (0, 0.5]; got 0.9" in capsys.readouterr().err
+
+
+def test_names_in_paths_and_values_are_no_settings():
+    for text in ("/data/batch_size/x", "batch_size.json", "got 'batch_size'", "my_batch_size", "length"):
+        assert in_flags(text, Pretrain) == text
+    assert in_flags("batch_size: 3. freeze.rate, max_fit_kl.", Pretrain) == (
+        "--batch-size: 3. --freeze.rate, --freeze.max-fit-kl."
+    )
 
 
 def test_settings_left_out_are_the_defaults():
@@ -72,9 +112,44 @@ def test_heads_come_from_words_and_files(tmp_path):
     config = tyro.cli(Pretrain, args=["--data", "d", "--out", "out", *words, "--freeze.max-fit-kl", "1"]).config()
     assert config.freeze == FreezeConfig(heads=((0, 0), (2, 1), (0, 3), (1, 2)), max_fit_kl=1.0)
     (tmp_path / "other.json").write_text("{}")
-    for word, message in (("3", "LAYER:HEAD"), (tmp_path / "other.json", "does not list heads")):
+    for word, message in (
+        ("3", "LAYER:HEAD"),
+        ("no.json", "there is no file 'no.json'"),
+        (tmp_path / "other.json", "does not list heads"),
+    ):
         with pytest.raises(InputError, match=message):
             FreezeOptions(heads=(str(word),)).given()
+
+
+def test_help_tells_a_default_rate_only_where_there_is_one(capsys):
+    told = {}
+    for command in (Freeze, Pretrain):
+        with pytest.raises(SystemExit):
+            tyro.cli(command, args=["--help"])
+        # One line of words, without the frame that tyro draws.
+        told[command] = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    text = "Share of the original model's heads that this event freezes, chosen among those still live"
+    assert f"--rate FLOAT {text} (0.25)." in told[Freeze]
+    assert f"--freeze.rate FLOAT {text}. --freeze.count" in told[Pretrain]
+
+
+def test_fitter_options_are_checked_with_the_other_settings(saf, arms, tmp_path, monkeypatch):
+    monkeypatch.setattr("saf.freeze.calibrate", lambda *args, **options: pytest.fail("calibrated"))
+    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "out", "--fitter-options", "steps", 200)
+    assert code == 2
+    assert "fitter 'proportional' takes" in err
+
+
+def test_a_shortfall_is_a_plain_line_and_a_count_above_the_live_heads_an_error(saf, arms, tmp_path):
+    common = ("--sequences", 4, "--device", "cpu")
+    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "none", "--max-fit-kl", 1e-12, *common)
+    assert code == 0
+    assert "\nsaf freeze: 0 of 2 heads could be frozen: no further head fits within 1e-12 nats\n" in f"\n{err}"
+    assert "Warning" not in err
+    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "many", "--count", 9, *common)
+    assert code == 2
+    assert "9 heads asked for; 8 of 8 are live" in err
+    assert not (tmp_path / "many").exists()
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(capsys):

@@ -76,6 +76,10 @@ def test_two_arms(data, tmp_path, capsys):
     assert "frozen arm, 4 updates" in table
     assert f"{result['report_perplexity']:.4f}" in table
     assert "2 after update 2" in table
+    assert len(result["provenance"]["heads"]) == 2
+    again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
+    parse("--parent", frozen / "checkpoints" / "step-4", "--out", tmp_path / "again", *again).run()
+    assert "2 more after update 4, 4 in all" in capsys.readouterr().out
     assert result["provenance"]["parent_hash"] == json.loads((parent / "manifest.json").read_text())["hash"]
 
 

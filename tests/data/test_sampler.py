@@ -80,7 +80,7 @@ def test_sequential_windows_are_in_order():
 
 @pytest.mark.parametrize("make", [*KINDS, lambda tokens, length, seed: sequential_windows(tokens, length)])
 def test_fewer_tokens_than_one_window(make):
-    with pytest.raises(DataError, match="a window of length 10 needs 11 tokens, there are 10"):
+    with pytest.raises(DataError, match="a window of length 10 needs 11 tokens, the text has 10"):
         make(np.arange(10), length=10, seed=0)
     make(np.arange(11), length=10, seed=0)
 

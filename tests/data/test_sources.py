@@ -175,3 +175,5 @@ def test_missing_files_and_empty_folders(tmp_path):
         resolve(str(tmp_path / "none.txt"))
     with pytest.raises(DataError, match="none of its 0 files can be read"):
         resolve(str(tmp_path))
+    with pytest.raises(DataError, match="name of a source is empty"):
+        resolve("")

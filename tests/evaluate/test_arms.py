@@ -91,6 +91,15 @@ def test_log_probabilities_of_another_size_are_refused(tmp_path):
         compare_runs(ordinary, frozen)
 
 
+def test_an_evaluation_of_another_checkpoint_is_refused(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    again = write_run(tmp_path / "earlier", cost=0.01)
+    for name in ("evaluation.json", "log_probs.safetensors"):
+        (ordinary / name).write_bytes((again / name).read_bytes())
+    with pytest.raises(InputError, match=r"another model or text than the run's end"):
+        compare_runs(ordinary, frozen, allow_differences=True)
+
+
 def test_compilation_after_the_event_is_not_timed(tmp_path):
     ordinary, frozen = write_pair(tmp_path, speedup=1.25)
     times = compare_update_times(Run.open(ordinary), Run.open(frozen))

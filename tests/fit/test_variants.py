@@ -12,8 +12,8 @@ def test_the_variants_are_the_fitters_options():
     assert fit_variants(4096) == {"free": {}, "structured": {"alpha_constant_after": CONSTANT_AFTER}}
     assert fit_variants(24, constant_after=None) == {"free": {}}
     assert fit_variants(24, constant_after=0)["structured"] == {"alpha_constant_after": 0}
-    for length, after in ((64, 16), (100, -1), (4096, 1024)):
-        with pytest.raises(InputError, match=rf"T = {length}; got {after}"):
+    for length, after, most in ((64, 16, 15), (100, -1, 24), (4096, 1024, 1023)):
+        with pytest.raises(InputError, match=rf"--structured-after.*T = {length}; got {after}: give {most} or less"):
             fit_variants(length, constant_after=after)
 
 

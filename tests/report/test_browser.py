@@ -1,5 +1,7 @@
 """The page in a real browser: it reacts, it reads well from the keyboard, and it asks for nothing."""
 
+import json
+
 import pytest
 
 from saf.report.html import write_report
@@ -49,6 +51,18 @@ def test_a_rejected_head_shows_its_fit(opened):
     text = opened.locator("#detail").inner_text()
     assert "fit rejected" in text
     assert "0.31 nats" in text
+
+
+def test_a_later_event_tells_of_earlier_ones(page, tmp_path):
+    run = write_run(tmp_path / "later", frozen=True)
+    event = json.loads((run / "freeze.json").read_text())
+    live = next([0, head] for head in range(4) if [0, head] not in event["heads"])
+    event["scores"][0][live[1]] = None
+    edit(run / "freeze.json", scores=event["scores"])
+    page.goto(write_report([run], tmp_path / "report.html").as_uri())
+    told = page.locator("#map-intro").inner_text()
+    assert "heads with the lowest variance among those still live" in told
+    assert "One head was frozen earlier." in told
 
 
 def test_a_frozen_head_without_its_pattern_is_not_called_live(page, tmp_path):

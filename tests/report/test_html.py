@@ -9,6 +9,7 @@ import pytest
 from saf.errors import InputError
 from saf.report.html import write_report
 from saf.report.picture import write_picture
+from saf.report.sections import _cost_words
 from tests.report.synthetic import Shape, edit, write_pair, write_run
 
 
@@ -28,6 +29,14 @@ def test_the_headline_tells_cost_and_speed(tmp_path):
 def test_an_interval_over_zero_is_not_called_a_rise(tmp_path):
     page = write_report(write_pair(tmp_path, Shape(windows=4), cost=1e-4), tmp_path / "out").read_text()
     assert "less than its uncertainty" in re.search("<h1>.*</h1>", page)[0]
+
+
+@pytest.mark.parametrize(
+    ("percent", "words"),
+    [(-0.004, "lowered perplexity by less than 0.01%"), (0.006, "raised perplexity by 0.01%")],
+)
+def test_a_cost_below_the_last_digit_is_not_called_none(percent, words):
+    assert _cost_words({"delta_ppl_percent": percent, "ci95": sorted([0.9 * percent, 1.1 * percent])}) == words
 
 
 def test_a_speed_lost_in_noise_is_not_a_headline(tmp_path):
@@ -129,6 +138,16 @@ def test_the_picture_is_one_svg_with_every_head(tmp_path):
     assert classes.count("ring frozen") == 3
     assert len(list(root.iter(f"{svg}polyline"))) == 3
     assert "Freezing 3 of 12" in root.get("aria-label")
+
+
+def test_the_picture_of_a_later_event_tells_how_many_more_and_in_all(tmp_path):
+    runs = write_pair(tmp_path)
+    event = json.loads((runs[1] / "freeze.json").read_text())
+    live = next(head for head in ([0, 0], [0, 1], [0, 2], [0, 3]) if head not in event["heads"])
+    event["scores"][live[0]][live[1]] = None
+    edit(runs[1] / "freeze.json", scores=event["scores"])
+    drawn = write_picture(runs, tmp_path / "picture.svg").read_text()
+    assert "3 more of 12 heads frozen, those of lowest variance; 4 in all" in drawn
 
 
 def test_a_picture_needs_frozen_heads_and_an_svg_name(tmp_path):

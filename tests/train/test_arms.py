@@ -238,11 +238,10 @@ def test_a_parent_that_has_done_every_update_is_refused(settings):
     [
         ({"backend": "nope"}, "unknown backend 'nope'"),
         ({"backend": "fused"}, "backend 'fused' cannot run"),
-        ({"fitter_options": {"sweeps": 3}}, "fitter 'proportional' takes .* got sweeps"),
         ({"score": lambda statistics, *, weather: statistics.variance}, "needs weather, which a run cannot give"),
         ({"score": "qk_gradient"}, "averages? of Q/K gradients"),
     ],
-    ids=["backend", "device", "fitter", "score", "gradient"],
+    ids=["backend", "device", "score", "gradient"],
 )
 def test_freezing_that_cannot_work_is_told_before_training_and_leaves_nothing(settings, freeze, message):
     config = settings(freeze=FreezeConfig(rate=0.25, **freeze), freeze_at=0 if "score" in freeze else 0.5)

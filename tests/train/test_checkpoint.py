@@ -1,8 +1,10 @@
 import errno
 import os
+import resource
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,11 +122,31 @@ def test_one_flipped_bit_is_refused_by_name_and_the_previous_offered(tmp_path, m
     assert open_checkpoint(good).update == 1
 
 
+def test_messages_speak_of_earlier_checkpoints_only_where_there_are_some(tmp_path, model, optimizer, monkeypatch):
+    def refused(path):
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(path)
+        return str(caught.value)
+
+    for update in (1, 2):
+        (write(tmp_path, update, model, optimizer) / "saf.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert refused(Path("step-1")).endswith("bytes.")
+    assert refused(Path("step-2")).endswith(f"No earlier checkpoint in {tmp_path.resolve()} is whole.")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"kept\. Free some space, then resume the run or repeat the command"):
+        write(tmp_path / "out", 3, model, optimizer)
+
+
 def test_message_shows_expected_and_actual_sum(tmp_path, model, optimizer):
     path = write(tmp_path, 1, model, optimizer)
     recorded = module.read_manifest(path)["files"]["state.json"]["sha256"]
     (path / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=rf"expected SHA-256 {recorded}, got [0-9a-f]{{64}}.*No earlier"):
+    with pytest.raises(CheckpointError, match=rf"expected SHA-256 {recorded}, got [0-9a-f]{{64}}\.$"):
         open_checkpoint(path)
 
 
@@ -144,12 +166,17 @@ def test_never_overwrites(tmp_path, model, optimizer):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left (os error 28)")],
-    ids=["python", "safetensors"],
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left"),
+        (SafetensorError("I/O error: No space left (os error 28)"), "no space left"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "quota"),
+        (SafetensorError("I/O error: Disk quota exceeded (os error 122)"), "quota"),
+    ],
+    ids=["python", "safetensors", "python-quota", "safetensors-quota"],
 )
 @pytest.mark.parametrize("file", ["model.safetensors", "saf.safetensors"])
-def test_full_disk_leaves_the_previous_checkpoint(tmp_path, model, optimizer, monkeypatch, error, file):
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path, model, optimizer, monkeypatch, error, reason, file):
     good = write(tmp_path, 1, model, optimizer)
     real = module.save_file
 
@@ -160,10 +187,23 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, model, optimizer, mo
         real(tensors, path, **options)
 
     monkeypatch.setattr(module, "save_file", full)
-    with pytest.raises(CheckpointError, match=f"no space left.*step-2.*{good.name} is whole"):
+    with pytest.raises(CheckpointError, match=f"{reason}.*step-2.*{good.name} is whole"):
         write(tmp_path, 2, model, optimizer)
     assert os.listdir(tmp_path) == ["step-1"]
     assert equal(load_model(latest(tmp_path)).state_dict(), model.state_dict())
+
+
+def test_a_limit_on_file_sizes_is_explained(tmp_path, model, optimizer):
+    """The system's own refusal, from the functions that really write."""
+    good = write(tmp_path, 1, model, optimizer)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"limit on file sizes.*step-2.*{good.name} is whole"):
+            write(tmp_path, 2, model, optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == ["step-1"]
 
 
 def test_other_write_errors_pass_through(tmp_path, model, optimizer, monkeypatch):

@@ -1,5 +1,7 @@
 import pytest
 
+from saf.freeze_config import FreezeConfig
+from saf.train import pretrain
 from saf.train.observer import Observer
 from saf.train.progress import Progress, duration
 
@@ -32,6 +34,26 @@ def test_plain_lines_now_and_then_without_a_terminal(tmp_path, capsys):
 def test_shows_utilisation_where_the_peak_is_known(tmp_path, capsys):
     tell(tmp_path, 1, peak_flops=1e13)
     assert "MFU 40.0%" in capsys.readouterr().err
+
+
+def test_an_update_that_compiles_is_announced_and_foretells_no_time(capsys):
+    progress = Progress(done=0, total=3, every=1)
+    for update, seconds in ((1, 100.0), (2, 2.0)):
+        if update == 1:
+            progress.compiling(update)
+        record = {"update": update, "loss": 2.5, "lr": 1e-3, "update_seconds": seconds}
+        progress.advance(record, tokens_per_second=10.0, utilisation=None)
+    said, first, second = capsys.readouterr().err.splitlines()
+    assert said.startswith("compiling the model for update 1")
+    assert "left" not in first
+    assert second.endswith("2s left")
+
+
+def test_a_run_says_that_it_compiles_at_its_start_and_after_freezing(settings, capsys, monkeypatch):
+    monkeypatch.setattr("torch.compile", lambda model, **_: model)
+    pretrain(settings(compile="on", quiet=False, updates=4, freeze=FreezeConfig(count=1, max_fit_kl=10)))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("compiling")]
+    assert [line.split(",")[0] for line in said] == [f"compiling the model for update {n}" for n in (1, 3)]
 
 
 def test_quiet_says_nothing(tmp_path, capsys):

@@ -179,6 +179,20 @@ def test_refuses_other_settings(settings):
     pretrain(settings(updates=2, save_every=1, quiet=True), resume=True)
 
 
+def test_of_freezing_and_the_shape_only_what_differs_is_told(settings):
+    pretrain(settings(updates=2, freeze=FreezeConfig(rate=0.25, max_fit_kl=9.0)))
+    other = {"num_layers": 2, "num_heads": 2, "hidden_size": 32}
+    changed = settings(updates=2, freeze=FreezeConfig(rate=0.25, max_fit_kl=8.0, seed=1), model_overrides=other)
+    with pytest.raises(InputError) as caught:
+        pretrain(changed, resume=True)
+    differing = str(caught.value).split("(")[1].split(")")[0].split("; ")
+    assert differing == [
+        "freeze.max_fit_kl: the run has 9.0, got 8.0",
+        "freeze.seed: the run has 0, got 1",
+        "model_overrides.num_heads: the run has 4, got 2",
+    ]
+
+
 def test_refuses_a_damaged_checkpoint_and_goes_on_from_the_previous_one(settings, uninterrupted, outcome, monkeypatch):
     expected = outcome(uninterrupted(settings(), "shuffled"))
     config = settings()

@@ -111,7 +111,7 @@ def test_memory_is_stated_before_the_event_measures(settings, capsys):
     pretrain(settings(freeze=freeze, heldout_sequences=2, updates=4, quiet=False))
     lines = capsys.readouterr().err.splitlines()
     stated = next(number for number, line in enumerate(lines) if "calibration of 8 heads on 4 x 32 tokens: abo" in line)
-    frozen = next(number for number, line in enumerate(lines) if "froze 2 heads" in line)
+    frozen = next(number for number, line in enumerate(lines) if "2 of 8 heads frozen by residual_cosine" in line)
     assert stated < frozen
     assert lines[stated].startswith("update 2: ")
     assert lines[stated].endswith("16.38 KB collected on the CPU")

@@ -24,7 +24,7 @@ from saf.train.signals import StopRequest
 from saf.train.update import run_update
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_saves_and_stops_after_the_current_update(settings, outcome, monkeypatch, number):
     pretrain(settings("whole", save_every=5))
     config = settings(save_every=5)
@@ -74,6 +74,40 @@ def test_second_signal_aborts():
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_stops_a_run_that_goes_on_telling():
+    """What is written after the terminal is gone fails; the run must reach its end all the same."""
+    code = """
+import fcntl, sys, termios, time
+fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+from saf.train.signals import StopRequest
+with StopRequest() as stop:
+    print("ready", file=sys.stderr, flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("stopping", file=sys.stderr, flush=True)
+raise SystemExit(75)
+"""
+    ours, terminal = os.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
+    told = b""
+    while b"ready" not in told:
+        told += os.read(ours, 1000)
+    os.close(ours)
+    assert process.wait(timeout=60) == 75
 
 
 @pytest.mark.slow

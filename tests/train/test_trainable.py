@@ -138,6 +138,21 @@ def test_commands_take_the_setting(settings, tmp_path, capsys):
     assert {result["trainable_pattern_parameters"] for result in results} == {PARAMETERS}
 
 
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        ({"heads": ((9, 0),)}, r"2 layers of 4 heads; got \[\(9, 0\)\]"),
+        ({"exclude": ((1, 7),)}, r"2 layers of 4 heads; got \[\(1, 7\)\]"),
+        ({"count": 99}, "99 heads asked for; 8 of 8 are live"),
+    ],
+)
+def test_heads_that_are_not_there_are_told_before_training(settings, freeze, message):
+    config = settings(freeze=FreezeConfig(**freeze))
+    with pytest.raises(InputError, match=message):
+        pretrain(config)
+    assert not Path(config.out).exists()
+
+
 def test_settings_that_cannot_work_are_told_before_training(settings):
     with pytest.raises(InputError, match="trainable patterns have key and distance logits: use storage='compact'"):
         FreezeConfig(trainable=True, storage="dense")
