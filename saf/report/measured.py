@@ -92,7 +92,8 @@ class Group:
             return None
         if self.control is None:
             return "the control could not be measured"
-        return f"two ordinary models differ by {100 * abs(self.control['ratio'] - 1):.2f}%"
+        equal = "two ordinary models" if self.control.get("model") else "two times the same ordinary heads"
+        return f"{equal} differ by {100 * abs(self.control['ratio'] - 1):.2f}%"
 
 
 def is_speeds(record: Record) -> bool:
