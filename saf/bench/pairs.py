@@ -1,7 +1,7 @@
 """Alternating pairs in ABBA order, and what their ratios say."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Pair = tuple[float, float]
@@ -38,3 +38,9 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
 def refused(control_ratio: float | None, tolerance: float) -> bool:
     """Whether a measurement is refused: its control is missing or further than `tolerance` from 1."""
     return control_ratio is None or abs(control_ratio - 1) > tolerance
+
+
+def control_words(row: Mapping[str, Any], ratio: float) -> str:
+    """Say what a row's control compared, and by how much its two sides differ at the control's `ratio`."""
+    equal = "two ordinary models" if row.get("model") else "two times the same ordinary heads"
+    return f"{equal} differ by {100 * abs(ratio - 1):.2f}%"

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
+from saf.bench.pairs import control_words
 from saf.cli.bench_calibration import Calibration
 from saf.cli.bench_errors import Errors
 from saf.cli.bench_tune import Tune
@@ -103,10 +104,9 @@ def _reason(row: Mapping[str, Any]) -> str:
     control = row["control_ratio"]
     if control is None:
         return "its control could not be measured"
-    equal = "two ordinary models" if row.get("model") else "two times the same ordinary heads"
     return (
-        f"{equal} differ by {100 * abs(control - 1):.2f}%: the machine is not quiet enough; end other work on it, "
-        "measure more --pairs, or accept more with --tolerance"
+        f"{control_words(row, control)}: the machine is not quiet enough; end other work on it, measure more --pairs, "
+        "or accept more with --tolerance"
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saf.bench.pairs import control_words
 from saf.bench.recorder import SCHEMA
 from saf.report import paper
 from saf.report.paper import Quoted
@@ -92,8 +93,7 @@ class Group:
             return None
         if self.control is None:
             return "the control could not be measured"
-        equal = "two ordinary models" if self.control.get("model") else "two times the same ordinary heads"
-        return f"{equal} differ by {100 * abs(self.control['ratio'] - 1):.2f}%"
+        return control_words(self.control, self.control["ratio"])
 
 
 def is_speeds(record: Record) -> bool:
