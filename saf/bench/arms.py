@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from saf.bench.flex import FLEX
-from saf.ops import BACKENDS
+from saf.ops.backends import always_mixes_live
 
 Role = Literal["control", "kernel", "frozen", "free"]
 FREE = "free"
@@ -31,7 +31,7 @@ class Arm:
     @property
     def live_kernel(self) -> str:
         """The kernel to ask for where heads are frozen: none by name for a backend that computes live heads itself."""
-        return "auto" if hasattr(BACKENDS.get(str(self.backend)), "mixed") else self.kernel
+        return "auto" if always_mixes_live(str(self.backend)) else self.kernel
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -7,7 +7,20 @@ from torch.nn import functional as F
 from saf.heads import HeadLayout
 from saf.models.projection import plain_weight
 from saf.models.rotary import rotate
-from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention, split_attention
+from saf.ops import (
+    FrozenHeads,
+    frozen_attention,
+    in_one_launch,
+    live_attention,
+    mixed_attention,
+    split_attention,
+)
+
+JOINED = 8192
+"""Tokens up to which training joins live and frozen heads before the output projection.
+
+One product and a copy then cost less than two products, whose launches outweigh their work (docs/log.md).
+"""
 
 
 class LiveAttention(nn.Module):
@@ -18,21 +31,27 @@ class LiveAttention(nn.Module):
         self.kernel = "auto"
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, frozen: FrozenHeads | None
-    ) -> list[Tensor]:
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        start: Tensor | None,
+        frozen: FrozenHeads | None,
+        projection: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
 
-        Returns live and frozen heads' outputs, `[B, L, T, D]` and `[B, F, T, D]`; a backend that mixes all heads in
-        one launch gives one tensor for both.
+        Returns heads yet to be projected, `[B, n, T, D]`, and what frozen ones give projected by their columns of
+        `projection [C, H * D]`, `[B, T, C]`; without a projection the first are all heads, and the second is None.
         """
         if frozen is None:
-            return [live_attention(query, key, value, start=start, kernel=self.kernel)]
-        if frozen.mixes_live:
-            return [mixed_attention(query, key, value, frozen, start=start, kernel=self.kernel)]
-        live, mixed = split_attention(query, key, value, frozen, start=start, kernel=self.kernel)
+            return live_attention(query, key, value, start=start, kernel=self.kernel), None
+        if projection is None:
+            return mixed_attention(query, key, value, frozen, start=start, kernel=self.kernel), None
+        kernel = self.kernel
+        live, projected = split_attention(query, key, value, frozen, start=start, kernel=kernel, projection=projection)
         assert live is not None
-        assert mixed is not None
-        return [live, mixed]
+        return live, projected
 
 
 class Attention(nn.Module):
@@ -69,19 +88,24 @@ class Attention(nn.Module):
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if num_live == 0 and self.frozen is not None:
-            mixed = [frozen_attention(value, self.frozen, start=start)]
-        else:
-            mixed = self.live(query, key, value, start, self.frozen)
-        return self._project([heads.transpose(1, 2).flatten(2) for heads in mixed])
+            return self._project(frozen_attention(value, self.frozen, start=start))
+        if not self._projects_apart(query, value, start):
+            return self._project(self.live(query, key, value, start, self.frozen)[0])
+        # Autocast would cast the columns of either part by themselves.
+        projection = plain_weight(self.o_proj).to(value.dtype)
+        mixed, projected = self.live(query, key, value, start, self.frozen, projection)
+        return F.linear(mixed.transpose(1, 2).flatten(2), projection[:, : num_live * self.head_dim]) + projected
 
-    def _project(self, mixed: list[Tensor]) -> Tensor:
-        """Project heads `[B, T, n * D]` to `[B, T, C]`, live and frozen ones by a product each.
+    def _project(self, mixed: Tensor) -> Tensor:
+        """Project all heads, `[B, H, T, D]` to `[B, T, C]`."""
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
-        Nothing is copied together, and attention's backward pass sees a gradient in the memory order of its output.
+    def _projects_apart(self, query: Tensor, value: Tensor, start: Tensor | None) -> bool:
+        """Whether live and frozen heads are best projected by a product each.
+
+        Nothing is copied together then, and attention's backward pass sees a gradient in the memory order of its
+        output. Not so for updates of few tokens, and where one launch computes all heads.
         """
-        if len(mixed) == 1:
-            return self.o_proj(mixed[0])
-        widths = [heads.shape[-1] for heads in mixed]
-        weights = plain_weight(self.o_proj).split(widths, dim=1)
-        first, *others = (F.linear(heads, weight) for heads, weight in zip(mixed, weights, strict=True))
-        return sum(others, first)
+        if self.frozen is None or in_one_launch(query, value, self.frozen, start=start, kernel=self.live.kernel):
+            return False
+        return not torch.is_grad_enabled() or value.shape[0] * value.shape[2] > JOINED

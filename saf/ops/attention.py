@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError
 from saf.ops.backends import BACKENDS
 from saf.ops.frozen import mix_frozen
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.live import check_kernel, live_attention
+from saf.ops.one_launch import in_one_launch, mix_in_one_launch
 from saf.ops.positions import check_positions, check_start
-from saf.ops.slots import join_heads, part_heads, take_heads
+from saf.ops.slots import join_heads, part_heads, project_heads, take_heads
 from saf.ops.value_heads import live_keys, live_value_heads
 
 
@@ -48,8 +49,8 @@ def mixed_attention(
         UnsupportedError: A backend that computes live heads itself (`fused`), asked for padding, a shorter query or a
             kernel of theirs; a kernel that cannot run here.
     """
-    if frozen is not None and query.shape[1] and frozen.mixes_live:
-        return _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
+    if frozen is not None and in_one_launch(query, value, frozen, start=start, kernel=kernel):
+        return mix_in_one_launch(query, key, value, frozen, scale, backend, start, kernel)
     live, mixed = split_attention(query, key, value, frozen, scale=scale, backend=backend, start=start, kernel=kernel)
     if live is None or mixed is None:
         both = live if mixed is None else mixed
@@ -68,15 +69,18 @@ def split_attention(
     backend: str = "auto",
     start: Tensor | None = None,
     kernel: str = "auto",
+    projection: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """`mixed_attention` with live `[B, L, Tq, D]` and frozen `[B, F, Tq, D]` outputs apart (None when empty).
 
-    A model that splits its output projection the same way copies nothing together. Raises as `mixed_attention` does.
+    A model that splits its output projection the same way copies nothing together. With `projection`, its weight
+    `[C, (L + F) * D]`, frozen heads come projected by their columns, `[B, Tq, C]`: where they run beside live heads,
+    that product does too. Raises as `mixed_attention` does.
     """
     num_live = query.shape[1]
-    if frozen is not None and num_live and frozen.mixes_live:
-        output = _mixed_together(query, key, value, frozen, scale, backend, start, kernel)
-        return output[:, :num_live], output[:, num_live:]
+    if frozen is not None and in_one_launch(query, value, frozen, start=start, kernel=kernel):
+        output = mix_in_one_launch(query, key, value, frozen, scale, backend, start, kernel)
+        return output[:, :num_live], project_heads(output[:, num_live:], projection)
     live_kv = live_value_heads(query, key, value, frozen)
     check_positions(query, key if num_live else value, value)
     if start is not None:
@@ -91,14 +95,16 @@ def split_attention(
     frozen.check_call(value, backend)
     frozen_kv = frozen.value_heads(value.shape[1])
     if not num_live:
-        return None, mix_frozen(take_heads(value, frozen_kv), frozen, start, query.shape[-2])
+        mixed = mix_frozen(take_heads(value, frozen_kv), frozen, start, query.shape[-2])
+        return None, project_heads(mixed, projection)
     live_key, live_heads = live_keys(key, live_kv)
     live_value, selected = part_heads(value, live_heads, frozen_kv)
     tables = None if start is not None else _tables_beside(query, value, frozen)
     if tables is not None:
-        return BACKENDS[frozen.backend].beside(query, live_key, live_value, selected, tables, scale, kernel)
+        heads = query, live_key, live_value, selected
+        return BACKENDS[frozen.backend].beside(*heads, tables, scale, kernel, projection)
     live = live_attention(query, live_key, live_value, scale=scale, start=start, kernel=kernel)
-    return live, mix_frozen(selected, frozen, start, query.shape[-2])
+    return live, project_heads(mix_frozen(selected, frozen, start, query.shape[-2]), projection)
 
 
 def _tables_beside(query: Tensor, value: Tensor, frozen: FrozenHeads) -> dict[str, Any] | None:
@@ -113,30 +119,3 @@ def _tables_beside(query: Tensor, value: Tensor, frozen: FrozenHeads) -> dict[st
         return None
     tables = frozen.tables(value.dtype)
     return tables if backend.runs_beside(value.device, value.dtype, tables) else None
-
-
-def _mixed_together(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    frozen: FrozenHeads,
-    scale: float | None,
-    backend: str,
-    start: Tensor | None,
-    kernel: str,
-) -> Tensor:
-    """Let a backend that computes live heads too do all of them."""
-    frozen.check_call(value, backend)
-    if start is not None or query.shape[-2] != value.shape[-2] or kernel != "auto":
-        raise UnsupportedError(
-            f"backend {frozen.backend!r} computes live heads itself, over whole sequences: no left padding, no "
-            f"shorter query, no choice of kernel (got {kernel!r}); install_ with backend='toeplitz' for those"
-        )
-    if frozen.kv_head is None:
-        raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
-    live_value_heads(query, key, value, frozen)
-    check_positions(query, key, value)
-    frozen.value_heads(value.shape[1])
-    # Its maps know the value heads that slots read, and no others.
-    value = value[:, : max(frozen.kv_head) + 1]
-    return BACKENDS[frozen.backend].mixed(query, key, value, frozen.tables(value.dtype), scale)

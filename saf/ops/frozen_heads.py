@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import InputError
-from saf.ops.backends import BACKENDS, check_trainable, choose_backend
+from saf.ops.backends import BACKENDS, always_mixes_live, check_trainable, choose_backend
 from saf.ops.pattern_list import Pattern, as_list, own
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern, DensePattern
@@ -34,8 +34,6 @@ class FrozenHeads(nn.Module):
         self.backend = backend
         self.max_length = max_length
         self.kv_head = kv_head
-        self.mixes_live: bool = hasattr(BACKENDS[backend], "mixed")
-        """Whether the backend computes live heads in the same launch."""
         self._names: dict[torch.dtype, dict[str, str]] = {}
         self._static: dict[torch.dtype, dict[str, Any]] = {}
 
@@ -115,6 +113,18 @@ class FrozenHeads(nn.Module):
                 "cast the model itself, whose tables follow, pass dtype= to from_patterns, or autocast to one of these"
             )
         return self._static[dtype] | {name: self._buffers[at] for name, at in self._names[dtype].items()}
+
+    @property
+    def always_mixes_live(self) -> bool:
+        """Whether the backend computes live heads in the same launch, and has no other way."""
+        return always_mixes_live(self.backend)
+
+    def mixes_live(self, value: Tensor) -> bool:
+        """Whether the backend can compute live heads in the same launch, over whole sequences `[B, H_kv, T, D]`."""
+        mixes = getattr(BACKENDS[self.backend], "mixes", None)
+        if mixes is None or self.kv_head is None or self.trainable or torch.is_grad_enabled():
+            return self.always_mixes_live
+        return mixes(value, len(self.kv_head), self._names.get(value.dtype, ()))
 
     def value_heads(self, num_value_heads: int) -> tuple[int, ...]:
         """Return the value head that each frozen slot reads, among `num_value_heads`."""

@@ -3,26 +3,16 @@
 It is the paper's row in every benchmark; `toeplitz` is faster. Whole sequences only: no decoding, no padding.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.ops.availability import has_triton
-from saf.ops.fused_operator import MAPS, PATTERNS, fused_product
-from saf.pattern import CompactPattern, DensePattern
+from saf.ops.fused_tables import fused_obstacle as supports
+from saf.ops.fused_tables import fused_tables as prepare
+from saf.ops.fused_tables import launch_fused
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def supports(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why this backend cannot run; None when it can."""
-    if not has_triton():
-        return "Triton is not installed"
-    if device.type != "cuda":
-        return f"it needs a CUDA device, got {device.type}"
-    return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
+__all__ = ["describe", "forward", "mixed", "prepare", "supports"]
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
@@ -30,54 +20,12 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
     return "one Triton launch a layer for live and frozen heads (the paper's execution)"
 
 
-def prepare(
-    patterns: Sequence[CompactPattern | DensePattern],
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_head: tuple[int, ...] | None = None,
-) -> dict[str, Any]:
-    """Return patterns for the kernels and head maps: `alone_*` of the frozen heads, `mixed_*` of all slots.
-
-    Mixed maps need `kv_head`, the value head of every slot.
-    """
-    from saf.ops.triton.fused_tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
-
-    length = patterns[0].length
-    empty = torch.zeros(0, length, dtype=torch.float64, device=device)
-    compact = [p.to(device=device, dtype=torch.float64).balanced() for p in patterns if isinstance(p, CompactPattern)]
-    dense = [p.weights.to(device=device, dtype=dtype) for p in patterns if isinstance(p, DensePattern)]
-    alpha, rho, log_z = (
-        torch.stack([getattr(p, name) for p in compact]) if compact else empty for name in ("alpha", "rho", "log_z")
-    )
-    stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
-    made = FusedPatterns.build(alpha, rho, log_z, stored)
-    tables: dict[str, Any] = {name: getattr(made, name) for name in PATTERNS}
-    kinds = [COMPACT if isinstance(p, CompactPattern) else DENSE for p in patterns]
-    layouts = {"alone": (kinds, tuple(range(len(kinds))))}
-    if kv_head is not None:
-        layouts["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)
-    for name, (state, value) in layouts.items():
-        used = sorted({slot for slot, kind in zip(value, state, strict=True) if kind == LIVE})
-        key = [used.index(slot) if kind == LIVE else 0 for slot, kind in zip(value, state, strict=True)]
-        maps = HeadMaps.build(state, key=key, value=value, num_value_heads=max(value) + 1, device=device)
-        tables |= {f"{name}_{part}": getattr(maps, part) for part in MAPS}
-        tables |= {f"{name}_counts": maps.counts, f"{name}_grouped": (maps.grouped,)}
-    return tables
-
-
 def forward(value: Tensor, tables: dict[str, Any], rows: int) -> Tensor:
     """Return `P V` of the frozen heads for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
     none = value[:, :0]
-    return _launch(none, none, value, tables, "alone", 1.0)[:, :, value.shape[-2] - rows :]
+    return launch_fused(none, none, value, tables, "alone", 1.0)[:, :, value.shape[-2] - rows :]
 
 
 def mixed(query: Tensor, key: Tensor, value: Tensor, tables: dict[str, Any], scale: float | None) -> Tensor:
     """Return the output of all slots, `[B, H, T, D]`, from one launch."""
-    return _launch(query, key, value, tables, "mixed", query.shape[-1] ** -0.5 if scale is None else scale)
-
-
-def _launch(query: Tensor, key: Tensor, value: Tensor, tables: dict[str, Any], layout: str, scale: float) -> Tensor:
-    maps = [tables[f"{layout}_{name}"] for name in MAPS]
-    patterns = [tables[name] for name in PATTERNS]
-    counts, (grouped,) = list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"]
-    return fused_product(query, key, value, maps, patterns, counts, grouped, scale)[0]
+    return launch_fused(query, key, value, tables, "mixed", query.shape[-1] ** -0.5 if scale is None else scale)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saf.ops.operator import operator
+
 MAPS = ("state", "query", "key", "value", "pattern", "live", "group_start", "group_heads")
 PATTERNS = ("alpha", "band", "log_z", "dense")
 
@@ -22,7 +24,7 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("saf::fused", mutates_args=())
+@operator("saf::fused")
 def fused_product(
     query: Tensor,
     key: Tensor,
@@ -45,13 +47,13 @@ def fused_product(
     return fused_forward(query, key, value, head_maps, fixed, scale=scale)
 
 
-@fused_product.register_fake
+@torch.library.register_fake("saf::fused")
 def _(query, key, value, maps, patterns, counts, grouped, scale):
     batch, live, length, _ = query.shape
     return _heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
 
 
-@torch.library.custom_op("saf::fused_backward", mutates_args=())
+@operator("saf::fused_backward")
 def fused_product_backward(
     gradient: Tensor,
     query: Tensor,
@@ -73,7 +75,7 @@ def fused_product_backward(
     return fused_backward(gradient, query, key, value, output, log_sums, head_maps, fixed, scale=scale)
 
 
-@fused_product_backward.register_fake
+@torch.library.register_fake("saf::fused_backward")
 def _(gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale):
     return tuple(_heads_like(x, x.shape[1]) for x in (query, key, value))
 
@@ -97,4 +99,4 @@ def _backward(ctx, gradient: Tensor, _):
     return (*gradients, [None] * len(maps), [None] * len(patterns), None, None, None)
 
 
-fused_product.register_autograd(_backward, setup_context=_setup)
+torch.library.register_autograd("saf::fused", _backward, setup_context=_setup)

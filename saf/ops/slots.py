@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -33,6 +34,14 @@ def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
     return torch.stack([by_slot[slot] for slot in sorted(by_slot)], dim=2).transpose(1, 2)
 
 
+def project_heads(heads: Tensor, projection: Tensor | None) -> Tensor:
+    """Return heads `[B, n, T, D]` projected by the last columns of `[C, H * D]`, `[B, T, C]`; as they are for None."""
+    if projection is None:
+        return heads
+    mixed = heads.transpose(1, 2).flatten(2)
+    return F.linear(mixed, projection[:, projection.shape[1] - mixed.shape[-1] :])
+
+
 def join_heads(live: Tensor, frozen: Tensor) -> Tensor:
     """Return live heads `[B, L, T, D]` and then frozen ones `[B, F, T, D]` as one tensor, stored as `[B, T, H, D]`."""
     return _Join.apply(live, frozen) if torch.is_grad_enabled() else _joined(live, frozen)
@@ -43,10 +52,10 @@ def _joined(live: Tensor, frozen: Tensor) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """Each part gets a gradient of its own, in the memory order that attention's output has.
+    """Live heads get a gradient of their own, in the memory order that attention's output has.
 
     cuDNN's backward pass takes a graph cached for gradients of another memory order (docs/log.md), so a slice of the
-    joint gradient will not do.
+    joint gradient will not do. Frozen heads take one.
     """
 
     @staticmethod
@@ -56,5 +65,5 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        parts = gradients[0].transpose(1, 2).split(ctx.counts, dim=2)
-        return tuple(part.contiguous().transpose(1, 2) for part in parts)
+        live, frozen = gradients[0].transpose(1, 2).split(ctx.counts, dim=2)
+        return live.contiguous().transpose(1, 2), frozen.transpose(1, 2)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from saf.ops.convolution import causal_convolution
 from saf.ops.dense_product import dense_product
+from saf.ops.few_tokens import few_tables
+from saf.ops.few_tokens import mixed as mixed
+from saf.ops.few_tokens import mixes as mixes
 from saf.ops.pattern_gradient import NOT_HELD, compact_tables, trainable_product
 from saf.ops.side_by_side import overlaps, side_by_side
 from saf.ops.slots import put_together, take_heads
@@ -43,7 +46,7 @@ def prepare(
 
     `distance [C, T]` exp(rho) in `dtype`; `key_scale [C, T]` exp(alpha) and `row_scale [C, T]` 1/Z in float32
     (float64 for float64 values) and `table` from `distance_table`, for the `C` heads of `convolved`;
-    `weights [F - C, T, T]` for those of `stored`.
+    `weights [F - C, T, T]` for those of `stored`; and, where none is stored, what `few_tokens` reads.
     """
     compact = {slot: pattern for slot, pattern in enumerate(patterns) if isinstance(pattern, CompactPattern)}
     made: dict[str, Tensor | tuple[int, ...]] = {}
@@ -59,6 +62,8 @@ def prepare(
     if stored:
         dense = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
         made["weights"] = torch.stack(dense)
+    else:
+        made |= few_tables(patterns, dtype, device, kv_head)
     return made | {"convolved": convolved, "stored": stored}
 
 
@@ -116,11 +121,22 @@ def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
 
 
 def beside(
-    query: Tensor, key: Tensor, live_value: Tensor, value: Tensor, tables: dict, scale: float | None, kernel: str
+    query: Tensor,
+    key: Tensor,
+    live_value: Tensor,
+    value: Tensor,
+    tables: dict,
+    scale: float | None,
+    kernel: str,
+    projection: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return live heads' attention and `P V` of the frozen ones, computed at the same time; without gradients."""
+    """Return live heads' attention and frozen heads' `P V`, projected where asked, computed at the same time.
+
+    Without gradients.
+    """
     scales = tables["key_scale"], tables["row_scale"]
-    return side_by_side(query, key, live_value, value, tables["table"], *scales, scale, kernel)
+    projection = None if projection is None else projection.to(value.dtype)
+    return side_by_side(query, key, live_value, value, tables["table"], *scales, scale, kernel, projection)
 
 
 def runs_beside(device: torch.device, dtype: torch.dtype, tables: dict) -> bool:

@@ -45,7 +45,8 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     return {
         "toeplitz": convolved,
         "side_by_side": [
-            (*(draw(2, 3, 40, 16) for _ in range(3)), draw(2, 2, 40, 16), *convolved[0][1:4], None, "auto")
+            (*(draw(2, 3, 40, 16) for _ in range(3)), draw(2, 2, 40, 16), *convolved[0][1:4], None, "auto", projection)
+            for projection in (None, draw(10, 80))
         ],
         "fused": [arguments for arguments, _ in fused],
         "fused_backward": [backward for _, backward in fused],

@@ -63,7 +63,7 @@ def test_the_operator_is_registered_as_it_behaves(frozen, heads):
     query, key, value = heads
     tables = frozen.tables(torch.float32)
     scales = tables["table"], tables["key_scale"], tables["row_scale"]
-    arguments = (query, key, value[:, :3], value[:, 3:], *scales, None, "auto")
+    arguments = (query, key, value[:, :3], value[:, 3:], *scales, None, "auto", None)
     torch.library.opcheck(side_by_side.side_by_side, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

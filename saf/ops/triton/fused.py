@@ -54,7 +54,7 @@ def fused_forward(
     lse = value.new_empty(batch, maps.counts[0], length, dtype=torch.float32)
     if result.numel() == 0:
         return result, lse
-    blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype)).forward
+    blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype, rows=batch * heads * length)).forward
     launch(
         fused_forward_kernel, (batch * heads, cdiv(length, blocks.block_m)),
         query, key, value, result, lse, maps.state, maps.query, maps.key, maps.value, maps.pattern,

@@ -6,6 +6,9 @@ import torch
 
 from saf.errors import InputError
 
+FEW_ROWS = 49_152
+"""B x H x T up to which the forward pass takes smaller blocks of queries."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
@@ -41,13 +44,14 @@ class FusedConfig:
     queries: Blocks
 
 
-def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False) -> FusedConfig:
+def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, rows: int | None = None) -> FusedConfig:
     """Pick block sizes by rule: the fastest of those tried on an H200 with some heads frozen (docs/log.md).
 
     Args:
         dim: channels D.
         dtype: of the operands.
         grouped: whether a value head serves several heads; the loop over them takes registers in the backward.
+        rows: B x H x T; few of them leave multiprocessors idle in large blocks. Default: many.
     """
     if dtype == torch.float32:
         small = Blocks(
@@ -62,7 +66,8 @@ def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False) 
         keys = Blocks(block_m=128, block_n=64, num_warps=4, num_stages=2)
         if grouped:
             keys = Blocks(block_m=64, block_n=64, num_warps=4, num_stages=1)
-        return FusedConfig(Blocks(block_m=128, block_n=64, num_warps=4, num_stages=3), keys, queries)
+        block_m = 64 if rows is not None and rows <= FEW_ROWS else 128
+        return FusedConfig(Blocks(block_m=block_m, block_n=64, num_warps=4, num_stages=3), keys, queries)
     if dim <= 128:
         keys = Blocks(block_m=64, block_n=128, num_warps=8, num_stages=2)
         if grouped:

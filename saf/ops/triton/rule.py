@@ -44,26 +44,36 @@ def choose_config(
         return dataclasses.replace(FULL_PRECISION, tables=tables or FULL_PRECISION.tables)
     if tables not in (None, "tiles"):
         return Config(tables=tables, prescale="tile")
-    rows = -(-length // 128)
-    if columns <= 64 and columns % 8 == 0 and length > 32768 and descriptors:
-        config = Config(num_warps=8, num_stages=4, fold=2, loads="descriptor")
-    elif columns <= 64 and length > 2048:
-        config = Config(block_n=64, num_stages=5)
-    elif columns <= 64 or (columns <= 128 and length <= 4096):
-        config = Config(block_m=64, block_n=64, block_k=128)
-    elif length <= 1024 and rows * -(-columns // 128) * heads >= 256:
-        # A pass over the input costs more than slower steps when there are few of them.
-        config = Config(prescale="packed" if dtype == torch.bfloat16 else "tile")
-    elif columns > 128 and length > 4096 and rows * -(-columns // 256) * heads >= 256:
-        config = Config(block_n=256, num_warps=8)
-    else:
-        # Few tiles: one program a multiprocessor, its loads further ahead; more tiles: two that take turns.
-        config = Config(num_stages=4 if rows * -(-columns // 128) * heads < 400 else 3)
+    config = _by_shape(length, columns, heads, dtype, descriptors)
     if descriptors and config.prescale == "pass" and columns % config.block_n == 0:
         config = dataclasses.replace(config, loads="descriptor")
     stages = min(config.num_stages, max(2, shared_memory // _stage_bytes(config, dtype)))
     config = dataclasses.replace(config, num_stages=stages)
     return in_slabs(config, length=length, columns=columns, heads=heads, dtype=dtype)
+
+
+def _by_shape(length: int, columns: int, heads: int, dtype: torch.dtype, descriptors: bool) -> Config:
+    """Return blocks, where the scaling goes and how deep the pipeline is."""
+    rows = -(-length // 128)
+    tiles = rows * -(-columns // 128) * heads
+    if length <= 1024 or (length <= 2048 and columns > 128 and tiles < 132):
+        # A pass over the input costs more than slower steps when there are few of them.
+        prescale = "packed" if dtype == torch.bfloat16 else "tile"
+        if tiles >= 160:
+            return Config(prescale=prescale)
+        if columns >= 256:
+            return Config(prescale=prescale, block_m=64, block_k=128)
+        return Config(prescale=prescale, block_m=32 if length <= 512 else 64, block_n=64, block_k=128)
+    if columns <= 64 and columns % 8 == 0 and length > 32768 and descriptors:
+        return Config(num_warps=8, num_stages=4, fold=2, loads="descriptor")
+    if columns <= 64 and length > 2048 and rows * heads > 96:
+        return Config(block_n=64, num_stages=5)
+    if columns <= 64 or (columns <= 128 and length <= 4096):
+        return Config(block_m=64, block_n=64, block_k=128)
+    if columns > 128 and length > 4096 and rows * -(-columns // 256) * heads >= 256:
+        return Config(block_n=256, num_warps=8)
+    # Few tiles: one program a multiprocessor, its loads further ahead; more tiles: two that take turns.
+    return Config(num_stages=4 if tiles < 400 else 3)
 
 
 def in_slabs(config: Config, *, length: int, columns: int, heads: int, dtype: torch.dtype) -> Config:
