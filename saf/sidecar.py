@@ -46,7 +46,7 @@ def load(
 ) -> nn.Module:
     """Load what `save` wrote: `load(folder)` builds the model, `load(model, folder)` fills a fresh one.
 
-    `load(folder)` also takes what the commands write: a checkpoint, or a run, of which it takes the newest checkpoint.
+    Both also take what the commands write: a checkpoint, or a run, of which they take the newest checkpoint.
 
     A model of transformers has its weights already: its heads are frozen as the saved ones were. If it was trained on
     after freezing, load that state dict afterwards; a warning names the attention weights that differ from those saved.
@@ -55,17 +55,19 @@ def load(
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
     InputError when a model is given without a folder, or a run that has no checkpoint yet. No random numbers are drawn.
     """
+    from saf.train.checkpoint import find_checkpoint, open_checkpoint  # `import saf` needs none of it
+
     if isinstance(model_or_folder, nn.Module):
         if folder is None:
             raise InputError("load(model, folder) needs the folder that save wrote")
         model, source = model_or_folder, Path(folder)
     else:
-        from saf.train.checkpoint import find_checkpoint, load_model  # `import saf` needs none of it
-
-        source = Path(model_or_folder)
-        if checkpoint := find_checkpoint(source):
-            return load_model(checkpoint, torch.get_default_device(), backend=backend)
-        model = None
+        model, source = None, Path(model_or_folder)
+    if found := find_checkpoint(source):
+        checkpoint = open_checkpoint(found, optimizer=False)
+        if model is None:
+            return checkpoint.model(torch.get_default_device(), backend=backend)
+        source = found
     state = read_json(source / STATE)
     check_sums(source, state)
     if model is None:

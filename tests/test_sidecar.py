@@ -93,6 +93,17 @@ def test_a_checkpoint_and_a_run_load_without_their_optimiser(tmp_path):
     for path, expected in ((tmp_path, models[1]), (tmp_path / "checkpoints" / "step-9", models[0])):
         assert torch.equal(saf.load(path)(tokens), expected(tokens))
     assert torch.equal(torch.get_rng_state(), before)
+    fresh = GPT(models[1].config)
+    assert torch.equal(saf.load(fresh, tmp_path)(tokens), models[1](tokens))
+
+
+def test_a_damaged_checkpoint_fills_no_model(tmp_path):
+    write_checkpoint(tmp_path / "step-1", frozen_model())
+    weights = tmp_path / "step-1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    for given in ((), (GPT(frozen_model().config),)):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            saf.load(*given, tmp_path / "step-1")
 
 
 def test_a_checkpoint_that_lost_its_manifest_is_not_a_saved_model(tmp_path):

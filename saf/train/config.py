@@ -71,7 +71,7 @@ class TrainConfig:
     eval_every: int = 250
     """Updates between controller evaluations; 0 for none."""
     eval_windows: int = 32
-    """Windows of the controller partition to evaluate."""
+    """Windows of the controller partition to evaluate; all of them where it holds fewer."""
     save_every: int = 500
     """Updates between checkpoints; 0 for none but those at the freezing point and the end."""
     keep: int = 2

@@ -119,10 +119,10 @@ from saf.pattern import CompactPattern
 
 few_tokens.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device
 generator = torch.Generator().manual_seed(0)
-pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 64, generator=generator, dtype=torch.float64))
+pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 160, generator=generator, dtype=torch.float64))
 for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1)):
     counts = (2, len(set(kv_head[:2])), max(kv_head) + 1)
-    inputs = [torch.randn(2, 37, count, 16, generator=generator).half().transpose(1, 2) for count in counts]
+    inputs = [torch.randn(2, 150, count, 16, generator=generator).half().transpose(1, 2) for count in counts]
     found = []
     for backend, dtype in (("toeplitz", torch.float16), ("reference", torch.float16), ("reference", torch.float64)):
         frozen = FrozenHeads.from_patterns(pattern, backend=backend, dtype=dtype, kv_head=kv_head)

@@ -56,17 +56,11 @@ def _by_shape(length: int, columns: int, heads: int, dtype: torch.dtype, descrip
     """Return blocks, where the scaling goes and how deep the pipeline is."""
     rows = -(-length // 128)
     tiles = rows * -(-columns // 128) * heads
-    if length <= 1024 or (length <= 2048 and columns > 128 and tiles < 132):
-        # A pass over the input costs more than slower steps when there are few of them.
-        prescale = "packed" if dtype == torch.bfloat16 else "tile"
-        if tiles >= 160:
-            return Config(prescale=prescale)
-        if columns >= 256:
-            return Config(prescale=prescale, block_m=64, block_k=128)
-        return Config(prescale=prescale, block_m=32 if length <= 512 else 64, block_n=64, block_k=128)
+    if length <= 1024 and (short := _scaled_in_tile(length, columns, tiles, dtype)):
+        return short
     if columns <= 64 and columns % 8 == 0 and length > 32768 and descriptors:
         return Config(num_warps=8, num_stages=4, fold=2, loads="descriptor")
-    if columns <= 64 and length > 2048 and rows * heads > 96:
+    if (columns <= 64 and length > 2048 and rows * heads > 96) or (columns > 128 and length <= 2048 and tiles < 132):
         return Config(block_n=64, num_stages=5)
     if columns <= 64 or (columns <= 128 and length <= 4096):
         return Config(block_m=64, block_n=64, block_k=128)
@@ -74,6 +68,22 @@ def _by_shape(length: int, columns: int, heads: int, dtype: torch.dtype, descrip
         return Config(block_n=256, num_warps=8)
     # Few tiles: one program a multiprocessor, its loads further ahead; more tiles: two that take turns.
     return Config(num_stages=4 if tiles < 400 else 3)
+
+
+def _scaled_in_tile(length: int, columns: int, tiles: int, dtype: torch.dtype) -> Config | None:
+    """Return how to run short inputs, whose scaling costs less in every step than in a pass; None where it does not.
+
+    Few programs of float16 keep the pass: a scaled tile may leave its range where scaled values do not.
+    """
+    if tiles >= 256:
+        return Config(prescale="packed" if dtype == torch.bfloat16 else "tile")
+    if dtype != torch.bfloat16:
+        return None
+    if tiles >= 160:
+        return Config(prescale="tile") if length <= 512 else None
+    if columns >= 256:
+        return Config(prescale="tile", block_m=64, block_k=128)
+    return Config(prescale="tile", block_m=32, block_n=32, block_k=128) if length <= 512 else None
 
 
 def in_slabs(config: Config, *, length: int, columns: int, heads: int, dtype: torch.dtype) -> Config:

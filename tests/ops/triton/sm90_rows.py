@@ -21,6 +21,9 @@ from saf.ops.triton.tuning import CANDIDATES
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [
+    (512, 1, 3, 64),
+    (512, 4, 3, 64),
+    (1024, 1, 3, 64),
     (512, 64, 3, 64),
     (1024, 32, 3, 64),
     (4096, 8, 3, 64),
@@ -34,12 +37,14 @@ SHAPES = [
     (8192, 64, 6, 64),
 ]
 """Positions, sequences, heads, channels."""
-HALF_SHAPES = [(512, 64, 3, 64), (4096, 2, 4, 192)]
+HALF_SHAPES = [(512, 4, 3, 64), (512, 64, 3, 64), (4096, 2, 4, 192)]
 """Those of float16: its kernels are bfloat16's with another type, but for short inputs' scaling."""
 FUSED = {
     ("keys", torch.bfloat16): (64, 96, 128, 192),
     ("grouped", torch.bfloat16): (64, 96, 128, 192),
     ("forward", torch.bfloat16): (64, 128, 192),
+    ("few", torch.bfloat16): (64,),
+    ("few", torch.float16): (64,),
     ("queries", torch.bfloat16): (64, 96, 128, 192),
     ("keys", torch.float16): (128,),
     ("keys", torch.float32): (64, 128, 192),
@@ -47,7 +52,7 @@ FUSED = {
     ("forward", torch.float32): (64, 96, 192),
     ("queries", torch.float32): (128,),
 }
-"""Channels by kernel; grouped queries are a case of the key-block kernel alone."""
+"""Channels by kernel; grouped queries are a case of the key-block kernel alone, few tokens one of the forward."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +143,13 @@ def fused_rows() -> dict[str, Row]:
     rows = {}
     for (name, dtype), dims in FUSED.items():
         for dim in dims:
-            config = choose_fused_config(dim=dim, dtype=dtype, grouped=name == "grouped")
+            rows_of = 1024 if name == "few" else None
+            config = choose_fused_config(dim=dim, dtype=dtype, grouped=name == "grouped", rows=rows_of)
             kernel, blocks, more = {
                 "keys": (key_block_kernel, config.keys, states | {"GROUPED": False}),
                 "grouped": (key_block_kernel, config.keys, states | {"GROUPED": True}),
                 "forward": (fused_forward_kernel, config.forward, states),
+                "few": (fused_forward_kernel, config.forward, states | {"HAS_DENSE": False}),
                 "queries": (query_block_kernel, config.queries, {}),
             }[name]
             constants = block_constants(blocks, 4096, dim, "ieee", pad=name != "queries") | more
