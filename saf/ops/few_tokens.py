@@ -19,6 +19,12 @@ ROWS = 24_576
 DIM = 64
 DTYPES = (torch.bfloat16, torch.float16)
 PREFIX = "few_"
+FEW = "; few tokens without gradients: one launch with live heads"
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the launch runs on a device with values of `dtype`, and was measured there to be worth it."""
+    return dtype in DTYPES and fused_obstacle(device, dtype) is None
 
 
 def few_tables(
@@ -28,7 +34,7 @@ def few_tables(
     kv_head: tuple[int, ...] | None,
 ) -> dict[str, Any]:
     """Return the launch's tables of the first positions, their names prefixed; none where it cannot serve."""
-    if kv_head is None or dtype not in DTYPES or fused_obstacle(device, dtype) is not None:
+    if kv_head is None or not serves(device, dtype):
         return {}
     first = [pattern.prefix(min(LENGTH, pattern.length)) for pattern in patterns]
     return {PREFIX + name: table for name, table in fused_tables(first, dtype, device, kv_head).items()}
@@ -44,5 +50,4 @@ def mixes(value: Tensor, heads: int, tables: Iterable[str]) -> bool:
 
 def mixed(query: Tensor, key: Tensor, value: Tensor, tables: dict[str, Any], scale: float | None) -> Tensor:
     """Return the output of all slots, `[B, H, T, D]`, from one launch; without gradients."""
-    few = {name.removeprefix(PREFIX): table for name, table in tables.items() if name.startswith(PREFIX)}
-    return launch_fused(query, key, value, few, "mixed", query.shape[-1] ** -0.5 if scale is None else scale)
+    return launch_fused(query, key, value, tables, "mixed", scale, prefix=PREFIX)

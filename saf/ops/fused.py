@@ -28,4 +28,4 @@ def forward(value: Tensor, tables: dict[str, Any], rows: int) -> Tensor:
 
 def mixed(query: Tensor, key: Tensor, value: Tensor, tables: dict[str, Any], scale: float | None) -> Tensor:
     """Return the output of all slots, `[B, H, T, D]`, from one launch."""
-    return launch_fused(query, key, value, tables, "mixed", query.shape[-1] ** -0.5 if scale is None else scale)
+    return launch_fused(query, key, value, tables, "mixed", scale)

@@ -1,6 +1,8 @@
 """The registered operators `saf::fused` and `saf::fused_backward`: live and frozen heads of a layer in one launch."""
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +13,18 @@ MAPS = ("state", "query", "key", "value", "pattern", "live", "group_start", "gro
 PATTERNS = ("alpha", "band", "log_z", "dense")
 
 
-def _tables(maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool):
+@cache
+def _kernels() -> tuple[Any, ...]:
+    """Return launchers and what they take; an import in every call would cost the host more than it does."""
+    from saf.ops.triton.fused import fused_backward, fused_forward
     from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
 
-    named = dict(zip(MAPS, maps, strict=True))
-    live, compact, dense = counts
-    head_maps = HeadMaps(**named, counts=(live, compact, dense), grouped=grouped)
-    return head_maps, FusedPatterns(**dict(zip(PATTERNS, patterns, strict=True)))
+    return fused_forward, fused_backward, HeadMaps, FusedPatterns
+
+
+def _tables(maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool):
+    *_, head_maps, fused_patterns = _kernels()
+    return head_maps(*maps, tuple(counts), grouped), fused_patterns(*patterns)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -40,11 +47,9 @@ def fused_product(
     `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
     `PATTERNS`; `counts` of live, compact and dense heads. The paper's execution (its kernel appendix).
     """
-    from saf.ops.triton.fused import fused_forward
-
     query, key, value = (_unit_stride(x) for x in (query, key, value))
     head_maps, fixed = _tables(maps, patterns, counts, grouped)
-    return fused_forward(query, key, value, head_maps, fixed, scale=scale)
+    return _kernels()[0](query, key, value, head_maps, fixed, scale=scale)
 
 
 @torch.library.register_fake("saf::fused")
@@ -68,11 +73,9 @@ def fused_product_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients to query, key and value: key-block programs, then a query-block pass for live heads."""
-    from saf.ops.triton.fused import fused_backward
-
     gradient, query, key, value = (_unit_stride(x) for x in (gradient, query, key, value))
     head_maps, fixed = _tables(maps, patterns, counts, grouped)
-    return fused_backward(gradient, query, key, value, output, log_sums, head_maps, fixed, scale=scale)
+    return _kernels()[1](gradient, query, key, value, output, log_sums, head_maps, fixed, scale=scale)
 
 
 @torch.library.register_fake("saf::fused_backward")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saf.ops.convolution import causal_convolution
 from saf.ops.dense_product import dense_product
-from saf.ops.few_tokens import few_tables
+from saf.ops.few_tokens import FEW, few_tables, serves
 from saf.ops.few_tokens import mixed as mixed
 from saf.ops.few_tokens import mixes as mixes
 from saf.ops.pattern_gradient import NOT_HELD, compact_tables, trainable_product
@@ -33,7 +33,7 @@ def supports(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     """Say how this backend would run."""
-    return implementation(device, dtype)
+    return implementation(device, dtype) + (FEW if serves(device, dtype) else "")
 
 
 def prepare(

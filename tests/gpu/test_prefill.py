@@ -11,13 +11,15 @@ from saf.heads import HeadSet
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("length", [200, 1100])
 @pytest.mark.parametrize("compile", [False, True])
-def test_replays_agree_with_the_model(compile):
-    model = saf.GPT(saf.preset("tiny", max_length=256)).cuda().eval()
+def test_replays_agree_with_the_model(compile, length):
+    """Few tokens, all heads in one launch, and more, frozen heads beside live ones on a stream of their own."""
+    model = saf.GPT(saf.preset("tiny", max_length=1100)).cuda().eval()
     heads = HeadSet([(0, 0), (0, 1), (1, 3), *((2, head) for head in range(4))])
-    saf.install_(model, heads, synthetic_patterns(len(heads), 256, torch.Generator().manual_seed(0), "cuda"))
-    prefill = saf.Prefill(model, batch_size=2, length=200, compile=compile)
-    first, second = torch.randint(0, 2048, (2, 2, 200), device="cuda").unbind()
+    saf.install_(model, heads, synthetic_patterns(len(heads), 1100, torch.Generator().manual_seed(0), "cuda"))
+    prefill = saf.Prefill(model, batch_size=2, length=length, compile=compile)
+    first, second = torch.randint(0, 2048, (2, 2, length), device="cuda").unbind()
     found = prefill(first)
     again = prefill(second)
     for tokens, logits in ((first, found), (second, again)):

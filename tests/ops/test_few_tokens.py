@@ -23,8 +23,8 @@ def launches(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     seen = []
 
-    def launch(query, key, value, tables, layout, scale):
-        assert "alpha" in tables
+    def launch(query, key, value, tables, layout, scale, *, prefix):
+        assert prefix + "alpha" in tables
         seen.append((layout, tuple(value.shape)))
         return value.new_zeros(value.shape[0], query.shape[1] + 2, *value.shape[2:])
 

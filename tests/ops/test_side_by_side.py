@@ -44,6 +44,17 @@ def test_the_same_numbers(frozen, heads, calls):
     torch.testing.assert_close(together, apart, rtol=0, atol=0)
 
 
+def test_a_projection_takes_the_frozen_heads_columns(frozen, heads, calls):
+    weight = torch.randn(7, 5 * 16)
+    live, mixed = split_attention(*heads, frozen)
+    assert mixed is not None
+    expected = torch.nn.functional.linear(mixed.transpose(1, 2).flatten(2), weight[:, 3 * 16 :])
+    with torch.no_grad():
+        found = split_attention(*heads, frozen, projection=weight)
+    assert len(calls) == 1
+    torch.testing.assert_close(found, (live, expected))
+
+
 def test_not_with_padding_nor_shorter_queries(frozen, heads, calls):
     query, key, value = heads
     with torch.no_grad():

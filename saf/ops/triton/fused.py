@@ -1,5 +1,6 @@
 """Launchers of the fused kernels: one forward launch a layer, whatever its mix of heads, and the backward's three."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel,
 from saf.ops.triton.fused_config import Blocks, FusedConfig, choose_fused_config
 from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
 from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
-from saf.ops.triton.launch import cdiv, launch
+from saf.ops.triton.launch import MOST, PreparedLaunch, cdiv, launch, layout_of
 from saf.ops.triton.tables import PAD
 
 
@@ -45,26 +46,53 @@ def fused_forward(
     Raises:
         InputError: shapes, strides or dtypes that do not fit together.
     """
+    result = empty_heads(value, maps.state.numel()) if out is None else out
+    lse = value.new_empty(value.shape[0], maps.counts[0], value.shape[2], dtype=torch.float32)
+    layouts = map(layout_of, (query, key, value, result, *patterns))
+    known = (maps.counts, scale, config, precision, *layouts)
+    plan = _plans.get(known)
+    if plan is None:
+        if len(_plans) >= MOST:
+            _plans.clear()
+        plan = _plans[known] = _planned(query, key, value, result, maps, patterns, scale, config, precision)
+    plan(
+        query, key, value, result, lse, maps.state, maps.query, maps.key, maps.value, maps.pattern,
+        patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
+    )  # fmt: skip
+    return result, lse
+
+
+_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+"""Forward launches by all they depend on but memory."""
+
+
+def _planned(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    maps: HeadMaps,
+    patterns: FusedPatterns,
+    scale: float | None,
+    config: FusedConfig | None,
+    precision: str,
+) -> Callable[..., None]:
+    """Check operands and return what mixes all of their layout, given the kernel's tensors."""
     batch, _, length, dim = value.shape
     heads = maps.state.numel()
     _check(query, key, value, maps, patterns)
-    result = empty_heads(value, heads) if out is None else out
     if result.shape != (batch, heads, length, dim) or result.dtype != value.dtype or result.stride(-1) != 1:
         raise InputError(f"out must be {(batch, heads, length, dim)} {value.dtype} with unit stride in D")
-    lse = value.new_empty(batch, maps.counts[0], length, dtype=torch.float32)
     if result.numel() == 0:
-        return result, lse
+        return lambda *_: None
     blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype, rows=batch * heads * length)).forward
-    launch(
+    return PreparedLaunch(
         fused_forward_kernel, (batch * heads, cdiv(length, blocks.block_m)),
-        query, key, value, result, lse, maps.state, maps.query, maps.key, maps.value, maps.pattern,
-        patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
         heads, maps.counts[0], length, scores_scale(scale, dim) * LOG2E,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *result.stride()[:3],
         *pattern_strides(patterns), **block_constants(blocks, length, dim, precision),
         **state_constants(maps), device=value.device,
     )  # fmt: skip
-    return result, lse
 
 
 def fused_backward(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ BAND_SHIFTS = 4
 """Shifted copies of rho: four float32 elements make one aligned 16-byte load."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadMaps:
+class HeadMaps(NamedTuple):
     """Where each of H heads finds its parts, int32 tensors on the operands' device.
 
     Attributes:
@@ -98,8 +97,7 @@ class HeadMaps:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedPatterns:
+class FusedPatterns(NamedTuple):
     """Patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
 
     Attributes:

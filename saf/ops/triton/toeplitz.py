@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saf.ops.triton.choices import choices_of, config_for
 from saf.ops.triton.config import Config
-from saf.ops.triton.launch import MOST
+from saf.ops.triton.launch import MOST, layout_of
 from saf.ops.triton.tables import table_kind
 from saf.ops.triton.toeplitz_checks import check_product
 from saf.ops.triton.toeplitz_descriptor import product_through_descriptors
@@ -61,7 +61,13 @@ def toeplitz_matmul(
     Raises:
         InputError: shapes, strides, dtypes or devices that do not fit together.
     """
-    key = (transpose, precision, config, *map(_layout, (x, tables, pre, post)), None if out is None else _layout(out))
+    key = (
+        transpose,
+        precision,
+        config,
+        *map(layout_of, (x, tables, pre, post)),
+        None if out is None else layout_of(out),
+    )
     choices = choices_of(x.device) if config is None else None
     plan = _plans.get(key)
     if plan is None or plan.choices is not choices:
@@ -76,11 +82,6 @@ def toeplitz_matmul(
         out = x.new_empty_strided(x.shape, plan.strides)
     plan.run(x, tables, pre, post, out)
     return out
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return all of a tensor that a plan may depend on."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _config_for(x: Tensor, tables: Tensor, transpose: bool) -> Config:
