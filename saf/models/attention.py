@@ -16,8 +16,8 @@ from saf.ops import (
     split_attention,
 )
 
-JOINED = 8192
-"""Tokens up to which training joins live and frozen heads before the output projection.
+JOINED = 8192 * 768
+"""Size B x T x C up to which training joins live and frozen heads before the output projection.
 
 One product and a copy then cost less than two products, whose launches outweigh their work (docs/log.md).
 """
@@ -106,6 +106,9 @@ class Attention(nn.Module):
         Nothing is copied together then, and attention's backward pass sees a gradient in the memory order of its
         output. Not so for updates of few tokens, and where one launch computes all heads.
         """
-        if self.frozen is None or in_one_launch(query, value, self.frozen, start=start, kernel=self.live.kernel):
+        if self.frozen is None or self.frozen.always_mixes_live:
             return False
-        return not torch.is_grad_enabled() or value.shape[0] * value.shape[2] > JOINED
+        plain_weight(self.o_proj)  # a wrapper is refused whatever the size
+        if in_one_launch(query, value, self.frozen, start=start, kernel=self.live.kernel):
+            return False
+        return not torch.is_grad_enabled() or value.numel() > JOINED
