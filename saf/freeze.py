@@ -15,7 +15,7 @@ from saf.calibration.capture import Batch, read_batches
 from saf.calibration.needed import gather
 from saf.distributed import done_once
 from saf.errors import InputError, SafWarning
-from saf.freeze_choice import accept, check_heads, choose_by, scores_collect
+from saf.freeze_choice import accept, check_heads, check_ranks, choose_by, scores_collect
 from saf.freeze_config import FreezeConfig
 from saf.freeze_patterns import Made, make_patterns, stack
 from saf.freeze_report import FreezeReport
@@ -25,6 +25,7 @@ from saf.scores import score
 from saf.stopwatch import Stopwatch
 from saf.surgery import install_
 from saf.surgery.editing import check_unwrapped
+from saf.surgery.rows import check_optimizer, unwrap_optimizer
 
 
 def freeze_(
@@ -61,8 +62,9 @@ def freeze_(
         What was measured, chosen, fitted and rejected, and the seconds of each part. It prints as a table.
 
     Raises:
-        InputError: Batches or settings that cannot be used, a score that lacks what it needs, heads that do not exist
-            or are frozen, more heads than are live.
+        InputError: Batches or settings that cannot be used, a score that lacks what it needs or is the same for all
+            heads, heads that do not exist or are frozen, more heads than are live, an optimiser that does not hold the
+            model's weights.
         SelectionError: With `strict`, a head among the k lowest whose fit exceeds `max_fit_kl`, or fewer than k
             live heads. The model is unchanged.
     """
@@ -71,6 +73,8 @@ def freeze_(
         raise InputError(f"config must be a saf.FreezeConfig, as FreezeConfig(rate=0.25); got {config!r}")
     check_unwrapped(model)
     adapter = adapter_for(model)
+    for site in adapter.sites():  # now, not after the whole measurement
+        check_optimizer(unwrap_optimizer(optimizer), [parameter for parameter, _ in site.projections().values()])
     watch = Stopwatch(adapter.sites()[0].projections()["query"][0].device)
     report = done_once(
         lambda: _decide(
@@ -112,6 +116,9 @@ def _decide(
             else score(statistics, name, seed=config.seed)
             for name in names
         }
+    if config.heads is None:
+        for name, values in scores.items():
+            check_ranks(name, values, num_sequences=sum(map(len, ids)))
     with watch("select"):
         group_size = layouts[0].num_heads // layouts[0].num_kv_heads
         choose = choose_by(scores, config, group_size=group_size, keep_live=adapter.keep_live)

@@ -30,6 +30,16 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
         raise InputError(f"{config.count} heads asked for; {left} of {total} are live: ask for no more than these")
 
 
+def check_ranks(name: str | Score, values: Tensor, *, num_sequences: int) -> None:
+    """Raise InputError for a score `[L, H]` that is the same for all live heads: it would choose by their numbers."""
+    live = values[~values.isnan()]
+    if len(live) > 1 and bool((live == live[0]).all()):
+        raise InputError(
+            f"score {score_name(name)!r} is {live[0].item():g} for every head, over {num_sequences} calibration "
+            "sequences: it tells none apart; most scores need two different sequences, the paper's runs had 16 to 32"
+        )
+
+
 def scores_collect(config: FreezeConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what the first calibration keeps beside the statistics, for scores that read more than `given` brings."""
     names = {name for name in (config.score, config.match) if name is not None}

@@ -1,6 +1,8 @@
 """The settings of one freezing event."""
 
 from dataclasses import asdict, dataclass, field
+from numbers import Integral, Real
+from operator import index
 from typing import Any, get_args
 
 from saf.errors import InputError
@@ -61,11 +63,16 @@ class FreezeConfig:
 
     def __post_init__(self):
         """Check names and ranges."""
+        self._check_numbers()
         budget(self.rate, 1)
         for name in ("heads", "exclude"):
             if (pairs := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple((int(layer), int(head)) for layer, head in pairs))
-                HeadSet(getattr(self, name))
+                try:
+                    chosen = tuple((index(layer), index(head)) for layer, head in pairs)
+                except (TypeError, ValueError):
+                    raise InputError(f"{name} is a list of pairs (layer, head); got {pairs!r}") from None
+                HeadSet(chosen)
+                object.__setattr__(self, name, chosen)
         for name, known in (
             ("score", SCORES),
             ("match", SCORES),
@@ -86,6 +93,13 @@ class FreezeConfig:
         if not self.max_fit_kl > 0:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
         self._check_budget()
+
+    def _check_numbers(self) -> None:
+        for name, kinds in (("rate", Real), ("max_fit_kl", Real), ("count", Integral), ("max_per_layer", Integral)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kinds | type(getattr(FreezeConfig, name))):
+                kind = "a number" if kinds is Real else "a whole number"
+                raise InputError(f"{name} must be {kind}; got {value!r}")
 
     def _check_budget(self) -> None:
         if self.count is not None and self.count < 0:

@@ -27,6 +27,17 @@ class HeadSet:
             raise InputError(f"layers and heads count from 0; got {min(pairs)}")
 
     @classmethod
+    def in_order(cls, heads: "HeadSet | Iterable[Head]") -> "HeadSet":
+        """Return a set of heads that go with something else in their order; raise InputError if they do not ascend."""
+        if isinstance(heads, HeadSet):
+            return heads
+        given = list(heads)
+        chosen = cls(given)
+        if list(chosen) != [(int(layer), int(head)) for layer, head in given]:
+            raise InputError(f"heads go with patterns in (layer, head) order; got {given}, sort both")
+        return chosen
+
+    @classmethod
     def from_list(cls, pairs: Iterable[Iterable[int]]) -> "HeadSet":
         """Build from `[[layer, head], ...]`, the form used in JSON files."""
         return cls((layer, head) for layer, head in pairs)

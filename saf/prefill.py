@@ -31,6 +31,7 @@ class Prefill:
     >>> logits = prefill(input_ids)  # [1, 1, vocab_size]  # doctest: +SKIP
 
     The graph holds the weights as they are placed now: make a new one after freezing, loading or moving the model.
+    Matrix products of all graphs share scratch memory: replay them one after another, not on two streams at once.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int, length: int, compile: bool = True, autocast: bool = True):

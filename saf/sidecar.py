@@ -1,6 +1,7 @@
 """`save` and `load`: the frozen heads of a model as two small files beside its weights."""
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError, InputError, SafWarning
 from saf.files import file_hash, write_json, write_tensors
 from saf.models import GPT, GPTConfig
 from saf.surgery import apply_, restore_, state_of, weight_sums
+from saf.surgery.attention_settings import attention_settings, differing_settings
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
@@ -37,6 +39,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     else:
         for layer, sums in zip(state["layers"], weight_sums(model), strict=True):
             layer["weights"] = sums
+        state["attention"] = attention_settings(model)
     write_tensors(folder / TENSORS, tensors)
     write_json(folder / STATE, state | {"sha256": {path.name: file_hash(path) for path in written}})
 
@@ -49,7 +52,8 @@ def load(
     Both also take what the commands write: a checkpoint, or a run, of which they take the newest checkpoint.
 
     A model of transformers has its weights already: its heads are frozen as the saved ones were. If it was trained on
-    after freezing, load that state dict afterwards; a warning names the attention weights that differ from those saved.
+    after freezing, load that state dict afterwards; a warning names the attention weights that differ from those saved,
+    another one settings of attention (rotary positions, windows).
     Weights of a narrower dtype than the saved ones are compared by the rows kept for undoing alone.
 
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
@@ -63,7 +67,8 @@ def load(
         model, source = model_or_folder, Path(folder)
     else:
         model, source = None, Path(model_or_folder)
-    if found := find_checkpoint(source):
+    found = None if _has_sums(source) else find_checkpoint(source)
+    if found:
         checkpoint = open_checkpoint(found, optimizer=False)
         if model is None:
             return checkpoint.model(torch.get_default_device(), backend=backend)
@@ -80,6 +85,13 @@ def load(
     tensors = read_tensors(source / TENSORS)
     if not isinstance(model, GPT):
         apply_(model, state, tensors, backend=backend)
+        if told := differing_settings(model, state.get("attention", {})):
+            warnings.warn(
+                f"the model's live heads attend otherwise than those saved ({'; '.join(told)}): open it with the "
+                "configuration it had",
+                SafWarning,
+                stacklevel=2,
+            )
         return model
     weights = read_tensors(source / WEIGHTS)
     restore_(model, state, tensors, backend=backend)
@@ -95,6 +107,11 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"the weights do not fit the model: {error}") from error
 
 
+def _has_sums(folder: Path) -> bool:
+    """Whether `save` wrote the folder, whatever else it holds; a checkpoint has its sums in the manifest."""
+    return (folder / STATE).is_file() and "sha256" in read_json(folder / STATE)
+
+
 def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
     """Check the tensor files against the sums in saf.json's `state`, and return these.
 
@@ -102,6 +119,8 @@ def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
     missing.
     """
     sums = state.get("sha256", {})
+    if not isinstance(sums, dict):
+        raise CheckpointError(f"{folder / STATE} is damaged: sha256 must name files and their sums")
     for name, expected in sums.items():
         try:
             actual = file_hash(folder / name)
@@ -130,9 +149,12 @@ def _schema(path: Path) -> Any:
 def read_json(path: Path) -> dict:
     """Read a JSON file; raise CheckpointError when it is missing or damaged."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: expected an object, got {type(found).__name__}")
+    return found
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

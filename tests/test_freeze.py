@@ -57,6 +57,29 @@ def test_inputs_longer_than_the_patterns_are_refused():
         model(ids)
 
 
+@pytest.mark.parametrize("ids", [tokens(1), tokens(1).expand(4, -1)])
+def test_a_score_that_tells_no_heads_apart_chooses_none(ids):
+    with pytest.raises(InputError, match=r"score 'variance' is 0 for every head, over \d calibration sequences"):
+        saf.freeze_(make(), [ids])
+    assert len(saf.freeze_(make(), [ids], saf.FreezeConfig(heads=[(0, 1)], max_fit_kl=5)).heads) == 1
+
+
+def test_batches_as_loaders_give_them_and_not_by_themselves():
+    ids = tokens()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=3)
+    assert saf.freeze_(make(), loader).heads == saf.freeze_(make(), [ids]).heads
+    for bare in (ids, {"input_ids": ids}):
+        with pytest.raises(InputError, match="a list of one; got a bare"):
+            saf.freeze_(make(), bare)
+
+
+def test_an_optimizer_of_other_weights_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("saf.freeze.calibrate", None)
+    stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(InputError, match="does not hold the model's attention weights"):
+        saf.freeze_(make(), [tokens()], optimizer=stranger)
+
+
 def test_settings_of_another_type_are_refused():
     with pytest.raises(InputError, match=r"must be a saf\.FreezeConfig.*got \{'rate': 0\.5\}"):
         saf.freeze_(make(), [tokens()], {"rate": 0.5})

@@ -49,6 +49,13 @@ def test_bad_settings_are_refused():
         ({"heads": ((0, 1),), "count": 1, "max_per_layer": 1}, "leave count and max_per_layer out"),
         ({"heads": ((0, 1),), "exclude": ((0, 0),)}, "leave exclude out"),
         ({"heads": ((0, 1), (0, 1))}, "names each head once"),
+        ({"heads": (0, 1)}, r"heads is a list of pairs \(layer, head\); got \(0, 1\)"),
+        ({"exclude": "ab"}, "exclude is a list of pairs"),
+        ({"heads": ((0, 1.5),)}, "list of pairs"),
+        ({"rate": "0.25"}, "rate must be a number; got '0.25'"),
+        ({"rate": None}, "rate must be a number"),
+        ({"rate": True}, "rate must be a number"),
+        ({"count": 2.5}, "count must be a whole number; got 2.5"),
     ]:
         with pytest.raises(InputError, match=message):
             saf.FreezeConfig(**options)

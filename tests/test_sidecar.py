@@ -67,6 +67,34 @@ def test_a_saved_model_may_be_saved_over(tmp_path):
     saf.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "expected an object, got list"),
+        ({"sha256": None}, "sha256 must name files"),
+        ({"schema": None}, "expected frozen heads of schema"),
+        ({"layers": None}, "layers, or what each must say, is missing"),
+        ({"layers": [{}, {}]}, "layers, or what each must say, is missing"),
+    ],
+)
+def test_a_damaged_description_is_named(changes, message, tmp_path):
+    saf.save(frozen_model(), tmp_path)
+    state = json.loads((tmp_path / "saf.json").read_text())
+    (tmp_path / "saf.json").write_text(json.dumps([] if changes is None else state | changes))
+    with pytest.raises(CheckpointError, match=message):
+        saf.load(tmp_path)
+
+
+def test_a_saved_folder_may_hold_other_things(tmp_path):
+    model = frozen_model()
+    saf.save(model, tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "state.json").write_text("{}")
+    tokens = torch.randint(0, 40, (2, LENGTH))
+    for loaded in (saf.load(tmp_path), saf.load(GPT(model.config), tmp_path)):
+        assert torch.equal(loaded(tokens), model(tokens))
+
+
 def test_frozen_heads_without_their_model_say_whose_they_are(tmp_path):
     saf.save(frozen_model(), tmp_path)
     state = json.loads((tmp_path / "saf.json").read_text())

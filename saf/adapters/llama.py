@@ -101,9 +101,10 @@ class LlamaAdapter:
         register()
         for attention in self._attention:
             linears = [getattr(attention, name) for name in ROLES.values()]
-            if strange := [type(linear).__name__ for linear in linears if type(linear) is not nn.Linear]:
+            if strange := [type(linear) for linear in linears if type(linear) is not nn.Linear]:
                 raise UnsupportedError(
-                    f"projections must be plain nn.Linear, got {strange[0]}; merge adapters into the weights "
+                    f"projections must be plain nn.Linear, got {strange[0].__module__}.{strange[0].__name__}; "
+                    "merge adapters into the weights "
                     "(merge_and_unload of peft), and load weights unquantised"
                 )
             if any(linear.bias is not None for linear in linears):

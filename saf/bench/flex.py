@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention
+from saf.ops.slots import join_heads, project_heads
 
 FLEX = "flex"
 BLOCK = 128
@@ -45,15 +46,22 @@ class FlexAttention(nn.Module):
         self.blocks = blocks
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, frozen: FrozenHeads | None
-    ) -> list[Tensor]:
-        """Attend causally over the length of `blocks`: `[B, L, T, D]` to `[B, L, T, D]`, then the frozen heads."""
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        start: Tensor | None,
+        frozen: FrozenHeads | None,
+        projection: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend causally over the length of `blocks`, with the arguments and results of `LiveAttention`."""
         if start is not None:
             raise UnsupportedError("the flex baseline takes no padding")
         if frozen is not None:
-            live = value[:, : query.shape[1]]
-            return [*self.forward(query, key, live, None, None), frozen_attention(value, frozen)]
+            live, _ = self.forward(query, key, value[:, : query.shape[1]], None, None)
+            mixed = frozen_attention(value, frozen)
+            return (join_heads(live, mixed), None) if projection is None else (live, project_heads(mixed, projection))
         grouped = query.shape[1] != key.shape[1]
         output = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
         assert isinstance(output, Tensor)
-        return [output]
+        return output, None

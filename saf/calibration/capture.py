@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     """Return the token ids of batches on the CPU; raise InputError unless they are integer `[B, T]` of one T >= 1."""
+    if isinstance(batches, Tensor | Mapping):
+        raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {_kind(batches)}")
     ids = []
-    for batch in batches:
+    given: Any
+    for given in batches:
+        batch = given[0] if isinstance(given, list | tuple) and len(given) == 1 else given  # as of a TensorDataset
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
-            got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise InputError(f"batches must be integer tensors [B, T]; got {got}")
+            raise InputError(f"batches must be integer tensors [B, T]; got {_kind(tokens)}")
         if isinstance(batch, Mapping) and not bool(torch.as_tensor(batch.get("attention_mask", 1)).all()):
             raise InputError("calibration sequences must not be padded; give sequences of one full length")
         ids.append(tokens.long().cpu())
@@ -34,6 +37,18 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     if 0 in lengths:
         raise InputError("calibration sequences need at least one token; got none")
     return ids
+
+
+def check_vocabulary(model: nn.Module, ids: Sequence[Tensor]) -> None:
+    """Raise InputError for a token id that the model has no embedding of; on a device that would be an assertion."""
+    known = getattr(getattr(model, "config", None), "vocab_size", None)
+    low, high = min(int(one.min()) for one in ids), max(int(one.max()) for one in ids)
+    if low < 0 or (isinstance(known, int) and high >= known):
+        raise InputError(f"token ids must lie in [0, {known}); got {low if low < 0 else high}")
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 @contextmanager

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, adapter_for
-from saf.calibration.capture import Batch, Wanted, capture, check_heads, evaluation_mode, hash_of, read_batches
+from saf.calibration.capture import (
+    Batch,
+    Wanted,
+    capture,
+    check_heads,
+    check_vocabulary,
+    evaluation_mode,
+    hash_of,
+    read_batches,
+)
 from saf.calibration.collect import COLLECT_BYTES, Collection
 from saf.calibration.memory import plan_calibration
 from saf.calibration.plan import CalibrationPlan
@@ -61,6 +70,7 @@ def calibrate(
     adapter = adapter_for(model)
     sites = adapter.sites()
     ids = read_batches(batches)
+    check_vocabulary(model, ids)
     chosen = check_heads(sites, heads)
     plan = plan_calibration(model, ids, collect=collect, heads=chosen, positions=positions, capture_bytes=capture_bytes)
     dtype = torch.float64 if sites[0].projections()["query"][0].dtype == torch.float64 else torch.float32

@@ -13,7 +13,8 @@ def plain_weight(projection: nn.Module) -> Tensor:
     """
     if type(projection) is not nn.Linear:
         raise UnsupportedError(
-            f"a projection must be a plain nn.Linear, got {type(projection).__name__}; merge adapters into the weights"
+            f"a projection must be a plain nn.Linear, got {type(projection).__module__}.{type(projection).__name__}; "
+            "merge adapters into the weights"
         )
     if projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks:
         raise UnsupportedError(

@@ -101,7 +101,7 @@ def split_attention(
     live_value, selected = part_heads(value, live_heads, frozen_kv)
     tables = None if start is not None else _tables_beside(query, value, frozen)
     if tables is not None:
-        heads = query, live_key, live_value, selected
+        heads = query.to(value.dtype), live_key.to(value.dtype), live_value, selected  # as autocast does for SDPA
         return BACKENDS[frozen.backend].beside(*heads, tables, scale, kernel, projection)
     live = live_attention(query, live_key, live_value, scale=scale, start=start, kernel=kernel)
     return live, project_heads(mix_frozen(selected, frozen, start, query.shape[-2]), projection)

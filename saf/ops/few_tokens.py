@@ -23,8 +23,12 @@ FEW = "; few tokens without gradients: one launch with live heads"
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the launch runs on a device with values of `dtype`, and was measured there to be worth it."""
-    return dtype in DTYPES and fused_obstacle(device, dtype) is None
+    """Whether the launch runs on a device with values of `dtype`, on a kind of device where it is known to pay."""
+    return dtype in DTYPES and fused_obstacle(device, dtype) is None and _measured(device)
+
+
+def _measured(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def few_tables(

@@ -153,6 +153,7 @@ class FrozenHeads(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
         """Follow the module to another device; keep every dtype, and prepare for the one that values will have."""
+        before = self._device()
         for pattern in self.children():
             pattern._apply(fn)
         for key, tensor in list(self._buffers.items()):
@@ -161,10 +162,20 @@ class FrozenHeads(nn.Module):
                 self._buffers[key] = tensor.to(moved.device)
         probes = [fn(torch.empty(0, dtype=dtype, device=self._device())) for dtype in self.dtypes]
         fixed = [self.patterns[slot] for slot in self.fixed]
+        if {before.type, self._device().type} == {"cpu", "cuda"}:
+            self._prepare_again(fixed)  # tables of kernels are others than those of plain PyTorch
         for probe in probes:
             if probe.dtype not in self.dtypes and BACKENDS[self.backend].supports(probe.device, probe.dtype) is None:
                 self._prepare(probe.dtype, fixed, probe.device)
         return self
+
+    def _prepare_again(self, fixed: list[Pattern]) -> None:
+        device = self._device()
+        for dtype in self.dtypes:
+            if BACKENDS[self.backend].supports(device, dtype) is None:
+                for name in self._names[dtype].values():
+                    del self._buffers[name]
+                self._prepare(dtype, fixed, device)
 
     def _device(self) -> torch.device:
         return next((tensor.device for tensor in [*self.buffers(), *self.parameters()]), torch.device("cpu"))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.ops.operator import operator
+from saf.ops.operator import forbid_second_derivative, operator
 
 MAPS = ("state", "query", "key", "value", "pattern", "live", "group_start", "group_heads")
 PATTERNS = ("alpha", "band", "log_z", "dense")
@@ -95,6 +95,7 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, gradient: Tensor, _):
+    forbid_second_derivative()
     query, key, value, output, log_sums, *tables = ctx.saved_tensors
     maps, patterns = tables[: ctx.num_maps], tables[ctx.num_maps :]
     rest = (maps, patterns, ctx.counts, ctx.grouped, ctx.scale)

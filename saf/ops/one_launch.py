@@ -43,6 +43,7 @@ def mix_in_one_launch(
         raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
     live_value_heads(query, key, value, frozen)
     check_positions(query, key, value)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast does for SDPA: rotated ones may be wider
     frozen.value_heads(value.shape[1])
     # Its maps know the value heads that slots read, and no others.
     value = value[:, : max(frozen.kv_head) + 1]

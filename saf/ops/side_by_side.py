@@ -44,7 +44,9 @@ def side_by_side(
         mixed = toeplitz_product(value, table, before, after, False)
         return _by_position(live), project_heads(_by_position(mixed), projection)
     if not torch.cuda.is_current_stream_capturing():
-        # Where the host launches every kernel itself, a second stream costs it more than the device gains.
+        # Where the host launches every kernel itself, a second stream costs it more than the device gains. It is made
+        # now, so that what matrix products keep for it lies in no graph's memory.
+        _side_stream(query.device)
         mixed = project_heads(kernel_product(value, table, before, after, False), projection)
         return _by_position(live_attention(query, key, live_value, scale=scale, kernel=kernel)), mixed
     value = value if value.stride(-1) == 1 else value.contiguous()
@@ -99,4 +101,7 @@ def _by_position(heads: Tensor) -> Tensor:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        torch.cuda.current_blas_handle()
+    return stream

@@ -39,6 +39,6 @@ def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int,
     Grouped when every group has the same size, else one per head.
     """
     used = tuple(sorted(set(live_kv)))
-    if len(used) == len(live_kv) or live_kv == tuple(sorted(used * (len(live_kv) // len(used)))):
+    if live_kv == tuple(sorted(used * (len(live_kv) // len(used)))):
         return key, used
     return take_heads(key, tuple(used.index(head) for head in live_kv)), live_kv

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site
-from saf.errors import CheckpointError
+from saf.errors import CheckpointError, SafWarning
 from saf.heads import HeadSet
 from saf.surgery.install import install_
-from saf.surgery.state import matching_layers, read_pattern
+from saf.surgery.state import matching_layers, read_pattern, restore_removed_
 from saf.surgery.uninstall import uninstall_
 from saf.surgery.weight_sums import differing_roles
 
@@ -19,10 +19,10 @@ from saf.surgery.weight_sums import differing_roles
 def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
     """Install the frozen heads of `state_of` in a model that has all its weights, as `install_` does.
 
-    Its attention weights should be those that were saved. Where the rows kept for undoing, or the sums of the weights
-    that stay (`weight_sums`, as `weights` of each layer; earlier files have none), tell that they are not, a warning
-    names them and says to load the others. Raises CheckpointError for another schema or shape of model; it is unchanged
-    then.
+    Rows kept for undoing are those that were saved. The model's attention weights should be the saved ones, too. Where
+    those rows, or the sums of the weights that stay (`weight_sums`, as `weights` of each layer; earlier files have
+    none), tell that they are not, a warning names them and says to load the others. Raises CheckpointError for another
+    schema or shape of model; it is unchanged then.
     """
     layers = matching_layers(model, state)
     differing = {number: _other_rows(number, site, layer["frozen"], tensors) for number, site, layer in layers}
@@ -43,12 +43,13 @@ def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor
             uninstall_(model)
             raise
     for number, site, layer in layers:
+        restore_removed_(number, site, tensors)  # not this model's: undoing gives back what was frozen
         differing[number] |= differing_roles(site, layer.get("weights", {}))
     if listed := _listed(differing):
         warnings.warn(
             f"the model's weights differ from those saved with the frozen heads ({listed}): load the state dict of the "
             "frozen model now",
-            UserWarning,
+            SafWarning,
             stacklevel=3,
         )
 

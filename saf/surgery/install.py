@@ -1,6 +1,6 @@
 """Freezing chosen heads of a model in place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from torch import nn
 from saf.adapters import Site, adapter_for
 from saf.adapters.site import frozen_heads
 from saf.errors import InputError, UnsupportedError
-from saf.heads import HeadSet
+from saf.heads import Head, HeadSet
 from saf.ops.pattern_list import Pattern, as_list
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern
@@ -21,14 +21,14 @@ from saf.surgery.rows import check_optimizer, unwrap_optimizer
 @editing
 def install_(
     model: nn.Module,
-    heads: HeadSet,
+    heads: HeadSet | Iterable[Head],
     patterns: Pattern | Sequence[Pattern],
     *,
     optimizer: torch.optim.Optimizer | None = None,
     backend: str = "auto",
     trainable: bool = False,
 ) -> None:
-    """Replace the attention of `heads` by fixed `patterns` (in the heads' order), changing the model in place.
+    """Replace the attention of `heads` by fixed `patterns` in (layer, head) order, changing the model in place.
 
     Query and key rows of the heads leave the weights and are kept on the CPU until `finalize_`; the optimiser's
     moments and gradients not yet used follow the retained rows exactly. Parameters keep their identity. An optimiser
@@ -48,6 +48,7 @@ def install_(
             be carried; dense patterns to be trained, or a backend, dtype or optimiser that cannot train patterns.
     """
     check_unwrapped(model)
+    heads = HeadSet.in_order(heads)
     sites = adapter_for(model).sites()
     given = as_list(patterns) if len(heads) else []
     if len(given) != len(heads):

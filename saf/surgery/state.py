@@ -70,11 +70,17 @@ def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tens
             parameter, dimension = site.projections()[role]
             replace_data_(parameter, parameter.data.narrow(dimension, 0, layout.num_live * site.head_dim).clone())
         site.assign(layout, heads)
-        for head in layout.frozen:
-            prefix = f"{number}.{head}.removed."
-            rows = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            if rows:
-                site.removed[head] = rows
+        restore_removed_(number, site, tensors)
+
+
+def restore_removed_(number: int, site: Site, tensors: Mapping[str, Tensor]) -> None:
+    """Keep for undoing, of a layer's frozen heads, the rows that were saved and no others: none of a final freeze."""
+    site.removed.clear()
+    for head in site.layout.frozen:
+        prefix = f"{number}.{head}.removed."
+        rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if rows:
+            site.removed[head] = rows
 
 
 def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, dict[str, Any]]]:
@@ -83,8 +89,13 @@ def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, 
     Raises CheckpointError unless the model is of that shape, with no heads frozen.
     """
     sites = adapter_for(model).sites()
-    if state.get("schema") != SCHEMA:
-        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
+    schema = state.get("schema") if isinstance(state, dict) else None
+    if schema != SCHEMA:
+        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {schema!r}")
+    if not isinstance(state.get("layers"), list) or not all(map(_is_layer, state["layers"])):
+        raise CheckpointError(
+            "the description of the frozen heads is damaged: layers, or what each must say, is missing"
+        )
     if len(state["layers"]) != len(sites):
         raise CheckpointError(f"frozen heads of a model with {len(state['layers'])} layers; this one has {len(sites)}")
     for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True)):
@@ -95,6 +106,10 @@ def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, 
                 f"frozen yet; the model has {site.layout}"
             )
     return [(number, site, layer) for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True))]
+
+
+def _is_layer(layer: Any) -> bool:
+    return isinstance(layer, dict) and layer.keys() >= {"num_heads", "num_kv_heads", "frozen"}
 
 
 def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:

@@ -1,12 +1,14 @@
 """Undoing a freeze exactly, and making it final."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from saf.adapters import adapter_for
 from saf.adapters.site import frozen_heads
 from saf.errors import InputError
-from saf.heads import HeadSet
+from saf.heads import Head, HeadSet
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.surgery.editing import check_unwrapped, editing
 from saf.surgery.layout import change_layout_, prepare_heads
@@ -17,7 +19,7 @@ from saf.surgery.stale_moments import check_left_behind
 
 @editing
 def uninstall_(
-    model: nn.Module, heads: HeadSet | None = None, *, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, heads: HeadSet | Iterable[Head] | None = None, *, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Give frozen heads (all of them by default) their ordinary attention back, changing the model in place.
 
@@ -33,7 +35,7 @@ def uninstall_(
     check_unwrapped(model)
     adapter = adapter_for(model)
     frozen = frozen_heads(adapter)
-    heads = frozen if heads is None else heads
+    heads = frozen if heads is None else HeadSet(heads)
     if strangers := (heads - frozen).to_list():
         raise InputError(f"not frozen: {strangers}; frozen heads are {frozen.to_list()}")
     optimizer = unwrap_optimizer(optimizer)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_model
 
 import saf
-from saf.errors import CheckpointError
+from saf.errors import CheckpointError, InputError, SafWarning
 from tests.transformers_models import freeze, make, tokens
 
 
@@ -33,8 +33,29 @@ def test_a_sidecar_freezes_the_same_weights_alike(family, tmp_path):
         assert not torch.allclose(other(ids, use_cache=False).logits, expected, atol=1e-2)
         other.load_state_dict(model.state_dict())
         assert torch.equal(other(ids, use_cache=False).logits, expected)
-    saf.uninstall_(fresh)
-    assert all(map(torch.equal, fresh.parameters(), make(family).parameters()))
+    # Undoing gives back what was frozen, whatever the model had that it was loaded into.
+    for one in (fresh, other):
+        saf.uninstall_(one)
+        assert all(map(torch.equal, one.parameters(), make(family).parameters()))
+
+
+def test_another_rotation_is_told(family, tmp_path):
+    model = make(family)
+    freeze(model)
+    saf.save(model, tmp_path)
+    other = make(family)
+    other.config.rope_parameters = dict(other.config.rope_parameters, rope_theta=5e5)
+    with pytest.warns(SafWarning, match=r"attend otherwise .*rope_parameters: .*500000"):
+        saf.load(other, tmp_path)
+
+
+def test_what_was_final_when_it_was_saved_cannot_be_undone(family, tmp_path):
+    model = make(family)
+    freeze(model)
+    saf.finalize_(model)
+    saf.save(model, tmp_path)
+    with pytest.raises(InputError, match="were not kept"):
+        saf.uninstall_(saf.load(make(family), tmp_path))
 
 
 @pytest.mark.parametrize("role", ["q", "k", "v", "o"])

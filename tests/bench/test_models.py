@@ -111,8 +111,9 @@ def test_the_prefill_model_gives_the_last_tokens_logits():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_is_ordinary_attention():
+@pytest.mark.parametrize("frozen", [(), ("toeplitz", 0.25)])
+def test_flex_is_ordinary_attention(frozen):
     tokens = torch.arange(48)[None]
-    logits = [build_model(plan_of(), Arm(kernel), device=CPU) for kernel in ("flex", "math")]
+    logits = [build_model(plan_of(), Arm(kernel, *frozen), device=CPU) for kernel in ("flex", "math")]
     with torch.no_grad():
         torch.testing.assert_close(logits[0](tokens), logits[1](tokens))

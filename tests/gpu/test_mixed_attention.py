@@ -84,8 +84,12 @@ def test_the_fused_backend_is_one_launch_forward_and_three_backward():
     assert not any(part in name.lower() for name in counts for part in ("cudnn", "flash", "toeplitz", "fmha"))
 
 
-@pytest.mark.parametrize(("kernel", "backend"), [("auto", "toeplitz"), ("flash", "toeplitz"), ("auto", "fused")])
-def test_a_compiled_model_equals_the_eager_one(kernel, backend):
+@pytest.mark.parametrize(
+    ("kernel", "backend", "joined"),
+    [("auto", "toeplitz", 0), ("auto", "toeplitz", 1 << 30), ("flash", "toeplitz", 0), ("auto", "fused", 0)],
+)
+def test_a_compiled_model_equals_the_eager_one(kernel, backend, joined, monkeypatch):
+    monkeypatch.setattr("saf.models.attention.JOINED", joined)
     torch.manual_seed(0)
     shape = GPTConfig(vocab_size=512, num_layers=3, num_heads=4, hidden_size=256, max_length=256)
     model = GPT(shape).cuda()
@@ -111,6 +115,19 @@ def test_a_compiled_model_equals_the_eager_one(kernel, backend):
         assert attention.q_proj.weight.shape[0] == attention.k_proj.weight.shape[0] == attention.layout.num_live * 64
         rows = attention.q_proj.weight.grad
         assert not attention.layout.num_live or (rows.abs().sum(1) > 0).all()
+
+
+def test_frozen_heads_made_on_one_kind_of_device_run_on_the_other():
+    shape = GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_length=256)
+    tokens = torch.randint(0, 512, (2, 256))
+    model = GPT(shape)
+    install_(model, HeadSet([(0, 1), (1, 3)]), hard_patterns(["decay", "ripple"], 256))
+    with torch.no_grad():
+        expected = model(tokens)
+        found = model.cuda()(tokens.cuda()).cpu()
+        back = model.cpu()(tokens)
+    assert relative(found, expected.double()) <= 1e-4
+    torch.testing.assert_close(back, expected)
 
 
 def warm_up(call) -> None:

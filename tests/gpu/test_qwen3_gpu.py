@@ -64,13 +64,16 @@ def test_it_compiles_whole_and_runs_on_the_pinned_kernel():
     assert any(kernel["name"].startswith("toeplitz") for kernel in kernels)
 
 
-def test_a_prefill_is_replayed():
-    model = make(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_prefill_is_replayed(dtype):
+    """Under autocast rotated queries and keys stay float32 beside bfloat16 values."""
+    autocast = dtype == torch.float32
+    model = make(dtype)
     freeze_(model, "toeplitz", "auto")
-    prefill = saf.Prefill(model, batch_size=1, length=200, autocast=False)
+    prefill = saf.Prefill(model, batch_size=1, length=200, autocast=autocast)
     for seed in (0, 1):
         tokens = torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(seed)).cuda()
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             expected = model(tokens, use_cache=False).logits[:, -1:].float()
         assert (prefill(tokens).float() - expected).norm() < 2e-2 * expected.norm()
 

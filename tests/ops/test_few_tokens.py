@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, few_tokens, in_one_launch, mixed_attention, split_attention, toeplitz
@@ -97,6 +98,20 @@ def test_tables_cover_the_lengths_that_use_them(launches):
     assert "few_alpha" not in prepare(dtype=torch.float32).tables(torch.float32)
 
 
+def test_queries_and_keys_that_autocast_left_wider_take_the_values_dtype(launches, monkeypatch):
+    """Rotated ones of transformers models are float32 beside bfloat16 values."""
+    seen = []
+    monkeypatch.setattr(
+        few_tokens, "launch_fused", lambda q, k, v, *_, **__: seen.append((q.dtype, k.dtype)) or v.new_zeros(v.shape)
+    )
+    query, key, value = operands()
+    with torch.no_grad(), torch.autocast("cpu", HALF):
+        mixed_attention(query.float(), key.float(), value, prepare())
+    assert seen == [(HALF, HALF)]
+    with torch.no_grad(), pytest.raises(InputError, match="same dtype"):
+        mixed_attention(query.float(), key.float(), value, prepare())
+
+
 def test_a_model_projects_all_heads_of_one_launch_together(launches, monkeypatch):
     model = GPT(GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=32, max_length=64)).to(HALF)
     install_(model, HeadSet([(0, 1), (0, 3)]), hard_patterns(["decay", "ripple"], 64))
@@ -120,6 +135,9 @@ from saf.pattern import CompactPattern
 few_tokens.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device
 generator = torch.Generator().manual_seed(0)
 pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 160, generator=generator, dtype=torch.float64))
+launched = []
+original = few_tokens.launch_fused
+few_tokens.launch_fused = lambda *a, **o: launched.append(1) or original(*a, **o)
 for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1)):
     counts = (2, len(set(kv_head[:2])), max(kv_head) + 1)
     inputs = [torch.randn(2, 150, count, 16, generator=generator).half().transpose(1, 2) for count in counts]
@@ -128,10 +146,10 @@ for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1)):
         frozen = FrozenHeads.from_patterns(pattern, backend=backend, dtype=dtype, kv_head=kv_head)
         with torch.no_grad():
             found.append(mixed_attention(*(x.to(dtype) for x in inputs), frozen).double())
-    assert "few_alpha" not in frozen.tables(torch.float64)
     ours, theirs, exact = found
     error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in (ours, theirs, exact.half().double()))
     assert error <= 2 * sdpa + rounding, (kv_head, error, sdpa)
+assert len(launched) == 2
 print("agreed")
 """
 

@@ -112,6 +112,15 @@ def test_grouped_queries_read_their_own_value_head(kv_head, generator):
     assert relative(frozen_attention(value, frozen), expected) <= 1e-6
 
 
+def test_live_slots_may_read_value_heads_in_any_order(generator):
+    order = (2, 0, 1)
+    frozen = FrozenHeads.from_patterns(random_pattern(1, 40, generator), kv_head=(*order, 3))
+    query, key, value = (torch.randn(2, heads, 40, 8, generator=generator) for heads in (3, 3, 4))
+    output = mixed_attention(query, key, value, frozen)
+    expected = live_attention(query, key[:, order], value[:, order])
+    torch.testing.assert_close(output[:, :3], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_dense_and_compact_patterns_mix_in_one_layer(generator):
     compact = random_pattern(2, 50, generator)
     weights = torch.rand(50, 50, generator=generator, dtype=torch.float64).tril() + 1e-3 * torch.eye(50)

@@ -55,6 +55,15 @@ def test_a_projection_takes_the_frozen_heads_columns(frozen, heads, calls):
     torch.testing.assert_close(found, (live, expected))
 
 
+def test_queries_and_keys_that_autocast_left_wider_take_the_values_dtype(heads, calls):
+    pattern = CompactPattern.from_parameters(torch.randn(2, LENGTH), torch.randn(2, LENGTH))
+    frozen = FrozenHeads.from_patterns(pattern, backend="toeplitz", dtype=torch.bfloat16, kv_head=range(5))
+    query, key, value = heads
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        split_attention(query, key, value.bfloat16(), frozen)
+    assert {x.dtype for x in calls[0][:4]} == {torch.bfloat16}
+
+
 def test_not_with_padding_nor_shorter_queries(frozen, heads, calls):
     query, key, value = heads
     with torch.no_grad():

@@ -208,6 +208,18 @@ def test_installing_nothing_changes_nothing():
     assert_equal(snapshot(model, trainer), snapshot(other, other_trainer))
 
 
+def test_heads_may_be_listed_in_their_order():
+    (one, trainer), (other, other_trainer) = make(), make()
+    install_(one, SOME, patterns(6), optimizer=trainer)
+    install_(other, list(SOME), patterns(6), optimizer=other_trainer)
+    assert_equal(snapshot(one, trainer), snapshot(other, other_trainer))
+    with pytest.raises(InputError, match="sort both"):
+        install_(make()[0], list(SOME)[::-1], patterns(6))
+    uninstall_(other, [next(iter(SOME))], optimizer=other_trainer)
+    uninstall_(one, HeadSet(list(SOME)[:1]), optimizer=trainer)
+    assert_equal(snapshot(one, trainer), snapshot(other, other_trainer))
+
+
 def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
     model, trainer = make()
     before = snapshot(model, trainer)

@@ -45,3 +45,28 @@ def test_fused_equals_the_reference_in_output_and_every_gradient():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "agreed", done.stderr[-2000:]
+
+
+SECOND = """
+import torch
+import saf.ops.fused as fused
+from saf.errors import UnsupportedError
+from saf.ops import FrozenHeads, mixed_attention
+from saf.pattern import CompactPattern
+
+fused.supports = lambda device, dtype: None
+frozen = FrozenHeads.from_patterns(
+    CompactPattern.from_parameters(torch.randn(1, 8), torch.randn(1, 8)), backend="fused", kv_head=(0, 1)
+)
+query, key, value = (torch.randn(1, n, 8, 16, requires_grad=True) for n in (1, 1, 2))
+try:
+    torch.autograd.grad(mixed_attention(query, key, value, frozen).square().sum(), value, create_graph=True)
+except UnsupportedError:
+    print("refused")
+"""
+
+
+def test_gradients_of_gradients_are_refused():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", SECOND], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "refused", done.stderr[-2000:]

@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
     [
         (512, 64, 3, "tiles/tile 32x32x128 w4 s3"),
         (512, 256, 6, "tiles/tile 64x128x128 w4 s3"),
+        (1024, 64, 32, "tiles/pass/descriptor 64x64x128 w4 s3"),
+        (1024, 128, 32, "tiles/pass/descriptor 64x64x128 w4 s3"),
         (512, 1024, 6, "tiles/tile 128x128x64 w4 s3"),
         (512, 4096, 3, "tiles/packed 128x128x64 w4 s3"),
         (1024, 64, 3, "tiles/pass/descriptor 64x64x128 w4 s3"),
