@@ -85,9 +85,15 @@ def accept(
                 choose.accept(unit)
         if rejected and strict:
             listed = ", ".join(f"{head}: {rejected[head].fit_kl:.3f}" for head in sorted(rejected))
+            those, way_out = (
+                f"lowest-{score_name(config.score)}",
+                "raise max_fit_kl, lower the rate, or leave strict out",
+            )
+            if config.heads is not None:
+                those, way_out = "named", "raise max_fit_kl or name others"
             raise SelectionError(
-                f"strict: {len(rejected)} of the {choose.total} lowest-{score_name(config.score)} heads do not fit "
-                f"within {config.max_fit_kl} nats ({listed}); raise max_fit_kl, lower the rate, or allow substitutes"
+                f"{len(rejected)} of the {choose.total} {those} heads do not fit within {config.max_fit_kl} nats "
+                f"({listed}); {way_out}"
             )
         proposed = choose.propose()
     if not choose.attained(len(choose)):

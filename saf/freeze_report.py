@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEMA = "saf.freeze/1"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FreezeReport:
     """The result of `freeze_`; `print(report)` shows a table, `save` writes JSON and safetensors."""
 
@@ -56,6 +56,10 @@ class FreezeReport:
         if self.frozen_in_all > len(self.heads):
             more, in_all = " more", f", {self.frozen_in_all} in all"
         return f"{len(self.heads)}{more} of {self.scores.numel()} heads frozen {by}{in_all}"
+
+    def __repr__(self) -> str:
+        """One line: its tensors would fill a notebook."""
+        return f"<FreezeReport: {self.told}; print() shows the table>"
 
     @property
     def trainable_parameters(self) -> int:

@@ -17,6 +17,7 @@ def test_the_report_prints_and_saves(tmp_path):
     model, ids = make(), tokens()
     report = saf.freeze_(model, [ids])
     assert "3 of 12 heads frozen by variance" in str(report)
+    assert repr(report) == "<FreezeReport: 3 of 12 heads frozen by variance; print() shows the table>"
     assert set(report.seconds) == {"capture", "statistics", "score", "select", "fit", "install"}
     report.save(tmp_path, update=7)
     saved = json.loads((tmp_path / "freeze.json").read_text())

@@ -50,6 +50,11 @@ def open_source(path: Path, *, optimizer: bool = False) -> Source:
         return Source(checkpoint, open_checkpoint(checkpoint, optimizer=optimizer))
     if (path / "saf.json").is_file() and (path / "model.safetensors").is_file():
         return Source(path, None)
+    if (path / "saf.json").is_file():
+        raise InputError(
+            f"{path} holds the frozen heads of a model of another library; the commands run this project's GPT, "
+            "saf.load(model, folder) takes the others"
+        )
     reason = "holds no model" if path.is_dir() else "is not a folder"
     raise InputError(f"{path} {reason}; expected a checkpoint (step-N), a run, or a folder written by saf.save")
 

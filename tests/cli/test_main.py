@@ -66,6 +66,13 @@ def test_an_error_is_one_message_without_a_traceback(saf, tmp_path):
     assert err.count("\n") == 1
 
 
+def test_frozen_heads_of_other_models_are_not_for_the_commands(saf, tmp_path):
+    (tmp_path / "saf.json").write_text("{}")
+    code, _, err = saf("evaluate", tmp_path)
+    assert code == 2
+    assert "holds the frozen heads of a model of another library" in err
+
+
 def test_a_wrong_option_exits_with_2(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["doctor", "--no-such-option"])
