@@ -67,7 +67,7 @@ class LlamaSite:
         if getattr(self.attention, "sliding_window", None) is not None:
             raise UnsupportedError(
                 f"layer {self.attention.layer_idx} attends within a sliding window, which frozen heads do not know; "
-                "leave its heads out with exclude"
+                "leave its heads out with exclude, and keep inputs within the window"
             )
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:

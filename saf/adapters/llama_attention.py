@@ -128,7 +128,10 @@ def attend(
     if output_attentions:
         raise UnsupportedError("attention weights are not kept once heads are frozen; leave output_attentions out")
     if sliding_window is not None and key.shape[-2] > sliding_window:
-        raise UnsupportedError(f"{key.shape[-2]} positions exceed the sliding window of {sliding_window}")
+        raise UnsupportedError(
+            f"{key.shape[-2]} positions exceed the sliding window of {sliding_window}; measured or with frozen heads, "
+            "this model takes inputs up to its window"
+        )
     for sink in () if state is None else state.sinks.values():
         sink(query, key)
     if attention_mask is not None and attention_mask.dim() != 2:
