@@ -68,7 +68,8 @@ def _other_rows(number: int, site: Site, heads: list[int], tensors: Mapping[str,
                 f"layer {number}: the frozen heads have query rows {list(kept.shape)}, this model's are "
                 f"{list(own.shape)}"
             )
-        if not torch.equal(own, kept.to(own.dtype)):
+        narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(own.to(narrower), kept.to(narrower)):
             found.add("query")
     return found
 
