@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from saf.cli import main
 
-UPDATES = 500
+UPDATES = 420
 TRAINING = {"--model": "tiny", "--length": 256, "--batch-size": 8, "--updates": UPDATES, "--peak-lr": 3e-3}
 
 
