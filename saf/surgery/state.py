@@ -89,9 +89,8 @@ def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, 
     Raises CheckpointError unless the model is of that shape, with no heads frozen.
     """
     sites = adapter_for(model).sites()
-    schema = state.get("schema") if isinstance(state, dict) else None
-    if schema != SCHEMA:
-        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {schema!r}")
+    if state.get("schema") != SCHEMA:
+        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
     if not isinstance(state.get("layers"), list) or not all(map(_is_layer, state["layers"])):
         raise CheckpointError(
             "the description of the frozen heads is damaged: layers, or what each must say, is missing"
