@@ -2,11 +2,12 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention
-from saf.ops.slots import join_heads, project_heads
+from saf.ops.slots import join_heads
 
 FLEX = "flex"
 BLOCK = 128
@@ -53,15 +54,15 @@ class FlexAttention(nn.Module):
         start: Tensor | None,
         frozen: FrozenHeads | None,
         projection: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         """Attend causally over the length of `blocks`, with the arguments and results of `LiveAttention`."""
         if start is not None:
             raise UnsupportedError("the flex baseline takes no padding")
         if frozen is not None:
-            live, _ = self.forward(query, key, value[:, : query.shape[1]], None, None)
-            mixed = frozen_attention(value, frozen)
-            return (join_heads(live, mixed), None) if projection is None else (live, project_heads(mixed, projection))
+            live = self.forward(query, key, value[:, : query.shape[1]], None, None)
+            heads = join_heads(live, frozen_attention(value, frozen))
+            return heads if projection is None else F.linear(heads.transpose(1, 2).flatten(2), projection)
         grouped = query.shape[1] != key.shape[1]
         output = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
         assert isinstance(output, Tensor)
-        return output, None
+        return output

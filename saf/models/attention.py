@@ -7,20 +7,7 @@ from torch.nn import functional as F
 from saf.heads import HeadLayout
 from saf.models.projection import plain_weight
 from saf.models.rotary import rotate
-from saf.ops import (
-    FrozenHeads,
-    frozen_attention,
-    in_one_launch,
-    live_attention,
-    mixed_attention,
-    split_attention,
-)
-
-JOINED = 8192 * 768
-"""Size B x T x C up to which training joins live and frozen heads before the output projection.
-
-One product and a copy then cost less than two products, whose launches outweigh their work (docs/log.md).
-"""
+from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention, projected_attention
 
 
 class LiveAttention(nn.Module):
@@ -38,20 +25,17 @@ class LiveAttention(nn.Module):
         start: Tensor | None,
         frozen: FrozenHeads | None,
         projection: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
 
-        Returns heads yet to be projected, `[B, n, T, D]`, and what frozen ones give projected by their columns of
-        `projection [C, H * D]`, `[B, T, C]`; without a projection the first are all heads, and the second is None.
+        Returns all heads, `[B, H, T, D]`; projected by `projection [C, H * D]`, `[B, T, C]`, where it is given, which
+        takes frozen heads.
         """
         if frozen is None:
-            return live_attention(query, key, value, start=start, kernel=self.kernel), None
+            return live_attention(query, key, value, start=start, kernel=self.kernel)
         if projection is None:
-            return mixed_attention(query, key, value, frozen, start=start, kernel=self.kernel), None
-        kernel = self.kernel
-        live, projected = split_attention(query, key, value, frozen, start=start, kernel=kernel, projection=projection)
-        assert live is not None
-        return live, projected
+            return mixed_attention(query, key, value, frozen, start=start, kernel=self.kernel)
+        return projected_attention(query, key, value, frozen, projection, start=start, kernel=self.kernel)
 
 
 class Attention(nn.Module):
@@ -89,26 +73,10 @@ class Attention(nn.Module):
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if num_live == 0 and self.frozen is not None:
             return self._project(frozen_attention(value, self.frozen, start=start))
-        if not self._projects_apart(query, value, start):
-            return self._project(self.live(query, key, value, start, self.frozen)[0])
-        # Autocast would cast the columns of either part by themselves.
-        projection = plain_weight(self.o_proj).to(value.dtype)
-        mixed, projected = self.live(query, key, value, start, self.frozen, projection)
-        return F.linear(mixed.transpose(1, 2).flatten(2), projection[:, : num_live * self.head_dim]) + projected
+        if self.frozen is None or self.frozen.always_mixes_live:
+            return self._project(self.live(query, key, value, start, self.frozen))
+        return self.live(query, key, value, start, self.frozen, plain_weight(self.o_proj))
 
     def _project(self, mixed: Tensor) -> Tensor:
         """Project all heads, `[B, H, T, D]` to `[B, T, C]`."""
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-    def _projects_apart(self, query: Tensor, value: Tensor, start: Tensor | None) -> bool:
-        """Whether live and frozen heads are best projected by a product each.
-
-        Nothing is copied together then, and attention's backward pass sees a gradient in the memory order of its
-        output. Not so for updates of few tokens, and where one launch computes all heads.
-        """
-        if self.frozen is None or self.frozen.always_mixes_live:
-            return False
-        plain_weight(self.o_proj)  # a wrapper is refused whatever the size
-        if in_one_launch(query, value, self.frozen, start=start, kernel=self.live.kernel):
-            return False
-        return not torch.is_grad_enabled() or value.numel() > JOINED

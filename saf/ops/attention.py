@@ -1,19 +1,15 @@
-"""`mixed_attention`: one layer's live and frozen heads, one after the other, side by side or in one launch."""
+"""`mixed_attention`: one layer's live and frozen heads, together or apart."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.ops.backends import BACKENDS
 from saf.ops.frozen import mix_frozen
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.live import check_kernel, live_attention
-from saf.ops.one_launch import in_one_launch, mix_in_one_launch
 from saf.ops.positions import check_positions, check_start
-from saf.ops.slots import join_heads, part_heads, project_heads, take_heads
-from saf.ops.value_heads import live_keys, live_value_heads
+from saf.ops.slots import join_heads, live_keys, part_heads, take_heads
+from saf.ops.value_heads import live_value_heads
+from saf.ops.whole_layer import in_one_launch, infer_layer, mix_in_one_launch
 
 
 def mixed_attention(
@@ -49,9 +45,13 @@ def mixed_attention(
         UnsupportedError: A backend that computes live heads itself (`fused`), asked for padding, a shorter query or a
             kernel of theirs; a kernel that cannot run here.
     """
-    if frozen is not None and in_one_launch(query, value, frozen, start=start, kernel=kernel):
+    if frozen is not None and in_one_launch(query, frozen):
         return mix_in_one_launch(query, key, value, frozen, scale, backend, start, kernel)
-    live, mixed = split_attention(query, key, value, frozen, scale=scale, backend=backend, start=start, kernel=kernel)
+    options = {"scale": scale, "backend": backend, "start": start, "kernel": kernel}
+    done = infer_layer(query, key, value, frozen, **options)
+    if done is not None:
+        return done
+    live, mixed = split_attention(query, key, value, frozen, **options)
     if live is None or mixed is None:
         both = live if mixed is None else mixed
         assert both is not None
@@ -69,18 +69,15 @@ def split_attention(
     backend: str = "auto",
     start: Tensor | None = None,
     kernel: str = "auto",
-    projection: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """`mixed_attention` with live `[B, L, Tq, D]` and frozen `[B, F, Tq, D]` outputs apart (None when empty).
 
-    A model that splits its output projection the same way copies nothing together. With `projection`, its weight
-    `[C, (L + F) * D]`, frozen heads come projected by their columns, `[B, Tq, C]`: where they run beside live heads,
-    that product does too. Raises as `mixed_attention` does.
+    Where both are projected apart, nothing is copied together. Raises as `mixed_attention` does.
     """
     num_live = query.shape[1]
-    if frozen is not None and in_one_launch(query, value, frozen, start=start, kernel=kernel):
+    if frozen is not None and in_one_launch(query, frozen):
         output = mix_in_one_launch(query, key, value, frozen, scale, backend, start, kernel)
-        return output[:, :num_live], project_heads(output[:, num_live:], projection)
+        return output[:, :num_live], output[:, num_live:]
     live_kv = live_value_heads(query, key, value, frozen)
     check_positions(query, key if num_live else value, value)
     if start is not None:
@@ -95,27 +92,8 @@ def split_attention(
     frozen.check_call(value, backend)
     frozen_kv = frozen.value_heads(value.shape[1])
     if not num_live:
-        mixed = mix_frozen(take_heads(value, frozen_kv), frozen, start, query.shape[-2])
-        return None, project_heads(mixed, projection)
+        return None, mix_frozen(take_heads(value, frozen_kv), frozen, start, query.shape[-2])
     live_key, live_heads = live_keys(key, live_kv)
     live_value, selected = part_heads(value, live_heads, frozen_kv)
-    tables = None if start is not None else _tables_beside(query, value, frozen)
-    if tables is not None:
-        heads = query.to(value.dtype), live_key.to(value.dtype), live_value, selected  # as autocast does for SDPA
-        return BACKENDS[frozen.backend].beside(*heads, tables, scale, kernel, projection)
     live = live_attention(query, live_key, live_value, scale=scale, start=start, kernel=kernel)
-    return live, project_heads(mix_frozen(selected, frozen, start, query.shape[-2]), projection)
-
-
-def _tables_beside(query: Tensor, value: Tensor, frozen: FrozenHeads) -> dict[str, Any] | None:
-    """Return the tables when live and frozen heads run at the same time, else None.
-
-    That takes whole sequences, no gradients and a backend that can.
-    """
-    backend = BACKENDS[frozen.backend]
-    if torch.is_grad_enabled() or not hasattr(backend, "beside") or frozen.trainable:
-        return None
-    if query.shape[-2] != value.shape[-2]:
-        return None
-    tables = frozen.tables(value.dtype)
-    return tables if backend.runs_beside(value.device, value.dtype, tables) else None
+    return live, mix_frozen(selected, frozen, start, query.shape[-2])

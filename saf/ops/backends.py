@@ -14,12 +14,11 @@ from saf.ops.trainable_pattern import TrainablePattern
 class Backend(Protocol):
     """What a backend module provides; tables are whatever its `prepare` made.
 
-    A backend may have more. `mixed(query, key, value, tables, scale)` computes live heads too, in the same launch;
-    where it is not the only way, `mixes(value, heads, names of tables)` says when it serves, without gradients.
-    `beside(query, key, live_value, value, tables, scale, kernel, projection)` runs frozen heads while live ones run,
-    without gradients, where `runs_beside(device, dtype, tables)` says so. `forward_trainable(value, alpha, rho, rows)`,
-    logits `[F, >=T]`, gives gradients to key and distance logits, unless `untrainable(alpha, rho, dtype)` says why it
-    cannot.
+    A backend may have more. `mixed(query, key, value, tables, scale)` computes live heads too, in the same launch, and
+    is then its only way. `infer(query, key, value, live_heads, frozen_heads, tables, scale, kernel, projection)` does
+    so without gradients, over whole sequences, given the value head of each slot, where `infers(device, dtype, tables)`
+    says so. `forward_trainable(value, alpha, rho, rows)`, logits `[F, >=T]`, gives gradients to key and distance
+    logits, unless `untrainable(alpha, rho, dtype)` says why it cannot.
     """
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -74,7 +73,7 @@ def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dt
 
 def always_mixes_live(name: str) -> bool:
     """Whether a backend computes live heads in the launch of frozen ones, and has no other way."""
-    return hasattr(BACKENDS.get(name), "mixed") and not hasattr(BACKENDS[name], "mixes")
+    return hasattr(BACKENDS.get(name), "mixed")
 
 
 def _obstacle(name: str, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool) -> str | None:

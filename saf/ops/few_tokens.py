@@ -1,22 +1,27 @@
-"""Few tokens without gradients: live and frozen heads of a layer in one launch, the paper's.
+"""Few tokens without gradients: when a layer's live and frozen heads take one launch, the paper's, and what it reads.
 
-A launch then costs more than the work in it, so rebuilding tiles of P beats reading them (docs/log.md). The limits are
-where that was measured, on an H200: below them the launch beats cuDNN's attention of all heads.
+A launch then costs more than the work in it, so rebuilding tiles of P beats reading them. The limits are where one
+launch for all heads met the two of the other way, on an H200 (docs/log.md).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.ops.fused_tables import fused_obstacle, fused_tables, launch_fused
+from saf.ops.fused_operator import MAPS, PATTERNS
+from saf.ops.fused_tables import fused_obstacle, fused_tables
 from saf.pattern import CompactPattern, DensePattern
 
-LENGTH = 1024
-ROWS = 24_576
-"""B x H x T at most: two programs a multiprocessor or three."""
-DIM = 64
+LENGTH = 4096
+"""Positions that tables are made for."""
+SHORT = 1024
+SHORT_PAIRS = 40 * SHORT**2
+"""B x H x T x T up to which one launch is faster on the device, for at most `SHORT` positions."""
+HOST_BOUND = 4096 * 768 * (12 * 768 + 4096)
+"""B x T x C x (12 C + T), half a layer's operations, up to which a host that launches every kernel sets the pace."""
+DIM = 128
 DTYPES = (torch.bfloat16, torch.float16)
 PREFIX = "few_"
 FEW = "; few tokens without gradients: one launch with live heads"
@@ -29,6 +34,17 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _measured(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
+    """Whether values `[B, H_kv, T, D]` of a layer of `heads` are few; `replayed` where a graph launches its kernels."""
+    batch, _, length, dim = value.shape
+    if dim > DIM or length > LENGTH:
+        return False
+    if length <= SHORT and batch * heads * length**2 <= SHORT_PAIRS:
+        return True
+    width = heads * dim
+    return not replayed and batch * length * width * (12 * width + length) <= HOST_BOUND
 
 
 def few_tables(
@@ -44,14 +60,10 @@ def few_tables(
     return {PREFIX + name: table for name, table in fused_tables(first, dtype, device, kv_head).items()}
 
 
-def mixes(value: Tensor, heads: int, tables: Iterable[str]) -> bool:
-    """Whether `mixed` serves values `[B, H_kv, T, D]` of a layer of `heads`, given its tables' names."""
-    if PREFIX + "alpha" not in tables or value.dim() != 4:
-        return False
-    batch, _, length, dim = value.shape
-    return dim <= DIM and length <= LENGTH and batch * heads * length <= ROWS
-
-
-def mixed(query: Tensor, key: Tensor, value: Tensor, tables: dict[str, Any], scale: float | None) -> Tensor:
-    """Return the output of all slots, `[B, H, T, D]`, from one launch; without gradients."""
-    return launch_fused(query, key, value, tables, "mixed", scale, prefix=PREFIX)
+def launch_arguments(tables: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[int], bool]:
+    """Return maps, patterns, counts of heads by kind and whether value heads are shared; empty lists without tables."""
+    if PREFIX + PATTERNS[0] not in tables:
+        return [], [], [], False
+    maps = [tables[f"{PREFIX}mixed_{name}"] for name in MAPS]
+    patterns = [tables[PREFIX + name] for name in PATTERNS]
+    return maps, patterns, list(tables[PREFIX + "mixed_counts"]), tables[PREFIX + "mixed_grouped"][0]

@@ -119,13 +119,6 @@ class FrozenHeads(nn.Module):
         """Whether the backend computes live heads in the same launch, and has no other way."""
         return always_mixes_live(self.backend)
 
-    def mixes_live(self, value: Tensor) -> bool:
-        """Whether the backend can compute live heads in the same launch, over whole sequences `[B, H_kv, T, D]`."""
-        mixes = getattr(BACKENDS[self.backend], "mixes", None)
-        if mixes is None or self.kv_head is None or self.trainable or torch.is_grad_enabled():
-            return self.always_mixes_live
-        return mixes(value, len(self.kv_head), self._names.get(value.dtype, ()))
-
     def value_heads(self, num_value_heads: int) -> tuple[int, ...]:
         """Return the value head that each frozen slot reads, among `num_value_heads`."""
         if self.kv_head is None:

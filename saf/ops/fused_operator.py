@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.operator import forbid_second_derivative, operator
+from saf.ops.slots import heads_like
 
 MAPS = ("state", "query", "key", "value", "pattern", "live", "group_start", "group_heads")
 PATTERNS = ("alpha", "band", "log_z", "dense")
@@ -31,8 +32,7 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@operator("saf::fused")
-def fused_product(
+def run_fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -52,10 +52,13 @@ def fused_product(
     return _kernels()[0](query, key, value, head_maps, fixed, scale=scale)
 
 
+fused_product = operator("saf::fused")(run_fused)
+
+
 @torch.library.register_fake("saf::fused")
 def _(query, key, value, maps, patterns, counts, grouped, scale):
     batch, live, length, _ = query.shape
-    return _heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
+    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
 
 
 @operator("saf::fused_backward")
@@ -80,12 +83,7 @@ def fused_product_backward(
 
 @torch.library.register_fake("saf::fused_backward")
 def _(gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale):
-    return tuple(_heads_like(x, x.shape[1]) for x in (query, key, value))
-
-
-def _heads_like(x: Tensor, heads: int) -> Tensor:
-    batch, _, length, dim = x.shape
-    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+    return tuple(heads_like(x, x.shape[1]) for x in (query, key, value))
 
 
 def _setup(ctx, inputs, output) -> None:

@@ -64,15 +64,13 @@ def launch_fused(
     tables: dict[str, Any],
     layout: str,
     scale: float | None,
-    *,
-    prefix: str = "",
 ) -> Tensor:
     """Return the output of the slots that a layout, `alone` or `mixed`, has: `[B, n, T, D]`.
 
-    Names of tables may have a prefix; `scale` is that of live heads' scores, `1 / sqrt(D)` by default.
+    `scale` is that of live heads' scores, `1 / sqrt(D)` by default.
     """
-    maps = [tables[f"{prefix}{layout}_{name}"] for name in MAPS]
-    patterns = [tables[prefix + name] for name in PATTERNS]
-    counts, (grouped,) = list(tables[f"{prefix}{layout}_counts"]), tables[f"{prefix}{layout}_grouped"]
+    maps = [tables[f"{layout}_{name}"] for name in MAPS]
+    patterns = [tables[name] for name in PATTERNS]
+    counts, (grouped,) = list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"]
     scale = value.shape[-1] ** -0.5 if scale is None else scale
     return fused_product(query, key, value, maps, patterns, counts, grouped, scale)[0]

@@ -1,102 +1,87 @@
-"""The registered operator `saf::side_by_side`: live and frozen heads of a layer behind one boundary, for inference.
+"""Live heads from attention and frozen ones from the Toeplitz product, without gradients.
 
 In a CUDA graph they run at the same time, on two streams: with few sequences neither launch fills the device, and run
-after one another they leave it half empty.
+after one another they leave it half empty. Called, a second stream costs the host more than the device gains.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saf.ops.availability import uses_triton
 from saf.ops.live import live_attention
-from saf.ops.operator import operator
-from saf.ops.slots import project_heads
+from saf.ops.slots import flat_heads, heads_like, live_keys, part_heads
 from saf.ops.toeplitz_operator import kernel_product, toeplitz_product
 
 
-def overlaps(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the operator gains anything: on CUDA, where the product is a kernel."""
-    return device.type == "cuda" and uses_triton(device, dtype)
-
-
-@operator("saf::side_by_side")
-def side_by_side(
+def run_side_by_side(
     query: Tensor,
     key: Tensor,
-    live_value: Tensor,
     value: Tensor,
+    live_heads: tuple[int, ...],
+    frozen_heads: tuple[int, ...],
     table: Tensor,
     before: Tensor,
     after: Tensor,
     scale: float | None,
     kernel: str,
     projection: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return live heads' attention `[B, L, T, D]` and the Toeplitz product of `value`, `[B, F, T, D]`.
+    *,
+    replayed: bool,
+) -> Tensor:
+    """Return what `saf::inference` does, live heads from attention and frozen ones from the Toeplitz product.
 
-    Arguments are those of `live_attention` and `saf::toeplitz`. Both results are stored as `[B, T, heads, D]`. With
-    `projection [C, H * D]` the second is what its last columns make of the product, `[B, T, C]`.
+    Where a graph is captured (`replayed`) they run at the same time.
     """
-    if not overlaps(query.device, value.dtype):
-        live = live_attention(query, key, live_value, scale=scale, kernel=kernel)
-        mixed = toeplitz_product(value, table, before, after, False)
-        return _by_position(live), project_heads(_by_position(mixed), projection)
-    if not torch.cuda.is_current_stream_capturing():
-        # Where the host launches every kernel itself, a second stream costs it more than the device gains. It is made
-        # now, so that what matrix products keep for it lies in no graph's memory.
-        _side_stream(query.device)
-        mixed = project_heads(kernel_product(value, table, before, after, False), projection)
-        return _by_position(live_attention(query, key, live_value, scale=scale, kernel=kernel)), mixed
-    value = value if value.stride(-1) == 1 else value.contiguous()
-    # Made on the stream that frees them: what the side stream reads and writes is used again only behind it.
-    mixed = _new_by_position(value)
-    result = mixed if projection is None else _new_projected(value, projection)
-    main, side = torch.cuda.current_stream(query.device), _side_stream(query.device)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        kernel_product(value, table, before, after, False, out=mixed)
+    live_key, live_slots = live_keys(key, live_heads)
+    live_value, frozen_value = part_heads(value, live_slots, frozen_heads)
+    if projection is None:
+        result = heads_like(value, len(live_heads) + len(frozen_heads))
+        mixed = result[:, len(live_heads) :]
+    else:
+        result = projected_like(value, projection)
+        mixed = heads_like(value, len(frozen_heads))
+    # Memory was made on the stream that frees it: what the other one reads and writes is used again only behind it.
+    with _other_stream(query.device, replayed=replayed):
+        _product(frozen_value, table, before, after, mixed)
         if projection is not None:
-            mixed = mixed.transpose(1, 2).flatten(2)
-            torch.matmul(mixed, projection[:, projection.shape[1] - mixed.shape[-1] :].t(), out=result)
-    live = live_attention(query, key, live_value, scale=scale, kernel=kernel)
-    main.wait_stream(side)
-    return _by_position(live), result
+            torch.matmul(flat_heads(mixed), projection[:, len(live_heads) * value.shape[-1] :].t(), out=result)
+    live = live_attention(query, live_key, live_value, scale=scale, kernel=kernel)
+    if replayed:
+        torch.cuda.current_stream(query.device).wait_stream(_side_stream(query.device))
+    if projection is None:
+        result[:, : len(live_heads)] = live
+    else:
+        rows = flat_heads(live).flatten(0, 1)
+        result.flatten(0, 1).addmm_(rows, projection[:, : rows.shape[1]].t())
+    return result
 
 
-@torch.library.register_fake("saf::side_by_side")
-def _(
-    query: Tensor,
-    key: Tensor,
-    live_value: Tensor,
-    value: Tensor,
-    table: Tensor,
-    before: Tensor,
-    after: Tensor,
-    scale: float | None,
-    kernel: str,
-    projection: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    mixed = _new_by_position(value) if projection is None else _new_projected(value, projection)
-    return _new_by_position(query), mixed
+def projected_like(value: Tensor, projection: Tensor) -> Tensor:
+    """Return uninitialised memory for what `projection [C, H * D]` makes of heads of `value`, `[B, T, C]`."""
+    return value.new_empty(value.shape[0], value.shape[2], projection.shape[0])
 
 
-def _new_by_position(like: Tensor) -> Tensor:
-    batch, heads, length, dim = like.shape
-    return like.new_empty(batch, length, heads, dim).transpose(1, 2)
+def _product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, out: Tensor) -> None:
+    """Write `saf::toeplitz` of values that frozen slots read into `out`."""
+    if uses_triton(x.device, x.dtype):
+        kernel_product(x, table, before, after, False, out=out)
+    else:
+        out.copy_(toeplitz_product(x, table, before, after, False))
 
 
-def _new_projected(like: Tensor, projection: Tensor) -> Tensor:
-    return like.new_empty(like.shape[0], like.shape[2], projection.shape[0])
-
-
-def _by_position(heads: Tensor) -> Tensor:
-    """Give `[B, H, T, D]` the memory order `[B, T, H, D]`; nothing to do for what PyTorch's fast kernels return."""
-    _, count, length, dim = heads.shape
-    if heads.stride() == (length * count * dim, dim, count * dim, 1):
-        return heads
-    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+def _other_stream(device: torch.device, *, replayed: bool) -> AbstractContextManager[Any]:
+    """Return a context in which a captured graph branches off; made before, in calls: cuBLAS keeps memory for it."""
+    if device.type != "cuda":
+        return nullcontext()
+    side = _side_stream(device)
+    if not replayed:
+        return nullcontext()
+    side.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(side)
 
 
 @cache

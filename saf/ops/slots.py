@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -15,6 +14,17 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
         return x if len(heads) == x.shape[1] else x[:, first : last + 1]
     apart = x.unbind(1)
     return torch.stack([apart[head] for head in heads], dim=1)
+
+
+def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the keys that live heads take and the value heads that go with them.
+
+    Grouped when every group has the same size, else one per head.
+    """
+    used = tuple(sorted(set(live_kv)))
+    if live_kv == tuple(sorted(used * (len(live_kv) // len(used)))):
+        return key, used
+    return take_heads(key, tuple(used.index(head) for head in live_kv)), live_kv
 
 
 def part_heads(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -34,12 +44,15 @@ def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
     return torch.stack([by_slot[slot] for slot in sorted(by_slot)], dim=2).transpose(1, 2)
 
 
-def project_heads(heads: Tensor, projection: Tensor | None) -> Tensor:
-    """Return heads `[B, n, T, D]` projected by the last columns of `[C, H * D]`, `[B, T, C]`; as they are for None."""
-    if projection is None:
-        return heads
-    mixed = heads.transpose(1, 2).flatten(2)
-    return F.linear(mixed, projection[:, projection.shape[1] - mixed.shape[-1] :])
+def flat_heads(heads: Tensor) -> Tensor:
+    """`[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def heads_like(x: Tensor, heads: int) -> Tensor:
+    """Return uninitialised memory like `x [B, ., T, D]` for `heads`, stored as `[B, T, heads, D]`."""
+    batch, _, length, dim = x.shape
+    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
 def join_heads(live: Tensor, frozen: Tensor) -> Tensor:

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saf.ops.availability import uses_triton
 from saf.ops.convolution import causal_convolution
 from saf.ops.dense_product import dense_product
-from saf.ops.few_tokens import FEW, few_tables, serves
-from saf.ops.few_tokens import mixed as mixed
-from saf.ops.few_tokens import mixes as mixes
+from saf.ops.few_tokens import FEW, few_tables, launch_arguments, serves
+from saf.ops.inference import inference
 from saf.ops.pattern_gradient import NOT_HELD, compact_tables, trainable_product
-from saf.ops.side_by_side import overlaps, side_by_side
 from saf.ops.slots import put_together, take_heads
 from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_product
 from saf.pattern import CompactPattern, DensePattern
@@ -120,28 +119,27 @@ def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
     return put_together(parts)
 
 
-def beside(
+def infers(device: torch.device, dtype: torch.dtype, tables: dict) -> bool:
+    """Whether `infer` serves these tables, and gains anything here."""
+    return uses_triton(device, dtype) and not tables["stored"]
+
+
+def infer(
     query: Tensor,
     key: Tensor,
-    live_value: Tensor,
     value: Tensor,
+    live_heads: tuple[int, ...],
+    frozen_heads: tuple[int, ...],
     tables: dict,
     scale: float | None,
     kernel: str,
     projection: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return live heads' attention and frozen heads' `P V`, projected where asked, computed at the same time.
-
-    Without gradients.
-    """
+) -> Tensor:
+    """Return all heads of a layer, projected where asked, from one operator; without gradients (`saf::inference`)."""
+    few = launch_arguments(tables if kernel == "auto" else {})
     scales = tables["key_scale"], tables["row_scale"]
-    projection = None if projection is None else projection.to(value.dtype)
-    return side_by_side(query, key, live_value, value, tables["table"], *scales, scale, kernel, projection)
-
-
-def runs_beside(device: torch.device, dtype: torch.dtype, tables: dict) -> bool:
-    """Whether `beside` serves these tables, and gains anything here."""
-    return overlaps(device, dtype) and not tables["stored"]
+    slots = list(live_heads), list(frozen_heads)
+    return inference(query, key, value, *slots, tables["table"], *scales, *few, scale, kernel, projection)
 
 
 def _convolve(value: Tensor, tables: dict, rows: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saf.ops.availability import uses_triton
 from saf.ops.operator import operator
+from saf.ops.slots import heads_like
 
 BLOCK = 128
 
@@ -100,8 +101,7 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
 
 @torch.library.register_fake("saf::toeplitz")
 def _(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
-    batch, heads, length, dim = x.shape
-    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+    return heads_like(x, x.shape[1])
 
 
 def _setup(ctx, inputs, output) -> None:

@@ -1,13 +1,9 @@
-"""Which value head each live slot reads, and the keys and values that live heads take.
-
-`FrozenHeads.value_heads` answers the same for frozen slots.
-"""
+"""Which value head each live slot reads; `FrozenHeads.value_heads` answers the same for frozen slots."""
 
 from torch import Tensor
 
 from saf.errors import InputError
 from saf.ops.frozen_heads import FrozenHeads
-from saf.ops.slots import take_heads
 
 
 def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None) -> tuple[int, ...]:
@@ -31,14 +27,3 @@ def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHe
     if num_live and key.shape[1] != len(set(live)):
         raise InputError(f"key holds the {len(set(live))} KV heads that live heads use, ascending; got {key.shape[1]}")
     return live
-
-
-def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the keys that live heads take and the value heads that go with them.
-
-    Grouped when every group has the same size, else one per head.
-    """
-    used = tuple(sorted(set(live_kv)))
-    if live_kv == tuple(sorted(used * (len(live_kv) // len(used)))):
-        return key, used
-    return take_heads(key, tuple(used.index(head) for head in live_kv)), live_kv

@@ -57,11 +57,14 @@ def versions() -> dict[str, str | None]:
 
 
 def command() -> str:
-    """Return the command line, with the program's name alone: its folder says nothing about the result."""
+    """Return the command line: a program by its name alone, a script by the path it was called by, unless absolute."""
     if (arguments := invocation.get()) is not None:
         return shlex.join(["saf", *arguments])
-    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    return shlex.join(["saf" if program == "__main__.py" else program, *sys.argv[1:]])
+    path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
+    script = path.suffix == ".py" and path.name != "__main__.py"
+    program = path.name if path.is_absolute() or not script else path.as_posix()
+    words = ["python", program] if script else ["saf" if program == "__main__.py" else program]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def provenance(device_name: str) -> dict[str, Any]:

@@ -134,7 +134,12 @@ def test_a_record_tells_the_arguments_that_the_command_was_given(saf, monkeypatc
     monkeypatch.setattr("saf.cli._run", lambda name, rest: told.append(command()) or 0)
     assert saf("pretrain", "--out", "a run")[0] == 0
     assert told == ["saf pretrain --out 'a run'"]
-    assert command() == "demo.py"
+    told = []
+    for path in ("demo.py", "tools/demo.py", "/home/me/tools/demo.py", "/usr/bin/saf", "/site/saf/__main__.py"):
+        monkeypatch.setattr("sys.argv", [path, "--fast"])
+        told.append(command())
+    assert told[:3] == ["python demo.py --fast", "python tools/demo.py --fast", "python demo.py --fast"]
+    assert told[3:] == ["saf --fast"] * 2
 
 
 def test_a_bug_keeps_its_traceback(saf, monkeypatch):

@@ -6,8 +6,9 @@ import torch
 import saf
 from saf.bench.profiling import kernels_of
 from saf.bench.synthetic import synthetic_patterns
+from saf.cuda_graph import GraphPool, GraphReplay
 from saf.heads import HeadSet
-from saf.ops import FrozenHeads, few_tokens, mixed_attention
+from saf.ops import FrozenHeads, few_tokens, mixed_attention, projected_attention
 from tests.ops.hard_patterns import hard_patterns
 
 pytestmark = pytest.mark.gpu
@@ -15,10 +16,12 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("length", [1, 129, 512, 1000])
-def test_one_launch_with_the_numbers_of_the_reference(length, dtype):
+@pytest.mark.parametrize(
+    ("length", "dim"), [(1, 64), (129, 64), (512, 64), (1000, 64), (1100, 64), (900, 128), (70, 96)]
+)
+def test_one_launch_with_the_numbers_of_the_reference(length, dim, dtype):
     generator = torch.Generator("cuda").manual_seed(length)
-    inputs = [torch.randn(1, length, n, 64, device="cuda", generator=generator).to(dtype) for n in (2, 2, 4)]
+    inputs = [torch.randn(1, length, n, dim, device="cuda", generator=generator).to(dtype) for n in (2, 2, 4)]
     inputs = [x.transpose(1, 2) for x in inputs]
     patterns = hard_patterns(["decay", "ripple"], 1200, "cuda")
 
@@ -28,6 +31,7 @@ def test_one_launch_with_the_numbers_of_the_reference(length, dtype):
         frozen = FrozenHeads.from_patterns(patterns, **options)
         operands = [x.to(kind) for x in inputs]
         if backend == "toeplitz":
+            mixed_attention(*operands, frozen)  # the first of a layout may run a graph's kernels too
             names = [each["name"] for each in kernels_of(lambda: mixed_attention(*operands, frozen), CUDA)]
             assert names == ["fused_forward_kernel"]
         return mixed_attention(*operands, frozen).double()
@@ -42,9 +46,55 @@ def test_a_prefill_of_few_tokens_agrees_with_the_other_way():
     model = saf.GPT(saf.preset("124m", num_layers=2, max_length=2048)).cuda().eval()
     heads = HeadSet([(0, 0), (0, 5), (1, 3)])
     saf.install_(model, heads, synthetic_patterns(len(heads), 2048, torch.Generator().manual_seed(0), "cuda"))
-    tokens = torch.randint(0, 50_257, (1, few_tokens.LENGTH), device="cuda")
-    few = saf.Prefill(model, batch_size=1, length=few_tokens.LENGTH)(tokens).float()
+    tokens = torch.randint(0, 50_257, (1, few_tokens.SHORT), device="cuda")
+    few = saf.Prefill(model, batch_size=1, length=few_tokens.SHORT)(tokens).float()
     for layer in model.attention_layers():
         layer.live.kernel = "cudnn"
-    other = saf.Prefill(model, batch_size=1, length=few_tokens.LENGTH)(tokens).float()
+    other = saf.Prefill(model, batch_size=1, length=few_tokens.SHORT)(tokens).float()
     assert 0 < (few - other).norm() < 2e-2 * other.norm()
+
+
+@torch.no_grad()
+def test_where_only_the_host_is_slow_calls_take_one_launch_and_graphs_two():
+    length = few_tokens.SHORT + 100
+    inputs = [torch.randn(1, length, n, 64, device="cuda").bfloat16().transpose(1, 2) for n in (2, 2, 4)]
+    patterns = hard_patterns(["decay", "ripple"], length, "cuda")
+    frozen = FrozenHeads.from_patterns(patterns, dtype=torch.bfloat16, device="cuda", kv_head=range(4))
+    weight = torch.randn(96, 256, device="cuda").bfloat16() / 16
+    run = {
+        "mixed": lambda: mixed_attention(*inputs, frozen),
+        "projected": lambda: projected_attention(*inputs, frozen, weight),
+    }
+    for name, call in run.items():
+        first, second = call(), call()
+        assert torch.equal(first, second)
+        kernels = [each["name"] for each in kernels_of(call, CUDA)]
+        assert any("fused_forward" in each for each in kernels), name
+        assert not any("toeplitz" in each for each in kernels), name
+        replay = GraphReplay(call, device=CUDA, pool=GraphPool())
+        replay()
+        kernels = [each["name"] for each in kernels_of(replay, CUDA)]
+        assert any("toeplitz" in each for each in kernels), name
+        assert not any("fused_forward" in each for each in kernels), name
+        found = replay.outcome
+        assert (found - first).float().norm() <= 1e-2 * first.float().norm(), name
+
+
+@torch.no_grad()
+def test_one_compiled_graph_serves_few_tokens_and_many():
+    patterns = hard_patterns(["decay", "ripple"], 5000, "cuda")
+    frozen = FrozenHeads.from_patterns(patterns, dtype=torch.bfloat16, device="cuda", kv_head=range(4))
+    counts = []
+
+    def counting(graph, examples):
+        counts.append(graph)
+        return torch._inductor.compile(graph, examples)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: mixed_attention(*x, frozen), fullgraph=True, backend=counting)
+    for length in (300, 1500, 5000):
+        inputs = [torch.randn(1, n, length, 64, device="cuda").bfloat16() for n in (2, 2, 4)]
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 2, min=2, max=5000)
+        torch.testing.assert_close(compiled(*inputs), mixed_attention(*inputs, frozen))
+    assert len(counts) == 1

@@ -6,7 +6,8 @@ from torch import nn
 
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
-from saf.models import GPT, GPTConfig, attention
+from saf.models import GPT, GPTConfig
+from saf.ops import projected
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
 
@@ -23,14 +24,9 @@ def frozen_model() -> GPT:
 def products(model: GPT, joined: int, monkeypatch) -> tuple[int, list[torch.Tensor]]:
     """Return how often heads were projected apart, and the loss with its gradients."""
     apart = []
-    original = attention.split_attention
-
-    def counting(*arguments, **options):
-        apart.append(options["projection"])
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(attention, "JOINED", joined)
-    monkeypatch.setattr(attention, "split_attention", counting)
+    original = projected.split_attention
+    monkeypatch.setattr(projected, "JOINED", joined)
+    monkeypatch.setattr(projected, "split_attention", lambda *a, **o: apart.append(1) or original(*a, **o))
     tokens = torch.randint(0, 64, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     loss = model(tokens[:, :-1], tokens[:, 1:])
     monkeypatch.undo()
@@ -50,9 +46,9 @@ def test_training_projects_few_tokens_together_and_many_apart(monkeypatch):
 def test_prefill_projects_apart(joined, monkeypatch):
     model = frozen_model()
     seen = []
-    original = attention.split_attention
-    monkeypatch.setattr(attention, "JOINED", joined)
-    monkeypatch.setattr(attention, "split_attention", lambda *a, **o: seen.append(1) or original(*a, **o))
+    original = projected.split_attention
+    monkeypatch.setattr(projected, "JOINED", joined)
+    monkeypatch.setattr(projected, "split_attention", lambda *a, **o: seen.append(1) or original(*a, **o))
     tokens = torch.randint(0, 64, (2, LENGTH))
     with torch.no_grad():
         found = model(tokens)

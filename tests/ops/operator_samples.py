@@ -1,6 +1,7 @@
 """Arguments of every registered operator `saf::*`, for `opcheck` on any device."""
 
 import pkgutil
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
@@ -44,10 +45,7 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     fused = fused_samples(draw, device, dtype) if "fused" in runnable(device) else []
     return {
         "toeplitz": convolved,
-        "side_by_side": [
-            (*(draw(2, 3, 40, 16) for _ in range(3)), draw(2, 2, 40, 16), *convolved[0][1:4], None, "auto", projection)
-            for projection in (None, draw(10, 80))
-        ],
+        "inference": inference_samples(draw, convolved[0][1:4], fused),
         "fused": [arguments for arguments, _ in fused],
         "fused_backward": [backward for _, backward in fused],
         "pattern_tables": [(logits.alpha.float(), logits.rho.float(), length, dtype) for length in (48, 40)],
@@ -56,6 +54,18 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
         "gelu": [(draw(3, 40),), (draw(2, 3, 40).transpose(0, 1),)],
         "gelu_backward_": [(draw(3, 40), draw(3, 40))],
     }
+
+
+def inference_samples(draw: Callable[..., torch.Tensor], convolved: tuple, fused: list) -> list[tuple]:
+    """Three live and two frozen heads, in two launches and, where tables are given, in one; joined and projected."""
+    heads = [draw(2, 3, 40, 16), draw(2, 3, 40, 16), draw(2, 5, 40, 16), [0, 1, 2], [3, 4], *convolved]
+    rest = [([], [], [], False, None, "auto", projection) for projection in (None, draw(10, 80))]
+    made = [(*heads, *more) for more in rest]
+    for (query, key, value, maps, stored, counts, grouped, scale), _ in fused[:1]:
+        slots = list(range(counts[0])), list(range(counts[0], sum(counts)))
+        operands = (x.detach() for x in (query, key, value))
+        made.append((*operands, *slots, *convolved, maps, stored, counts, grouped, scale, "auto", None))
+    return made
 
 
 def check(name: str, device: str, dtype: torch.dtype) -> None:

@@ -10,8 +10,8 @@ import torch
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops import FrozenHeads, few_tokens, in_one_launch, mixed_attention, split_attention, toeplitz
-from saf.pattern import DensePattern
+from saf.ops import FrozenHeads, few_tokens, inference, mixed_attention, toeplitz
+from saf.pattern import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
 
@@ -20,17 +20,19 @@ HALF = torch.bfloat16
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Pretend that the launch runs here, and answer it with the reference."""
+    """Pretend that the launch runs here, and answer it with zeros."""
     pytest.importorskip("triton", reason="Triton is not installed")
     seen = []
 
-    def launch(query, key, value, tables, layout, scale, *, prefix):
-        assert prefix + "alpha" in tables
-        seen.append((layout, tuple(value.shape)))
-        return value.new_zeros(value.shape[0], query.shape[1] + 2, *value.shape[2:])
+    def launch(query, key, value, maps, patterns, counts, grouped, scale):
+        seen.append(tuple(value.shape))
+        assert {query.dtype, key.dtype, value.dtype} == {patterns[-1].dtype}
+        assert scale == pytest.approx(value.shape[-1] ** -0.5)
+        return value.new_zeros(value.shape[0], value.shape[2], sum(counts), value.shape[3]).transpose(1, 2), None
 
     monkeypatch.setattr(few_tokens, "fused_obstacle", lambda device, dtype: None)
-    monkeypatch.setattr(few_tokens, "launch_fused", launch)
+    monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: not tables["stored"])
+    monkeypatch.setattr(inference, "run_fused", launch)
     return seen
 
 
@@ -46,11 +48,7 @@ def test_one_launch_computes_all_heads_of_few_tokens(launches):
     frozen, heads = prepare(), operands()
     with torch.no_grad():
         assert mixed_attention(*heads, frozen).shape == (2, 4, 40, 8)
-        live, mixed = split_attention(*heads, frozen, projection=torch.randn(5, 32, dtype=HALF))
-    assert launches == [("mixed", (2, 4, 40, 8))] * 2
-    assert live is not None
-    assert mixed is not None
-    assert (live.shape, mixed.shape) == ((2, 2, 40, 8), (2, 40, 5))
+    assert launches == [(2, 4, 40, 8)]
 
 
 @pytest.mark.parametrize(
@@ -61,23 +59,39 @@ def test_one_launch_computes_all_heads_of_few_tokens(launches):
         {"kernel": "math"},
         {"rows": 5},
         {"dim": few_tokens.DIM + 8},
-        {"batch": few_tokens.ROWS // (4 * 40) + 1},
-        {"length": few_tokens.LENGTH + 1, "batch": 1},
         {"dtype": torch.float32},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_not_otherwise(launches, change):
     dtype = change.get("dtype", HALF)
-    frozen = prepare(max(64, change.get("length", 0)), dtype)
-    sizes = {name: change[name] for name in ("length", "dim", "batch") if name in change}
-    query, key, value = operands(dtype=dtype, **sizes)
+    query, key, value = operands(dtype=dtype, dim=change.get("dim", 8))
     query = query[:, :, -change.get("rows", query.shape[2]) :]
     options = {name: change[name] for name in ("start", "kernel") if name in change}
     with torch.set_grad_enabled("grad" in change):
-        assert not in_one_launch(query, value, frozen, **options)
-        mixed_attention(query, key, value, frozen, **options)
+        mixed_attention(query, key, value, prepare(dtype=dtype), **options)
     assert launches == []
+
+
+def test_what_few_means():
+    def few(batch: int, heads: int, length: int, dim: int = 64, *, replayed: bool = True) -> bool:
+        return few_tokens.are_few(torch.empty(batch, heads, length, dim, device="meta"), heads, replayed=replayed)
+
+    # The device sets the pace: where one launch was faster than two on an H200.
+    assert few(2, 12, 1024)
+    assert few(1, 20, 1024, 128)
+    assert few(8, 12, 512)
+    assert few(16, 12, 256)
+    assert not few(4, 12, 1024)
+    assert not few(64, 12, 512)
+    assert not few(1, 12, 1025)
+    assert not few(1, 12, 512, 129)
+    # The host does: layers up to one sequence of 4,096 tokens of the 124M model.
+    assert few(1, 12, 4096, replayed=False)
+    assert few(2, 12, 2048, replayed=False)
+    assert not few(2, 12, 4096, replayed=False)
+    assert not few(1, 20, 4096, replayed=False)
+    assert not few(1, 1, 4097, replayed=False)
 
 
 def test_not_for_stored_patterns_nor_where_heads_are_unknown(launches):
@@ -92,64 +106,64 @@ def test_not_for_stored_patterns_nor_where_heads_are_unknown(launches):
 
 
 def test_tables_cover_the_lengths_that_use_them(launches):
-    tables = prepare(few_tokens.LENGTH + 100).tables(HALF)
+    longer = few_tokens.LENGTH + 100
+    pattern = CompactPattern.from_parameters(torch.zeros(2, longer), torch.zeros(2, longer))
+    tables = FrozenHeads.from_patterns(pattern, dtype=HALF, kv_head=range(4)).tables(HALF)
     assert tables["few_alpha"].shape[-1] == few_tokens.LENGTH
-    assert tables["row_scale"].shape[-1] == few_tokens.LENGTH + 100
+    assert tables["row_scale"].shape[-1] == longer
     assert "few_alpha" not in prepare(dtype=torch.float32).tables(torch.float32)
 
 
-def test_queries_and_keys_that_autocast_left_wider_take_the_values_dtype(launches, monkeypatch):
+def test_queries_and_keys_that_autocast_left_wider_take_the_values_dtype(launches):
     """Rotated ones of transformers models are float32 beside bfloat16 values."""
-    seen = []
-    monkeypatch.setattr(
-        few_tokens, "launch_fused", lambda q, k, v, *_, **__: seen.append((q.dtype, k.dtype)) or v.new_zeros(v.shape)
-    )
     query, key, value = operands()
     with torch.no_grad(), torch.autocast("cpu", HALF):
         mixed_attention(query.float(), key.float(), value, prepare())
-    assert seen == [(HALF, HALF)]
+    assert len(launches) == 1
     with torch.no_grad(), pytest.raises(InputError, match="same dtype"):
         mixed_attention(query.float(), key.float(), value, prepare())
 
 
-def test_a_model_projects_all_heads_of_one_launch_together(launches, monkeypatch):
-    model = GPT(GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=32, max_length=64)).to(HALF)
+def test_a_model_takes_it_in_every_layer_with_both_kinds_of_heads(launches):
+    model = GPT(GPTConfig(vocab_size=64, num_layers=2, num_heads=4, hidden_size=32, max_length=64)).to(HALF)
     install_(model, HeadSet([(0, 1), (0, 3)]), hard_patterns(["decay", "ripple"], 64))
     tokens = torch.randint(0, 64, (2, 40))
-    monkeypatch.setattr("saf.models.attention.split_attention", None)
     with torch.no_grad():
         model(tokens)
-    assert launches == [("mixed", (2, 4, 40, 8))]
+    assert launches == [(2, 4, 40, 8)]
 
 
 def test_on_this_machine_it_is_left_to_the_device():
     assert "few_alpha" not in prepare().tables(HALF)
-    assert toeplitz.mixes is few_tokens.mixes
 
 
 PROGRAM = """
 import torch
-from saf.ops import FrozenHeads, few_tokens, mixed_attention
+from saf.ops import FrozenHeads, few_tokens, inference, mixed_attention, projected_attention, toeplitz
 from saf.pattern import CompactPattern
 
 few_tokens.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device
+toeplitz.infers = lambda device, dtype, tables: True
 generator = torch.Generator().manual_seed(0)
 pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 160, generator=generator, dtype=torch.float64))
 launched = []
-original = few_tokens.launch_fused
-few_tokens.launch_fused = lambda *a, **o: launched.append(1) or original(*a, **o)
+original = inference.run_fused
+inference.run_fused = lambda *a, **o: launched.append(1) or original(*a, **o)
 for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1)):
     counts = (2, len(set(kv_head[:2])), max(kv_head) + 1)
     inputs = [torch.randn(2, 150, count, 16, generator=generator).half().transpose(1, 2) for count in counts]
+    weight = torch.randn(8, 64, generator=generator) / 8
     found = []
     for backend, dtype in (("toeplitz", torch.float16), ("reference", torch.float16), ("reference", torch.float64)):
         frozen = FrozenHeads.from_patterns(pattern, backend=backend, dtype=dtype, kv_head=kv_head)
         with torch.no_grad():
-            found.append(mixed_attention(*(x.to(dtype) for x in inputs), frozen).double())
-    ours, theirs, exact = found
-    error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in (ours, theirs, exact.half().double()))
-    assert error <= 2 * sdpa + rounding, (kv_head, error, sdpa)
-assert len(launched) == 2
+            heads = [x.to(dtype) for x in inputs]
+            found.append((mixed_attention(*heads, frozen), projected_attention(*heads, frozen, weight.to(dtype))))
+    for ours, theirs, exact in zip(*found):
+        values = ours.double(), theirs.double(), exact.half().double()
+        error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in values)
+        assert error <= 2 * sdpa + rounding, (kv_head, error, sdpa)
+assert len(launched) == 4
 print("agreed")
 """
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
-from saf.ops.triton.fused_config import Blocks, FusedConfig, choose_fused_config
+from saf.ops.triton.fused_config import Blocks, FusedConfig, choose_fused_config, few_programs
 from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
 from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
 from saf.ops.triton.launch import MOST, PreparedLaunch, cdiv, launch, layout_of
@@ -48,8 +48,8 @@ def fused_forward(
     """
     result = empty_heads(value, maps.state.numel()) if out is None else out
     lse = value.new_empty(value.shape[0], maps.counts[0], value.shape[2], dtype=torch.float32)
-    layouts = map(layout_of, (query, key, value, result, *patterns))
-    known = (maps.counts, scale, config, precision, *layouts)
+    layouts = map(layout_of, (query, key, value, *patterns))
+    known = (maps.counts, scale, config, precision, None if out is None else layout_of(out), *layouts)
     plan = _plans.get(known)
     if plan is None:
         if len(_plans) >= MOST:
@@ -85,7 +85,8 @@ def _planned(
         raise InputError(f"out must be {(batch, heads, length, dim)} {value.dtype} with unit stride in D")
     if result.numel() == 0:
         return lambda *_: None
-    blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype, rows=batch * heads * length)).forward
+    few = few_programs(batch * heads * length, length)
+    blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype, few=few)).forward
     return PreparedLaunch(
         fused_forward_kernel, (batch * heads, cdiv(length, blocks.block_m)),
         heads, maps.counts[0], length, scores_scale(scale, dim) * LOG2E,

@@ -7,7 +7,8 @@ import torch
 from saf.errors import InputError
 
 FEW_ROWS = 49_152
-"""B x H x T up to which the forward pass of 16-bit heads of up to 64 channels takes smaller blocks of queries."""
+FEW_PAIRS = FEW_ROWS * 1024
+"""B x H x T, and B x H x T x T, up to either of which few programs are launched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +45,19 @@ class FusedConfig:
     queries: Blocks
 
 
-def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, rows: int | None = None) -> FusedConfig:
+def few_programs(rows: int, length: int) -> bool:
+    """Whether `rows` B x H x T of sequences of `length` leave multiprocessors idle in large blocks."""
+    return rows <= FEW_ROWS or rows * length <= FEW_PAIRS
+
+
+def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, few: bool = False) -> FusedConfig:
     """Pick block sizes by rule: the fastest of those tried on an H200 with some heads frozen (docs/log.md).
 
     Args:
         dim: channels D.
         dtype: of the operands.
         grouped: whether a value head serves several heads; the loop over them takes registers in the backward.
-        rows: B x H x T; few of them leave multiprocessors idle in large blocks. Default: many.
+        few: whether the forward pass has few programs (`few_programs`); they take smaller blocks of queries.
     """
     if dtype == torch.float32:
         small = Blocks(
@@ -66,7 +72,7 @@ def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, 
         keys = Blocks(block_m=128, block_n=64, num_warps=4, num_stages=2)
         if grouped:
             keys = Blocks(block_m=64, block_n=64, num_warps=4, num_stages=1)
-        block_m = 64 if rows is not None and rows <= FEW_ROWS else 128
+        block_m = 64 if few else 128
         return FusedConfig(Blocks(block_m=block_m, block_n=64, num_warps=4, num_stages=3), keys, queries)
     if dim <= 128:
         keys = Blocks(block_m=64, block_n=128, num_warps=8, num_stages=2)

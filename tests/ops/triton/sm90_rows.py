@@ -143,8 +143,7 @@ def fused_rows() -> dict[str, Row]:
     rows = {}
     for (name, dtype), dims in FUSED.items():
         for dim in dims:
-            rows_of = 1024 if name == "few" else None
-            config = choose_fused_config(dim=dim, dtype=dtype, grouped=name == "grouped", rows=rows_of)
+            config = choose_fused_config(dim=dim, dtype=dtype, grouped=name == "grouped", few=name == "few")
             kernel, blocks, more = {
                 "keys": (key_block_kernel, config.keys, states | {"GROUPED": False}),
                 "grouped": (key_block_kernel, config.keys, states | {"GROUPED": True}),

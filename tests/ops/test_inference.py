@@ -1,0 +1,131 @@
+"""A whole layer in one operator: the numbers of the other way, without gradients, in one graph."""
+
+import pytest
+import torch
+
+from saf.errors import InputError
+from saf.ops import FrozenHeads, inference, mixed_attention, projected_attention, split_attention, toeplitz
+from saf.pattern import CompactPattern, DensePattern
+
+LENGTH = 70
+
+
+def prepare(dtype: torch.dtype = torch.float32, kv_head=range(5)) -> FrozenHeads:
+    pattern = CompactPattern.from_parameters(torch.randn(2, LENGTH), torch.randn(2, LENGTH))
+    return FrozenHeads.from_patterns(pattern, backend="toeplitz", dtype=dtype, kv_head=kv_head)
+
+
+@pytest.fixture
+def frozen():
+    return prepare()
+
+
+@pytest.fixture
+def heads():
+    return [torch.randn(2, count, LENGTH, 16) for count in (3, 3, 5)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Take the path that CUDA takes, and count its calls."""
+    counted = []
+    original = toeplitz.inference
+
+    def counting(*arguments):
+        counted.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: not tables["stored"])
+    monkeypatch.setattr(toeplitz, "inference", counting)
+    return counted
+
+
+def test_the_same_numbers_in_slot_order(frozen, heads, calls):
+    apart = mixed_attention(*heads, frozen)
+    assert not calls
+    with torch.no_grad():
+        together = mixed_attention(*heads, frozen)
+    assert len(calls) == 1
+    torch.testing.assert_close(together, apart, rtol=0, atol=0)
+    assert together.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("kv_head", [(0, 0, 1, 0, 1), (0, 1, 1, 1, 0), (1, 0, 1, 0, 0)])
+def test_grouped_queries(kv_head, heads, calls):
+    query, key, value = heads
+    key, value, frozen = key[:, :2], value[:, :2], prepare(kv_head=kv_head)
+    apart = mixed_attention(query, key, value, frozen)
+    with torch.no_grad():
+        torch.testing.assert_close(mixed_attention(query, key, value, frozen), apart)
+    assert len(calls) == 1
+
+
+def test_all_heads_are_projected_by_their_columns(frozen, heads, calls):
+    weight = torch.randn(7, 5 * 16)
+    joined = mixed_attention(*heads, frozen)
+    expected = torch.nn.functional.linear(joined.transpose(1, 2).flatten(2), weight)
+    torch.testing.assert_close(projected_attention(*heads, frozen, weight), expected)
+    assert not calls
+    with torch.no_grad():
+        found = projected_attention(*heads, frozen, weight)
+    assert len(calls) == 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_queries_and_keys_that_autocast_left_wider_take_the_values_dtype(heads, calls):
+    query, key, value = heads
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        projected_attention(query, key, value.bfloat16(), prepare(torch.bfloat16), torch.randn(7, 5 * 16))
+    *operands, projection = *calls[0][:3], calls[0][-1]
+    assert {x.dtype for x in (*operands, projection)} == {torch.bfloat16}
+
+
+def test_not_with_padding_nor_shorter_queries_nor_stored_patterns(frozen, heads, calls):
+    query, key, value = heads
+    dense = DensePattern(CompactPattern.from_parameters(*torch.randn(2, 2, LENGTH)).dense())
+    with torch.no_grad():
+        mixed_attention(query, key, value, frozen, start=torch.tensor([0, 3]))
+        mixed_attention(query[:, :, -5:], key, value, frozen)
+        mixed_attention(query, key, value, FrozenHeads.from_patterns(dense, backend="toeplitz", kv_head=range(5)))
+        split_attention(*heads, frozen)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"backend": "reference"}, "prepared for backend 'toeplitz'"),
+        ({"kernel": "fast"}, "unknown attention kernel 'fast'"),
+    ],
+)
+def test_wrong_calls_are_refused_as_with_gradients(frozen, heads, calls, change, told):
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(InputError, match=told):
+            mixed_attention(*heads, frozen, **change)
+    assert not calls
+
+
+def test_compiles_into_one_graph_for_every_length(heads, monkeypatch):
+    monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: True)
+    frozen, graphs = prepare(), []
+
+    def counting(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda *tensors: mixed_attention(*tensors, frozen), fullgraph=True, backend=counting)
+    with torch.no_grad():
+        for length in (LENGTH, 40, 7):
+            part = [x[:, :, :length].contiguous() for x in heads]
+            for x in part:
+                torch._dynamo.mark_dynamic(x, 2, min=2, max=LENGTH)
+            torch.testing.assert_close(compiled(*part), mixed_attention(*part, frozen))
+    assert len(graphs) == 1
+
+
+def test_it_is_left_to_devices_where_it_gains_anything(frozen):
+    assert not toeplitz.infers(torch.device("cpu"), torch.float32, frozen.tables(torch.float32))
+    assert toeplitz.infers(torch.device("cuda"), torch.bfloat16, frozen.tables(torch.float32)) == toeplitz.uses_triton(
+        torch.device("cuda"), torch.bfloat16
+    )
+    assert inference.inference is toeplitz.inference
