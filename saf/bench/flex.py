@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention
+from saf.ops.projected import project_parts
 from saf.ops.slots import join_heads
 
 FLEX = "flex"
@@ -60,8 +60,8 @@ class FlexAttention(nn.Module):
             raise UnsupportedError("the flex baseline takes no padding")
         if frozen is not None:
             live = self.forward(query, key, value[:, : query.shape[1]], None, None)
-            heads = join_heads(live, frozen_attention(value, frozen))
-            return heads if projection is None else F.linear(heads.transpose(1, 2).flatten(2), projection)
+            parts = live, frozen_attention(value, frozen)
+            return join_heads(*parts) if projection is None else project_parts(parts, projection.to(value.dtype))
         grouped = query.shape[1] != key.shape[1]
         output = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
         assert isinstance(output, Tensor)

@@ -74,8 +74,9 @@ class PrefillSubject:
         return wall_block(call, repeats=repeats, device=self._device, settle=settle)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one prefill."""
-        return kernels_of(self._call, self._device)
+        """Return the kernels of one prefill, those of a graph where one is timed."""
+        call, *_ = self._calls.get(GRAPH) or next(iter(self._calls.values()))
+        return kernels_of(call, self._device)
 
 
 def work_of(settings: PrefillSettings, point: Point, arm: Arm) -> Work:

@@ -17,8 +17,9 @@ from saf.pattern import CompactPattern, DensePattern
 LENGTH = 4096
 """Positions that tables are made for."""
 SHORT = 1024
+SHORTEST = 256
 SHORT_PAIRS = 40 * SHORT**2
-"""B x H x T x T up to which one launch is faster on the device, for at most `SHORT` positions."""
+"""B x H x T x T up to which one launch is faster on the device, T from `SHORTEST`, if fewer, to `SHORT`."""
 HOST_BOUND = 4096 * 768 * (12 * 768 + 4096)
 """B x T x C x (12 C + T), half a layer's operations, up to which a host that launches every kernel sets the pace."""
 DIM = 128
@@ -41,7 +42,7 @@ def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
     batch, _, length, dim = value.shape
     if dim > DIM or length > LENGTH:
         return False
-    if length <= SHORT and batch * heads * length**2 <= SHORT_PAIRS:
+    if length <= SHORT and batch * heads * length * max(length, SHORTEST) <= SHORT_PAIRS:
         return True
     width = heads * dim
     return not replayed and batch * length * width * (12 * width + length) <= HOST_BOUND

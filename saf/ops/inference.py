@@ -5,6 +5,8 @@ all heads (`few_tokens`), more of them two (`side_by_side`).
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 
 from saf.ops.few_tokens import are_few
 from saf.ops.fused_operator import run_fused
-from saf.ops.operator import operator
+from saf.ops.operator import layout_of, operator
 from saf.ops.side_by_side import projected_like, run_side_by_side
 from saf.ops.slots import flat_heads, heads_like
 
@@ -45,14 +47,12 @@ def inference(
     lists empty where it cannot serve; `projection [C, H * D]`.
     """
     replayed = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    slots = tuple(live_heads), tuple(frozen_heads)
     heads = len(live_heads) + len(frozen_heads)
     one = bool(maps) and are_few(value, heads, replayed=replayed)
-    projected = projection is not None
-    if not one or (not replayed and _may_be_captured(query, key, value, heads, projected=projected)):
-        slots = tuple(live_heads), tuple(frozen_heads)
-        result = run_side_by_side(
-            query, key, value, *slots, table, before, after, scale, kernel, projection, replayed=replayed
-        )
+    tables = table, before, after
+    if not one or (not replayed and _runs_both(query, key, value, slots, tables, projected=projection is not None)):
+        result = run_side_by_side(query, key, value, *slots, *tables, scale, kernel, projection, replayed=replayed)
     if one:
         read = max(*live_heads, *frozen_heads) + 1
         value = (
@@ -64,24 +64,41 @@ def inference(
     return result
 
 
-_called: set[tuple[Any, ...]] = set()
-"""Layouts that calls take one launch for and graphs two, called before."""
+_called: dict[tuple[Any, ...], Any] = {}
+"""Layouts that calls take one launch for and graphs two, once called; with the tuned choices of that time."""
 
 
-def _may_be_captured(query: Tensor, key: Tensor, value: Tensor, heads: int, *, projected: bool) -> bool:
-    """Whether a graph would launch other kernels than this call, the first of its layout.
+def _runs_both(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: tuple[tuple[int, ...], tuple[int, ...]],
+    tables: tuple[Tensor, ...],
+    *,
+    projected: bool,
+) -> bool:
+    """Whether a call in one launch also runs the kernels of a graph, which has two: the first of its layout does.
 
-    They must run before: nothing can be compiled during a capture.
+    Nothing can be compiled during a capture. The layout is all that those kernels are compiled for.
     """
-    if are_few(value, heads, replayed=True):
+    if are_few(value, sum(map(len, slots)), replayed=True):
         return False
-    layout = heads, projected, key.shape, query.shape, value.shape, value.stride(), value.dtype, value.device
-    if layout in _called:
+    layout = (slots, projected, *map(layout_of, (query, key, value)), *((x.shape, x.stride()) for x in tables))
+    choices = _choices_of()(value.device)
+    if _called.get(layout) is choices:
         return False
     if len(_called) >= MOST:
         _called.clear()
-    _called.add(layout)
+    _called[layout] = choices
     return True
+
+
+@cache
+def _choices_of() -> Callable[[torch.device], Any]:
+    """Return what finds the tuned choices; an import in every call would cost the host more than it does."""
+    from saf.ops.triton.choices import choices_of
+
+    return choices_of
 
 
 @torch.library.register_fake("saf::inference")

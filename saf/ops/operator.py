@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saf.errors import UnsupportedError
 
@@ -29,3 +30,8 @@ def forbid_second_derivative() -> None:
     """Raise UnsupportedError in a backward pass that is recorded to be differentiated (`create_graph=True`)."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UnsupportedError("this gradient cannot be differentiated again; leave create_graph out")
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return all of a tensor that a plan of a launch may depend on: shape, strides, dtype, device."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -25,10 +25,12 @@ def infer_layer(
 ) -> Tensor | None:
     """Return all heads, `[B, H, T, D]`, or projected by `projection [C, H * D]`, `[B, T, C]`; None where none can.
 
-    That takes a backend which does it, fixed patterns, whole sequences without padding and no gradients.
+    That takes a backend which does it, fixed patterns, whole sequences without padding, no gradients, and values of the
+    dtype that autocast would give them.
     """
-    whole = start is None and query.shape[1] > 0 and query.shape[-2] == value.shape[-2]
-    if frozen is None or frozen.trainable or torch.is_grad_enabled() or not whole:
+    if frozen is None or frozen.trainable or torch.is_grad_enabled() or _autocasts(value):
+        return None
+    if start is not None or not query.shape[1] or query.shape[-2] != value.shape[-2]:
         return None
     module = BACKENDS[frozen.backend]
     if not hasattr(module, "infer"):
@@ -77,3 +79,9 @@ def mix_in_one_launch(
     # Its maps know the value heads that slots read, and no others.
     value = value[:, : max(frozen.kv_head) + 1]
     return BACKENDS[frozen.backend].mixed(query, key, value, frozen.tables(value.dtype), scale)
+
+
+def _autocasts(value: Tensor) -> bool:
+    """Whether matrix products would compute in another dtype than that of `value`."""
+    kind = value.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != value.dtype

@@ -22,22 +22,22 @@ def frozen_model() -> GPT:
 
 
 def products(model: GPT, joined: int, monkeypatch) -> tuple[int, list[torch.Tensor]]:
-    """Return how often heads were projected apart, and the loss with its gradients."""
-    apart = []
-    original = projected.split_attention
+    """Return how often heads were joined before one product, and the loss with its gradients."""
+    together = []
+    original = projected.join_heads
     monkeypatch.setattr(projected, "JOINED", joined)
-    monkeypatch.setattr(projected, "split_attention", lambda *a, **o: apart.append(1) or original(*a, **o))
+    monkeypatch.setattr(projected, "join_heads", lambda *parts: together.append(1) or original(*parts))
     tokens = torch.randint(0, 64, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     loss = model(tokens[:, :-1], tokens[:, 1:])
     monkeypatch.undo()
-    return len(apart), [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+    return len(together), [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
 def test_training_projects_few_tokens_together_and_many_apart(monkeypatch):
     model = frozen_model()
     size = 2 * LENGTH * 32
-    (together, joined), (never, apart) = (products(model, most, monkeypatch) for most in (size, size - 1))
-    assert (together, never) == (0, 2)
+    (always, joined), (never, apart) = (products(model, most, monkeypatch) for most in (size, size - 1))
+    assert (always, never) == (2, 0)
     for one, other in zip(joined, apart, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
@@ -45,14 +45,12 @@ def test_training_projects_few_tokens_together_and_many_apart(monkeypatch):
 @pytest.mark.parametrize("joined", [0, 1 << 30])
 def test_prefill_projects_apart(joined, monkeypatch):
     model = frozen_model()
-    seen = []
-    original = projected.split_attention
     monkeypatch.setattr(projected, "JOINED", joined)
-    monkeypatch.setattr(projected, "split_attention", lambda *a, **o: seen.append(1) or original(*a, **o))
+    monkeypatch.setattr(projected, "join_heads", None)
     tokens = torch.randint(0, 64, (2, LENGTH))
     with torch.no_grad():
         found = model(tokens)
-    assert len(seen) == 2
+    monkeypatch.undo()
     torch.testing.assert_close(found, model(tokens).detach(), rtol=1e-9, atol=1e-12)
 
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from saf.errors import InputError
+from saf.heads import HeadSet
+from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, inference, mixed_attention, projected_attention, split_attention, toeplitz
 from saf.pattern import CompactPattern, DensePattern
+from saf.surgery import install_
 
 LENGTH = 70
 
@@ -123,9 +126,73 @@ def test_compiles_into_one_graph_for_every_length(heads, monkeypatch):
     assert len(graphs) == 1
 
 
-def test_it_is_left_to_devices_where_it_gains_anything(frozen):
-    assert not toeplitz.infers(torch.device("cpu"), torch.float32, frozen.tables(torch.float32))
-    assert toeplitz.infers(torch.device("cuda"), torch.bfloat16, frozen.tables(torch.float32)) == toeplitz.uses_triton(
-        torch.device("cuda"), torch.bfloat16
+def test_not_where_autocast_would_compute_in_another_dtype(frozen, heads, calls):
+    weight = torch.randn(7, 5 * 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = projected_attention(*heads, frozen, weight)
+        with torch.no_grad():
+            found = projected_attention(*heads, frozen, weight)
+    assert not calls
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_operands_of_other_dimensions_are_refused(frozen, heads, grad):
+    with torch.set_grad_enabled(grad), pytest.raises(InputError, match=r"70 \+ 2"):
+        projected_attention(heads[0][0], *heads[1:], frozen, torch.randn(7, 5 * 16))
+
+
+def test_a_compiled_model_takes_it(monkeypatch):
+    monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: True)
+    model = GPT(GPTConfig(vocab_size=64, num_layers=2, num_heads=4, hidden_size=32, max_length=LENGTH))
+    patterns = CompactPattern.from_parameters(torch.randn(3, LENGTH), torch.randn(3, LENGTH))
+    install_(model, HeadSet([(0, 1), (0, 3), (1, 0)]), patterns)
+    tokens = torch.randint(0, 64, (2, 40))
+    graphs = []
+
+    def recording(graph, _):
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, backend=recording)(tokens)
+    (graph,) = graphs
+    assert sum("inference" in str(node.target) for node in graph.graph.nodes) == 2
+    torch.testing.assert_close(found, model(tokens).detach())
+
+
+def test_the_first_call_of_a_layout_runs_what_a_graph_would_launch(monkeypatch):
+    """Nothing can be compiled during a capture; what only the host is too slow for is launched otherwise there."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    ran = []
+    original = inference.run_side_by_side
+    monkeypatch.setattr(inference, "_called", {})
+    monkeypatch.setattr(inference, "are_few", lambda value, heads, *, replayed: not replayed)
+    monkeypatch.setattr(inference, "run_side_by_side", lambda *a, **o: ran.append(1) or original(*a, **o))
+    monkeypatch.setattr(
+        inference,
+        "run_fused",
+        lambda q, k, v, maps, patterns, counts, *_: (v.new_zeros(v.shape[0], sum(counts), *v.shape[2:]), None),
     )
-    assert inference.inference is toeplitz.inference
+    choices = [{}]
+    monkeypatch.setattr(inference, "_choices_of", lambda: lambda device: choices[-1])
+
+    def call(kv_head=(0, 0, 1, 1, 2), length=LENGTH, *, turned: bool = False, projection=None) -> int:
+        frozen = prepare(kv_head=kv_head)
+        tables = frozen.tables(torch.float32)
+        query, key, value = torch.randn(1, 3, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 3, 40, 16)
+        query = query.transpose(1, 2).contiguous().transpose(1, 2) if turned else query
+        scales = (tables[name][:, :length].clone() for name in ("table", "key_scale", "row_scale"))
+        few = [torch.zeros(1)], [torch.zeros(1)], [3, 2, 0], True
+        before = len(ran)
+        inference.inference(
+            query, key, value, list(kv_head[:3]), list(kv_head[3:]), *scales, *few, None, "auto", projection
+        )
+        return len(ran) - before
+
+    assert (call(), call()) == (1, 0)
+    for change in ({"kv_head": (0, 1, 1, 2, 0)}, {"length": 50}, {"turned": True}, {"projection": torch.randn(4, 80)}):
+        assert (call(**change), call(**change), call()) == (1, 0, 0), change
+    choices.append({"tuned": 1})
+    assert (call(), call()) == (1, 0)

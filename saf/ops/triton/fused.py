@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
+from saf.ops.operator import layout_of
+from saf.ops.slots import heads_like
 from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
 from saf.ops.triton.fused_config import Blocks, FusedConfig, choose_fused_config, few_programs
 from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
 from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
-from saf.ops.triton.launch import MOST, PreparedLaunch, cdiv, launch, layout_of
+from saf.ops.triton.launch import MOST, PreparedLaunch, cdiv, launch
 from saf.ops.triton.tables import PAD
 
 
@@ -46,7 +48,7 @@ def fused_forward(
     Raises:
         InputError: shapes, strides or dtypes that do not fit together.
     """
-    result = empty_heads(value, maps.state.numel()) if out is None else out
+    result = heads_like(value, maps.state.numel()) if out is None else out
     lse = value.new_empty(value.shape[0], maps.counts[0], value.shape[2], dtype=torch.float32)
     layouts = map(layout_of, (query, key, value, *patterns))
     known = (maps.counts, scale, config, precision, None if out is None else layout_of(out), *layouts)
@@ -136,7 +138,7 @@ def fused_backward(
     _check(query, key, value, maps, patterns)
     if grad.shape != out.shape or grad.shape != (batch, maps.state.numel(), length, dim) or grad.stride(-1) != 1:
         raise InputError(f"grad must be {tuple(out.shape)} with unit stride in D, got {tuple(grad.shape)}")
-    dq, dk, dv = empty_heads(query, live), empty_heads(key, key.shape[1]), empty_heads(value, num_value_heads)
+    dq, dk, dv = heads_like(query, live), heads_like(key, key.shape[1]), heads_like(value, num_value_heads)
     if dv.numel() == 0:
         return dq, dk, dv
     blocks = config or choose_fused_config(dim=dim, dtype=value.dtype, grouped=maps.grouped)
@@ -182,12 +184,6 @@ def scores_scale(scale: float | None, dim: int) -> float:
 def padded(dim: int) -> int:
     """Channels rounded up to a power of two that matrix units take."""
     return max(16, 1 << (dim - 1).bit_length())
-
-
-def empty_heads(like: Tensor, heads: int) -> Tensor:
-    """Uninitialised [B, heads, T, D] laid out as [B, T, heads, D]."""
-    batch, _, length, dim = like.shape
-    return like.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
 def pattern_strides(patterns: FusedPatterns) -> tuple[int, ...]:

@@ -62,11 +62,6 @@ class PreparedLaunch:
             self._run = compiled[(*self._grid, 1, 1)[:3]]
 
 
-def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return all of a tensor that a plan of a launch may depend on: shape, strides, dtype, device."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
 def _is_elsewhere(device: torch.device) -> bool:
     """Whether another CUDA device than this one is current."""
     return device.type == "cuda" and device.index != torch.cuda.current_device()

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saf.ops.operator import layout_of
 from saf.ops.triton.choices import choices_of, config_for
 from saf.ops.triton.config import Config
-from saf.ops.triton.launch import MOST, layout_of
+from saf.ops.triton.launch import MOST
 from saf.ops.triton.tables import table_kind
 from saf.ops.triton.toeplitz_checks import check_product
 from saf.ops.triton.toeplitz_descriptor import product_through_descriptors
