@@ -12,6 +12,7 @@ from saf.bench.synthetic import ROTARY_BASE, synthetic_patterns
 from saf.heads import HeadLayout
 from saf.models.rotary import Rotary, rotate
 from saf.ops import FrozenHeads, mixed_attention
+from saf.ops.slots import flat_heads
 from saf.pattern import CompactPattern
 
 TENSORS = ("output", "input", "value", "query projection", "key projection", "value projection", "output projection")
@@ -102,7 +103,7 @@ class Layer:
             value = parts[2].transpose(1, 2)
             value.retain_grad()
             mixed = mixed_attention(query, key, value, frozen, kernel=kernel)
-            output = F.linear(mixed.transpose(1, 2).flatten(2), leaves["output"])
+            output = F.linear(flat_heads(mixed), leaves["output"])
         output.backward(self.upstream.to(output.dtype))
         gradients = {role: torch.zeros_like(weight) for role, weight in self.weights.items()}
         for role, leaf in leaves.items():

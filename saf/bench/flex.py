@@ -7,7 +7,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention
 from saf.ops.projected import project_parts
-from saf.ops.slots import join_heads
 
 FLEX = "flex"
 BLOCK = 128
@@ -58,10 +57,9 @@ class FlexAttention(nn.Module):
         """Attend causally over the length of `blocks`, with the arguments and results of `LiveAttention`."""
         if start is not None:
             raise UnsupportedError("the flex baseline takes no padding")
-        if frozen is not None:
+        if frozen is not None and projection is not None:
             live = self.forward(query, key, value[:, : query.shape[1]], None, None)
-            parts = live, frozen_attention(value, frozen)
-            return join_heads(*parts) if projection is None else project_parts(parts, projection.to(value.dtype))
+            return project_parts((live, frozen_attention(value, frozen)), projection.to(value.dtype))
         grouped = query.shape[1] != key.shape[1]
         output = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
         assert isinstance(output, Tensor)

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from saf.heads import HeadLayout
 from saf.models.projection import plain_weight
 from saf.models.rotary import rotate
-from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention, projected_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention, projected_attention
+from saf.ops.slots import flat_heads
 
 
 class LiveAttention(nn.Module):
@@ -28,13 +29,11 @@ class LiveAttention(nn.Module):
     ) -> Tensor:
         """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
 
-        Returns all heads, `[B, H, T, D]`; projected by `projection [C, H * D]`, `[B, T, C]`, where it is given, which
-        takes frozen heads.
+        Returns the heads, `[B, H, T, D]`, of a layer without frozen ones; of one with them what `projection [C, H * D]`
+        makes of all its heads, `[B, T, C]`.
         """
-        if frozen is None:
+        if frozen is None or projection is None:
             return live_attention(query, key, value, start=start, kernel=self.kernel)
-        if projection is None:
-            return mixed_attention(query, key, value, frozen, start=start, kernel=self.kernel)
         return projected_attention(query, key, value, frozen, projection, start=start, kernel=self.kernel)
 
 
@@ -73,10 +72,10 @@ class Attention(nn.Module):
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if num_live == 0 and self.frozen is not None:
             return self._project(frozen_attention(value, self.frozen, start=start))
-        if self.frozen is None or self.frozen.always_mixes_live:
-            return self._project(self.live(query, key, value, start, self.frozen))
+        if self.frozen is None:
+            return self._project(self.live(query, key, value, start, None))
         return self.live(query, key, value, start, self.frozen, plain_weight(self.o_proj))
 
     def _project(self, mixed: Tensor) -> Tensor:
         """Project all heads, `[B, H, T, D]` to `[B, T, C]`."""
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(flat_heads(mixed))

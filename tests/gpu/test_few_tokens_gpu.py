@@ -9,6 +9,7 @@ from saf.bench.synthetic import synthetic_patterns
 from saf.cuda_graph import GraphPool, GraphReplay
 from saf.heads import HeadSet
 from saf.ops import FrozenHeads, few_tokens, mixed_attention, projected_attention
+from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
 
 pytestmark = pytest.mark.gpu
@@ -84,17 +85,12 @@ def test_where_only_the_host_is_slow_calls_take_one_launch_and_graphs_two():
 def test_one_compiled_graph_serves_few_tokens_and_many():
     patterns = hard_patterns(["decay", "ripple"], 5000, "cuda")
     frozen = FrozenHeads.from_patterns(patterns, dtype=torch.bfloat16, device="cuda", kv_head=range(4))
-    counts = []
-
-    def counting(graph, examples):
-        counts.append(graph)
-        return torch._inductor.compile(graph, examples)
-
+    counted = CountedGraphs(inductor=True)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *x: mixed_attention(*x, frozen), fullgraph=True, backend=counting)
+    compiled = torch.compile(lambda *x: mixed_attention(*x, frozen), fullgraph=True, backend=counted)
     for length in (300, 1500, 5000):
         inputs = [torch.randn(1, n, length, 64, device="cuda").bfloat16() for n in (2, 2, 4)]
         for x in inputs:
             torch._dynamo.mark_dynamic(x, 2, min=2, max=5000)
         torch.testing.assert_close(compiled(*inputs), mixed_attention(*inputs, frozen))
-    assert len(counts) == 1
+    assert len(counted.graphs) == 1

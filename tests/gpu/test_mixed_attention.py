@@ -11,6 +11,7 @@ from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.pattern import DensePattern
 from saf.surgery import install_
+from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
 from tests.ops.operator_samples import check, registered, runnable
 
@@ -198,20 +199,15 @@ def test_a_grouped_layer_with_stored_patterns_is_captured_as_it_is_called(backen
 
 def test_one_compiled_graph_serves_several_lengths():
     frozen = prepare("toeplitz")
-    counts = []
-
-    def counting(graph, examples):
-        counts.append(graph)
-        return torch._inductor.compile(graph, examples)
-
+    counted = CountedGraphs(inductor=True)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *x: mixed_attention(*x, frozen), fullgraph=True, backend=counting)
+    compiled = torch.compile(lambda *x: mixed_attention(*x, frozen), fullgraph=True, backend=counted)
     for length in (257, 129, 64, 300):
         inputs = operands(2, 2, 4, length=length, trained=False)
         for x in inputs:
             torch._dynamo.mark_dynamic(x, 2)
         assert relative(compiled(*inputs), mixed_attention(*inputs, frozen).double()) <= 1e-2
-    assert len(counts) == 1
+    assert len(counted.graphs) == 1
 
 
 @pytest.mark.parametrize("name", sorted(registered()))

@@ -9,6 +9,7 @@ from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, inference, mixed_attention, projected_attention, split_attention, toeplitz
 from saf.pattern import CompactPattern, DensePattern
 from saf.surgery import install_
+from tests.ops.counted_graphs import CountedGraphs
 
 LENGTH = 70
 
@@ -110,20 +111,15 @@ def test_wrong_calls_are_refused_as_with_gradients(frozen, heads, calls, change,
 
 def test_compiles_into_one_graph_for_every_length(heads, monkeypatch):
     monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: True)
-    frozen, graphs = prepare(), []
-
-    def counting(graph, _):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(lambda *tensors: mixed_attention(*tensors, frozen), fullgraph=True, backend=counting)
+    frozen, counted = prepare(), CountedGraphs()
+    compiled = torch.compile(lambda *tensors: mixed_attention(*tensors, frozen), fullgraph=True, backend=counted)
     with torch.no_grad():
         for length in (LENGTH, 40, 7):
             part = [x[:, :, :length].contiguous() for x in heads]
             for x in part:
                 torch._dynamo.mark_dynamic(x, 2, min=2, max=LENGTH)
             torch.testing.assert_close(compiled(*part), mixed_attention(*part, frozen))
-    assert len(graphs) == 1
+    assert len(counted.graphs) == 1
 
 
 def test_not_where_autocast_would_compute_in_another_dtype(frozen, heads, calls):
@@ -149,15 +145,10 @@ def test_a_compiled_model_takes_it(monkeypatch):
     patterns = CompactPattern.from_parameters(torch.randn(3, LENGTH), torch.randn(3, LENGTH))
     install_(model, HeadSet([(0, 1), (0, 3), (1, 0)]), patterns)
     tokens = torch.randint(0, 64, (2, 40))
-    graphs = []
-
-    def recording(graph, _):
-        graphs.append(graph)
-        return graph
-
+    counted = CountedGraphs()
     with torch.no_grad():
-        found = torch.compile(model, fullgraph=True, backend=recording)(tokens)
-    (graph,) = graphs
+        found = torch.compile(model, fullgraph=True, backend=counted)(tokens)
+    (graph,) = counted.graphs
     assert sum("inference" in str(node.target) for node in graph.graph.nodes) == 2
     torch.testing.assert_close(found, model(tokens).detach())
 
