@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.ops.fused_operator import MAPS, PATTERNS
 from saf.ops.fused_tables import fused_obstacle, fused_tables
 from saf.pattern import CompactPattern, DensePattern
 
@@ -59,12 +58,3 @@ def few_tables(
         return {}
     first = [pattern.prefix(min(LENGTH, pattern.length)) for pattern in patterns]
     return {PREFIX + name: table for name, table in fused_tables(first, dtype, device, kv_head).items()}
-
-
-def launch_arguments(tables: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[int], bool]:
-    """Return maps, patterns, counts of heads by kind and whether value heads are shared; empty lists without tables."""
-    if PREFIX + PATTERNS[0] not in tables:
-        return [], [], [], False
-    maps = [tables[f"{PREFIX}mixed_{name}"] for name in MAPS]
-    patterns = [tables[PREFIX + name] for name in PATTERNS]
-    return maps, patterns, list(tables[PREFIX + "mixed_counts"]), tables[PREFIX + "mixed_grouped"][0]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from saf.errors import InputError
 from saf.ops.backends import BACKENDS, always_mixes_live, check_trainable, choose_backend
 from saf.ops.pattern_list import Pattern, as_list, own
+from saf.ops.settled import SettledCalls
 from saf.ops.trainable_pattern import TrainablePattern
 from saf.pattern import CompactPattern, DensePattern
 
@@ -36,6 +37,7 @@ class FrozenHeads(nn.Module):
         self.kv_head = kv_head
         self._names: dict[torch.dtype, dict[str, str]] = {}
         self._static: dict[torch.dtype, dict[str, Any]] = {}
+        self.settled = SettledCalls()
 
     @classmethod
     def from_patterns(
@@ -147,6 +149,7 @@ class FrozenHeads(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
         """Follow the module to another device; keep every dtype, and prepare for the one that values will have."""
         before = self._device()
+        self.settled.clear()
         for pattern in self.children():
             pattern._apply(fn)
         for key, tensor in list(self._buffers.items()):

@@ -4,20 +4,19 @@ How they are launched is decided in the call, so that compiled code has no guard
 all heads (`few_tokens`), more of them two (`side_by_side`).
 """
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from saf.ops.few_tokens import are_few
-from saf.ops.fused_operator import run_fused
+from saf.ops.one_launch import OneLaunch, run_launch
 from saf.ops.operator import layout_of, operator
+from saf.ops.settled import projected
 from saf.ops.side_by_side import projected_like, run_side_by_side
-from saf.ops.slots import flat_heads, heads_like
+from saf.ops.slots import heads_like, read_heads
 
 MOST = 4096
 
@@ -48,19 +47,13 @@ def inference(
     """
     replayed = query.is_cuda and torch.cuda.is_current_stream_capturing()
     slots = tuple(live_heads), tuple(frozen_heads)
-    heads = len(live_heads) + len(frozen_heads)
-    one = bool(maps) and are_few(value, heads, replayed=replayed)
     tables = table, before, after
+    launch = OneLaunch(maps, patterns, counts, grouped)
+    one = launch.serves(value, replayed=replayed)
     if not one or (not replayed and _runs_both(query, key, value, slots, tables, projected=projection is not None)):
         result = run_side_by_side(query, key, value, *slots, *tables, scale, kernel, projection, replayed=replayed)
     if one:
-        read = max(*live_heads, *frozen_heads) + 1
-        value = (
-            value if read == value.shape[1] else value[:, :read]
-        )  # the maps know the heads that slots read, no others
-        scale = 1 / math.sqrt(value.shape[-1]) if scale is None else scale
-        joined = run_fused(query, key, value, maps, patterns, counts, grouped, scale)[0]
-        result = joined if projection is None else F.linear(flat_heads(joined), projection)
+        result = projected(run_launch(query, key, read_heads(value, *slots), launch, scale), projection)
     return result
 
 

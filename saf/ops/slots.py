@@ -38,6 +38,12 @@ def part_heads(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> tu
     return take_heads(x, first), take_heads(x, second)
 
 
+def read_heads(value: Tensor, *slots: tuple[int, ...]) -> Tensor:
+    """Return value heads up to the last that slots read: the maps of one launch know of no others."""
+    read = max(max(heads) for heads in slots) + 1
+    return value if read == value.shape[1] else value[:, :read]
+
+
 def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
     """Return one tensor of heads, stored as `[B, T, H, D]`, from parts `(their slots, [B, n, T, D])`."""
     by_slot = {slot: one for slots, part in parts for slot, one in zip(slots, part.unbind(1), strict=True)}

@@ -13,10 +13,12 @@ from torch import Tensor
 from saf.ops.availability import uses_triton
 from saf.ops.convolution import causal_convolution
 from saf.ops.dense_product import dense_product
-from saf.ops.few_tokens import FEW, few_tables, launch_arguments, serves
+from saf.ops.few_tokens import FEW, few_tables, serves
 from saf.ops.inference import inference
+from saf.ops.one_launch import OneLaunch, settle_launch, trace_launch
 from saf.ops.pattern_gradient import NOT_HELD, compact_tables, trainable_product
-from saf.ops.slots import put_together, take_heads
+from saf.ops.settled import Mix, projected
+from saf.ops.slots import put_together, read_heads, take_heads
 from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_product
 from saf.pattern import CompactPattern, DensePattern
 
@@ -136,10 +138,29 @@ def infer(
     projection: Tensor | None,
 ) -> Tensor:
     """Return all heads of a layer, projected where asked, from one operator; without gradients (`saf::inference`)."""
-    few = launch_arguments(tables if kernel == "auto" else {})
+    launch = OneLaunch.of(tables if kernel == "auto" else {})
+    heads = trace_launch(query, key, read_heads(value, live_heads, frozen_heads), launch, scale)
+    if heads is not None:
+        return projected(heads, projection)
     scales = tables["key_scale"], tables["row_scale"]
     slots = list(live_heads), list(frozen_heads)
-    return inference(query, key, value, *slots, tables["table"], *scales, *few, scale, kernel, projection)
+    return inference(query, key, value, *slots, tables["table"], *scales, *launch, scale, kernel, projection)
+
+
+def settle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    live_heads: tuple[int, ...],
+    frozen_heads: tuple[int, ...],
+    tables: dict,
+    scale: float | None,
+    kernel: str,
+) -> Mix | None:
+    """Return what does `infer` without its projection for operands of this layout; None where `infer` has to."""
+    if read_heads(value, live_heads, frozen_heads) is not value:
+        return None
+    return settle_launch(query, key, value, OneLaunch.of(tables if kernel == "auto" else {}), scale)
 
 
 def _convolve(value: Tensor, tables: dict, rows: int) -> Tensor:

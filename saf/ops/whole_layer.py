@@ -8,6 +8,7 @@ from saf.ops.backends import BACKENDS
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.live import check_kernel
 from saf.ops.positions import check_positions
+from saf.ops.settled import layout_of_call, projected
 from saf.ops.value_heads import live_value_heads
 
 
@@ -35,6 +36,10 @@ def infer_layer(
     module = BACKENDS[frozen.backend]
     if not hasattr(module, "infer"):
         return None
+    layout = layout_of_call(query, key, value, scale, backend, kernel, projection is None)
+    mix = frozen.settled.get(layout) if layout else None
+    if mix is not None:
+        return projected(mix(query, key, value), projection)
     frozen.check_call(value, backend)
     tables = frozen.tables(value.dtype)
     if not module.infers(value.device, value.dtype, tables):
@@ -45,7 +50,10 @@ def infer_layer(
     query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast does for SDPA: rotated ones may be wider
     projection = None if projection is None else projection.to(value.dtype)
     slots = live_heads, frozen.value_heads(value.shape[1])
-    return module.infer(query, key, value, *slots, tables, scale, kernel, projection)
+    result = module.infer(query, key, value, *slots, tables, scale, kernel, projection)
+    if layout and layout not in frozen.settled:
+        frozen.settled.keep(layout, module.settle(query, key, value, *slots, tables, scale, kernel))
+    return result
 
 
 def in_one_launch(query: Tensor, frozen: FrozenHeads | None) -> bool:

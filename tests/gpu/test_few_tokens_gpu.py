@@ -94,3 +94,32 @@ def test_one_compiled_graph_serves_few_tokens_and_many():
             torch._dynamo.mark_dynamic(x, 2, min=2, max=5000)
         torch.testing.assert_close(compiled(*inputs), mixed_attention(*inputs, frozen))
     assert len(counted.graphs) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("length", "dim", "kv_head"),
+    [(129, 64, range(4)), (512, 64, (0, 0, 1, 1)), (600, 80, (0, 1, 0, 1)), (70, 128, range(4))],
+)
+def test_code_compiled_for_one_shape_launches_it_itself(length, dim, kv_head):
+    counts = (2, len(set(kv_head[:2])), max(kv_head) + 1)
+    patterns = hard_patterns(["decay", "ripple"], 1200, "cuda")
+    frozen = FrozenHeads.from_patterns(patterns, dtype=torch.bfloat16, device="cuda", kv_head=kv_head)
+    weight = torch.randn(96, 4 * dim, device="cuda").bfloat16() / 16
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        parts = (hidden * 1).split([count * dim for count in counts], dim=-1)
+        return projected_attention(*(x.unflatten(-1, (-1, dim)).transpose(1, 2) for x in parts), frozen, weight)
+
+    counted = CountedGraphs(inductor=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=counted, dynamic=False)
+    hidden = torch.randn(2, length, sum(counts) * dim, device="cuda").bfloat16()
+    for each in (hidden, torch.randn_like(hidden)):
+        found, expected = compiled(each), layer(each)
+        assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
+    (graph,) = counted.graphs
+    assert any("triton_kernel_wrapper" in str(node.target) for node in graph.graph.nodes)
+    names = [each["name"] for each in kernels_of(lambda: compiled(hidden), CUDA)]
+    assert sum("fused_forward_kernel" in name for name in names) == 1
+    assert not any("toeplitz" in name for name in names)

@@ -10,7 +10,7 @@ import torch
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops import FrozenHeads, few_tokens, inference, mixed_attention, toeplitz
+from saf.ops import FrozenHeads, few_tokens, mixed_attention, one_launch, toeplitz
 from saf.pattern import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
@@ -32,7 +32,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(few_tokens, "fused_obstacle", lambda device, dtype: None)
     monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: not tables["stored"])
-    monkeypatch.setattr(inference, "run_fused", launch)
+    monkeypatch.setattr(one_launch, "run_fused", launch)
     return seen
 
 
@@ -142,7 +142,7 @@ def test_on_this_machine_it_is_left_to_the_device():
 
 PROGRAM = """
 import torch
-from saf.ops import FrozenHeads, few_tokens, inference, mixed_attention, projected_attention, toeplitz
+from saf.ops import FrozenHeads, few_tokens, mixed_attention, one_launch, projected_attention, toeplitz
 from saf.pattern import CompactPattern
 
 few_tokens.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device
@@ -150,8 +150,8 @@ toeplitz.infers = lambda device, dtype, tables: True
 generator = torch.Generator().manual_seed(0)
 pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 160, generator=generator, dtype=torch.float64))
 launched = []
-original = inference.run_fused
-inference.run_fused = lambda *a, **o: launched.append(1) or original(*a, **o)
+original = one_launch.run_fused
+one_launch.run_fused = lambda *a, **o: launched.append(1) or original(*a, **o)
 for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1)):
     counts = (2, len(set(kv_head[:2])), max(kv_head) + 1)
     inputs = [torch.randn(2, 150, count, 16, generator=generator).half().transpose(1, 2) for count in counts]
@@ -162,6 +162,8 @@ for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1)):
         with torch.no_grad():
             heads = [x.to(dtype) for x in inputs]
             found.append((mixed_attention(*heads, frozen), projected_attention(*heads, frozen, weight.to(dtype))))
+            again = mixed_attention(*heads, frozen), projected_attention(*heads, frozen, weight.to(dtype))
+            assert all(map(torch.equal, again, found[-1]))
     for ours, theirs, exact in zip(*found):
         values = ours.double(), theirs.double(), exact.half().double()
         error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in values)

@@ -6,7 +6,7 @@ import torch
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops import FrozenHeads, inference, mixed_attention, projected_attention, split_attention, toeplitz
+from saf.ops import FrozenHeads, inference, mixed_attention, one_launch, projected_attention, split_attention, toeplitz
 from saf.pattern import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.counted_graphs import CountedGraphs
@@ -159,10 +159,11 @@ def test_the_first_call_of_a_layout_runs_what_a_graph_would_launch(monkeypatch):
     ran = []
     original = inference.run_side_by_side
     monkeypatch.setattr(inference, "_called", {})
-    monkeypatch.setattr(inference, "are_few", lambda value, heads, *, replayed: not replayed)
+    for module in (inference, one_launch):
+        monkeypatch.setattr(module, "are_few", lambda value, heads, *, replayed: not replayed)
     monkeypatch.setattr(inference, "run_side_by_side", lambda *a, **o: ran.append(1) or original(*a, **o))
     monkeypatch.setattr(
-        inference,
+        one_launch,
         "run_fused",
         lambda q, k, v, maps, patterns, counts, *_: (v.new_zeros(v.shape[0], sum(counts), *v.shape[2:]), None),
     )

@@ -11,6 +11,7 @@ import triton
 
 from saf.errors import InputError
 from saf.files import write_json
+from saf.ops.settled import unsettle_all
 from saf.ops.triton.config import Config
 from saf.ops.triton.rule import choose_config
 
@@ -49,6 +50,7 @@ def keep_choice(device: torch.device, key: str, config: Config, microseconds: fl
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"schema": SCHEMA, "choices": choices})
     choices_of.cache_clear()
+    unsettle_all()
 
 
 @cache

@@ -49,37 +49,44 @@ def fused_forward(
         InputError: shapes, strides or dtypes that do not fit together.
     """
     result = heads_like(value, maps.state.numel()) if out is None else out
-    lse = value.new_empty(value.shape[0], maps.counts[0], value.shape[2], dtype=torch.float32)
+    lse = log_sums_like(value, maps.counts[0])
     layouts = map(layout_of, (query, key, value, *patterns))
     known = (maps.counts, scale, config, precision, None if out is None else layout_of(out), *layouts)
     plan = _plans.get(known)
     if plan is None:
         if len(_plans) >= MOST:
             _plans.clear()
-        plan = _plans[known] = _planned(query, key, value, result, maps, patterns, scale, config, precision)
-    plan(
-        query, key, value, result, lse, maps.state, maps.query, maps.key, maps.value, maps.pattern,
-        patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
-    )  # fmt: skip
+        plan = _plans[known] = plan_forward(query, key, value, result, maps, patterns, scale, config, precision)
+    plan(query, key, value, result, lse, *forward_tables(maps, patterns))
     return result, lse
+
+
+def log_sums_like(value: Tensor, live: int) -> Tensor:
+    """Return uninitialised memory for the row log-sum-exps of `live` heads beside `value [B, H_kv, T, D]`."""
+    return value.new_empty(value.shape[0], live, value.shape[2], dtype=torch.float32)
+
+
+def forward_tables(maps: HeadMaps, patterns: FusedPatterns) -> tuple[Tensor, ...]:
+    """Return what the forward kernel reads besides the operands, in its order."""
+    return *maps[:5], *patterns
 
 
 _plans: dict[tuple[Any, ...], Callable[..., None]] = {}
 """Forward launches by all they depend on but memory."""
 
 
-def _planned(
+def plan_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     result: Tensor,
     maps: HeadMaps,
     patterns: FusedPatterns,
-    scale: float | None,
-    config: FusedConfig | None,
-    precision: str,
+    scale: float | None = None,
+    config: FusedConfig | None = None,
+    precision: str = "ieee",
 ) -> Callable[..., None]:
-    """Check operands and return what mixes all of their layout, given the kernel's tensors."""
+    """Check operands and return what mixes all of their layout: called with them, result, log-sum-exps and tables."""
     batch, _, length, dim = value.shape
     heads = maps.state.numel()
     _check(query, key, value, maps, patterns)
@@ -87,15 +94,32 @@ def _planned(
         raise InputError(f"out must be {(batch, heads, length, dim)} {value.dtype} with unit stride in D")
     if result.numel() == 0:
         return lambda *_: None
+    grid, numbers, constants = forward_arguments(query, key, value, result, maps, patterns, scale, config, precision)
+    return PreparedLaunch(fused_forward_kernel, grid, *numbers, **constants, device=value.device)
+
+
+def forward_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    maps: HeadMaps,
+    patterns: FusedPatterns,
+    scale: float | None = None,
+    config: FusedConfig | None = None,
+    precision: str = "ieee",
+) -> tuple[tuple[int, int], tuple[float, ...], dict[str, Any]]:
+    """Return the forward's grid, the numbers that follow its tensors, and its compile-time arguments."""
+    batch, _, length, dim = value.shape
+    heads = maps.state.numel()
     few = few_programs(batch * heads * length, length)
     blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype, few=few)).forward
-    return PreparedLaunch(
-        fused_forward_kernel, (batch * heads, cdiv(length, blocks.block_m)),
+    numbers = (
         heads, maps.counts[0], length, scores_scale(scale, dim) * LOG2E,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *result.stride()[:3],
-        *pattern_strides(patterns), **block_constants(blocks, length, dim, precision),
-        **state_constants(maps), device=value.device,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *result.stride()[:3], *pattern_strides(patterns),
     )  # fmt: skip
+    constants = block_constants(blocks, length, dim, precision) | state_constants(maps)
+    return (batch * heads, cdiv(length, blocks.block_m)), numbers, constants
 
 
 def fused_backward(

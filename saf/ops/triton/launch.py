@@ -47,12 +47,14 @@ class PreparedLaunch:
 
     def __call__(self, *tensors: Tensor, descriptors: tuple[TensorDescriptor, ...] = ()) -> None:
         """Run the kernel with `descriptors` and then `tensors` as its first arguments."""
-        pointers = 0
-        for tensor in tensors:
-            pointers |= tensor.data_ptr()
-        aligned = pointers % ALIGNMENT == 0
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        aligned = bits % ALIGNMENT == 0
         if aligned and self._run is not None and not _is_elsewhere(self._device):
-            self._run(*descriptors, *tensors, *self._rest)
+            # Addresses for tensors: Triton would ask the driver about each of those, what kind of memory it is.
+            self._run(*descriptors, *addresses, *self._rest)
             return
         args = (*descriptors, *tensors, *self._numbers)
         compiled = launch(self._kernel, self._grid, *args, device=self._device, **self._constants)

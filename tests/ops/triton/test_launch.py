@@ -83,7 +83,7 @@ def test_a_prepared_launch_calls_the_compiled_kernel_with_other_memory(kernel):
     run(first)
     run(second)
     assert kernel.asked == [{"EVEN": True, "BLOCK": 4, "num_warps": 2}]
-    assert kernel.direct == [((3, 1, 1), (second, 8, 4, True))]
+    assert kernel.direct == [((3, 1, 1), (second.data_ptr(), 8, 4, True))]
 
 
 def test_a_prepared_launch_shares_what_was_compiled_for_the_same_arguments(kernel):
@@ -123,4 +123,4 @@ def test_descriptors_come_first(kernel):
     run = prepared(kernel)
     for _ in range(2):
         run(x, descriptors=(descriptor,))
-    assert kernel.direct == [((3, 1, 1), (descriptor, x, 8, 4, True))]
+    assert kernel.direct == [((3, 1, 1), (descriptor, x.data_ptr(), 8, 4, True))]

@@ -1,0 +1,102 @@
+"""A layer's live and frozen heads in one launch, without gradients: by the operator, settled, or by a compiler.
+
+Where the host sets the pace, how the launch is reached costs more than the launch itself (docs/log.md).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saf.ops.few_tokens import PREFIX, are_few
+from saf.ops.fused_operator import MAPS, PATTERNS, run_fused
+from saf.ops.settled import Mix
+from saf.ops.slots import heads_like
+
+
+class OneLaunch(NamedTuple):
+    """What the launch reads besides the operands; the lists are empty where it cannot serve.
+
+    Attributes:
+        maps: where each head finds its parts, in the order of `fused_operator.MAPS`.
+        patterns: of frozen heads, in the order of `fused_operator.PATTERNS`.
+        counts: of live, compact and dense heads.
+        grouped: whether value heads are shared.
+    """
+
+    maps: list[Tensor]
+    patterns: list[Tensor]
+    counts: list[int]
+    grouped: bool
+
+    @classmethod
+    def of(cls, tables: dict[str, Any]) -> "OneLaunch":
+        """Take what `few_tables` made out of a layer's tables."""
+        if PREFIX + PATTERNS[0] not in tables:
+            return cls([], [], [], False)
+        maps = [tables[f"{PREFIX}mixed_{name}"] for name in MAPS]
+        patterns = [tables[PREFIX + name] for name in PATTERNS]
+        return cls(maps, patterns, list(tables[PREFIX + "mixed_counts"]), tables[PREFIX + "mixed_grouped"][0])
+
+    def serves(self, value: Tensor, *, replayed: bool) -> bool:
+        """Whether values `[B, H_kv, T, D]` of the layer are few; `replayed` where a graph launches its kernels."""
+        return bool(self.maps) and are_few(value, sum(self.counts), replayed=replayed)
+
+
+def run_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor:
+    """Return all heads, `[B, H, T, D]`, given value heads up to the last that is read."""
+    return run_fused(query, key, value, *launch, _scale(value, scale))[0]
+
+
+def settle_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Mix | None:
+    """Return what does `run_launch` for operands of this layout from now on; None where calls take another way."""
+    operands = query, key, value
+    if not launch.serves(value, replayed=False) or any(x.stride(-1) != 1 or x.dtype != value.dtype for x in operands):
+        return None
+    from saf.ops.triton.fused import forward_tables, log_sums_like, plan_forward
+
+    heads, live, read = sum(launch.counts), launch.counts[0], _read(launch)
+    plan, tables = plan_forward(*operands, heads_like(value, heads), *read, _scale(value, scale)), forward_tables(*read)
+
+    def mix(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = heads_like(value, heads)
+        plan(query, key, value, result, log_sums_like(value, live), *tables)
+        return result
+
+    return mix
+
+
+def trace_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor | None:
+    """Do `run_launch` where compiled code is traced for one shape of few tokens on CUDA; None elsewhere.
+
+    The compiler then launches the kernel itself, at a fraction of what an operator in Python costs the host. Other
+    shapes are decided upon in the call (`saf::inference`).
+    """
+    if not torch.compiler.is_compiling() or value.device.type != "cuda" or value.stride(-1) != 1:
+        return None
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if not all(has_static_value(size) for size in value.shape) or not launch.serves(value, replayed=True):
+        return None
+    from saf.ops.triton.fused import forward_arguments, forward_tables, log_sums_like
+    from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
+
+    kernel: Any = fused_forward_kernel
+    read, result = _read(launch), heads_like(value, sum(launch.counts))
+    operands = query, key, value, result
+    grid, numbers, constants = forward_arguments(*operands, *read, _scale(value, scale))
+    kernel[grid](*operands, log_sums_like(value, launch.counts[0]), *forward_tables(*read), *numbers, **constants)
+    return result
+
+
+def _read(launch: OneLaunch) -> tuple[Any, Any]:
+    """Return maps and patterns as the launcher takes them."""
+    from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
+
+    maps: Any = HeadMaps
+    return maps(*launch.maps, tuple(launch.counts), launch.grouped), FusedPatterns(*launch.patterns)
+
+
+def _scale(value: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(value.shape[-1]) if scale is None else scale

@@ -1,0 +1,152 @@
+"""How the launch of few tokens is reached: settled calls, and compiled code that launches it itself."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from saf.errors import InputError
+from saf.ops import FrozenHeads, few_tokens, mixed_attention, projected_attention, settled, toeplitz
+from tests.ops.counted_graphs import CountedGraphs
+from tests.ops.hard_patterns import hard_patterns
+
+pytest.importorskip("triton", reason="Triton is not installed")
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def through_operator(monkeypatch):
+    """Take the path that CUDA takes, with the kernel answered by zeros; count what goes through the operator."""
+    from saf.ops.triton import fused
+
+    seen = []
+    original = toeplitz.inference
+
+    def counting(*arguments):
+        seen.append(tuple(arguments[2].shape))
+        return original(*arguments)
+
+    monkeypatch.setattr(few_tokens, "fused_obstacle", lambda device, dtype: None)
+    monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: not tables["stored"])
+    monkeypatch.setattr(toeplitz, "inference", counting)
+    monkeypatch.setattr(fused, "_plans", {})
+    monkeypatch.setattr(fused, "PreparedLaunch", lambda *_, **__: lambda q, k, v, out, *tables: out.zero_())
+    return seen
+
+
+def prepare(length: int = 64) -> FrozenHeads:
+    return FrozenHeads.from_patterns(hard_patterns(["decay", "ripple"], length), dtype=HALF, kv_head=range(4))
+
+
+def operands(length: int = 40, dim: int = 8) -> list[torch.Tensor]:
+    return [torch.randn(2, count, length, dim, dtype=HALF) for count in (2, 2, 4)]
+
+
+@torch.no_grad()
+def test_a_layout_goes_through_the_operator_once(through_operator):
+    frozen, weight = prepare(), torch.randn(6, 32, dtype=HALF)
+    for _ in range(3):
+        assert mixed_attention(*operands(), frozen).shape == (2, 4, 40, 8)
+    assert len(through_operator) == 1
+    for _ in range(2):
+        assert projected_attention(*operands(), frozen, weight).shape == (2, 40, 6)
+    assert len(through_operator) == 2
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands()]
+    for again in (operands(30), operands(dim=16), turned, [*operands()[:2], turned[2]]):
+        before = len(through_operator)
+        for _ in range(2):
+            mixed_attention(*again, frozen)
+        assert len(through_operator) == before + 1
+
+
+@torch.no_grad()
+def test_settled_or_not_wrong_calls_are_refused(through_operator):
+    frozen, heads = prepare(), operands()
+    for _ in range(2):
+        mixed_attention(*heads, frozen)
+    for wrong, told in (
+        (operands(65), "cover 64"),
+        ([heads[0].float(), *heads[1:]], "same dtype"),
+        ([heads[0][:, :1], *heads[1:]], "make 1"),
+    ):
+        with pytest.raises(InputError, match=told):
+            mixed_attention(*wrong, frozen)
+    with pytest.raises(InputError, match="prepared for backend 'toeplitz'"):
+        mixed_attention(*heads, frozen, backend="reference")
+    assert len(through_operator) == 1
+
+
+@torch.no_grad()
+def test_what_traces_sees_the_operator(through_operator):
+    frozen, heads = prepare(), operands()
+    for _ in range(2):
+        mixed_attention(*heads, frozen)
+    graph = make_fx(lambda *x: mixed_attention(*x, frozen))(*heads).graph
+    assert any(node.target is torch.ops.saf.inference.default for node in graph.nodes)
+
+
+def test_gradients_padding_and_named_kernels_are_not_settled(through_operator):
+    frozen, heads = prepare(), operands()
+    with torch.no_grad():
+        for _ in range(2):
+            mixed_attention(*heads, frozen)
+            mixed_attention(*heads, frozen, start=torch.tensor([0, 3]))
+            assert mixed_attention(*heads, frozen, kernel="math").any()
+    assert mixed_attention(*[x.requires_grad_() for x in heads], frozen).requires_grad
+
+
+@torch.no_grad()
+def test_settled_anew_after_a_move_in_copies_and_after_tuning(through_operator):
+    frozen, heads = prepare(), operands()
+
+    def new(module: FrozenHeads) -> int:
+        before = len(through_operator)
+        for _ in range(2):
+            mixed_attention(*heads, module)
+        return len(through_operator) - before
+
+    assert (new(frozen), new(frozen)) == (1, 0)
+    assert new(copy.deepcopy(frozen)) == 1
+    assert new(pickle.loads(pickle.dumps(frozen))) == 1
+    assert new(frozen.to("cpu")) == 1
+    settled.unsettle_all()
+    assert (new(frozen), new(frozen)) == (1, 0)
+
+
+def test_many_layouts_do_not_pile_up():
+    calls = settled.SettledCalls()
+    for number in range(settled.MOST + 1):
+        calls.keep((number,), None)
+    assert (0,) not in calls
+    assert (settled.MOST,) in calls
+
+
+@torch.no_grad()
+def test_code_compiled_for_one_shape_launches_it_itself(monkeypatch):
+    """On tensors that only say they are on CUDA: one shape has the kernel in its graph, several have the operator."""
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr(few_tokens, "fused_obstacle", lambda device, dtype: None)
+    monkeypatch.setattr(few_tokens, "_measured", lambda device: True)
+    frozen, counted = prepare(few_tokens.SHORT + 100), CountedGraphs()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: projected_attention(*x, frozen, weight), fullgraph=True, backend=counted)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name, table in frozen._buffers.items():
+            frozen._buffers[name] = torch.empty_like(table, device="cuda")
+        weight = torch.empty(6, 32, device="cuda", dtype=HALF)
+
+        def launched(length: int, *, dynamic: bool = False) -> list[bool]:
+            heads = [torch.empty(2, n, length, 8, device="cuda", dtype=HALF) for n in (2, 2, 4)]
+            for x in heads if dynamic else []:
+                torch._dynamo.mark_dynamic(x, 2)
+            torch._dynamo.reset()
+            assert compiled(*heads).shape == (2, length, 6)
+            names = [str(node.target) for node in counted.graphs[-1].graph.nodes]
+            return [any(word in name for name in names) for word in ("triton_kernel_wrapper", "saf.inference")]
+
+        assert launched(40) == [True, False]
+        assert launched(few_tokens.SHORT + 1) == [False, True]
+        assert launched(40, dynamic=True) == [False, True]
