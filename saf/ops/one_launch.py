@@ -41,7 +41,7 @@ class OneLaunch(NamedTuple):
 
     def serves(self, value: Tensor, *, replayed: bool) -> bool:
         """Whether values `[B, H_kv, T, D]` of the layer are few; `replayed` where a graph launches its kernels."""
-        return bool(self.maps) and are_few(value, sum(self.counts), replayed=replayed)
+        return len(self.maps) > 0 and are_few(value, sum(self.counts), replayed=replayed)
 
 
 def run_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor:

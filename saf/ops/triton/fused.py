@@ -68,7 +68,7 @@ def log_sums_like(value: Tensor, live: int) -> Tensor:
 
 def forward_tables(maps: HeadMaps, patterns: FusedPatterns) -> tuple[Tensor, ...]:
     """Return what the forward kernel reads besides the operands, in its order."""
-    return *maps[:5], *patterns
+    return maps.state, maps.query, maps.key, maps.value, maps.pattern, *patterns
 
 
 _plans: dict[tuple[Any, ...], Callable[..., None]] = {}
