@@ -79,6 +79,7 @@ def fused_forward_kernel(
     hi = tl.minimum(m0 + BM, T)
     v_ptr += i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
     acc = tl.zeros((BM, DP), dtype=tl.float32)
+    scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
