@@ -12,7 +12,9 @@ import torch
 from saf.calibration.triton_tiles import measure_by_kernel
 from saf.ops.triton.config import Config
 from saf.ops.triton.convolution import convolve
-from saf.ops.triton.fused import fused_backward, fused_forward
+from saf.ops.triton.fused_backward import fused_backward
+from saf.ops.triton.fused_config import choose_fused_config
+from saf.ops.triton.fused_forward import fused_forward
 from saf.ops.triton.fused_tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
 from saf.ops.triton.gelu import gelu, gelu_backward
 from saf.ops.triton.softmax_gradient import softmax_gradient
@@ -57,7 +59,7 @@ def toeplitz() -> None:
 
 
 def fused() -> None:
-    """Live, compact and dense heads; one value head each, and groups."""
+    """Live, compact and dense heads; one value head each, and groups; both sizes of blocks."""
     compact = pattern(2).balanced()
     dense = pattern(1).dense().to(WIDE)
     patterns = FusedPatterns.build(compact.alpha, compact.rho, compact.log_z, dense)
@@ -67,8 +69,11 @@ def fused() -> None:
         slots = max(value_slot) + 1
         maps = HeadMaps.build(states, key=keys, value=value_slot, num_value_heads=slots, device=DEVICE)
         query, key, value, gradient = operand(2, 2, slots, 5)
-        output, log_sums = fused_forward(query, key, value, maps, patterns)
-        finite(output, log_sums, *fused_backward(gradient, query, key, value, output, log_sums, maps, patterns))
+        for few in (True, False):
+            config = choose_fused_config(dim=value.shape[-1], dtype=WIDE, few=few)
+            output, log_sums = fused_forward(query, key, value, maps, patterns, config=config)
+            finite(output, log_sums)
+        finite(*fused_backward(gradient, query, key, value, output, log_sums, maps, patterns))
 
 
 def loss() -> None:

@@ -17,7 +17,8 @@ PATTERNS = ("alpha", "band", "log_z", "dense")
 @cache
 def _kernels() -> tuple[Any, ...]:
     """Return launchers and what they take; an import in every call would cost the host more than it does."""
-    from saf.ops.triton.fused import fused_backward, fused_forward
+    from saf.ops.triton.fused_backward import fused_backward
+    from saf.ops.triton.fused_forward import fused_forward
     from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
 
     return fused_forward, fused_backward, HeadMaps, FusedPatterns

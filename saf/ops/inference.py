@@ -14,9 +14,8 @@ from torch import Tensor
 from saf.ops.few_tokens import are_few
 from saf.ops.one_launch import OneLaunch, run_launch
 from saf.ops.operator import layout_of, operator
-from saf.ops.settled import projected
 from saf.ops.side_by_side import projected_like, run_side_by_side
-from saf.ops.slots import heads_like, read_heads
+from saf.ops.slots import heads_like, projected, read_heads
 
 MOST = 4096
 

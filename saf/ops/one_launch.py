@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from saf.ops.few_tokens import PREFIX, are_few
 from saf.ops.fused_operator import MAPS, PATTERNS, run_fused
@@ -50,19 +51,23 @@ def run_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, sca
 
 
 def settle_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Mix | None:
-    """Return what does `run_launch` for operands of this layout from now on; None where calls take another way."""
+    """Return what does `run_launch`, and a projection, for operands of this layout; None where calls go another way."""
     operands = query, key, value
     if not launch.serves(value, replayed=False) or any(x.stride(-1) != 1 or x.dtype != value.dtype for x in operands):
         return None
-    from saf.ops.triton.fused import forward_tables, log_sums_like, plan_forward
+    from saf.ops.triton.fused_forward import forward_tables, plan_forward
 
-    heads, live, read = sum(launch.counts), launch.counts[0], _read(launch)
+    batch, heads, length, dim = value.shape[0], sum(launch.counts), *value.shape[2:]
+    read = _read(launch)
     plan, tables = plan_forward(*operands, heads_like(value, heads), *read, _scale(value, scale)), forward_tables(*read)
+    flat, log_sums = (batch, length, heads * dim), (batch, launch.counts[0], length)
 
-    def mix(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        result = heads_like(value, heads)
-        plan(query, key, value, result, log_sums_like(value, live), *tables)
-        return result
+    def mix(query: Tensor, key: Tensor, value: Tensor, projection: Tensor | None) -> Tensor:
+        result = value.new_empty(flat)
+        plan(query, key, value, result, value.new_empty(log_sums, dtype=torch.float32), *tables)
+        if projection is None:
+            return result.view(batch, length, heads, dim).transpose(1, 2)
+        return F.linear(result, projection)
 
     return mix
 
@@ -79,7 +84,7 @@ def trace_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, s
 
     if not all(has_static_value(size) for size in value.shape) or not launch.serves(value, replayed=True):
         return None
-    from saf.ops.triton.fused import forward_arguments, forward_tables, log_sums_like
+    from saf.ops.triton.fused_forward import forward_arguments, forward_tables, log_sums_like
     from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
 
     kernel: Any = fused_forward_kernel

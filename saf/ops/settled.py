@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from saf.ops.operator import layout_of
-from saf.ops.slots import flat_heads
 
 MOST = 256
 
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Takes query, key, value and the projection, if any, and returns what `whole_layer.infer_layer` does."""
 
 
 class SettledCalls:
@@ -66,8 +65,3 @@ def unsettle_all() -> None:
     """Settle every layout again: what graphs launch has changed."""
     global _tuned
     _tuned += 1
-
-
-def projected(heads: Tensor, projection: Tensor | None) -> Tensor:
-    """Return heads `[B, H, T, D]`, or what `projection [C, H * D]` makes of them, `[B, T, C]`."""
-    return heads if projection is None else F.linear(flat_heads(heads), projection)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -53,6 +54,11 @@ def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
 def flat_heads(heads: Tensor) -> Tensor:
     """`[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
     return heads.transpose(1, 2).flatten(2)
+
+
+def projected(heads: Tensor, projection: Tensor | None) -> Tensor:
+    """Return heads `[B, H, T, D]`, or what `projection [C, H * D]` makes of them, `[B, T, C]`."""
+    return heads if projection is None else F.linear(flat_heads(heads), projection)
 
 
 def heads_like(x: Tensor, heads: int) -> Tensor:

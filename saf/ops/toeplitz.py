@@ -17,8 +17,8 @@ from saf.ops.few_tokens import FEW, few_tables, serves
 from saf.ops.inference import inference
 from saf.ops.one_launch import OneLaunch, settle_launch, trace_launch
 from saf.ops.pattern_gradient import NOT_HELD, compact_tables, trainable_product
-from saf.ops.settled import Mix, projected
-from saf.ops.slots import put_together, read_heads, take_heads
+from saf.ops.settled import Mix
+from saf.ops.slots import projected, put_together, read_heads, take_heads
 from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_product
 from saf.pattern import CompactPattern, DensePattern
 
@@ -157,7 +157,7 @@ def settle(
     scale: float | None,
     kernel: str,
 ) -> Mix | None:
-    """Return what does `infer` without its projection for operands of this layout; None where `infer` has to."""
+    """Return what does `infer` for operands of this layout; None where `infer` has to."""
     if read_heads(value, live_heads, frozen_heads) is not value:
         return None
     return settle_launch(query, key, value, OneLaunch.of(tables if kernel == "auto" else {}), scale)

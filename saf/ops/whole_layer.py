@@ -8,7 +8,7 @@ from saf.ops.backends import BACKENDS
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.live import check_kernel
 from saf.ops.positions import check_positions
-from saf.ops.settled import layout_of_call, projected
+from saf.ops.settled import layout_of_call
 from saf.ops.value_heads import live_value_heads
 
 
@@ -27,7 +27,7 @@ def infer_layer(
     """Return all heads, `[B, H, T, D]`, or projected by `projection [C, H * D]`, `[B, T, C]`; None where none can.
 
     That takes a backend which does it, fixed patterns, whole sequences without padding, no gradients, and values of the
-    dtype that autocast would give them.
+    dtype that autocast would give them. The projection has that dtype too.
     """
     if frozen is None or frozen.trainable or torch.is_grad_enabled() or _autocasts(value):
         return None
@@ -39,7 +39,7 @@ def infer_layer(
     layout = layout_of_call(query, key, value, scale, backend, kernel, projection is None)
     mix = frozen.settled.get(layout) if layout else None
     if mix is not None:
-        return projected(mix(query, key, value), projection)
+        return mix(query, key, value, projection)
     frozen.check_call(value, backend)
     tables = frozen.tables(value.dtype)
     if not module.infers(value.device, value.dtype, tables):
@@ -47,10 +47,9 @@ def infer_layer(
     live_heads = live_value_heads(query, key, value, frozen)
     check_positions(query, key, value)
     check_kernel(kernel)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast does for SDPA: rotated ones may be wider
-    projection = None if projection is None else projection.to(value.dtype)
+    operands = query.to(value.dtype), key.to(value.dtype), value  # as autocast does for SDPA: rotated ones may be wider
     slots = live_heads, frozen.value_heads(value.shape[1])
-    result = module.infer(query, key, value, *slots, tables, scale, kernel, projection)
+    result = module.infer(*operands, *slots, tables, scale, kernel, projection)
     if layout and layout not in frozen.settled:
         frozen.settled.keep(layout, module.settle(query, key, value, *slots, tables, scale, kernel))
     return result

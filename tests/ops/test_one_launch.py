@@ -20,7 +20,7 @@ HALF = torch.bfloat16
 @pytest.fixture
 def through_operator(monkeypatch):
     """Take the path that CUDA takes, with the kernel answered by zeros; count what goes through the operator."""
-    from saf.ops.triton import fused
+    from saf.ops.triton import fused_forward
 
     seen = []
     original = toeplitz.inference
@@ -32,8 +32,8 @@ def through_operator(monkeypatch):
     monkeypatch.setattr(few_tokens, "fused_obstacle", lambda device, dtype: None)
     monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: not tables["stored"])
     monkeypatch.setattr(toeplitz, "inference", counting)
-    monkeypatch.setattr(fused, "_plans", {})
-    monkeypatch.setattr(fused, "PreparedLaunch", lambda *_, **__: lambda q, k, v, out, *tables: out.zero_())
+    monkeypatch.setattr(fused_forward, "_plans", {})
+    monkeypatch.setattr(fused_forward, "PreparedLaunch", lambda *_, **__: lambda q, k, v, out, *_: out.zero_())
     return seen
 
 

@@ -50,8 +50,9 @@ CASES = {
 
 def run(case: Case, device: str) -> dict:
     """Run a case; return relative L2 errors of the output, the row log-sum-exps and every gradient, ours and SDPA's."""
-    from saf.ops.triton.fused import fused_backward, fused_forward
+    from saf.ops.triton.fused_backward import fused_backward
     from saf.ops.triton.fused_config import Blocks, FusedConfig
+    from saf.ops.triton.fused_forward import fused_forward
     from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
 
     if device == "cpu" and (case.dtype == "bfloat16" or (case.blocks is None and case.dtype == "float16")):

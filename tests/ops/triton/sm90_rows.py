@@ -7,7 +7,7 @@ import torch
 
 from saf.ops.triton import convolution, gelu, softmax_gradient
 from saf.ops.triton.config import Config
-from saf.ops.triton.fused import block_constants, padded
+from saf.ops.triton.fused_arguments import block_constants, padded
 from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
 from saf.ops.triton.fused_config import choose_fused_config
 from saf.ops.triton.fused_forward_kernel import fused_forward_kernel

@@ -58,7 +58,7 @@ def test_refuses_operands_that_do_not_fit():
     """A query slot is needed for each live head, and a pattern for each frozen one."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from saf.ops.triton.fused import fused_forward
+    from saf.ops.triton.fused_forward import fused_forward
     from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
 
     maps = HeadMaps.build([LIVE, COMPACT], key=[0, 0], value=[0, 1], num_value_heads=2, device="cpu")
