@@ -1,6 +1,7 @@
 """A call captured as a CUDA graph and replayed: one launch, whatever the host would have done."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +9,22 @@ import torch
 from saf.errors import UnsupportedError
 
 Call = Callable[[], Any]
+_to_be_replayed = False
+
+
+def is_to_be_replayed() -> bool:
+    """Whether what is called, or traced by a compiler, is for a `GraphReplay` that is being made."""
+    return _to_be_replayed
+
+
+@contextmanager
+def _for_replay() -> Iterator[None]:
+    global _to_be_replayed
+    _to_be_replayed = True
+    try:
+        yield
+    finally:
+        _to_be_replayed = False
 
 
 class GraphPool:
@@ -36,13 +53,13 @@ class GraphReplay:
             raise UnsupportedError("CUDA graphs need a CUDA device")
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _for_replay():
             for _ in range(warmup):
                 call()
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool.handle, stream=stream):
+        with torch.cuda.graph(self._graph, pool=pool.handle, stream=stream), _for_replay():
             self.outcome = call()
 
     def __call__(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saf.cuda_graph import is_to_be_replayed
 from saf.ops.few_tokens import PREFIX, are_few
 from saf.ops.fused_operator import MAPS, PATTERNS, run_fused
 from saf.ops.settled import Mix
@@ -76,13 +77,16 @@ def trace_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, s
     """Do `run_launch` where compiled code is traced for one shape of few tokens on CUDA; None elsewhere.
 
     The compiler then launches the kernel itself, at a fraction of what an operator in Python costs the host. Other
-    shapes are decided upon in the call (`saf::inference`).
+    shapes are decided upon in the call (`saf::inference`), and so are those where two launches are faster on the device
+    when a `GraphReplay` is being made. A compiler's own graphs (`mode="reduce-overhead"`) cannot be told from calls.
     """
     if not torch.compiler.is_compiling() or value.device.type != "cuda" or value.stride(-1) != 1:
         return None
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    if not all(has_static_value(size) for size in value.shape) or not launch.serves(value, replayed=True):
+    if not all(has_static_value(size) for size in value.shape):
+        return None
+    if not launch.serves(value, replayed=True) and (is_to_be_replayed() or not launch.serves(value, replayed=False)):
         return None
     from saf.ops.triton.fused_forward import forward_arguments, forward_tables, log_sums_like
     from saf.ops.triton.fused_forward_kernel import fused_forward_kernel

@@ -65,6 +65,7 @@ def test_where_only_the_host_is_slow_calls_take_one_launch_and_graphs_two():
     run = {
         "mixed": lambda: mixed_attention(*inputs, frozen),
         "projected": lambda: projected_attention(*inputs, frozen, weight),
+        "compiled": torch.compile(lambda: projected_attention(*inputs, frozen, weight), fullgraph=True),
     }
     for name, call in run.items():
         first, second = call(), call()

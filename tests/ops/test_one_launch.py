@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from saf import cuda_graph
 from saf.errors import InputError
 from saf.ops import FrozenHeads, few_tokens, mixed_attention, projected_attention, settled, toeplitz
 from tests.ops.counted_graphs import CountedGraphs
@@ -148,5 +149,10 @@ def test_code_compiled_for_one_shape_launches_it_itself(monkeypatch):
             return [any(word in name for name in names) for word in ("triton_kernel_wrapper", "saf.inference")]
 
         assert launched(40) == [True, False]
+        assert launched(few_tokens.SHORT + 1) == [True, False]
+        with cuda_graph._for_replay():
+            assert launched(40) == [True, False]
+            assert launched(few_tokens.SHORT + 1) == [False, True]
+        monkeypatch.setattr(few_tokens, "HOST_BOUND", 0)
         assert launched(few_tokens.SHORT + 1) == [False, True]
         assert launched(40, dynamic=True) == [False, True]
