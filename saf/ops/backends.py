@@ -17,7 +17,7 @@ class Backend(Protocol):
     A backend may have more. `mixed(query, key, value, tables, scale)` computes live heads too, in the same launch, and
     is then its only way. `infer(query, key, value, live_heads, frozen_heads, tables, scale, kernel, projection)` does
     so without gradients, over whole sequences, given the value head of each slot, where `infers(device, dtype, tables)`
-    says so; `settle`, given the same but the projection, returns what mixes operands of that layout again, or None.
+    says so; `settle`, given the same but the projection, may return what does so again and its tables (`settled`).
     `forward_trainable(value, alpha, rho, rows)`, logits `[F, >=T]`, gives gradients to key and distance logits, unless
     `untrainable(alpha, rho, dtype)` says why it cannot.
     """

@@ -4,6 +4,7 @@ Where the host sets the pace, how the launch is reached costs more than the laun
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn import functional as F
 from saf.cuda_graph import is_to_be_replayed
 from saf.ops.few_tokens import PREFIX, are_few
 from saf.ops.fused_operator import MAPS, PATTERNS, run_fused
-from saf.ops.settled import Mix
 from saf.ops.slots import heads_like
 
 
@@ -51,8 +51,13 @@ def run_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, sca
     return run_fused(query, key, value, *launch, _scale(value, scale))[0]
 
 
-def settle_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Mix | None:
-    """Return what does `run_launch`, and a projection, for operands of this layout; None where calls go another way."""
+def settle_launch(
+    query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+    """Return what does `run_launch`, and a projection, for operands of this layout, and the tables that it takes.
+
+    None where calls go another way. See `settled.Settled` for its arguments.
+    """
     operands = query, key, value
     if not launch.serves(value, replayed=False) or any(x.stride(-1) != 1 or x.dtype != value.dtype for x in operands):
         return None
@@ -60,17 +65,18 @@ def settle_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, 
 
     batch, heads, length, dim = value.shape[0], sum(launch.counts), *value.shape[2:]
     read = _read(launch)
-    plan, tables = plan_forward(*operands, heads_like(value, heads), *read, _scale(value, scale)), forward_tables(*read)
+    result = heads_like(torch.empty_like(value, device="meta"), heads)
+    plan = plan_forward(*operands, result, *read, _scale(value, scale))
     flat, log_sums = (batch, length, heads * dim), (batch, launch.counts[0], length)
 
-    def mix(query: Tensor, key: Tensor, value: Tensor, projection: Tensor | None) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], projection: Tensor | None) -> Tensor:
         result = value.new_empty(flat)
         plan(query, key, value, result, value.new_empty(log_sums, dtype=torch.float32), *tables)
         if projection is None:
             return result.view(batch, length, heads, dim).transpose(1, 2)
         return F.linear(result, projection)
 
-    return mix
+    return run, forward_tables(*read)
 
 
 def trace_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor | None:
@@ -78,9 +84,13 @@ def trace_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, s
 
     The compiler then launches the kernel itself, at a fraction of what an operator in Python costs the host. Other
     shapes are decided upon in the call (`saf::inference`), and so are those where two launches are faster on the device
-    when a `GraphReplay` is being made. A compiler's own graphs (`mode="reduce-overhead"`) cannot be told from calls.
+    when a `GraphReplay` is being made: code compiled for calls is compiled once more then. A compiler's own graphs
+    (`mode="reduce-overhead"`) cannot be told from calls; an exported program keeps the operator.
     """
-    if not torch.compiler.is_compiling() or value.device.type != "cuda" or value.stride(-1) != 1:
+    # Not `is_exporting()`: traced by torch 2.11 it is always true.
+    if not torch.compiler.is_dynamo_compiling() or torch.compiler._is_exporting_flag or value.device.type != "cuda":
+        return None
+    if any(x.stride(-1) != 1 for x in (query, key, value)):
         return None
     from torch.fx.experimental.symbolic_shapes import has_static_value
 

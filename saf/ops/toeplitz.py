@@ -5,7 +5,7 @@ are non-negative: each row's error is bounded whatever the range of alpha and rh
 that the value dtype cannot hold in this form, or a dense one, is executed as a stored matrix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from saf.ops.few_tokens import FEW, few_tables, serves
 from saf.ops.inference import inference
 from saf.ops.one_launch import OneLaunch, settle_launch, trace_launch
 from saf.ops.pattern_gradient import NOT_HELD, compact_tables, trainable_product
-from saf.ops.settled import Mix
 from saf.ops.slots import projected, put_together, read_heads, take_heads
 from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_product
 from saf.pattern import CompactPattern, DensePattern
@@ -156,8 +155,8 @@ def settle(
     tables: dict,
     scale: float | None,
     kernel: str,
-) -> Mix | None:
-    """Return what does `infer` for operands of this layout; None where `infer` has to."""
+) -> tuple[Callable[..., Tensor], Sequence[Tensor]] | None:
+    """Return what does `infer` for operands of this layout, and which tables it takes; None where `infer` has to."""
     if read_heads(value, live_heads, frozen_heads) is not value:
         return None
     return settle_launch(query, key, value, OneLaunch.of(tables if kernel == "auto" else {}), scale)

@@ -37,9 +37,10 @@ def infer_layer(
     if not hasattr(module, "infer"):
         return None
     layout = layout_of_call(query, key, value, scale, backend, kernel, projection is None)
-    mix = frozen.settled.get(layout) if layout else None
-    if mix is not None:
-        return mix(query, key, value, projection)
+    known = frozen.settled.find(layout, frozen._buffers) if layout else None
+    if known is not None:
+        run, read = known
+        return run(query, key, value, read, projection)
     frozen.check_call(value, backend)
     tables = frozen.tables(value.dtype)
     if not module.infers(value.device, value.dtype, tables):
@@ -50,8 +51,9 @@ def infer_layer(
     operands = query.to(value.dtype), key.to(value.dtype), value  # as autocast does for SDPA: rotated ones may be wider
     slots = live_heads, frozen.value_heads(value.shape[1])
     result = module.infer(*operands, *slots, tables, scale, kernel, projection)
-    if layout and layout not in frozen.settled:
-        frozen.settled.keep(layout, module.settle(query, key, value, *slots, tables, scale, kernel))
+    if layout and not frozen.settled.stays(layout):
+        run, read = module.settle(query, key, value, *slots, tables, scale, kernel) or (None, ())
+        frozen.settled.keep(layout, run, read, frozen._buffers)
     return result
 
 

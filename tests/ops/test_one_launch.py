@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ HALF = torch.bfloat16
 
 @pytest.fixture
 def through_operator(monkeypatch):
-    """Take the path that CUDA takes, with the kernel answered by zeros; count what goes through the operator."""
+    """Take the path that CUDA takes, the kernel answering with all it reads; count what goes through the operator."""
     from saf.ops.triton import fused_forward
 
     seen = []
@@ -34,8 +36,15 @@ def through_operator(monkeypatch):
     monkeypatch.setattr(toeplitz, "infers", lambda device, dtype, tables: not tables["stored"])
     monkeypatch.setattr(toeplitz, "inference", counting)
     monkeypatch.setattr(fused_forward, "_plans", {})
-    monkeypatch.setattr(fused_forward, "PreparedLaunch", lambda *_, **__: lambda q, k, v, out, *_: out.zero_())
+    monkeypatch.setattr(fused_forward, "PreparedLaunch", lambda *numbers, **__: partial(_answer, numbers[2:6]))
     return seen
+
+
+def _answer(numbers, query, key, value, out, log_sums, *tables) -> None:
+    """Fill the output with a number that every operand and table has a share of, in its place."""
+    read = [query, key, value, *tables]
+    sums = [each.double().nan_to_num(neginf=-1).sum().sin().item() for each in read]
+    out.fill_(sum(place * each for place, each in enumerate(sums, 1)) + log_sums.numel() + sum(numbers))
 
 
 def prepare(length: int = 64) -> FrozenHeads:
@@ -48,12 +57,17 @@ def operands(length: int = 40, dim: int = 8) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def test_a_layout_goes_through_the_operator_once(through_operator):
-    frozen, weight = prepare(), torch.randn(6, 32, dtype=HALF)
-    for _ in range(3):
-        assert mixed_attention(*operands(), frozen).shape == (2, 4, 40, 8)
-    assert len(through_operator) == 1
+    frozen, heads, weight = prepare(), operands(), torch.randn(6, 32, dtype=HALF)
+    first = mixed_attention(*heads, frozen)
     for _ in range(2):
-        assert projected_attention(*operands(), frozen, weight).shape == (2, 40, 6)
+        again = mixed_attention(*heads, frozen)
+        assert torch.equal(again, first)
+        assert (again.shape, again.stride()) == ((2, 4, 40, 8), first.stride())
+    assert not torch.equal(mixed_attention(*operands(), frozen), first)
+    assert len(through_operator) == 1
+    first = projected_attention(*heads, frozen, weight)
+    assert torch.equal(projected_attention(*heads, frozen, weight), first)
+    assert first.shape == (2, 40, 6)
     assert len(through_operator) == 2
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands()]
     for again in (operands(30), operands(dim=16), turned, [*operands()[:2], turned[2]]):
@@ -89,6 +103,42 @@ def test_what_traces_sees_the_operator(through_operator):
     assert any(node.target is torch.ops.saf.inference.default for node in graph.nodes)
 
 
+@torch.no_grad()
+def test_transforms_and_subclasses_of_tensors_see_the_operator(through_operator):
+    frozen, heads = prepare(), operands()
+    for _ in range(2):
+        mixed_attention(*heads, frozen)
+    torch.func.functionalize(lambda *x: mixed_attention(*x, frozen))(*heads)
+    mixed_attention(torch.nn.Parameter(heads[0]), *heads[1:], frozen)
+    assert len(through_operator) == 3
+
+
+@torch.no_grad()
+def test_tables_are_those_that_the_layer_has_now(through_operator):
+    one, other, heads = prepare(), prepare(), operands()
+    other.bfloat16_few_alpha.add_(1)
+    expected = [mixed_attention(*heads, each) for each in (one, other)]
+    assert not torch.equal(*expected)
+    buffers = {f"frozen.{name}": buffer for name, buffer in other.named_buffers()}
+    for _ in range(2):
+        assert torch.equal(torch.func.functional_call(Called(one), buffers, tuple(heads)), expected[1])
+        assert torch.equal(mixed_attention(*heads, one), expected[0])
+    left = weakref.ref(one.bfloat16_few_alpha)
+    one.bfloat16_few_alpha = one.bfloat16_few_alpha.clone()
+    assert left() is None
+
+
+class Called(torch.nn.Module):
+    """A layer's frozen heads as a module that can be called."""
+
+    def __init__(self, frozen: FrozenHeads):
+        super().__init__()
+        self.frozen = frozen
+
+    def forward(self, *heads):
+        return mixed_attention(*heads, self.frozen)
+
+
 def test_gradients_padding_and_named_kernels_are_not_settled(through_operator):
     frozen, heads = prepare(), operands()
     with torch.no_grad():
@@ -120,9 +170,9 @@ def test_settled_anew_after_a_move_in_copies_and_after_tuning(through_operator):
 def test_many_layouts_do_not_pile_up():
     calls = settled.SettledCalls()
     for number in range(settled.MOST + 1):
-        calls.keep((number,), None)
-    assert (0,) not in calls
-    assert (settled.MOST,) in calls
+        calls.keep((number,), None, (), {})
+    assert not calls.stays((0,))
+    assert calls.stays((settled.MOST,))
 
 
 @torch.no_grad()
@@ -139,20 +189,39 @@ def test_code_compiled_for_one_shape_launches_it_itself(monkeypatch):
             frozen._buffers[name] = torch.empty_like(table, device="cuda")
         weight = torch.empty(6, 32, device="cuda", dtype=HALF)
 
-        def launched(length: int, *, dynamic: bool = False) -> list[bool]:
-            heads = [torch.empty(2, n, length, 8, device="cuda", dtype=HALF) for n in (2, 2, 4)]
+        def inputs(length: int) -> list[torch.Tensor]:
+            return [torch.empty(2, n, length, 8, device="cuda", dtype=HALF) for n in (2, 2, 4)]
+
+        def contents(graph) -> list[bool]:
+            names = [str(node.target) for node in graph.graph.nodes]
+            return [any(word in name for name in names) for word in ("triton_kernel_wrapper", "saf.inference")]
+
+        def launched(length: int, *, dynamic: bool = False, turned: int | None = None) -> list[bool]:
+            heads = inputs(length)
             for x in heads if dynamic else []:
                 torch._dynamo.mark_dynamic(x, 2)
+            if turned is not None:
+                heads[turned] = heads[turned].new_empty(2, heads[turned].shape[1], 8, length).transpose(2, 3)
             torch._dynamo.reset()
             assert compiled(*heads).shape == (2, length, 6)
-            names = [str(node.target) for node in counted.graphs[-1].graph.nodes]
-            return [any(word in name for name in names) for word in ("triton_kernel_wrapper", "saf.inference")]
+            return contents(counted.graphs[-1])
 
         assert launched(40) == [True, False]
         assert launched(few_tokens.SHORT + 1) == [True, False]
         with cuda_graph._for_replay():
             assert launched(40) == [True, False]
             assert launched(few_tokens.SHORT + 1) == [False, True]
+        assert [launched(40, turned=which) for which in range(3)] == [[False, True]] * 3
+        torch._dynamo.reset()
+        counted.graphs.clear()
+        for _ in range(2):
+            compiled(*inputs(few_tokens.SHORT + 1))
+            with cuda_graph._for_replay():
+                compiled(*inputs(few_tokens.SHORT + 1))
+        assert [contents(graph) for graph in counted.graphs] == [[True, False], [False, True]]
+        for strict in (True, False):
+            exported = torch.export.export(Called(frozen), tuple(inputs(40)), strict=strict)
+            assert contents(exported) == [False, True]
         monkeypatch.setattr(few_tokens, "HOST_BOUND", 0)
         assert launched(few_tokens.SHORT + 1) == [False, True]
         assert launched(40, dynamic=True) == [False, True]
