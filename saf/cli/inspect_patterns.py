@@ -11,7 +11,7 @@ import torch
 
 from saf.errors import CheckpointError
 from saf.files import read_json, read_tensors
-from saf.ops.toeplitz import holds
+from saf.ops.held_patterns import holds
 from saf.pattern import CompactPattern
 from saf.patterns import storage_report
 

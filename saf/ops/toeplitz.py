@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from saf.ops.availability import uses_triton
-from saf.ops.convolution import causal_convolution
 from saf.ops.dense_product import dense_product
 from saf.ops.few_tokens import FEW, few_tables, serves
+from saf.ops.held_patterns import convolution_tables, tables_hold
 from saf.ops.inference import inference
 from saf.ops.one_launch import OneLaunch, settle_launch, trace_launch
 from saf.ops.pattern_gradient import NOT_HELD, compact_tables, trainable_product
@@ -22,8 +22,6 @@ from saf.ops.toeplitz_operator import distance_table, implementation, toeplitz_p
 from saf.pattern import CompactPattern, DensePattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-ROW_SUM_TOLERANCE = 0.02
-SMALL_VALUE = 2.0**-8
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -53,7 +51,7 @@ def prepare(
     convolved: tuple[int, ...] = ()
     if compact:
         stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
-        tables, holds = _convolution(CompactPattern.stack(stacked), dtype)
+        tables, holds = convolution_tables(CompactPattern.stack(stacked), dtype)
         convolved = tuple(slot for slot, held in zip(compact, holds.tolist(), strict=True) if held)
         if convolved:
             made |= {name: table[holds] for name, table in tables.items()}
@@ -67,36 +65,11 @@ def prepare(
     return made | {"convolved": convolved, "stored": stored}
 
 
-def holds(pattern: CompactPattern, dtype: torch.dtype) -> Tensor:
-    """Return per head of `[C, T]` whether `dtype` can hold its pattern as tables; `prepare` stores the others."""
-    return _convolution(pattern.to(dtype=torch.float64), dtype)[1]
-
-
-def _convolution(pattern: CompactPattern, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the tables of heads `[C, T]` in their balanced gauge and, per head, whether `dtype` can hold them."""
-    balanced = pattern.balanced()
-    distance, key_scale, row_scale = compact_tables(balanced.alpha, balanced.rho, dtype)
-    tables = {"distance": distance, "key_scale": key_scale, "row_scale": row_scale}
-    return tables, _holds(distance, key_scale, row_scale)
-
-
-def _holds(distance: Tensor, key_scale: Tensor, row_scale: Tensor) -> Tensor:
-    """Return per head whether nothing underflows that matters.
-
-    The row sums that scaled and rounded values would give, for values of size 1 and of size 2**-8, show it.
-    """
-    holds = (row_scale.isfinite() & (row_scale > 0)).all(1)
-    for size in (1.0, SMALL_VALUE):
-        executed = causal_convolution((key_scale * size).to(distance.dtype).double() / size, distance.double())
-        holds &= ((executed * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE).all(1)
-    return holds
-
-
 def untrainable(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
     """Return why logits `[F, T]` cannot be trained here; None when they can."""
     if dtype == torch.float16:
         return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
-    if _holds(*compact_tables(alpha, rho, dtype)).all():
+    if tables_hold(*compact_tables(alpha, rho, dtype)).all():
         return None
     return NOT_HELD.format(dtype=dtype)
 
