@@ -49,7 +49,7 @@ def inference(
     tables = table, before, after
     launch = OneLaunch(maps, patterns, counts, grouped)
     one = launch.serves(value, replayed=replayed)
-    if not one or (not replayed and _runs_both(query, key, value, slots, tables, projected=projection is not None)):
+    if not one or (not replayed and _runs_both(query, key, value, slots, tables, alone=projection is None)):
         result = run_side_by_side(query, key, value, *slots, *tables, scale, kernel, projection, replayed=replayed)
     if one:
         result = projected(run_launch(query, key, read_heads(value, *slots), launch, scale), projection)
@@ -67,15 +67,16 @@ def _runs_both(
     slots: tuple[tuple[int, ...], tuple[int, ...]],
     tables: tuple[Tensor, ...],
     *,
-    projected: bool,
+    alone: bool,
 ) -> bool:
     """Whether a call in one launch also runs the kernels of a graph, which has two: the first of its layout does.
 
-    Nothing can be compiled during a capture. The layout is all that those kernels are compiled for.
+    Nothing can be compiled during a capture. The layout is all that those kernels are compiled for; `alone`, no output
+    product.
     """
     if are_few(value, sum(map(len, slots)), replayed=True):
         return False
-    layout = (slots, projected, *map(layout_of, (query, key, value)), *((x.shape, x.stride()) for x in tables))
+    layout = (slots, alone, *map(layout_of, (query, key, value)), *((x.shape, x.stride()) for x in tables))
     choices = _choices_of()(value.device)
     if _called.get(layout) is choices:
         return False

@@ -3,7 +3,6 @@
 Where the host sets the pace, how the launch is reached costs more than the launch itself (docs/log.md).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +47,8 @@ class OneLaunch(NamedTuple):
 
 def run_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor:
     """Return all heads, `[B, H, T, D]`, given value heads up to the last that is read."""
-    return run_fused(query, key, value, *launch, _scale(value, scale))[0]
+    scale = float(value.shape[-1] ** -0.5) if scale is None else scale
+    return run_fused(query, key, value, *launch, scale)[0]
 
 
 def settle_launch(
@@ -64,9 +64,9 @@ def settle_launch(
     from saf.ops.triton.fused_forward import forward_tables, plan_forward
 
     batch, heads, length, dim = value.shape[0], sum(launch.counts), *value.shape[2:]
-    read = _read(launch)
+    read = _tables(launch)
     result = heads_like(torch.empty_like(value, device="meta"), heads)
-    plan = plan_forward(*operands, result, *read, _scale(value, scale))
+    plan = plan_forward(*operands, result, *read, scale)
     flat, log_sums = (batch, length, heads * dim), (batch, launch.counts[0], length)
 
     def run(query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], projection: Tensor | None) -> Tensor:
@@ -102,20 +102,16 @@ def trace_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, s
     from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
 
     kernel: Any = fused_forward_kernel
-    read, result = _read(launch), heads_like(value, sum(launch.counts))
+    read, result = _tables(launch), heads_like(value, sum(launch.counts))
     operands = query, key, value, result
-    grid, numbers, constants = forward_arguments(*operands, *read, _scale(value, scale))
+    grid, numbers, constants = forward_arguments(*operands, *read, scale)
     kernel[grid](*operands, log_sums_like(value, launch.counts[0]), *forward_tables(*read), *numbers, **constants)
     return result
 
 
-def _read(launch: OneLaunch) -> tuple[Any, Any]:
+def _tables(launch: OneLaunch) -> tuple[Any, Any]:
     """Return maps and patterns as the launcher takes them."""
     from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
 
     maps: Any = HeadMaps
     return maps(*launch.maps, tuple(launch.counts), launch.grouped), FusedPatterns(*launch.patterns)
-
-
-def _scale(value: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(value.shape[-1]) if scale is None else scale

@@ -88,11 +88,12 @@ def plan_forward(
     result: Tensor,
     maps: HeadMaps,
     patterns: FusedPatterns,
-    scale: float | None = None,
-    config: FusedConfig | None = None,
-    precision: str = "ieee",
+    *settings: Any,
 ) -> Callable[..., None]:
-    """Check operands and return what mixes all of their layout: called with them, result, log-sum-exps and tables."""
+    """Check operands and return what mixes all of their layout: called with them, result, log-sum-exps and tables.
+
+    `settings` are those of `forward_arguments`: scale, config, precision.
+    """
     batch, _, length, dim = value.shape
     heads = maps.state.numel()
     check_operands(query, key, value, maps, patterns)
@@ -100,7 +101,7 @@ def plan_forward(
         raise InputError(f"out must be {(batch, heads, length, dim)} {value.dtype} with unit stride in D")
     if result.numel() == 0:
         return lambda *_: None
-    grid, numbers, constants = forward_arguments(query, key, value, result, maps, patterns, scale, config, precision)
+    grid, numbers, constants = forward_arguments(query, key, value, result, maps, patterns, *settings)
     return PreparedLaunch(fused_forward_kernel, grid, *numbers, **constants, device=value.device)
 
 
