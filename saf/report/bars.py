@@ -15,25 +15,36 @@ _COLOURS = {"toeplitz": "frozen", "fused": "frozen-2", "reference": "frozen-3"}
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear axis of speedups that holds 1 and everything drawn."""
+    """A linear axis of speedups that holds 1 and everything drawn but single pairs far from all else."""
 
     low: float
     high: float
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> "Axis":
-        """Return the axis that all rows of the groups fit on."""
-        values = [1.0]
-        for group in groups:
-            for bar in bars_of(group):
-                values += [*bar.pairs, *filter(None, [bar.ratio, bar.bound])]
+        """Return the axis that all rows of the groups fit on.
+
+        A pair further out than half of what medians, middle halves and bounds span stays beyond it: one hiccup of a
+        machine would press all bars together.
+        """
+        bars = [bar for group in groups for bar in bars_of(group) if bar.ratio is not None]
+        values = [1.0, *(value for bar in bars for value in (bar.ratio, bar.bound, *bar.half) if value is not None)]
         low, high = min(values), max(values)
+        reach = ((high - low) or 0.1) / 2
+        near = [pair for bar in bars for pair in bar.pairs if low - reach <= pair <= high + reach]
+        low, high = min([low, *near]), max([high, *near])
         margin = 0.04 * ((high - low) or 0.1)
         return cls(low - margin, high + margin)
 
     def at(self, value: float) -> float:
         """Return where a value stands, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
+
+    def beyond(self, value: float) -> str:
+        """Return how a value that the axis does not hold is written at its edge; nothing for others."""
+        if self.low <= value <= self.high:
+            return ""
+        return f"‹ {value:.2f}×" if value < self.low else f"{value:.2f}× ›"
 
     def ticks(self) -> list[float]:
         """Return round values, 1 among them."""

@@ -75,12 +75,19 @@ def _marks(bar: Bar, axis: Axis) -> str:
     if not bar.control:
         parts.append(_span("bar", axis, *sorted((1.0, bar.ratio))))
     parts.append(_span("half", axis, *bar.half))
-    parts += [f'<i class="pair" style="left:{_percent(axis.at(pair))}"></i>' for pair in bar.pairs]
+    parts += [_pair(pair, axis) for pair in bar.pairs]
     if bar.control:
         parts.append(f'<i class="point" style="left:{_percent(axis.at(bar.ratio))}"></i>')
     if bar.bound is not None:
         parts.append(f'<i class="bound" style="left:{_percent(axis.at(bar.bound))}"></i>')
     return "".join(parts)
+
+
+def _pair(pair: float, axis: Axis) -> str:
+    """Return the mark of one pair; of one beyond the axis a mark at its edge, with the number to point at."""
+    told = axis.beyond(pair)
+    title = f' title="{told}"' if told else ""
+    return f'<i class="pair" style="left:{_percent(min(max(axis.at(pair), 0.0), 1.0))}"{title}></i>'
 
 
 def _span(name: str, axis: Axis, low: float, high: float) -> str:

@@ -13,7 +13,7 @@ from saf.report.speeds import ways
 from saf.report.svg import colour, document, label
 
 _WIDTH = 980
-_LEFT, _RIGHT = 222, 820
+_LEFT, _RIGHT = 256, 820
 _ROW = 30
 _BAR = 14
 _ARMS = ("ordinary", "frozen", "frozen-2", "frozen-3", "live")
@@ -107,6 +107,12 @@ def _row(bar: Bar, axis: Axis, y: float) -> list[str]:
         parts.append(f'<circle class="f-live" cx="{end:.1f}" cy="{middle:.1f}" r="3.5"/>')
     foot = y + _BAR + 4
     for pair in bar.pairs:
+        if told := axis.beyond(pair):
+            left = pair < axis.low
+            parts.append(
+                label(_LEFT if left else _RIGHT, foot + 8, told, css="small", anchor="start" if left else "end")
+            )
+            continue
         x = _at(axis, pair)
         parts.append(f'<line class="pair" x1="{x:.1f}" x2="{x:.1f}" y1="{foot:.1f}" y2="{foot + 5:.1f}"/>')
     if bar.bound is not None:

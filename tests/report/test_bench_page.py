@@ -10,6 +10,7 @@ import tyro
 from saf.bench.grids import Point
 from saf.cli.report import COMMAND
 from saf.errors import InputError
+from saf.report.bars import Axis
 from saf.report.bars_svg import bars_picture, write_bars
 from saf.report.bench_page import render, write_bench_report
 from saf.report.measured import groups_of
@@ -101,6 +102,19 @@ def test_the_picture_has_a_bar_for_each_arm_as_long_as_its_gain():
     assert len([node for node in root.iter(f"{svg}line") if node.get("class") == "pair"]) == 4 * 4 + 4
     words = " ".join(node.text or "" for node in root.iter(f"{svg}text"))
     assert f"{quarter.ratio:.3f}×" in words
+
+
+def test_a_single_pair_far_from_all_others_is_written_at_the_edge_of_the_axis():
+    usual, odd = record(), record(times=TIMES | {"25% toeplitz cudnn": [92.0, 93.0, 20.0, 94.0]})
+    far = max(before / after for before, after in groups_of(odd)[0].arms[0].row["pair_ms"])
+    axes = [Axis.of(groups_of(each)) for each in (usual, odd)]
+    assert axes[1].high < far
+    assert not any(axes[0].beyond(value) for value in (1.0, 1.1, 1.2))
+    assert axes[0].beyond(0.5) == "‹ 0.50×"
+    drawn, page = bars_picture([odd]), render([odd], ["x"])
+    assert drawn.count('class="pair"') == bars_picture([usual]).count('class="pair"') - 1
+    assert f"{far:.2f}× ›" in drawn
+    assert f'style="left:100.00%" title="{far:.2f}× ›"' in page
 
 
 def test_a_refused_bar_is_drawn_as_such():
