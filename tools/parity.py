@@ -1,0 +1,219 @@
+"""Hash what the code computes, to show that a change moved no number.
+
+    python tools/parity.py --out before.json                    # at one commit
+    python tools/parity.py --out after.json --against before.json   # at another, on the same machine
+
+It hashes a training run of fixed seed (20 updates across a freezing event) and cases of the operators, the
+calibration, the fit and models of transformers. It calls public names and commands alone, so that it runs at commits
+whose insides differ. On a CPU one thread is used: sums then have one order. Kernels with atomic additions
+(attention's backward pass on CUDA) are left out on CUDA by using SDPA's `math` kernel where gradients are hashed.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import saf  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTH = 160
+SIZES = {"num_layers": 3, "vocab_size": 256, "max_length": LENGTH}
+
+
+def digest(*parts: object) -> str:
+    """Return the first 16 hexadecimal digits of a SHA-256 over tensors (their bytes) and other values (their JSON)."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            plain = part.detach().cpu().contiguous()
+            found.update(f"{plain.dtype}{list(plain.shape)}".encode())
+            found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(json.dumps(part, sort_keys=True).encode())
+    return found.hexdigest()[:16]
+
+
+def write_text(path: Path) -> None:
+    """Write documents of made-up words, the same in every run."""
+    drawn = random.Random(7)
+    words = ["".join(drawn.choices("abcdefghijklmnop", k=drawn.randint(2, 7))) for _ in range(400)]
+    documents = [
+        " ".join(drawn.choices(words, weights=range(400, 0, -1), k=drawn.randint(200, 800))) for _ in range(300)
+    ]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def command(*words: str) -> None:
+    """Run one `saf` command and raise when it fails."""
+    done = subprocess.run([sys.executable, "-m", "saf", *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"saf {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+
+
+def training(device: str) -> Iterator[tuple[str, str]]:
+    """Train 20 updates across a freezing event, fixed and trainable patterns, and a branch of the ordinary arm."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_text(root / "text.jsonl")
+        command("data", "prepare", str(root / "text.jsonl"), "--out", str(root / "data"), "--vocab-size", "512")
+        shape = ("--model", "tiny", "--length", "128", "--updates", "20", "--batch-size", "4", "--accumulation", "2")
+        small = ("--calibration-sequences", "8", "--eval-windows", "4", "--eval-every", "5", "--quiet")
+        where = ("--device", device, "--precision", "fp32", "--compile", "off", "--kernel", "math")
+        common = ("--data", str(root / "data"), *shape, *small, *where)
+        arms = {
+            "ordinary": (),
+            "frozen": ("--freeze.rate", "0.25"),
+            "trainable": ("--freeze.rate", "0.25", "--freeze.trainable"),
+        }
+        for name, more in arms.items():
+            command("pretrain", "--out", str(root / name), *common, *more)
+            yield f"training: {name}", run_digest(root / name)
+        parent = root / "ordinary" / "checkpoints" / "step-10"
+        command("pretrain", "--parent", str(parent), "--out", str(root / "branch"), "--freeze.rate", "0.25")
+        yield "training: branch", run_digest(root / "branch")
+
+
+def run_digest(folder: Path) -> str:
+    """Hash every update's loss, rate and gradient norm, the frozen heads, the final weights and the report."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [[line[name] for name in ("update", "loss", "lr", "grad_norm")] for line in lines]
+    result = json.loads((folder / "result.json").read_text())
+    model = saf.load(folder)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("frozen_layout")}
+    tensors = [state[name] for name in sorted(state)]
+    return digest(metrics, sorted(state), result["provenance"]["heads"], result["report_loss"], *tensors)
+
+
+def drawn(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Return normal numbers, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
+
+
+def pattern(heads: int, seed: int) -> "saf.CompactPattern":
+    """Return compact patterns that fall with distance and have a first key that stands out."""
+    alpha = 0.3 * drawn((heads, LENGTH), seed, "cpu", torch.float64)
+    alpha[:, 0] += 2
+    rho = 0.2 * drawn((heads, LENGTH), seed + 1, "cpu", torch.float64) - torch.arange(LENGTH) / 40
+    return saf.CompactPattern.from_parameters(alpha, rho)
+
+
+def operators(device: str) -> Iterator[tuple[str, str]]:
+    """Hash outputs and gradients of mixed and frozen attention, by backend, dtype and grouping."""
+    dtypes = [torch.float32, torch.bfloat16] + [torch.float64] * (device == "cpu")
+    backends = ["reference", "toeplitz"] + ["fused"] * (device == "cuda")
+    for backend in backends:
+        for dtype in dtypes:
+            for grouped in (False, True):
+                name = f"{backend} {str(dtype).removeprefix('torch.')}{' grouped' if grouped else ''}"
+                yield from operator_cases(name, backend, dtype, grouped, device)
+
+
+def operator_cases(
+    name: str, backend: str, dtype: torch.dtype, grouped: bool, device: str
+) -> Iterator[tuple[str, str]]:
+    """Hash one backend and dtype: with gradients, without, projected by a decoder's caller, padded, for few rows."""
+    kv_head = (0, 0, 1, 1) if grouped else (0, 1, 2, 3)
+    heads, kernel = len(set(kv_head)), "auto" if backend == "fused" else "math"
+    frozen = saf.FrozenHeads.from_patterns(pattern(2, 3), backend=backend, dtype=dtype, device=device, kv_head=kv_head)
+    for length in (129, 64, 1):
+        query, key, value = (
+            drawn((2, count, length, 16), seed, device, dtype).requires_grad_()
+            for seed, count in enumerate((2, heads // 2, heads))
+        )
+        output = saf.mixed_attention(query, key, value, frozen, kernel=kernel)
+        results = [output]
+        if backend != "fused":
+            output.backward(drawn(tuple(output.shape), 9, device, dtype))
+            results += [tensor.grad for tensor in (query, key, value)]
+        yield f"mixed {name} T={length}", digest(*results)
+        with torch.no_grad():
+            yield f"inference {name} T={length}", digest(saf.mixed_attention(query, key, value, frozen))
+        if not grouped:
+            yield f"frozen {name} T={length}", digest(saf.frozen_attention(value.detach(), frozen))
+        if backend != "fused" and length > 1:
+            start = torch.tensor([0, 5], device=device)
+            padded = saf.mixed_attention(query, key, value, frozen, start=start, kernel=kernel)
+            few = saf.mixed_attention(query[:, :, -3:], key, value, frozen, kernel=kernel)
+            yield f"padded and few {name} T={length}", digest(padded, few)
+
+
+def models(device: str) -> Iterator[tuple[str, str]]:
+    """Hash calibration, scores, fits, freezing and undo of a small decoder, and of a Llama where it can be imported."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 256, (6, LENGTH), generator=generator)
+
+    def decoder() -> "saf.GPT":
+        made = saf.GPT(saf.preset("tiny", **SIZES))
+        made.reset_parameters(torch.Generator().manual_seed(5))
+        return made.to(device)
+
+    batches = [tokens[:3].to(device), tokens[3:].to(device)]
+    statistics = saf.calibrate(decoder(), batches)
+    yield "statistics", digest(*(getattr(statistics, n) for n in ("variance", "forward_kl", "eta_abs", "eta_rel")))
+    yield "scores", digest(*(saf.score(statistics, name) for name in ("variance", "forward_kl")))
+    for fitter in ("proportional", "adam"):
+        fitted = saf.fit_compact(statistics.eta_abs[0], statistics.eta_rel[0], fitter=fitter)
+        yield f"fit {fitter}", digest(fitted.alpha, fitted.rho, fitted.log_z)
+    for name in ("mean", "sharp_mean", "gaussian", "dirichlet", "structured_random"):
+        model = decoder()
+        saf.freeze_(model, batches, saf.FreezeConfig(rate=0.5, pattern=name, max_fit_kl=9.0))
+        with torch.no_grad():
+            yield f"freeze_ {name}", digest(model(tokens.to(device)), *model.state_dict().values())
+        saf.uninstall_(model)
+        yield f"undo {name}", digest(*model.state_dict().values())
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        return
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, num_key_value_heads=2, **sizes)
+    llama = LlamaForCausalLM(config).eval()
+    for index, weight in enumerate(llama.parameters()):
+        weight.data = 0.1 * drawn(tuple(weight.shape), 100 + index, "cpu", torch.float32)
+    llama.to(device)
+    saf.freeze_(llama, batches, saf.FreezeConfig(rate=0.5, max_fit_kl=9.0))
+    with torch.no_grad():
+        yield "llama logits", digest(llama(tokens.to(device)).logits)
+        made = llama.generate(tokens[:2, :20].to(device), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    yield "llama generate", digest(made)
+
+
+def main() -> int:
+    """Print a line a case, write them where asked, and return 1 when a hash differs from the other file's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--out", type=Path, help="write the hashes to this JSON file")
+    parser.add_argument("--against", type=Path, help="compare with the hashes of this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found: dict[str, str] = {}
+    for part in (operators, models, training):
+        for name, value in part(arguments.device):
+            found[name] = value
+            print(f"{value}  {name}", flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.against is None:
+        return 0
+    before = json.loads(arguments.against.read_text())
+    moved = [name for name in sorted(before.keys() | found.keys()) if before.get(name) != found.get(name)]
+    print(f"{len(found)} hashes, {len(moved)} differ" + "".join(f"\n  {name}" for name in moved))
+    return 1 if moved else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
