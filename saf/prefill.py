@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saf.adapters import adapter_for
-from saf.cuda_graph import GraphPool, GraphReplay
 from saf.errors import InputError, UnsupportedError
+from saf.machine.cuda_graphs import GraphPool, GraphReplay
 from saf.models import GPT
 
 

@@ -3,16 +3,16 @@
 from saf import fit, ops
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
 from saf.errors import SafError
+from saf.estimates import dense_pattern, storage_report
 from saf.fit import fit_compact, fit_kl
-from saf.freeze import freeze_
-from saf.freeze_config import FreezeConfig
-from saf.freeze_report import FreezeReport
+from saf.freezing.config import FreezeConfig
+from saf.freezing.heldout import fit_heldout
+from saf.freezing.recipe import freeze_
+from saf.freezing.report import FreezeReport
 from saf.heads import HeadLayout, HeadSet
-from saf.heldout import fit_heldout
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.pattern import CompactPattern, DensePattern
-from saf.patterns import dense_pattern, storage_report
+from saf.patterns.compact import CompactPattern, DensePattern
 from saf.prefill import Prefill
 from saf.scores import score
 from saf.selection import select

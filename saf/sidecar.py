@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.files import file_hash, write_json, write_tensors
 from saf.models import GPT, GPTConfig
+from saf.records.files import file_hash, write_json, write_tensors
 from saf.surgery import apply_, restore_, state_of, weight_sums
 from saf.surgery.attention_settings import attention_settings, differing_settings
 
@@ -59,7 +59,7 @@ def load(
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
     InputError when a model is given without a folder, or a run that has no checkpoint yet. No random numbers are drawn.
     """
-    from saf.train.checkpoint import find_checkpoint, open_checkpoint  # `import saf` needs none of it
+    from saf.train.checkpoint import find_checkpoint, open_checkpoint
 
     if isinstance(model_or_folder, nn.Module):
         if folder is None:

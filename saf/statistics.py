@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from saf.errors import CheckpointError, InputError
-from saf.files import write_tensors
 from saf.heads import HeadSet
+from saf.records.files import write_tensors
 
 SCHEMA = "saf.statistics/1"
 FLOOR = 1e-9

@@ -11,9 +11,9 @@ import torch
 from torch import distributed, multiprocessing
 
 import saf
-from saf.distributed import done_once
 from saf.errors import SafError, SelectionError
-from saf.pattern import CompactPattern
+from saf.machine.processes import done_once
+from saf.patterns.compact import CompactPattern
 
 LENGTH, WORLD = 24, 2
 

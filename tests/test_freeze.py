@@ -74,7 +74,7 @@ def test_batches_as_loaders_give_them_and_not_by_themselves():
 
 
 def test_an_optimizer_of_other_weights_is_refused_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr("saf.freeze.calibrate", None)
+    monkeypatch.setattr("saf.freezing.recipe.calibrate", None)
     stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(InputError, match="does not hold the model's attention weights"):
         saf.freeze_(make(), [tokens()], optimizer=stranger)

@@ -122,7 +122,7 @@ def test_what_no_live_head_can_meet_is_refused_before_anything_is_measured(monke
     saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.75, max_fit_kl=100))
     ready, live = copy.deepcopy(model), 12 - 9
     saf.freeze_(model, [ids], saf.FreezeConfig(count=live, max_fit_kl=100))
-    monkeypatch.setattr("saf.freeze.calibrate", lambda *args, **options: pytest.fail("measured"))
+    monkeypatch.setattr("saf.freezing.recipe.calibrate", lambda *args, **options: pytest.fail("measured"))
     for to_freeze, config, message in (
         (ready, {"count": live + 1}, "4 heads asked for; 3 of 12 are live"),
         (ready, {"heads": ((3, 0),)}, r"3 layers of 4 heads; got \[\(3, 0\)\]"),
@@ -140,7 +140,7 @@ def test_a_fit_whose_divergence_is_not_a_number_is_rejected(monkeypatch):
         kls = saf.fit_kl(*arguments)
         return torch.where(torch.arange(len(kls)) == 0, torch.nan, kls) if len(kls) == 3 else kls
 
-    monkeypatch.setattr("saf.freeze_patterns.fit_kl", undefined_for_the_first)
+    monkeypatch.setattr("saf.freezing.fitting.fit_kl", undefined_for_the_first)
     report = saf.freeze_(make(), [tokens()], saf.FreezeConfig(rate=0.25))
     assert wanted[0] in report.rejected
     assert wanted[0] not in report.heads

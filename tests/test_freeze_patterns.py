@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import saf
-from saf.patterns import PATTERNS, dense_pattern
+from saf.estimates import PATTERNS, dense_pattern
 from tests.freezing import LENGTH, make, tokens
 
 

@@ -8,14 +8,14 @@ import torch
 
 from saf.calibration import calibrate
 from saf.errors import InputError
-from saf.files import read_json
 from saf.fit import fit_compact, fit_variants
-from saf.freeze import freeze_
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.freezing.heldout import fit_heldout
+from saf.freezing.recipe import freeze_
 from saf.heads import HeadSet
-from saf.heldout import fit_heldout
 from saf.models import GPT, GPTConfig
-from saf.pattern import CompactPattern
+from saf.patterns.compact import CompactPattern
+from saf.records.files import read_json
 from saf.surgery import install_
 
 LENGTH = 24

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError, SelectionError
 from saf.heads import HeadLayout, HeadSet
-from saf.ranking import ranking
-from saf.selection import budget, chooser, select
+from saf.selection import budget, chooser, ranking, select
 
 SCORES = torch.tensor([[3.0, 1.0, torch.nan], [1.0, 0.5, 9.0]])
 

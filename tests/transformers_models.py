@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import saf
+from saf.estimates import dense_pattern
 from saf.heads import HeadSet
-from saf.patterns import dense_pattern
 
 transformers = pytest.importorskip("transformers")
 

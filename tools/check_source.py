@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Dotted name (and everything below it) -> the files where it may appear, and why it may not elsewhere.
 RULES: dict[str, tuple[tuple[str, ...], str]] = {
-    "torch.distributed": (("saf/distributed.py",), "several processes have one door: saf/distributed.py"),
+    "torch.distributed": (("saf/machine/processes.py",), "several processes have one door: saf/machine/processes.py"),
     "pickle": ((), "files are safetensors and JSON"),
     "torch.load": ((), "files are safetensors and JSON"),
     "torch.save": ((), "files are safetensors and JSON"),

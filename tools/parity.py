@@ -23,10 +23,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-import saf  # noqa: E402
+import saf
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 160

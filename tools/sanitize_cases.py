@@ -10,17 +10,14 @@ import os
 import torch
 
 from saf.calibration.triton_tiles import measure_by_kernel
-from saf.ops.triton.config import Config
-from saf.ops.triton.convolution import convolve
-from saf.ops.triton.fused_backward import fused_backward
-from saf.ops.triton.fused_config import choose_fused_config
-from saf.ops.triton.fused_forward import fused_forward
-from saf.ops.triton.fused_tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
-from saf.ops.triton.gelu import gelu, gelu_backward
-from saf.ops.triton.softmax_gradient import softmax_gradient
-from saf.ops.triton.tables import make_tables
-from saf.ops.triton.toeplitz import toeplitz_matmul
-from saf.pattern import CompactPattern
+from saf.ops.decoder.gelu_kernel import gelu, gelu_backward
+from saf.ops.decoder.loss_kernel import softmax_gradient
+from saf.ops.fused.launch import choose_fused_config, fused_backward, fused_forward
+from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
+from saf.ops.toeplitz.config import Config, make_tables
+from saf.ops.toeplitz.convolution import convolve
+from saf.ops.toeplitz.launch import toeplitz_matmul
+from saf.patterns.compact import CompactPattern
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 WIDE = torch.float16 if DEVICE == "cpu" else torch.bfloat16

@@ -9,10 +9,10 @@ from saf.analysis.correlation import spearman, stratified_spearman
 from saf.calibration import calibrate, heads_at_a_time
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import InputError
+from saf.estimates import collect_for, dense_pattern
+from saf.estimates.sampling import Seed, seed_of
 from saf.heads import HeadSet
-from saf.pattern import CompactPattern, DensePattern
-from saf.patterns import collect_for, dense_pattern
-from saf.patterns.sampling import Seed, seed_of
+from saf.patterns.compact import CompactPattern, DensePattern
 from saf.statistics import FLOOR
 
 DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")

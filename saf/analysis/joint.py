@@ -10,11 +10,11 @@ from saf.adapters import adapter_for
 from saf.analysis.costs import CostMeter
 from saf.calibration.capture import Batch, check_heads, read_batches
 from saf.evaluate.paired import paired_delta_ppl
-from saf.freeze_config import FreezeConfig
-from saf.freeze_patterns import make_patterns
+from saf.freezing.config import FreezeConfig
+from saf.freezing.fitting import make_patterns
 from saf.heads import HeadSet
+from saf.machine.stopwatch import Stopwatch
 from saf.statistics import AttentionStatistics
-from saf.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)

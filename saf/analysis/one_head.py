@@ -12,14 +12,13 @@ from saf.analysis.costs import CostMeter
 from saf.calibration import gate_gradients, head_outputs
 from saf.calibration.capture import Batch, read_batches
 from saf.evaluate.paired import window_losses
-from saf.freeze_config import FreezeConfig
-from saf.freeze_patterns import make_patterns
+from saf.freezing.config import FreezeConfig
+from saf.freezing.fitting import make_patterns
 from saf.heads import HeadSet
-from saf.ranking import ranking
+from saf.machine.stopwatch import Stopwatch
 from saf.scores import SCORES, needed_by, score
-from saf.selection import budget
+from saf.selection import budget, ranking
 from saf.statistics import AttentionStatistics
-from saf.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)

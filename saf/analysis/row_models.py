@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.patterns.dirichlet import (
+from saf.estimates.dirichlet import (
     BOUNDS,
     NEAR_CONSTANT,
     NEAR_DETERMINISTIC,
@@ -16,7 +16,7 @@ from saf.patterns.dirichlet import (
     concentration,
     log_gamma_draws,
 )
-from saf.patterns.sampling import stream_of
+from saf.estimates.sampling import stream_of
 
 FAMILIES = ("resampled", "gaussian", "dirichlet")
 SCALE = 4.0

@@ -16,9 +16,8 @@ from saf.bench.grids import Point, parse_shape
 from saf.bench.recorder import Recorder, Say, say_on_stderr
 from saf.bench.timing import Budget
 from saf.errors import InputError
+from saf.machine.execution import Execution
 from saf.models import preset
-from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 
 POINTS = {"tiny": (256, 16), "124m": (4096, 32), "774m": (4096, 32), "1b": (8192, 16)}
 """Context and sequences of each preset, where no points are given."""
@@ -35,9 +34,7 @@ def measure_calibration(
     """
     budget = Budget(settings.seconds)
     points = points_of(settings) if settings.rates else []
-    execution = Execution.of(
-        TrainConfig(data="", out="", device=settings.device, precision=settings.precision, compile="off")
-    )
+    execution = Execution.of(settings.device, precision=settings.precision, compile="off")
     goals = None if settings.statistics is None else read_goals(settings.statistics)
     recorder = Recorder(out, kind="calibration", settings=settings.to_dict(), budget=budget, say=say)
     with recorder, empty_kernel_cache():

@@ -12,8 +12,8 @@ from saf.bench.grids import Point
 from saf.bench.intervention import Event, Interventions, row_of
 from saf.bench.recorder import Recorder
 from saf.calibration import plan_calibration
+from saf.machine.execution import Execution
 from saf.statistics import AttentionStatistics
-from saf.train.execution import Execution
 
 BARS = {("124m", 4096, 32): 2.0, ("1b", 8192, 16): 15.0}
 """Seconds that a warm intervention may take on a GPU, by model, context and sequences."""

@@ -8,7 +8,7 @@ from saf.bench.recorder import Recorder
 from saf.bench.runner import PointRunner
 from saf.bench.settings import Settings
 from saf.bench.work import Peak, peak_of
-from saf.train.execution import Execution
+from saf.machine.execution import Execution
 
 
 class Context:

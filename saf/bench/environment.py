@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from saf.bench.work import peak_of
-from saf.ops.availability import has_triton
-from saf.train.provenance import provenance
+from saf.ops.operator import has_triton
+from saf.records.provenance import provenance
 
 
 def environment(device: torch.device, device_name: str) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def tuned_shapes(device: torch.device) -> int:
     """Return for how many shapes kernels use what `saf bench tune` kept instead of the written rule."""
     if not has_triton():
         return 0
-    from saf.ops.triton.choices import choices_of
+    from saf.ops.toeplitz.choices import choices_of
 
     return len(choices_of(device))
 

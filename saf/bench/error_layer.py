@@ -12,8 +12,8 @@ from saf.bench.synthetic import ROTARY_BASE, synthetic_patterns
 from saf.heads import HeadLayout
 from saf.models.rotary import Rotary, rotate
 from saf.ops import FrozenHeads, mixed_attention
-from saf.ops.slots import flat_heads
-from saf.pattern import CompactPattern
+from saf.ops.heads import flat_heads
+from saf.patterns.compact import CompactPattern
 
 TENSORS = ("output", "input", "value", "query projection", "key projection", "value projection", "output projection")
 """The output, the gradients to input and values, and those to the four weights."""

@@ -16,9 +16,8 @@ from saf.bench.recorder import Recorder, Say, say_on_stderr
 from saf.bench.timing import Budget
 from saf.errors import InputError
 from saf.heads import HeadLayout
+from saf.machine.execution import Execution
 from saf.ops import BACKENDS, choose_backend
-from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SDPA_FACTOR = 2.0
@@ -72,7 +71,7 @@ def measure_errors(settings: ErrorSettings, *, out: Path | None = None, say: Say
     and the `limit` of relative_l2 with `within`. Raises InputError and UnsupportedError for what cannot run.
     """
     given = {field: value for field, value in asdict(settings).items() if field in ErrorSettings.__dataclass_fields__}
-    execution = Execution.of(TrainConfig(data="", out="", device=settings.device, compile="off"))
+    execution = Execution.of(settings.device, compile="off")
     recorder = Recorder(out, kind="errors", settings=given, budget=Budget(None), say=say)
     with recorder:
         recorder.describe(environment=environment(execution.device, execution.device_name))

@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention
-from saf.ops.projected import project_parts
+from saf.ops.layer import project_parts
 
 FLEX = "flex"
 BLOCK = 128

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from saf.bench.calibration_model import with_moments
 from saf.bench.timing import wait_for
-from saf.freeze import freeze_
-from saf.freeze_config import FreezeConfig
-from saf.freeze_report import FreezeReport
+from saf.freezing.config import FreezeConfig
+from saf.freezing.recipe import freeze_
+from saf.freezing.report import FreezeReport
+from saf.machine.execution import Execution
 from saf.models import GPT
 from saf.surgery import uninstall_
-from saf.train.execution import Execution
 
 
 class Event(NamedTuple):

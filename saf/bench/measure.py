@@ -15,10 +15,9 @@ from saf.bench.settings import ModelSettings, OpSettings, Settings
 from saf.bench.shape import shape_of
 from saf.bench.timing import GRAPH, Budget, ways_of
 from saf.errors import InputError
+from saf.machine.execution import Execution
 from saf.ops import BACKENDS
 from saf.ops.live import KERNELS
-from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 
 
 def measure(settings: Settings, *, out: Path | None = None, say: Say = say_on_stderr) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def measure(settings: Settings, *, out: Path | None = None, say: Say = say_on_st
     budget = Budget(settings.seconds)
     _check_names(settings)
     points = points_of(settings)
-    execution = Execution.of(TrainConfig(data="", out="", device=settings.device, compile=settings.compile))
+    execution = Execution.of(settings.device, compile=settings.compile)
     recorder = Recorder(out, kind=kind_of(settings), settings=settings.to_dict(), budget=budget, say=say)
     _check_compile(settings, execution)
     context = Context(settings, execution, recorder)

@@ -19,7 +19,7 @@ from saf.bench.subjects import (
     variants_of,
     work_of,
 )
-from saf.cuda_graph import GraphPool
+from saf.machine.cuda_graphs import GraphPool
 
 
 def measure_models(context: Context, settings: ModelSettings, points: Sequence[Point]) -> None:

@@ -18,7 +18,7 @@ from saf.bench.op_case import OpCase, variants_of
 from saf.bench.op_function import Function, function_of
 from saf.bench.profiling import kernels_of
 from saf.bench.timing import GRAPH, event_block, repeats_within, resting_ms
-from saf.cuda_graph import GraphPool, GraphReplay
+from saf.machine.cuda_graphs import GraphPool, GraphReplay
 
 WORKING_SET = 128 << 20
 """Bytes that the operands of all buffers take at least, more than twice the largest second-level cache."""

@@ -8,7 +8,7 @@ from saf.bench.grids import Point, rates_of
 from saf.bench.op import OpSubject
 from saf.bench.op_case import OpCase, variants_of
 from saf.bench.settings import OpSettings
-from saf.cuda_graph import GraphPool
+from saf.machine.cuda_graphs import GraphPool
 
 
 def measure_operators(context: Context, settings: OpSettings, points: Sequence[Point]) -> None:

@@ -13,11 +13,11 @@ from saf.bench.settings import PrefillSettings
 from saf.bench.synthetic import random_tokens
 from saf.bench.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
 from saf.bench.work import Work, prefill_work
-from saf.cuda_graph import Call, GraphPool, GraphReplay
 from saf.errors import InputError
+from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
+from saf.machine.execution import Execution
+from saf.models import GPT
 from saf.prefill import LastToken
-from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 
 PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
 """By name: the precision of autocast ("fp32" is none) and the dtype of weights."""
@@ -38,7 +38,7 @@ class PrefillSubject:
         self._settings = settings
         self._pool = pool
         autocast, dtype = PRECISIONS[point.precision or "fp32"]
-        usual = Execution.of(TrainConfig(data="", out="", device=settings.device, compile=settings.compile))
+        usual = Execution.of(settings.device, compile=settings.compile)
         self._execution = Execution(usual.device, autocast, usual.compile)
         self._device = usual.device
         plan = ModelPlan.of(settings, point.length)
@@ -47,7 +47,7 @@ class PrefillSubject:
         vocabulary = plan.shape.vocab_size
         tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
         self._tokens = tokens[0][0].contiguous()
-        self._forward = self._execution.callable(LastToken(model))
+        self._forward = self._execution.callable(LastToken(model), fullgraph=isinstance(model, GPT))
         self._calls: dict[str, tuple[Call, int, int]] = {}
 
     def _call(self) -> Tensor:

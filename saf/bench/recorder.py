@@ -8,7 +8,7 @@ from typing import Any
 
 from saf.bench.timing import Budget
 from saf.errors import InputError
-from saf.files import to_json, write_json
+from saf.records.files import to_json, write_json
 
 SCHEMA = "saf.bench/1"
 SAVE_EVERY = 5.0

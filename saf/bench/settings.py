@@ -4,10 +4,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from saf.errors import InputError
+from saf.machine.execution import Device, Switch
 
 Placement = Literal["early", "even"]
-Device = Literal["auto", "cpu", "cuda"]
-Switch = Literal["auto", "on", "off"]
 SETTLE_MS = 400.0
 """Of `settle_ms` on CUDA, where it is left out."""
 REST_MS = 200.0

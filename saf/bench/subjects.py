@@ -13,8 +13,8 @@ from saf.bench.runner import Subject
 from saf.bench.settings import ModelSettings, PrefillSettings, UpdateSettings
 from saf.bench.timing import ways_of
 from saf.bench.work import Work
-from saf.cuda_graph import GraphPool
 from saf.errors import UnsupportedError
+from saf.machine.cuda_graphs import GraphPool
 
 
 def variants_of(settings: ModelSettings, device: torch.device) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ import time
 import torch
 
 from saf.bench.settings import REST_MS, SETTLE_MS
-from saf.cuda_graph import Call
 from saf.errors import UnsupportedError
+from saf.machine.cuda_graphs import Call
 
 CALL, GRAPH = "call", "graph"
 

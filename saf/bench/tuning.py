@@ -11,8 +11,8 @@ from saf.bench.grids import parse_shape
 from saf.bench.recorder import Recorder, Say, say_on_stderr
 from saf.bench.timing import Budget
 from saf.errors import InputError, UnsupportedError
-from saf.ops.availability import has_triton
-from saf.train.execution import device_name
+from saf.machine.execution import device_name
+from saf.ops.operator import has_triton
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,8 +50,8 @@ def measure_tuning(settings: TuneSettings, *, out: Path | None = None, say: Say 
     shapes = [parse_shape(point, "op") for point in settings.points]
     if not torch.cuda.is_available() or not has_triton():
         raise UnsupportedError("tuning times Triton kernels: it needs a CUDA device and Triton")
-    from saf.ops.triton.choices import cache_file
-    from saf.ops.triton.tuning import tune
+    from saf.ops.toeplitz.choices import cache_file
+    from saf.ops.toeplitz.tuning import tune
 
     device = torch.device("cuda", torch.cuda.current_device())
     asked = {field.name: getattr(settings, field.name) for field in fields(TuneSettings)}

@@ -15,9 +15,9 @@ from saf.bench.settings import UpdateSettings
 from saf.bench.synthetic import random_tokens
 from saf.bench.timing import wait_for
 from saf.bench.work import Work, update_work
+from saf.machine.execution import Execution
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 from saf.train.optimizer import build_optimizer
 from saf.train.training import Training
 from saf.train.update import run_update
@@ -44,7 +44,7 @@ class Preloaded:
 
 def execution_of(settings: UpdateSettings) -> Execution:
     """Resolve device, precision and compilation as the trainer does."""
-    return Execution.of(TrainConfig(data="", out="", device=settings.device, compile=settings.compile))
+    return Execution.of(settings.device, compile=settings.compile)
 
 
 class UpdateSubject:

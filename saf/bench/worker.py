@@ -19,7 +19,7 @@ from saf.bench.grids import Point
 from saf.bench.settings import KINDS
 from saf.bench.subjects import build_subject, variants_of
 from saf.bench.told import told
-from saf.cuda_graph import GraphPool
+from saf.machine.cuda_graphs import GraphPool
 
 
 def measure(specification: dict[str, Any]) -> dict[str, Any]:

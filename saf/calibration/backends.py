@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops.availability import TRITON_DTYPES, has_triton
+from saf.ops.operator import TRITON_DTYPES, has_triton
 
 BACKENDS = ("auto", "strips", "triton")
 MAX_DIM = 256

@@ -24,8 +24,8 @@ from saf.calibration.resume import LayerFolder, inputs_of
 from saf.calibration.tiles import LayerStatistics, measure_layer
 from saf.errors import DivergenceError
 from saf.heads import Head, HeadSet
+from saf.machine.stopwatch import Stopwatch
 from saf.statistics import AttentionStatistics
-from saf.stopwatch import Stopwatch
 
 
 def calibrate(

@@ -13,9 +13,9 @@ from saf.adapters import adapter_for, unwrap
 from saf.calibration.capture import hash_of
 from saf.calibration.memory import lowered_dtype
 from saf.errors import CheckpointError, InputError
-from saf.files import file_hash, read_json, read_tensors, write_json, write_tensors
 from saf.heads import HeadSet
-from saf.ops.toeplitz_operator import float32_products
+from saf.ops.toeplitz.operator import float32_products
+from saf.records.files import file_hash, read_json, read_tensors, write_json, write_tensors
 
 SCHEMA = "saf.calibration/1"
 INDEX = "calibration.json"

@@ -13,8 +13,8 @@ from saf.calibration.tile_config import TileConfig, choose_tile_config, tile_con
 from saf.calibration.tile_kernel import tile_kernel
 from saf.calibration.tiles import LayerStatistics
 from saf.errors import InputError
-from saf.ops.availability import TRITON_DTYPES
-from saf.ops.triton.launch import launch
+from saf.ops.launch import launch
+from saf.ops.operator import TRITON_DTYPES
 from saf.statistics import FLOOR
 
 SCRATCH_BYTES = 1 << 28

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from saf.errors import SafError, SafWarning
-from saf.invocation import invocation
+from saf.records.provenance import invocation
 
 COMMANDS = {
     "data": "prepare text as token shards (data prepare), or look into such a folder (data info)",

@@ -18,8 +18,8 @@ from saf.cli.analyze_model import Geometry, JointCost, Profiles
 from saf.cli.analyze_one_head import OneHead
 from saf.cli.output import columns, facts
 from saf.errors import InputError
-from saf.files import read_json
 from saf.heads import HeadSet
+from saf.records.files import read_json
 from saf.report.analysis_figures import write_figure
 
 

@@ -11,16 +11,15 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
-from saf.cli.models import Source, open_data, open_source, pick_device
+from saf.cli.models import Source, open_data, open_source
 from saf.cli.output import show
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
-from saf.evaluate.perplexity import autocast
-from saf.files import write_json
+from saf.machine.execution import autocast, device_name, pick_device
+from saf.records.files import write_json
+from saf.records.provenance import provenance
 from saf.report.analysis_figures import check_figure, write_figure
-from saf.train.execution import device_name
 from saf.train.progress import duration
-from saf.train.provenance import provenance
 
 
 @dataclass(kw_only=True)

@@ -12,11 +12,10 @@ from saf.cli.analyze_base import OnModel
 from saf.cli.options import Fitter
 from saf.cli.output import columns
 from saf.fit import CONSTANT_AFTER, fit_variants
+from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.heads import HeadSet
-from saf.heldout import HeldOutFit, fit_heldout
-from saf.ranking import ranking
 from saf.scores import score
-from saf.selection import budget
+from saf.selection import budget, ranking
 
 
 @dataclass(kw_only=True)

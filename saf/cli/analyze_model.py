@@ -14,9 +14,9 @@ from saf.cli.analyze_base import OnModel, Waiting
 from saf.cli.options import Heads, Score, read_heads
 from saf.cli.output import columns
 from saf.errors import InputError
-from saf.files import read_json
+from saf.estimates import PATTERNS
 from saf.heads import HeadSet
-from saf.patterns import PATTERNS
+from saf.records.files import read_json
 from saf.scores import score
 from saf.selection import budget, select
 

@@ -10,11 +10,10 @@ from saf.analysis.one_head import OneHeadCosts, available_scores, one_head_costs
 from saf.calibration import calibrate
 from saf.cli.analyze_base import OnModel, Opened, Waiting, say
 from saf.cli.output import columns
-from saf.files import write_json
 from saf.fit import CONSTANT_AFTER, fit_variants
-from saf.freeze_config import FreezeConfig
-from saf.ranking import ranking
-from saf.selection import budget
+from saf.freezing.config import FreezeConfig
+from saf.records.files import write_json
+from saf.selection import budget, ranking
 from saf.train.batches import heldout_batches
 from saf.train.gradients import recorded_gradient
 

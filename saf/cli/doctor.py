@@ -92,8 +92,7 @@ def backends() -> list[dict[str, Any]]:
 
 def live_kernels() -> dict[str, str | None]:
     """Return for each attention kernel that live heads may be pinned to None, or why it cannot run here."""
-    from saf.ops.flash import FLASH_PACKAGES, obstacle
-    from saf.ops.live import KERNELS
+    from saf.ops.live import FLASH_PACKAGES, KERNELS, obstacle
 
     if not torch.cuda.is_available():
         return dict.fromkeys(KERNELS, "no CUDA device") | dict.fromkeys(("flash", "math"))

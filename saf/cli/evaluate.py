@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from saf.cli.models import open_data, open_source, pick_device
+from saf.cli.models import open_data, open_source
 from saf.cli.output import facts, show
 from saf.errors import InputError
 from saf.evaluate.perplexity import WRITTEN, evaluate_perplexity
+from saf.machine.execution import pick_device
 
 
 @dataclass(kw_only=True)

@@ -11,18 +11,18 @@ from torch import Tensor
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
 from saf.cli.layer_progress import LayerProgress
-from saf.cli.models import Source, open_data, open_source, pick_device, trained_data
+from saf.cli.models import Source, open_data, open_source, trained_data
 from saf.cli.options import Float, Folder, FreezeOptions
 from saf.cli.output import show
 from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.perplexity import autocast
-from saf.freeze import freeze_
-from saf.freeze_choice import scores_collect
-from saf.freeze_config import FreezeConfig
+from saf.estimates import collect_for
+from saf.freezing.choice import scores_collect
+from saf.freezing.config import FreezeConfig
+from saf.freezing.recipe import freeze_
+from saf.machine.execution import autocast, pick_device
 from saf.models import GPT
-from saf.patterns import collect_for
 from saf.surgery import finalize_
 from saf.train.batches import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint

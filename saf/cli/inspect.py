@@ -14,10 +14,10 @@ from saf.cli.output import columns, facts, show
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.runs import Run
-from saf.files import read_json, read_tensors
+from saf.records.files import read_json, read_tensors
+from saf.records.folders import verify
 from saf.sidecar import check_sums
 from saf.train.checkpoint import checkpoints, is_checkpoint
-from saf.train.manifest import verify
 
 
 @dataclass(kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from saf.errors import CheckpointError
-from saf.files import read_json, read_tensors
-from saf.ops.held_patterns import holds
-from saf.pattern import CompactPattern
-from saf.patterns import storage_report
+from saf.estimates import storage_report
+from saf.ops.toeplitz.tables import holds
+from saf.patterns.compact import CompactPattern
+from saf.records.files import read_json, read_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of values, where most models run; which one a checkpoint will meet is not known."""

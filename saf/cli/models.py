@@ -98,10 +98,3 @@ def _check_tokenizer(data: TokenData, source: Source) -> None:
             f"{data.folder} was made with another tokenizer ({got[:12]}) than the model's training data "
             f"({expected[:12]}); prepare the text with the tokenizer of {source.data_folder}"
         )
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device for "auto" (CUDA if there is one), "cpu" or "cuda"; raise InputError when it is absent."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("device cuda was asked for, but torch sees no CUDA device; use cpu or auto")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

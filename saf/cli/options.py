@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import tyro
 
 from saf.errors import InputError
-from saf.files import read_json
+from saf.estimates import PATTERNS, Storage
 from saf.fit import FITTERS
-from saf.freeze_config import FreezeConfig
-from saf.patterns import PATTERNS, Storage
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json
 from saf.scores import SCORES
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from saf.files import to_json
+from saf.records.files import to_json
 
 LONGEST_WORD = 20
 """Characters of a word that tables keep whole; longer ones, hashes and paths, are folded where space is short."""

@@ -151,7 +151,7 @@ class Pretrain:
         return given
 
     def _freeze_config(self, options: dict[str, Any]) -> Any:
-        from saf.freeze_config import FreezeConfig
+        from saf.freezing.config import FreezeConfig
 
         if not options.keys() & {"rate", "count", "heads"}:
             raise InputError(f"--freeze.{next(iter(options)).replace('_', '-')} needs --freeze.rate beside it")

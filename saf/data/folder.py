@@ -9,7 +9,7 @@ from pathlib import Path
 
 from saf.data.index import INDEX_FILE
 from saf.errors import DataError
-from saf.files import flush, flush_folder
+from saf.records.files import flush, flush_folder
 
 
 def check_target(out: Path, *, overwrite: bool):

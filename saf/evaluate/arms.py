@@ -8,7 +8,7 @@ import torch
 from saf.errors import CompareError, InputError
 from saf.evaluate.paired import paired_delta_ppl
 from saf.evaluate.runs import Run
-from saf.files import read_json, write_json
+from saf.records.files import read_json, write_json
 
 SCHEMA = "saf.compare/1"
 SETTLE_UPDATES = 10

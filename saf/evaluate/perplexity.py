@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch.nn import functional
 from saf.calibration.capture import evaluation_mode
 from saf.data import PARTITIONS, TokenData, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
-from saf.files import write_json, write_tensors
+from saf.machine.execution import autocast, resolve_precision
+from saf.records.files import write_json, write_tensors
 
 SCHEMA = "saf.evaluation/1"
-PRECISIONS = ("auto", "fp32", "bf16")
 WRITTEN = ("evaluation.json", "log_probs.safetensors")
 
 
@@ -97,22 +96,6 @@ def hash_windows(windows: Tensor) -> str:
     digest = hashlib.sha256(f"{list(windows.shape)}".encode())
     digest.update(windows.to(torch.int64).contiguous().numpy().astype("<i8", copy=False).tobytes())
     return digest.hexdigest()
-
-
-def resolve_precision(device: torch.device, precision: str) -> str:
-    """Return "fp32" or "bf16"; "auto" is bf16 on CUDA and fp32 elsewhere."""
-    if precision not in PRECISIONS:
-        raise InputError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
-    if precision == "auto":
-        return "bf16" if device.type == "cuda" else "fp32"
-    return precision
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Return the context in which a model of float32 weights runs in `precision`."""
-    if resolve_precision(device, precision) == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def token_log_probs(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.files import read_json, read_lines, read_tensors
+from saf.records.files import read_json, read_lines, read_tensors
 
 
 @dataclass(frozen=True)

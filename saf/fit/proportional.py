@@ -14,7 +14,7 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.fit.certificate import meaningful, pool_tail
 from saf.fit.objective import fit_loss, initial_parameters
-from saf.tiles import log_column_sums, log_diagonal_sums, log_row_sums
+from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
 # An extrapolation that moves a parameter further than this from the plain sweep, in nats, is not trusted.
 _LONGEST_STEP = 5.0

@@ -8,7 +8,7 @@ from saf.heads import HeadLayout
 from saf.models.projection import plain_weight
 from saf.models.rotary import rotate
 from saf.ops import FrozenHeads, frozen_attention, live_attention, projected_attention
-from saf.ops.slots import flat_heads
+from saf.ops.heads import flat_heads
 
 
 class LiveAttention(nn.Module):

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from saf.errors import InputError
 from saf.models.attention import Attention
 from saf.models.config import GPTConfig
-from saf.models.cross_entropy import linear_cross_entropy, linear_log_probs
 from saf.models.projection import plain_weight
 from saf.models.rotary import Rotary
-from saf.ops.gelu import gelu_linear
+from saf.ops.decoder.gelu import gelu_linear
+from saf.ops.decoder.loss import linear_cross_entropy, linear_log_probs
 from saf.ops.positions import check_start, left_padding
-from saf.ops.trainable_pattern import TrainablePattern
+from saf.patterns.trainable import TrainablePattern
 
 INIT_STD = 0.02
 

@@ -8,13 +8,11 @@ and `toeplitz`, whose product is registered in `toeplitz_operator`, runs with li
 serve the decoder around them. The kernels of each are in `triton`, in files of the same names.
 """
 
-from saf.ops.attention import mixed_attention, split_attention
 from saf.ops.backends import BACKENDS, choose_backend, explain
-from saf.ops.frozen import frozen_attention
 from saf.ops.frozen_heads import FrozenHeads
+from saf.ops.layer import frozen_attention, mixed_attention, projected_attention, split_attention
 from saf.ops.live import live_attention
-from saf.ops.projected import projected_attention
-from saf.ops.trainable_pattern import TrainablePattern
+from saf.patterns.trainable import TrainablePattern
 
 __all__ = [
     "BACKENDS",

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops import fused, reference, toeplitz
-from saf.ops.trainable_pattern import TrainablePattern
+from saf.ops import reference
+from saf.ops.fused import backend as fused
+from saf.ops.toeplitz import backend as toeplitz
+from saf.patterns.trainable import TrainablePattern
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""The frozen heads of one layer, prepared for execution by one backend."""
+"""The patterns of one layer's frozen heads as a list, one per head, of whatever kinds."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,10 +9,32 @@ from torch import Tensor, nn
 
 from saf.errors import InputError
 from saf.ops.backends import BACKENDS, always_mixes_live, check_trainable, choose_backend
-from saf.ops.pattern_list import Pattern, as_list, own
-from saf.ops.settled import SettledCalls
-from saf.ops.trainable_pattern import TrainablePattern
-from saf.pattern import CompactPattern, DensePattern
+from saf.ops.inference.settled import SettledCalls
+from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns.trainable import TrainablePattern
+
+Pattern = CompactPattern | DensePattern | TrainablePattern
+
+
+def as_list(pattern: Pattern | Sequence[Pattern]) -> list[Pattern]:
+    """Return one pattern per head from a batched `[F, ...]` pattern or a list of patterns."""
+    if isinstance(pattern, TrainablePattern):
+        return [pattern]
+    if isinstance(pattern, CompactPattern | DensePattern):
+        if len(pattern.shape) == 0:
+            return [pattern]
+        if len(pattern.shape) != 1:
+            raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {pattern.shape}")
+        return [pattern[index] for index in range(pattern.shape[0])]
+    return [single for item in pattern for single in as_list(item)]
+
+
+def own(pattern: CompactPattern | DensePattern) -> CompactPattern | DensePattern:
+    """Return a pattern on the CPU that does not keep the batch alive which it was a part of."""
+    moved = pattern.to(device="cpu")
+    if isinstance(moved, DensePattern) and moved.weights.untyped_storage().nbytes() > moved.weights.nbytes:
+        return DensePattern(moved.weights.clone())
+    return moved
 
 
 class FrozenHeads(nn.Module):

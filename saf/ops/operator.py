@@ -1,12 +1,29 @@
-"""Registering operators that cost the host little to call, and what their gradients cannot do."""
+"""What is installed here, asked without importing it, and where kernels run."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saf.errors import UnsupportedError
+
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TRITON = find_spec("triton") is not None
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed; it is imported only when a kernel runs.
+
+    Asked once, at import: compiled code calls this while it is traced, where a search for a module breaks the graph.
+    """
+    return _TRITON
+
+
+def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether operators on operands of `dtype` run as Triton kernels on this device."""
+    return device.type == "cuda" and dtype in TRITON_DTYPES and has_triton()
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:

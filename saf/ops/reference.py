@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.ops.dense_product import dense_product
-from saf.pattern import CompactPattern, DensePattern
+from saf.ops.heads import dense_product
+from saf.patterns.compact import CompactPattern, DensePattern
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
-from saf.files import to_json, write_atomically
+from saf.records.files import to_json, write_atomically
 from saf.report.comparison_figures import fits, geometry, joint_cost, partial_spearman, stability
 from saf.report.distribution_figure import distributions
 from saf.report.one_head_figure import one_head

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
-from saf.files import write_atomically
+from saf.records.files import write_atomically
 from saf.report.bars import Axis, Bar, bars_of, heading, panel_title
 from saf.report.measured import Group, groups_of, is_speeds
 from saf.report.speeds import ways

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from saf.bench.recorder import SCHEMA
 from saf.errors import InputError
-from saf.files import read_json, write_atomically
+from saf.records.files import read_json, write_atomically
 from saf.report import bench_words as words
 from saf.report.bars_html import as_html, memory_panel, speed_panels
 from saf.report.kernels import attention_table, kernel_words, longest_kernels

@@ -14,16 +14,7 @@ from saf.report.measured import groups_of, is_speeds
 from saf.report.nanogpt import nanogpt_tables
 from saf.report.paper import Quoted, footnotes
 from saf.report.protocol import protocol
-from saf.report.speeds import (
-    UNFINISHED,
-    bound_notes,
-    caveats,
-    left_out,
-    memory_table,
-    quoted_in,
-    speed_table,
-    ways,
-)
+from saf.report.speeds import UNFINISHED, bound_notes, caveats, left_out, memory_table, quoted_in, speed_table, ways
 
 TITLES = {
     "update": "Updates: speed",

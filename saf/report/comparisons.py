@@ -8,7 +8,7 @@ from typing import Any
 from saf.errors import SafError
 from saf.evaluate.arms import compare_runs
 from saf.evaluate.runs import Run
-from saf.files import read_json
+from saf.records.files import read_json
 
 
 @dataclass(frozen=True)

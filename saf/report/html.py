@@ -6,18 +6,11 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.evaluate.runs import Run
-from saf.files import write_atomically
+from saf.records.files import write_atomically
 from saf.report.comparisons import Comparison, arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
 from saf.report.page import page, section
-from saf.report.sections import (
-    comparison_table,
-    dek,
-    headline,
-    probe_sentence,
-    provenance_table,
-    warning,
-)
+from saf.report.sections import comparison_table, dek, headline, probe_sentence, provenance_table, warning
 from saf.report.tiles import tiles
 from saf.report.words import text
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from saf.files import to_json
+from saf.records.files import to_json
 from saf.report.words import text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.evaluate.runs import Run
-from saf.files import write_atomically
+from saf.records.files import write_atomically
 from saf.report.comparisons import arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
 from saf.report.sections import headline

@@ -8,7 +8,7 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.evaluate.runs import Run
-from saf.files import read_json, write_atomically
+from saf.records.files import read_json, write_atomically
 from saf.report.analyses import PREFIX
 from saf.report.analysis_figures import FIGURES, analysis_figure
 from saf.report.bars_svg import bars_picture

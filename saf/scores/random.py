@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from saf.patterns.sampling import Seed, seed_of
+from saf.estimates.sampling import Seed, seed_of
 from saf.statistics import AttentionStatistics
 
 

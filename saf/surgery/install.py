@@ -9,9 +9,9 @@ from saf.adapters import Site, adapter_for
 from saf.adapters.site import frozen_heads
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
-from saf.ops.pattern_list import Pattern, as_list
-from saf.ops.trainable_pattern import TrainablePattern
-from saf.pattern import CompactPattern
+from saf.ops.frozen_heads import Pattern, as_list
+from saf.patterns.compact import CompactPattern
+from saf.patterns.trainable import TrainablePattern
 from saf.surgery.editing import check_unwrapped, editing
 from saf.surgery.layout import change_layout_, prepare_heads
 from saf.surgery.pattern_group import add_patterns_, check_group

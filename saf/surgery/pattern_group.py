@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.errors import UnsupportedError
-from saf.ops.trainable_pattern import TrainablePattern
+from saf.patterns.trainable import TrainablePattern
 
 _OWN = ("params", "param_names", "weight_decay")
 

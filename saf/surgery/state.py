@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for
 from saf.errors import CheckpointError
-from saf.ops.pattern_list import Pattern
-from saf.ops.trainable_pattern import TrainablePattern
-from saf.pattern import CompactPattern, DensePattern
+from saf.ops.frozen_heads import Pattern
+from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns.trainable import TrainablePattern
 from saf.surgery.editing import editing
 from saf.surgery.layout import prepare_heads
 from saf.surgery.rows import replace_data_

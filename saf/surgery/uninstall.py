@@ -9,7 +9,7 @@ from saf.adapters import adapter_for
 from saf.adapters.site import frozen_heads
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
-from saf.ops.trainable_pattern import TrainablePattern
+from saf.patterns.trainable import TrainablePattern
 from saf.surgery.editing import check_unwrapped, editing
 from saf.surgery.layout import change_layout_, prepare_heads
 from saf.surgery.pattern_group import drop_patterns_

@@ -14,9 +14,8 @@ from torch.optim import AdamW
 
 from saf.errors import CheckpointError, InputError
 from saf.models import GPT, GPTConfig
+from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
 from saf.surgery import restore_, state_of
-from saf.train.atomic import new_folder, no_room, remove_folder_
-from saf.train.manifest import MANIFEST, read_manifest, verify, write_manifest
 from saf.train.optimizer import optimizer_state, restore_optimizer
 
 OPTIMIZER = "optimizer.safetensors"

@@ -4,15 +4,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from saf.errors import InputError
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.machine.execution import Device, Precision, Switch
 from saf.ops.live import KERNELS
 from saf.schedules import SCHEDULES
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
-Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16"]
-Switch = Literal["auto", "on", "off"]
 CalibrationSource = Literal["auto", "calibration", "train"]
 
 

@@ -7,14 +7,14 @@ import torch
 from saf.calibration import plan_calibration
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.freeze import freeze_
-from saf.freeze_choice import scores_collect
+from saf.freezing.choice import scores_collect
+from saf.freezing.recipe import freeze_
+from saf.machine.execution import Execution
 from saf.ops.backends import choose_backend
 from saf.schedules import Event
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.train.batches import calibration_batches, heldout_batches
 from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 from saf.train.gradients import reads_gradient
 from saf.train.training import Training
 

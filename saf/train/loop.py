@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import CheckpointError, DivergenceError
-from saf.train.atomic import no_room
+from saf.records.folders import no_room
 from saf.train.checkpoint import latest, prune_checkpoints_, save_checkpoint, step_name
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from saf.records.files import LineLog
 from saf.train.progress import Progress
-from saf.train.records import LineLog
 
 
 class Observer:

@@ -9,11 +9,11 @@ from typing import Any
 
 from saf.errors import InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.files import file_hash, read_json, read_lines, write_json
+from saf.records.files import file_hash, read_json, read_lines, write_json
+from saf.records.folders import MANIFEST
+from saf.records.provenance import provenance
 from saf.surgery import pattern_parameters, state_of
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
-from saf.train.manifest import MANIFEST
-from saf.train.provenance import provenance
 from saf.train.training import Training
 
 SCHEMA = "saf.result/1"

@@ -7,10 +7,10 @@ from typing import Any
 
 from saf.data import TokenData
 from saf.errors import InputError
-from saf.files import read_json, to_json
+from saf.machine.execution import Execution
 from saf.models import GPTConfig, preset
+from saf.records.files import read_json, to_json
 from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 
 SCHEMA = "saf.run/1"
 VOCABULARY_MULTIPLE = 64

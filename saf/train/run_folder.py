@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from saf.files import read_json, write_json
+from saf.records.files import keep_lines_, read_json, write_json
 from saf.train.config import TrainConfig
-from saf.train.records import keep_lines_
 
 EVENT_FILES = ("freeze.json", "freeze.safetensors")
 

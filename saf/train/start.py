@@ -8,27 +8,26 @@ import torch
 from saf.adapters import adapter_for
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
-from saf.files import read_json
-from saf.freeze_choice import check_heads
+from saf.freezing.choice import check_heads
+from saf.machine.execution import Execution
+from saf.machine.peaks import flops_per_token, peak_flops
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
+from saf.records.files import read_json
+from saf.records.folders import lock_folder, remove_leftovers_
 from saf.schedules import SCHEDULES, Schedule
-from saf.train.atomic import remove_leftovers_
 from saf.train.batches import SAMPLERS, MicroBatches, check_heldout
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 from saf.train.gradients import start_gradient
 from saf.train.intervention import check_freeze
-from saf.train.locking import lock_folder
 from saf.train.observer import Observer
 from saf.train.optimizer import build_optimizer
 from saf.train.progress import Progress
 from saf.train.random_state import restore_random_state
 from saf.train.run_config import check_same_run, model_config, run_config
 from saf.train.run_folder import EVENT_FILES, write_start
-from saf.train.throughput import flops_per_token, peak_flops
 from saf.train.training import Training
 
 
@@ -41,7 +40,10 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
     """
     folder = Path(config.out)
     lock = _lock_run(folder, config, resume=resume)
-    execution, data = Execution.of(config), TokenData.open(config.data)
+    execution, data = (
+        Execution.of(config.device, precision=config.precision, compile=config.compile),
+        TokenData.open(config.data),
+    )
     shape = model_config(config, data)
     length = config.length or shape.max_length
     check_heldout(data, config, length=length)

@@ -9,12 +9,12 @@ from torch.optim import AdamW
 
 from saf.calibration import QKGradient
 from saf.data import TokenData
+from saf.machine.execution import Execution
 from saf.models import GPT
 from saf.schedules import Schedule
 from saf.train.batches import MicroBatches
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 from saf.train.learning_rate import learning_rate, progress_by_time, progress_by_update
 from saf.train.observer import Observer
 
@@ -55,7 +55,7 @@ class Training:
 
     def prepare_forward_(self) -> None:
         """Compile again; needed at the start and whenever heads were frozen."""
-        self.forward = self.execution.callable(self.model)
+        self.forward = self.execution.callable(self.model, fullgraph=True)
         self.compiling = self.execution.compile
 
     def updated_(self, seconds: float) -> None:

@@ -8,8 +8,8 @@ import torch
 import saf
 from saf.adapters import adapter_for
 from saf.errors import InputError, SelectionError, UnsupportedError
+from saf.estimates import dense_pattern
 from saf.heads import HeadSet
-from saf.patterns import dense_pattern
 
 transformers = pytest.importorskip("transformers")
 

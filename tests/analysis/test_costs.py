@@ -8,12 +8,12 @@ from saf.analysis.joint import joint_cost
 from saf.analysis.one_head import available_scores, one_head_costs, score_quality
 from saf.calibration import QKGradient, calibrate
 from saf.errors import InputError
+from saf.estimates import target
 from saf.evaluate.paired import paired_delta_ppl
 from saf.fit import fit_compact, fit_kl
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
 from saf.heads import HeadSet
-from saf.pattern import CompactPattern
-from saf.patterns import target
+from saf.patterns.compact import CompactPattern
 from saf.scores import SCORES
 from saf.surgery import install_
 

@@ -6,7 +6,7 @@ from saf.bench.models import ModelPlan, build_model
 from saf.bench.op import OpSubject
 from saf.bench.op_case import OpCase
 from saf.bench.settings import OpSettings, PrefillSettings
-from saf.cuda_graph import GraphPool
+from saf.machine.cuda_graphs import GraphPool
 from saf.ops import BACKENDS, live_attention, reference
 
 

@@ -21,15 +21,14 @@ from saf.bench.timing import Budget
 from saf.calibration import calibrate
 from saf.cli.bench import COMMANDS
 from saf.errors import InputError, UnsupportedError
+from saf.machine.execution import Execution
 from saf.models import GPT, GPTConfig, preset
-from saf.pattern import CompactPattern
+from saf.patterns.compact import CompactPattern
 from saf.statistics import AttentionStatistics
-from saf.train.config import TrainConfig
-from saf.train.execution import Execution
 
 STAGES = ["capture", "statistics", "score", "select", "fit", "install", "other"]
 CPU = torch.device("cpu")
-EXECUTION = Execution.of(TrainConfig(data="", out="", device="cpu"))
+EXECUTION = Execution.of("cpu")
 
 
 def settings(**given) -> CalibrationSettings:

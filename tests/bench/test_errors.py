@@ -11,7 +11,7 @@ from saf.cli import main
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops import toeplitz
+from saf.ops.toeplitz import backend as toeplitz
 from saf.surgery import install_
 
 

@@ -12,8 +12,8 @@ from saf.bench.op import OpSubject
 from saf.bench.op_case import OpCase, variants_of
 from saf.bench.settings import OpSettings
 from saf.bench.synthetic import synthetic_patterns
-from saf.cuda_graph import GraphPool
 from saf.errors import AccuracyError, InputError, UnsupportedError
+from saf.machine.cuda_graphs import GraphPool
 from saf.ops import live_attention
 
 CPU = torch.device("cpu")

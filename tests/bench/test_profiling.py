@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saf.bench.profiling import MARKS, kernel_seen
-from saf.ops.flash import FLASH_PACKAGES
+from saf.ops.live import FLASH_PACKAGES
 
 NAMES = {
     "cudnn": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0",

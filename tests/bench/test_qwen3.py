@@ -11,8 +11,8 @@ from saf.bench.models import ModelPlan, build_model
 from saf.bench.prefill import PrefillSubject, work_of
 from saf.bench.settings import PrefillSettings, UpdateSettings
 from saf.bench.update import UpdateSubject
-from saf.cuda_graph import GraphPool
 from saf.errors import InputError, UnsupportedError
+from saf.machine.cuda_graphs import GraphPool
 from saf.models import preset
 from saf.prefill import LastToken
 

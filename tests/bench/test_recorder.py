@@ -1,6 +1,6 @@
 """The file of a benchmark and the record that its caller shows."""
 
-from saf.files import read_json
+from saf.records.files import read_json
 
 
 def test_the_seconds_are_those_of_the_file_however_late_they_are_read(make_recorder, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from saf.calibration.tiles import diagonal_sums, measure_layer
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.pattern import CompactPattern
+from saf.patterns.compact import CompactPattern
 from saf.statistics import AttentionStatistics
 from saf.surgery import install_
 
@@ -217,7 +217,7 @@ def test_statistics_cut_off_while_written_leave_the_file_that_was_there(tmp_path
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("saf.files.os.replace", killed)
+    monkeypatch.setattr("saf.records.files.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         calibrate(model(), [tokens(2)]).save(path)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]

@@ -6,9 +6,9 @@ import torch
 from saf.calibration import calibrate, collection_bytes, latter_half
 from saf.calibration.tiles import measure_layer
 from saf.errors import DivergenceError, InputError
+from saf.estimates import target_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.patterns import target_of
 from saf.statistics import COLLECTIONS, AttentionStatistics
 
 HEADS = HeadSet([(0, 2), (1, 0), (1, 3), (2, 1)])

@@ -11,8 +11,8 @@ import torch
 from saf.analysis.row_models import FAMILIES
 from saf.cli.analyze import matrix
 from saf.cli.analyze_base import Waiting
-from saf.files import read_json
-from saf.patterns import PATTERNS
+from saf.estimates import PATTERNS
+from saf.records.files import read_json
 from saf.scores import SCORES
 from saf.train import TrainConfig, pretrain
 
@@ -210,7 +210,7 @@ def test_figures(saf, arms, measured, tmp_path):
     assert "ending in .svg" in err
     code, _, err = saf("analyze", "draw", arms[1] / "freeze.json", tmp_path / "x.svg")
     assert code == 2
-    assert "saf.freeze/1" in err
+    assert "saf.freezing.recipe/1" in err
 
 
 def test_partial_spearman_reads_what_was_measured(saf_json, saf, measured, tmp_path):

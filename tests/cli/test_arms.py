@@ -12,7 +12,7 @@ from saf.data import TokenData, prepare
 from saf.data.token_data import check_separate
 from saf.errors import DataError
 from saf.evaluate.runs import read_evaluation
-from saf.files import read_json
+from saf.records.files import read_json
 
 
 def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):

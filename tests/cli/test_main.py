@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from saf.cli import COMMANDS, main, usage
-from saf.files import write_json
-from saf.train.provenance import command
+from saf.records.files import write_json
+from saf.records.provenance import command
 
 
 def test_help_lists_every_command(saf):
@@ -121,7 +121,7 @@ def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, monkeypatch
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("saf.files.os.fsync", full)
+    monkeypatch.setattr("saf.records.files.os.fsync", full)
     with pytest.raises(OSError, match="No space left") as caught:
         write_json(tmp_path / "record.json", {})
     assert caught.value.filename == str(tmp_path / "record.json")

@@ -13,8 +13,8 @@ from saf.cli.freeze import Freeze
 from saf.cli.options import FreezeOptions
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
-from saf.files import read_json
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --storage dense --fitter adam --max-fit-kl 0.3 --strict
 --exclude 0:1 1:11 --match variance --whole-groups --seed 7 --backend toeplitz --fitter-options steps 20
@@ -134,7 +134,7 @@ def test_help_tells_a_default_rate_only_where_there_is_one(capsys):
 
 
 def test_fitter_options_are_checked_with_the_other_settings(saf, arms, tmp_path, monkeypatch):
-    monkeypatch.setattr("saf.freeze.calibrate", lambda *args, **options: pytest.fail("calibrated"))
+    monkeypatch.setattr("saf.freezing.recipe.calibrate", lambda *args, **options: pytest.fail("calibrated"))
     code, _, err = saf("freeze", arms[0], "--out", tmp_path / "out", "--fitter-options", "steps", 200)
     assert code == 2
     assert "fitter 'proportional' takes" in err

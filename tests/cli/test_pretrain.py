@@ -5,7 +5,7 @@ import tyro
 
 from saf.cli.pretrain import COMMAND
 from saf.errors import InputError
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
 from saf.train import TrainConfig
 
 SHAPE = "--model-overrides num_layers 2 num_heads 4 hidden_size 32 --length 32 --batch-size 4"

@@ -8,8 +8,9 @@ from torch import nn
 
 from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
-from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, resolve_precision
+from saf.evaluate.perplexity import evaluate_perplexity, hash_windows
 from saf.evaluate.runs import read_evaluation
+from saf.machine.execution import resolve_precision
 from saf.models import GPT, GPTConfig
 
 LENGTH = 32

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from saf.errors import InputError
-from saf.files import read_json, read_lines, read_tensors, to_json, write_json, write_tensors
+from saf.records.files import read_json, read_lines, read_tensors, to_json, write_json, write_tensors
 
 
 def test_values_of_all_kinds_become_plain_json():

@@ -5,8 +5,8 @@ import torch
 
 import saf
 from saf.calibration import QKGradient, gate_gradients, head_outputs
+from saf.estimates import PATTERNS
 from saf.models import GPT, GPTConfig
-from saf.patterns import PATTERNS
 from saf.statistics import COLLECTIONS
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,10 @@ import torch
 import saf
 from saf.bench.profiling import kernels_of
 from saf.bench.synthetic import synthetic_patterns
-from saf.cuda_graph import GraphPool, GraphReplay
 from saf.heads import HeadSet
-from saf.ops import FrozenHeads, few_tokens, mixed_attention, projected_attention
+from saf.machine.cuda_graphs import GraphPool, GraphReplay
+from saf.ops import FrozenHeads, mixed_attention, projected_attention
+from saf.ops.inference import one_launch as few_tokens
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
 

@@ -9,7 +9,7 @@ from saf.bench.profiling import attention_kernels, kernel_seen, kernels_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.pattern import DensePattern
+from saf.patterns.compact import DensePattern
 from saf.surgery import install_
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
@@ -90,7 +90,7 @@ def test_the_fused_backend_is_one_launch_forward_and_three_backward():
     [("auto", "toeplitz", 0), ("auto", "toeplitz", 1 << 30), ("flash", "toeplitz", 0), ("auto", "fused", 0)],
 )
 def test_a_compiled_model_equals_the_eager_one(kernel, backend, joined, monkeypatch):
-    monkeypatch.setattr("saf.ops.projected.JOINED", joined)
+    monkeypatch.setattr("saf.ops.layer.JOINED", joined)
     torch.manual_seed(0)
     shape = GPTConfig(vocab_size=512, num_layers=3, num_heads=4, hidden_size=256, max_length=256)
     model = GPT(shape).cuda()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from saf.ops.availability import uses_triton
+from saf.ops.operator import uses_triton
 from tests.ops.hard_patterns import NAMES, real_patterns
 from tests.ops.layer_case import Case
 from tests.ops.layer_outcome import BUDGET, run

@@ -6,8 +6,8 @@ import torch
 from saf.heads import HeadSet
 from saf.models import GPT, preset
 from saf.ops import BACKENDS
-from saf.ops.pattern_gradient import trainable_product
-from saf.pattern import CompactPattern
+from saf.ops.toeplitz.trained import trainable_product
+from saf.patterns.compact import CompactPattern
 from saf.surgery import install_, pattern_parameters
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_the_fastest_candidate_is_kept(tmp_path, monkeypatch):
-    from saf.ops.triton import choices
+    from saf.ops.toeplitz import choices
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     choices.choices_of.cache_clear()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from saf.fit import fit_compact
-from saf.pattern import CompactPattern
+from saf.patterns.compact import CompactPattern
 
 NAMES = (
     "decay", "ripple", "sink", "hollow", "late", "local", "rising", "sink and local", "tilted", "bump", "noisy"

@@ -8,8 +8,8 @@ import torch
 
 import saf.ops
 from saf.ops import FrozenHeads
-from saf.ops.fused_operator import MAPS, PATTERNS
-from saf.pattern import CompactPattern
+from saf.ops.fused.operator import MAPS, PATTERNS
+from saf.patterns.compact import CompactPattern
 
 
 def registered() -> set[str]:

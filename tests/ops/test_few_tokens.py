@@ -10,8 +10,11 @@ import torch
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops import FrozenHeads, few_tokens, mixed_attention, one_launch, toeplitz
-from saf.pattern import CompactPattern, DensePattern
+from saf.ops import FrozenHeads, mixed_attention
+from saf.ops.inference import one_launch
+from saf.ops.inference import one_launch as few_tokens
+from saf.ops.toeplitz import backend as toeplitz
+from saf.patterns.compact import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
 
@@ -144,10 +147,12 @@ def test_on_this_machine_it_is_left_to_the_device():
 
 PROGRAM = """
 import torch
-from saf.ops import FrozenHeads, few_tokens, mixed_attention, one_launch, projected_attention, toeplitz
-from saf.pattern import CompactPattern
+from saf.ops import FrozenHeads, mixed_attention, projected_attention
+from saf.ops.inference import one_launch
+from saf.ops.toeplitz import backend as toeplitz
+from saf.patterns.compact import CompactPattern
 
-few_tokens.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device
+one_launch.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device
 toeplitz.infers = lambda device, dtype, tables: True
 generator = torch.Generator().manual_seed(0)
 pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 160, generator=generator, dtype=torch.float64))

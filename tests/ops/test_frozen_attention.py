@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
-from saf.pattern import CompactPattern, DensePattern
+from saf.patterns.compact import CompactPattern, DensePattern
 
 LENGTHS = [1, 2, 63, 64, 129, 300]
 
@@ -240,13 +240,13 @@ def test_a_backend_where_no_head_is_frozen_is_refused():
 )
 def test_tf32_is_used_only_where_pytorch_may(setting, expected):
     """Every switch of PyTorch counts, in a process of its own: some refuse to be read once others were set."""
-    code = f"import torch; {setting}\nfrom saf.ops.toeplitz_operator import float32_products as f; print(f())"
+    code = f"import torch; {setting}\nfrom saf.ops.toeplitz.operator import float32_products as f; print(f())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == [expected]
 
 
 def test_heads_are_joined_by_position_and_part_again_in_the_backward_pass(generator, monkeypatch):
-    from saf.ops import attention
+    from saf.ops import layer as attention
 
     seen = []
 

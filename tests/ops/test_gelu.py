@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from saf.ops import gelu as module
-from saf.ops.gelu import gelu, gelu_backward_, gelu_linear
+from saf.ops.decoder import gelu as module
+from saf.ops.decoder.gelu import gelu, gelu_backward_, gelu_linear
 
 
 @pytest.fixture

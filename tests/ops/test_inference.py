@@ -6,8 +6,11 @@ import torch
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops import FrozenHeads, inference, mixed_attention, one_launch, projected_attention, split_attention, toeplitz
-from saf.pattern import CompactPattern, DensePattern
+from saf.ops import FrozenHeads, mixed_attention, projected_attention, split_attention
+from saf.ops.inference import one_launch
+from saf.ops.inference import operator as inference
+from saf.ops.toeplitz import backend as toeplitz
+from saf.patterns.compact import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.counted_graphs import CountedGraphs
 

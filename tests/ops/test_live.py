@@ -8,7 +8,8 @@ import torch
 from torch.nn.attention import _registry
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops import flash, live_attention
+from saf.ops import live as flash
+from saf.ops import live_attention
 
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 

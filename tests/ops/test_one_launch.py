@@ -10,9 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from saf import cuda_graph
 from saf.errors import InputError
-from saf.ops import FrozenHeads, few_tokens, mixed_attention, projected_attention, settled, toeplitz
+from saf.machine import cuda_graphs as cuda_graph
+from saf.ops import FrozenHeads, mixed_attention, projected_attention
+from saf.ops.inference import one_launch as few_tokens
+from saf.ops.inference import settled
+from saf.ops.toeplitz import backend as toeplitz
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
 
@@ -23,7 +26,7 @@ HALF = torch.bfloat16
 @pytest.fixture
 def through_operator(monkeypatch):
     """Take the path that CUDA takes, the kernel answering with all it reads; count what goes through the operator."""
-    from saf.ops.triton import fused_forward
+    from saf.ops.fused import launch as fused_forward
 
     seen = []
     original = toeplitz.inference

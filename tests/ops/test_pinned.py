@@ -6,7 +6,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saf.ops import flash
+from saf.ops import live as flash
 from saf.ops.live import KERNELS, live_attention, pinned
 
 ALL = {name: getattr(SDPBackend, backend) for name, backend in attention._backend_names.items()}

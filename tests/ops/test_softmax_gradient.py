@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from saf.errors import InputError
-from saf.ops.softmax_gradient import softmax_gradient_
+from saf.ops.decoder.loss import softmax_gradient_
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -3,8 +3,8 @@
 import torch
 
 from saf.ops.frozen_heads import FrozenHeads
-from saf.ops.trainable_pattern import TrainablePattern
-from saf.pattern import CompactPattern, DensePattern
+from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns.trainable import TrainablePattern
 
 LENGTH = 64
 SOFT = CompactPattern.from_parameters(torch.zeros(LENGTH), -0.1 * torch.arange(LENGTH))

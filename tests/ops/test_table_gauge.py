@@ -6,8 +6,8 @@ from torch import Tensor
 
 from saf.errors import UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, TrainablePattern, frozen_attention
-from saf.ops.pattern_gradient import compact_tables
-from saf.pattern import CompactPattern
+from saf.ops.toeplitz.tables import compact_tables
+from saf.patterns.compact import CompactPattern
 
 BUDGET = {torch.float64: 1e-12, torch.float32: 2.0**-20, torch.bfloat16: 3 * 2.0**-8}
 """Relative L2 errors: 16 roundings of float32, three of bfloat16, and of float64 logits of a hundred nats."""

@@ -7,13 +7,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import saf.ops.convolution as convolution
+import saf.ops.toeplitz.tables as convolution
 from saf.errors import InputError, UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention, mixed_attention
 from saf.ops.backends import choose_backend
-from saf.ops.slots import take_heads
-from saf.ops.trainable_pattern import TrainablePattern
-from saf.pattern import CompactPattern, DensePattern
+from saf.ops.heads import take_heads
+from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns.trainable import TrainablePattern
 
 TRAINABLE = ["toeplitz", "reference"]
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}

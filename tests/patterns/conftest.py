@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from saf.estimates import target_of
 from saf.heads import HeadSet
-from saf.patterns import target_of
 from saf.statistics import AttentionStatistics
 
 HEADS = HeadSet([(0, 1), (2, 1), (2, 3)])

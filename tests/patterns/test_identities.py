@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from saf.analysis.geometry import pattern_distances
 from saf.calibration.tiles import measure_layer
-from saf.patterns import PATTERNS, dense_pattern
+from saf.estimates import PATTERNS, dense_pattern
 
 
 def logits_of(seed: int, count: int, length: int) -> torch.Tensor:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from saf.patterns import dense_pattern, target
-from saf.patterns.dirichlet import concentration, dirichlet
-from saf.patterns.gaussian import gaussian
+from saf.estimates import dense_pattern, target
+from saf.estimates.dirichlet import concentration, dirichlet
+from saf.estimates.gaussian import gaussian
 
 DRAWS = 1000
 

@@ -156,7 +156,7 @@ def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "freeze.safetensors")
     seconds = {"capture": 0.31, "statistics": 0.62, "score": 0.002, "fit": 0.41, "install": 0.05}
     record = {
-        "schema": "saf.freeze/1",
+        "schema": "saf.freezing.recipe/1",
         "update": shape.freeze_update,
         "config": config(shape, frozen=True)["freeze"],
         "heads": [list(head) for head in chosen],

@@ -92,7 +92,7 @@ def test_stability_colours_heads_by_the_sets_they_are_in():
 
 
 def test_other_records_and_names_are_refused(tmp_path):
-    for schema in ("saf.analysis/other/1", "saf.analysis/one-head/2", "saf.freeze/1", None):
+    for schema in ("saf.analysis/other/1", "saf.analysis/one-head/2", "saf.freezing.recipe/1", None):
         with pytest.raises(InputError, match="record of `saf analyze`"):
             analysis_figure({"schema": schema})
     with pytest.raises(InputError, match=r"ending in \.svg"):

@@ -13,8 +13,8 @@ from saf.bench.calibration import measure_calibration
 from saf.bench.calibration_settings import CalibrationSettings
 from saf.bench.errors import ErrorSettings, measure_errors
 from saf.evaluate.paired import paired_delta_ppl
-from saf.files import to_json
 from saf.heads import HeadSet
+from saf.records.files import to_json
 from saf.report.bodies import body_of
 from tests.report.test_results import tables
 

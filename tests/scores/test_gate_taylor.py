@@ -7,7 +7,7 @@ import saf
 from saf.calibration import calibrate, gate_gradients
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.pattern import CompactPattern
+from saf.patterns.compact import CompactPattern
 
 
 def gated_loss(model, ids, gates):
@@ -89,7 +89,7 @@ def test_the_score_is_normalised_by_layer(model, ids, statistics):
     found = saf.score(statistics(variance), "gate_taylor", gates=gates)
     expected = torch.tensor([[0.6, 0.8, torch.nan], [0.0, 0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(found, expected, equal_nan=True)
-    assert saf.ranking.ranking(found)[:3] == [(1, 0), (1, 1), (1, 2)]
+    assert saf.selection.ranking(found)[:3] == [(1, 0), (1, 1), (1, 2)]
     with pytest.raises(InputError, match=r"\[2, 3\]; got \[3\]"):
         saf.score(statistics(variance), "gate_taylor", gates=gates[0])
     measured = gate_gradients(model, [ids])

@@ -12,7 +12,7 @@ from saf.calibration.gradients import head_norms
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT
-from saf.pattern import CompactPattern
+from saf.patterns.compact import CompactPattern
 
 
 def norms(model: GPT) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_rank_sum_adds_places_ties_by_layer_and_head(statistics):
 def test_the_veto_sends_heads_above_the_median_to_the_end(statistics):
     found = saf.score(statistics(VARIANCE), "gradient_veto", gradient=GRADIENT)
     # The median is 1.0: (0, 1) and (1, 2) lie above it and follow all others, by variance.
-    assert [(layer, head) for layer, head in saf.ranking.ranking(found)] == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2)]
+    assert [(layer, head) for layer, head in saf.selection.ranking(found)] == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2)]
 
 
 def test_a_live_head_without_a_gradient_is_told(statistics):

@@ -11,7 +11,7 @@ import saf
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT
-from saf.ops.trainable_pattern import TrainablePattern
+from saf.patterns.trainable import TrainablePattern
 from saf.surgery import apply_, install_, restore_, state_of, uninstall_
 from tests.surgery.test_install import LENGTH, SHAPE, SOME, make, patterns, update
 

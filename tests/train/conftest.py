@@ -54,7 +54,7 @@ def outcome():
     """Return a function that reads what must not depend on interruptions: tensors and logged losses of a run."""
 
     def read(folder) -> dict:
-        from saf.files import read_json, read_lines
+        from saf.records.files import read_json, read_lines
         from saf.train import latest
 
         folder = Path(folder)

@@ -10,8 +10,8 @@ import torch
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.evaluate.arms import differences
 from saf.evaluate.runs import Run, read_evaluation
-from saf.files import read_json, read_lines
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json, read_lines
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
@@ -92,7 +92,7 @@ def test_run_folder(settings):
     assert "freeze" not in written["train"]
     assert written["data"]["folder"] == config.data
     freeze = read_json(path(config, "freeze.json"))
-    assert (freeze["schema"], freeze["update"], freeze["num_sequences"]) == ("saf.freeze/1", 6, 4)
+    assert (freeze["schema"], freeze["update"], freeze["num_sequences"]) == ("saf.freezing.recipe/1", 6, 4)
     metrics = read_lines(path(config, "metrics.jsonl"))
     assert [line["update"] for line in metrics] == list(range(1, 13))
     assert metrics[-1].keys() == {"update", "tokens", "loss", "lr", "grad_norm", "update_seconds"}
@@ -183,7 +183,8 @@ def test_seed_decides_weights_and_order(settings, outcome):
 
 
 def test_live_heads_run_on_the_kernel_asked_for_before_and_after_freezing(settings, monkeypatch):
-    from saf.ops import attention, live
+    from saf.ops import layer as attention
+    from saf.ops import live
 
     seen = set()
     for module in (attention, live):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from saf.errors import InputError
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
 from saf.train import TrainConfig
 
 

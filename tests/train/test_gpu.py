@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from saf.files import read_lines
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_lines
 from saf.train import TrainConfig, continue_from, load_model, pretrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -1,6 +1,6 @@
 import pytest
 
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
 from saf.train import pretrain
 from saf.train.observer import Observer
 from saf.train.progress import Progress, duration

@@ -12,10 +12,10 @@ import torch
 import saf.train.intervention as intervention
 import saf.train.loop as loop
 from saf.errors import CheckpointError, InputError
-from saf.files import read_json, read_lines
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json, read_lines
+from saf.records.folders import lock_folder
 from saf.train import continue_from, latest, pretrain
-from saf.train.locking import lock_folder
 from tests.train.killed import Killed, die_at
 
 

@@ -9,8 +9,8 @@ import saf.train.intervention as intervention
 import saf.train.loop as loop
 from saf.data import TokenData, sequential_windows
 from saf.errors import DataError, InputError
-from saf.files import read_json
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json
 from saf.train import continue_from, open_checkpoint, pretrain
 from saf.train.batches import heldout_batches
 from tests.train.killed import Killed, die_at

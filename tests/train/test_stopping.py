@@ -17,8 +17,8 @@ import saf.train.observer
 import saf.train.results
 import saf.train.update
 from saf.errors import CheckpointError, DivergenceError, InputError
-from saf.files import read_json, read_lines
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json, read_lines
 from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
 from saf.train.signals import StopRequest
 from saf.train.update import run_update

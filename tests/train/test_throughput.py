@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from saf.machine.peaks import flops_per_token, peak_flops
 from saf.models import GPT, preset
-from saf.train.throughput import flops_per_token, peak_flops
 
 
 @pytest.mark.parametrize("name", ["tiny", "124m"])

@@ -11,8 +11,8 @@ import saf.train.intervention as intervention
 import saf.train.loop as loop
 from saf.cli import main
 from saf.errors import InputError, UnsupportedError
-from saf.files import read_json, read_lines
-from saf.freeze_config import FreezeConfig
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json, read_lines
 from saf.surgery import pattern_parameters
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 from tests.train.killed import Killed, die_at

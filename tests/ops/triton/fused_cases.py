@@ -50,10 +50,8 @@ CASES = {
 
 def run(case: Case, device: str) -> dict:
     """Run a case; return relative L2 errors of the output, the row log-sum-exps and every gradient, ours and SDPA's."""
-    from saf.ops.triton.fused_backward import fused_backward
-    from saf.ops.triton.fused_config import Blocks, FusedConfig
-    from saf.ops.triton.fused_forward import fused_forward
-    from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
+    from saf.ops.fused.launch import Blocks, FusedConfig, fused_backward, fused_forward
+    from saf.ops.fused.tables import FusedPatterns, HeadMaps
 
     if device == "cpu" and (case.dtype == "bfloat16" or (case.blocks is None and case.dtype == "float16")):
         return {"skip": "too large for the interpreter, whose products of bfloat16 are wrong too; needs a GPU"}

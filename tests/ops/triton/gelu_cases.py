@@ -26,7 +26,7 @@ CASES = {
 
 def run(case: Case, device: str) -> dict:
     """Return relative L2 errors of values and gradients, those of rounding alone, and whether both values agree."""
-    from saf.ops.triton.gelu import gelu, gelu_backward
+    from saf.ops.decoder.gelu_kernel import gelu, gelu_backward
 
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)

@@ -5,18 +5,16 @@ from typing import Any
 
 import torch
 
-from saf.ops.triton import convolution, gelu, softmax_gradient
-from saf.ops.triton.config import Config
-from saf.ops.triton.fused_arguments import block_constants, padded
-from saf.ops.triton.fused_backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
-from saf.ops.triton.fused_config import choose_fused_config
-from saf.ops.triton.fused_forward_kernel import fused_forward_kernel
-from saf.ops.triton.rule import choose_config
-from saf.ops.triton.tables import TILE
-from saf.ops.triton.toeplitz_descriptor_kernel import toeplitz_descriptor_kernel
-from saf.ops.triton.toeplitz_kernel import prescale_kernel
-from saf.ops.triton.toeplitz_pointer import kernel_constants, kernel_options, toeplitz_kernel
-from saf.ops.triton.tuning import CANDIDATES
+from saf.ops.decoder import gelu_kernel as gelu
+from saf.ops.decoder import loss_kernel as softmax_gradient
+from saf.ops.fused.backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
+from saf.ops.fused.forward_kernel import fused_forward_kernel
+from saf.ops.fused.launch import block_constants, choose_fused_config, padded
+from saf.ops.toeplitz import convolution
+from saf.ops.toeplitz.config import TILE, Config, choose_config
+from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
+from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_kernel
+from saf.ops.toeplitz.tuning import CANDIDATES
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)

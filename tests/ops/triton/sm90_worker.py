@@ -17,7 +17,7 @@ from sm90_rows import NAMES, Row, all_rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import saf.ops.triton
+import saf.ops
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PROCESSES = min(8, os.cpu_count() or 1)
@@ -79,8 +79,8 @@ def named_resources(name: str) -> tuple[str, dict]:
 
 
 def every_kernel() -> list[str]:
-    """Return the names of all kernels below `saf.ops.triton`."""
-    modules = [import_module(f"saf.ops.triton.{found.name}") for found in pkgutil.iter_modules(saf.ops.triton.__path__)]
+    """Return the names of all kernels below `saf.ops`."""
+    modules = [import_module(found.name) for found in pkgutil.walk_packages(saf.ops.__path__, "saf.ops.")]
     names = {name for module in modules for name, one in vars(module).items() if isinstance(one, triton.JITFunction)}
     return sorted(name for name in names if name.endswith("_kernel"))
 

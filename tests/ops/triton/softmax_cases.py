@@ -21,7 +21,7 @@ CASES = {f"{vocab}-{dtype}": Case(vocab, dtype) for vocab in (50, 4096, 9001) fo
 
 def run(case: Case, device: str) -> dict:
     """Return the errors of losses (largest) and gradients (relative), and whether other labels do no harm."""
-    from saf.ops.triton.softmax_gradient import softmax_gradient
+    from saf.ops.decoder.loss_kernel import softmax_gradient
 
     generator = torch.Generator(device).manual_seed(0)
     logits = (4 * torch.randn(5, case.vocab, generator=generator, device=device)).to(getattr(torch, case.dtype))

@@ -47,13 +47,14 @@ def run(case: Case | tuple, device: str) -> dict:
 
 def _kernels_in_place(device: str) -> list[str]:
     """Let the interpreter stand in for a device; the list returned names every kernel launched from then on."""
-    import saf.ops.fused
-    import saf.ops.toeplitz_operator
-    from saf.ops.triton import fused_backward, launch
+    import saf.ops.fused.backend
+    import saf.ops.toeplitz.operator
+    from saf.ops import launch
+    from saf.ops.fused import launch as fused_backward
 
     if device == "cpu":
-        saf.ops.fused.supports = lambda device, dtype: None
-        saf.ops.toeplitz_operator.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
+        saf.ops.fused.backend.supports = lambda device, dtype: None
+        saf.ops.toeplitz.operator.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
     names: list[str] = []
 
     def noting(kernel, *arguments, **constants) -> None:
@@ -74,6 +75,6 @@ def _kernels_in_place(device: str) -> list[str]:
 @cache
 def _prepared():
     """Return what calls a prepared launch, as it was before any case put something else in its place."""
-    from saf.ops.triton.launch import PreparedLaunch
+    from saf.ops.launch import PreparedLaunch
 
     return PreparedLaunch.__call__

@@ -9,10 +9,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from saf.errors import InputError, UnsupportedError  # noqa: E402
-from saf.ops.triton import choices  # noqa: E402
-from saf.ops.triton.config import Config  # noqa: E402
-from saf.ops.triton.rule import choose_config  # noqa: E402
-from saf.ops.triton.tuning import tune  # noqa: E402
+from saf.ops.toeplitz import choices  # noqa: E402
+from saf.ops.toeplitz.config import Config, choose_config  # noqa: E402
+from saf.ops.toeplitz.tuning import tune  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 SHAPE = {"length": 4096, "batch": 8, "heads": 3, "dim": 64, "dtype": torch.bfloat16, "transpose": False}

@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 PROGRAM = """
 import torch
-import saf.ops.fused as fused
+import saf.ops.fused.backend as fused
 from saf.ops import FrozenHeads, mixed_attention
-from saf.pattern import CompactPattern, DensePattern
+from saf.patterns.compact import CompactPattern, DensePattern
 
 fused.supports = lambda device, dtype: None  # the interpreter stands in for a device
 generator = torch.Generator().manual_seed(0)
@@ -49,10 +49,10 @@ def test_fused_equals_the_reference_in_output_and_every_gradient():
 
 SECOND = """
 import torch
-import saf.ops.fused as fused
+import saf.ops.fused.backend as fused
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, mixed_attention
-from saf.pattern import CompactPattern
+from saf.patterns.compact import CompactPattern
 
 fused.supports = lambda device, dtype: None
 frozen = FrozenHeads.from_patterns(

@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 
 from kernel_stub import Kernel  # noqa: E402
 
-from saf.ops.triton import launch as module  # noqa: E402
-from saf.ops.triton.launch import PreparedLaunch, launch  # noqa: E402
+from saf.ops import launch as module  # noqa: E402
+from saf.ops.launch import PreparedLaunch, launch  # noqa: E402
 
 
 @pytest.fixture

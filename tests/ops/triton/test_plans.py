@@ -10,11 +10,14 @@ pytest.importorskip("triton")
 from kernel_stub import Kernel  # noqa: E402
 
 from saf.errors import InputError  # noqa: E402
-from saf.ops.triton import choices, prescale, toeplitz, toeplitz_descriptor, toeplitz_pointer  # noqa: E402
-from saf.ops.triton import launch as launching  # noqa: E402
-from saf.ops.triton.config import Config  # noqa: E402
-from saf.ops.triton.tables import make_tables  # noqa: E402
-from saf.ops.triton.toeplitz import toeplitz_matmul  # noqa: E402
+from saf.ops import launch as launching  # noqa: E402
+from saf.ops.toeplitz import choices  # noqa: E402
+from saf.ops.toeplitz import launch as prescale  # noqa: E402
+from saf.ops.toeplitz import launch as toeplitz  # noqa: E402
+from saf.ops.toeplitz import launch as toeplitz_descriptor  # noqa: E402
+from saf.ops.toeplitz import launch as toeplitz_pointer  # noqa: E402
+from saf.ops.toeplitz.config import Config, make_tables  # noqa: E402
+from saf.ops.toeplitz.launch import toeplitz_matmul  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 POINTER = Config(tables="shifted", prescale="tile", block_m=64, block_n=32, block_k=32)

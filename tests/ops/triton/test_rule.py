@@ -39,7 +39,7 @@ torch = pytest.importorskip("torch")
     ],
 )
 def test_the_fastest_measured_configuration_is_picked(length, columns, heads, name):
-    from saf.ops.triton.rule import choose_config
+    from saf.ops.toeplitz.config import choose_config
 
     shape = {"length": length, "columns": columns, "heads": heads}
     assert choose_config(**shape, dtype=torch.bfloat16, descriptors=True).name == name
@@ -49,7 +49,7 @@ def test_the_fastest_measured_configuration_is_picked(length, columns, heads, na
 
 @pytest.mark.parametrize(("length", "columns", "heads"), [(4096, 512, 2), (8192, 4096, 6), (16384, 64, 3)])
 def test_little_shared_memory_shortens_the_pipeline(length, columns, heads):
-    from saf.ops.triton.rule import choose_config
+    from saf.ops.toeplitz.config import choose_config
 
     kilobytes = 99
     config = choose_config(
@@ -61,7 +61,7 @@ def test_little_shared_memory_shortens_the_pipeline(length, columns, heads):
 
 
 def test_there_is_a_configuration_for_no_positions_columns_or_heads():
-    from saf.ops.triton.rule import choose_config
+    from saf.ops.toeplitz.config import choose_config
 
     for shape in ((0, 512, 3), (4096, 0, 3), (4096, 512, 0)):
         config = choose_config(**dict(zip(("length", "columns", "heads"), shape, strict=True)), dtype=torch.bfloat16)

@@ -41,7 +41,7 @@ def test_backward_repeats_to_the_bit(fused_results, name):
 def test_maps_number_slots_in_head_order():
     """Slots count each kind in head order; groups list the heads of every value head."""
     pytest.importorskip("triton")
-    from saf.ops.triton.fused_tables import HeadMaps
+    from saf.ops.fused.tables import HeadMaps
 
     states = [COMPACT, LIVE, LIVE, COMPACT]
     maps = HeadMaps.build(states, key=[0, 0, 1, 1], value=[0, 0, 1, 1], num_value_heads=3, device="cpu")
@@ -58,8 +58,8 @@ def test_refuses_operands_that_do_not_fit():
     """A query slot is needed for each live head, and a pattern for each frozen one."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from saf.ops.triton.fused_forward import fused_forward
-    from saf.ops.triton.fused_tables import FusedPatterns, HeadMaps
+    from saf.ops.fused.launch import fused_forward
+    from saf.ops.fused.tables import FusedPatterns, HeadMaps
 
     maps = HeadMaps.build([LIVE, COMPACT], key=[0, 0], value=[0, 1], num_value_heads=2, device="cpu")
     one, none = torch.zeros(1, 40), torch.zeros(0, 40, 40)

@@ -55,7 +55,7 @@ def operands():
     """Valid arguments that a test may spoil."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from saf.ops.triton.tables import make_tables
+    from saf.ops.toeplitz.config import make_tables
 
     tables = make_tables(torch.rand(2, 40), kind="shifted", dtype=torch.float32)
     return {"x": torch.randn(1, 2, 33, 8), "tables": tables, "pre": torch.rand(2, 40), "post": torch.rand(2, 40)}
@@ -73,7 +73,7 @@ def operands():
 )
 def test_refuses_what_it_cannot_do(operands, spoil, text):
     """Arguments that do not fit are refused before any launch, naming what was expected."""
-    from saf.ops.triton.toeplitz import toeplitz_matmul
+    from saf.ops.toeplitz.launch import toeplitz_matmul
 
     for name, change in spoil.items():
         operands[name] = change(operands[name])
@@ -84,7 +84,7 @@ def test_refuses_what_it_cannot_do(operands, spoil, text):
 def test_refuses_a_bad_configuration():
     """Unknown tables, odd blocks and blocks beyond the padding are refused."""
     pytest.importorskip("triton")
-    from saf.ops.triton.config import Config
+    from saf.ops.toeplitz.config import Config
 
     with pytest.raises(InputError, match="tables must be one of"):
         Config(tables="fft")

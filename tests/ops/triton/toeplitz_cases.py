@@ -80,9 +80,8 @@ CASES = _cases()
 
 def run(case: Case, device: str) -> dict:
     """Run a case; return errors and the checks on memory around it."""
-    from saf.ops.triton.config import Config
-    from saf.ops.triton.tables import make_tables
-    from saf.ops.triton.toeplitz import toeplitz_matmul
+    from saf.ops.toeplitz.config import Config, make_tables
+    from saf.ops.toeplitz.launch import toeplitz_matmul
 
     if case.dtype == "bfloat16" and device == "cpu":
         return {"skip": "the interpreter's products of bfloat16 are wrong; needs a GPU"}

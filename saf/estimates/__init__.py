@@ -1,0 +1,127 @@
+"""What a frozen head's fixed pattern is made from: one pattern a file, dense or as a target for a compact fit."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.estimates.dirichlet import dirichlet
+from saf.estimates.gaussian import gaussian
+from saf.estimates.mean import dense_mean, mean
+from saf.estimates.sampling import seed_of
+from saf.estimates.sharp_mean import SHARP_MARGINALS, dense_sharp_mean, sharp_mean
+from saf.estimates.structured_random import dense_structured_random, structured_random
+from saf.estimates.target import Target, target_of
+from saf.heads import Head, HeadSet
+from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns.storage import StorageReport, storage_report
+from saf.statistics import AttentionStatistics
+
+Storage = Literal["compact", "dense"]
+
+
+class PatternKind(NamedTuple):
+    """How to make one kind of pattern from statistics and a head set, both ways, and what to collect for each."""
+
+    dense: Callable[..., Tensor]
+    """`(statistics, heads, **options)` to the pattern, `[F, T, T]`."""
+    collect: tuple[str, ...] = ()
+    """What `dense` reads beside the statistics, names of `saf.statistics.COLLECTIONS`."""
+    compact: Callable[..., Target | CompactPattern] | None = None
+    """`(statistics, heads, **options)` to what a compact pattern is fitted to, or to the pattern itself when it is
+    compact by nature; None: from the dense pattern."""
+    collect_compact: tuple[str, ...] = ()
+    """What `compact` reads beside the statistics."""
+
+
+PATTERNS: dict[str, PatternKind] = {
+    "mean": PatternKind(dense_mean, ("mean",), mean),
+    "sharp_mean": PatternKind(dense_sharp_mean, ("logit_mean",), sharp_mean, SHARP_MARGINALS),
+    "gaussian": PatternKind(gaussian, ("logit_mean", "logit_variance")),
+    "dirichlet": PatternKind(dirichlet, ("mean", "row_variance")),
+    "structured_random": PatternKind(dense_structured_random, (), structured_random),
+}
+
+__all__ = [
+    "PATTERNS",
+    "PatternKind",
+    "Storage",
+    "StorageReport",
+    "Target",
+    "collect_for",
+    "dense_pattern",
+    "storage_report",
+    "target",
+    "target_of",
+]
+
+
+def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
+    """Return what `calibrate(collect=...)` must keep for a pattern; raise InputError for an unknown name."""
+    kind = _kind(name)
+    return kind.collect_compact if storage == "compact" and kind.compact is not None else kind.collect
+
+
+def target(
+    statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any
+) -> Target | CompactPattern:
+    """Return what a pattern's compact form is fitted to, for `heads` in order; or that form, where it is exact.
+
+    Options are those of the pattern: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. A seed may also be
+    a `torch.Generator`, which draws one for all heads: what a head draws depends on the seed, its layer and its id
+    alone. Raises InputError for unknown names and options, and for statistics that lack what `collect_for` names.
+    """
+    kind, given = _kind(name), check_options(name, options)
+    heads = _some(heads)
+    if kind.compact is not None:
+        return kind.compact(statistics, heads, **given)
+    rows = [target_of(kind.dense(statistics, HeadSet([head]), **given)) for head in heads]
+    return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
+
+
+def dense_pattern(
+    statistics: AttentionStatistics,
+    heads: Iterable[Head],
+    name: str = "mean",
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> DensePattern:
+    """Return the pattern of `heads`, in order, entry by entry: float32 for analysis, bfloat16 for execution.
+
+    Options and errors are those of `target`.
+    """
+    kind, given = _kind(name), check_options(name, options)
+    # Head by head: what a pattern is made from takes several times its own memory.
+    return DensePattern(
+        torch.cat([kind.dense(statistics, HeadSet([head]), **given).to(dtype) for head in _some(heads)])
+    )
+
+
+def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options that a pattern takes, a generator given as `seed` replaced by a seed that it draws.
+
+    `seed` may be given to all patterns. Raises InputError for other options and for what is no seed.
+    """
+    parameters = inspect.signature(_kind(name).dense).parameters.values()
+    known = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    if unknown := set(options) - known - {"seed"}:
+        raise InputError(f"pattern {name!r} takes {sorted(known) or 'no options'}; got {sorted(unknown)}")
+    given = {key: value for key, value in options.items() if key in known}
+    return given | {"seed": seed_of(given["seed"])} if "seed" in given else given
+
+
+def _some(heads: Iterable[Head]) -> HeadSet:
+    chosen = HeadSet(heads)
+    if not len(chosen):
+        raise InputError("a pattern needs at least one head; got none")
+    return chosen
+
+
+def _kind(name: str) -> PatternKind:
+    if name not in PATTERNS:
+        raise InputError(f"unknown pattern {name!r}; expected one of {sorted(PATTERNS)}")
+    return PATTERNS[name]

@@ -1,0 +1,1 @@
+"""The whole recipe in one call: measure, choose, fit, install, report."""

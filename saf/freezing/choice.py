@@ -1,0 +1,112 @@
+"""Which heads a freezing event takes: what its scores need, whom they propose, and whose fit is accepted."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.calibration.needed import collect_for_score
+from saf.errors import InputError, SafWarning, SelectionError
+from saf.freezing.config import FreezeConfig
+from saf.freezing.fitting import Made
+from saf.heads import Head, HeadLayout, HeadSet
+from saf.scores import Score, score_name
+from saf.selection import Chooser, chooser, existing, select
+
+
+def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
+    """Raise InputError for heads that do not exist or are frozen, a count above the live ones, or if none is live."""
+    live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
+    existing(live, config.exclude)
+    if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
+        raise InputError(f"{frozen} are frozen already; name live heads")
+    left, total = int(live.sum()), live.numel()
+    if not left:
+        raise InputError(f"all {total} heads are frozen already; take a model with live heads")
+    if config.count is not None and config.count > left:
+        raise InputError(f"{config.count} heads asked for; {left} of {total} are live: ask for no more than these")
+
+
+def check_ranks(name: str | Score, values: Tensor, *, num_sequences: int) -> None:
+    """Raise InputError for a score `[L, H]` that is the same for all live heads: it would choose by their numbers."""
+    live = values[~values.isnan()]
+    if len(live) > 1 and bool((live == live[0]).all()):
+        raise InputError(
+            f"score {score_name(name)!r} is {live[0].item():g} for every head, over {num_sequences} calibration "
+            "sequences: it tells none apart; most scores need two different sequences, the paper's runs had 16 to 32"
+        )
+
+
+def scores_collect(config: FreezeConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the first calibration keeps beside the statistics, for scores that read more than `given` brings."""
+    names = {name for name in (config.score, config.match) if name is not None}
+    return tuple(sorted({kept for name in names for kept in collect_for_score(name, given)}))
+
+
+def choose_by(
+    scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int, keep_live: int
+) -> Chooser:
+    """Return what proposes heads by the configured score, budget and conditions, and what the model's layers need."""
+    needs: dict[str, Any] = {"group_size": group_size if config.whole_groups else 1, "keep_live": keep_live}
+    ranked = scores[config.score]
+    if config.heads is not None:
+        return chooser(ranked, count=len(config.heads), only=config.heads, **needs)
+    total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
+    if config.match is None:
+        return chooser(ranked, **total, max_per_layer=config.max_per_layer, exclude=config.exclude, **needs)
+    matched = select(scores[config.match], **total, exclude=config.exclude, **needs)
+    return chooser(ranked, match=matched, exclude=config.exclude, **needs)
+
+
+def accept(
+    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig, *, frozen_before: int
+) -> tuple[dict[Head, Made], dict[Head, Made]]:
+    """Make patterns of heads in score order until k pass (paper, Algorithm 1); return them and the rejected ones.
+
+    Candidates are taken in batches of as many as are still missing. Heads chosen together pass together. Warns of
+    fewer than k, and of how many that makes with the `frozen_before`.
+    """
+    strict = config.strict or config.heads is not None
+    made: dict[Head, Made] = {}
+    rejected: dict[Head, Made] = {}
+    proposed = choose.propose()
+    if strict and not choose.attained(available := sum(map(len, proposed))):
+        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen{_kept(choose)}")
+    while proposed:
+        made |= make(HeadSet(head for unit in proposed for head in unit))
+        for unit in proposed:
+            # Not "> max_fit_kl": a KL that is NaN never passes.
+            missed = {head: made[head] for head in unit if not made[head].fit_kl <= config.max_fit_kl}
+            rejected |= missed
+            if not missed:
+                choose.accept(unit)
+        if rejected and strict:
+            listed = ", ".join(f"{head}: {rejected[head].fit_kl:.3f}" for head in sorted(rejected))
+            those, way_out = (
+                f"lowest-{score_name(config.score)}",
+                "raise max_fit_kl, lower the rate, or leave strict out",
+            )
+            if config.heads is not None:
+                those, way_out = "named", "raise max_fit_kl or name others"
+            raise SelectionError(
+                f"{len(rejected)} of the {choose.total} {those} heads do not fit within {config.max_fit_kl} nats "
+                f"({listed}); {way_out}"
+            )
+        proposed = choose.propose()
+    if not choose.attained(len(choose)):
+        reason = (
+            f"no further head fits within {config.max_fit_kl} nats"
+            if rejected
+            else f"no other may be frozen{_kept(choose)}"
+        )
+        more, in_all = (" more", f"; {frozen_before + len(choose)} are frozen in all") if frozen_before else ("", "")
+        told = f"{len(choose)}{more} of {choose.total} heads could be frozen: {reason}{in_all}"
+        warnings.warn(told, SafWarning, stacklevel=6)
+    return {head: made[head] for head in HeadSet(choose)}, rejected
+
+
+def _kept(choose: Chooser) -> str:
+    kept = choose.keep_live
+    return f" ({kept} of every layer must stay live in this model)" if kept else ""

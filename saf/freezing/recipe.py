@@ -1,0 +1,163 @@
+"""The whole recipe on any supported model: calibrate, score, select, make and fit patterns, install."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saf.adapters import adapter_for
+from saf.calibration import calibrate
+from saf.calibration.capture import Batch, read_batches
+from saf.calibration.needed import gather
+from saf.errors import InputError, SafWarning
+from saf.freezing.choice import accept, check_heads, check_ranks, choose_by, scores_collect
+from saf.freezing.config import FreezeConfig
+from saf.freezing.fitting import Made, make_patterns, stack
+from saf.freezing.heldout import HeldOutFit, fit_heldout
+from saf.freezing.report import FreezeReport
+from saf.heads import Head, HeadSet
+from saf.machine.processes import done_once
+from saf.machine.stopwatch import Stopwatch
+from saf.scores import score
+from saf.surgery import install_
+from saf.surgery.editing import check_unwrapped
+from saf.surgery.rows import check_optimizer, unwrap_optimizer
+
+
+def freeze_(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    config: FreezeConfig | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    heldout: Iterable[Batch] | None = None,
+    needed: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    capture_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> FreezeReport:
+    """Freeze the heads whose attention depends least on the input, changing the model in place.
+
+    In a `torch.distributed` group every process calls it with the same weights. The first one measures and decides, on
+    its own batches; all of them install that (paper, Appendix on 1B). Wrap for data parallelism again afterwards.
+
+    Args:
+        model: The project's `GPT` or another supported causal language model.
+        batches: Calibration sequences: LongTensors `[B, T]` or mappings with `input_ids`. Patterns cover T
+            positions, so longer inputs are refused afterwards; a T below the model's own limit warns.
+        config: Settings; the paper's recipe at 25% by default.
+        optimizer: The optimiser that trains the model: its state follows the retained rows, and it takes on the
+            logits of trainable patterns.
+        heldout: Further sequences of the same length, for output-aware scores.
+        needed: What the score reads beside the statistics, by name; `gradient` may be the `QKGradient` itself.
+        folder: Where to keep each layer's calibration once it is finished, to go on from there; see `calibrate`.
+        capture_bytes: Most memory for queries and keys kept at once; see `calibrate`.
+        progress: Called with (layers measured, layers).
+
+    Returns:
+        What was measured, chosen, fitted and rejected, and the seconds of each part. It prints as a table.
+
+    Raises:
+        InputError: Batches or settings that cannot be used, a score that lacks what it needs or is the same for all
+            heads, heads that do not exist or are frozen, more heads than are live, an optimiser that does not hold the
+            model's weights.
+        SelectionError: With `strict`, a head among the k lowest whose fit exceeds `max_fit_kl`, or fewer than k
+            live heads. The model is unchanged.
+    """
+    config = FreezeConfig() if config is None else config
+    if not isinstance(config, FreezeConfig):
+        raise InputError(f"config must be a saf.FreezeConfig, as FreezeConfig(rate=0.25); got {config!r}")
+    check_unwrapped(model)
+    adapter = adapter_for(model)
+    for site in adapter.sites():  # now, not after the whole measurement
+        check_optimizer(unwrap_optimizer(optimizer), [parameter for parameter, _ in site.projections().values()])
+    watch = Stopwatch(adapter.sites()[0].projections()["query"][0].device)
+    report = done_once(
+        lambda: _decide(
+            model, batches, config, heldout, needed or {}, watch, adapter.max_length, progress,
+            folder=folder, capture_bytes=capture_bytes,
+        )
+    )  # fmt: skip
+    with watch("install"):
+        if report.patterns is not None:
+            execution = {"backend": config.backend, "trainable": config.trainable}
+            install_(model, report.heads, report.patterns, optimizer=optimizer, **execution)
+    return replace(report, seconds=report.seconds | watch.seconds)
+
+
+def _decide(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    config: FreezeConfig,
+    heldout: Iterable[Batch] | None,
+    given: Mapping[str, Any],
+    watch: Stopwatch,
+    longest: int | None,
+    progress: Callable[[int, int], None] | None,
+    **options: Any,
+) -> FreezeReport:
+    """Measure, score, select and fit; the model stays as it is."""
+    ids = read_batches(batches)
+    _warn_if_shorter(ids[0].shape[-1], longest)
+    adapter = adapter_for(model)
+    layouts = [site.layout for site in adapter.sites()]
+    check_heads(config, layouts)
+    names = {name for name in (config.score, config.match) if name is not None}
+    collect = scores_collect(config, given)
+    statistics = calibrate(model, ids, collect=collect, **options, progress=progress, watch=watch)
+    with watch("score"):
+        scores = {
+            name: score(statistics, name, **gather(model, ids, statistics, name, given=given, heldout=heldout))
+            if name != "random"
+            else score(statistics, name, seed=config.seed)
+            for name in names
+        }
+    if config.heads is None:
+        for name, values in scores.items():
+            check_ranks(name, values, num_sequences=sum(map(len, ids)))
+    with watch("select"):
+        group_size = layouts[0].num_heads // layouts[0].num_kv_heads
+        choose = choose_by(scores, config, group_size=group_size, keep_live=adapter.keep_live)
+
+    def make(heads: HeadSet) -> dict[Head, Made]:
+        return make_patterns(model, ids, statistics, heads, config, watch)
+
+    frozen_before = sum(layout.num_frozen for layout in layouts)
+    accepted, rejected = accept(choose, make, config, frozen_before=frozen_before)
+    heads = HeadSet(accepted)
+    return FreezeReport(
+        heads=heads,
+        patterns=stack([accepted[head].pattern for head in heads]),
+        fit_kl={head: accepted[head].fit_kl for head in heads},
+        rejected={head: made.fit_kl for head, made in rejected.items()},
+        certificates={
+            head: made.certificate for head, made in (accepted | rejected).items() if made.certificate is not None
+        },
+        requested=choose.total,
+        scores=scores[config.score],
+        statistics=statistics,
+        config=config.to_dict(),
+        heldout=_judge(model, ids, heads, config, watch) if config.heldout_kl and len(heads) else None,
+        seconds=watch.seconds,
+    )
+
+
+def _judge(model: nn.Module, ids: list[Tensor], heads: HeadSet, config: FreezeConfig, watch: Stopwatch) -> HeldOutFit:
+    """Fit `heads` on one half of the calibration sequences, as configured, and measure the fits on both halves."""
+    options = {"pattern": config.pattern, "fitter": config.fitter, "fits": {"fit": config.fitter_options}}
+    with watch("heldout"):
+        return fit_heldout(model, ids, heads, **options)["fit"]
+
+
+def _warn_if_shorter(length: int, longest: int | None) -> None:
+    if longest is not None and length < longest:
+        warnings.warn(
+            f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "
+            f"than {length} tokens are refused; calibrate on {longest} tokens to keep them",
+            SafWarning,
+            stacklevel=6,  # past _decide and done_once, at the caller of freeze_
+        )

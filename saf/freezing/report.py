@@ -1,0 +1,144 @@
+"""What a freezing event measured, chose and cost."""
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from saf.freezing.heldout import HeldOutFit
+from saf.heads import Head, HeadSet
+from saf.patterns.compact import CompactPattern, DensePattern
+from saf.records.files import write_json, write_tensors
+from saf.statistics import AttentionStatistics
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = "saf.freezing.recipe/1"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FreezeReport:
+    """The result of `freeze_`; `print(report)` shows a table, `save` writes JSON and safetensors."""
+
+    heads: HeadSet
+    patterns: CompactPattern | DensePattern | None
+    """`[F, T]` (dense: `[F, T, T]`) in the heads' order; None when no head was frozen."""
+    fit_kl: dict[Head, float]
+    """Row-averaged KL of each frozen head's pattern to its compact fit, in nats."""
+    rejected: dict[Head, float]
+    """Heads skipped because their KL was above the limit, with it."""
+    requested: int
+    """k, the number of heads asked for."""
+    scores: Tensor
+    """`[L, H]`; NaN for heads that were frozen before."""
+    statistics: AttentionStatistics
+    config: dict[str, Any]
+    seconds: dict[str, float]
+    """Wall-clock seconds of capture, statistics, score, select, fit and install, and of `heldout`."""
+    certificates: dict[Head, dict[str, Any]] = field(default_factory=dict)
+    """Of each fit, rejected ones included: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
+    heldout: HeldOutFit | None = None
+    """With `heldout_kl`: the frozen heads' fits on one half of the sequences, and their KL to both halves."""
+
+    @property
+    def frozen_in_all(self) -> int:
+        """How many heads are frozen after this event, with those of events before it."""
+        return len(self.heads) + int((~self.statistics.measured).sum())
+
+    @property
+    def told(self) -> str:
+        """How many heads were frozen, of how many and by what; after an earlier event also how many are in all."""
+        by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
+        more, in_all = "", ""
+        if self.frozen_in_all > len(self.heads):
+            more, in_all = " more", f", {self.frozen_in_all} in all"
+        return f"{len(self.heads)}{more} of {self.scores.numel()} heads frozen {by}{in_all}"
+
+    def __repr__(self) -> str:
+        """One line: its tensors would fill a notebook."""
+        return f"<FreezeReport: {self.told}; print() shows the table>"
+
+    @property
+    def trainable_parameters(self) -> int:
+        """How many key and distance logits are trained on, `2 * F * T`; 0 for fixed patterns."""
+        return 2 * len(self.heads) * self.statistics.length if self.config["trainable"] else 0
+
+    @property
+    def heldout_kl(self) -> dict[Head, tuple[float, float]]:
+        """KL of each frozen head's fit on one half to that half and to the other, nats; empty unless asked for."""
+        if self.heldout is None:
+            return {}
+        return {head: (float(self.heldout.own[head]), float(self.heldout.other[head])) for head in self.heads}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        rows = [[None if value != value else value for value in row] for row in self.scores.tolist()]
+        halves = {"heldout_kl": [[*head, *kls] for head, kls in self.heldout_kl.items()]} if self.heldout else {}
+        return {
+            "schema": SCHEMA,
+            "config": self.config,
+            "requested": self.requested,
+            "trainable_parameters": self.trainable_parameters,
+            "heads": self.heads.to_list(),
+            "frozen_in_all": self.frozen_in_all,
+            "score_name": self.config["score"],
+            "scores": rows,
+            "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
+            "rejected": [[*head, kl] for head, kl in sorted(self.rejected.items())],
+            "certificates": [{"head": list(head), **values} for head, values in sorted(self.certificates.items())],
+            "seconds": self.seconds,
+            "num_sequences": self.statistics.num_sequences,
+            "length": self.statistics.length,
+            "sequences_hash": self.statistics.sequences_hash,
+            **halves,
+        }
+
+    def save(self, folder: str | Path, **extra: Any) -> None:
+        """Write `freeze.json` (with `extra` values) and `freeze.safetensors` into an existing folder.
+
+        Dense patterns are left out; they are in the model's own checkpoint or sidecar.
+        """
+        folder = Path(folder)
+        tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
+        tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
+        if isinstance(self.patterns, CompactPattern):
+            tensors |= {name: getattr(self.patterns, name).float() for name in ("alpha", "rho", "log_z")}
+        write_tensors(folder / "freeze.safetensors", tensors)
+        write_json(folder / "freeze.json", self.to_dict() | extra)
+
+    def __rich__(self) -> "Table":
+        """Return one row a layer: frozen heads, score range, worst fit; totals and seconds in the caption."""
+        from rich.table import Table
+
+        total = sum(self.seconds.values())
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        trained = f"{self.trainable_parameters:,} pattern parameters train on; " if self.trainable_parameters else ""
+        table = Table(
+            title=self.told,
+            caption=f"{len(self.rejected)} rejected; {trained}{self._halves()}{total:.2f} s ({parts})",
+        )
+        for name in ("layer", "frozen heads", f"{self.config['score']} (frozen)", "fit KL, nats (worst)"):
+            table.add_column(name, justify="left" if name == "frozen heads" else "right")
+        for layer in range(self.scores.shape[0]):
+            chosen = self.heads.in_layer(layer)
+            scores = [self.scores[layer, head].item() for head in chosen]
+            span = f"{min(scores):.2e} to {max(scores):.2e}" if scores else ""
+            worst = f"{max(self.fit_kl[layer, head] for head in chosen):.4f}" if chosen else ""
+            table.add_row(str(layer), " ".join(map(str, chosen)), span, worst)
+        return table
+
+    def _halves(self) -> str:
+        if not self.heldout_kl:
+            return ""
+        own, other = (sum(column) / len(self.heads) for column in zip(*self.heldout_kl.values(), strict=True))
+        return f"fits on one half miss it by {own:.4f} nats, the other half by {other:.4f} on average; "
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(width=100, file=text).print(self)
+        return text.getvalue()

@@ -1,0 +1,1 @@
+"""The machine that models run on: execution, processes, CUDA graphs, stopwatch, peaks."""

@@ -1,0 +1,87 @@
+"""Where and how a model computes: device, precision, compilation; resolved once, for runs and benchmarks alike."""
+
+import platform
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from saf.errors import InputError, UnsupportedError
+
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
+Switch = Literal["auto", "on", "off"]
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A resolved device, precision ("fp32" or "bf16") and whether models are compiled."""
+
+    device: torch.device
+    precision: str
+    compile: bool
+
+    @classmethod
+    def of(cls, device: str = "auto", *, precision: str = "auto", compile: str = "auto") -> "Execution":
+        """Resolve every "auto": CUDA where there is one, bf16 autocast and compiled there, fp32 and eager on a CPU.
+
+        Raises InputError for an unknown precision and UnsupportedError when CUDA is asked for and absent.
+        """
+        chosen = pick_device(device)
+        switch = {"on": True, "off": False, "auto": chosen.type == "cuda"}
+        return cls(chosen, resolve_precision(chosen, precision), switch[compile])
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass."""
+        return autocast(self.device, self.precision)
+
+    def callable(self, model: nn.Module, *, fullgraph: bool = False) -> Callable[..., Any]:
+        """Return what an update calls: the model, or a compiled wrapper that leaves the model itself alone.
+
+        Call it again whenever heads were frozen: graphs compiled for the old shapes are dropped. With `fullgraph` the
+        model compiles as one graph or raises: a broken graph runs, but slower than what is measured.
+        """
+        if not self.compile:
+            return model
+        torch._dynamo.reset()
+        return torch.compile(model, fullgraph=fullgraph)
+
+    @property
+    def device_name(self) -> str:
+        """The accelerator's name, or the processor's architecture."""
+        return device_name(self.device)
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device that "auto", "cpu" or "cuda" means; raise UnsupportedError for CUDA where there is none."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UnsupportedError('device="cuda", but torch sees no CUDA device; use "cpu" or "auto"')
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def resolve_precision(device: torch.device, precision: str) -> str:
+    """Return "fp32" or "bf16"; "auto" is bf16 on CUDA and fp32 elsewhere."""
+    if precision not in PRECISIONS:
+        raise InputError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    if precision == "auto":
+        return "bf16" if device.type == "cuda" else "fp32"
+    return precision
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Return the context in which a model of float32 weights runs in `precision`."""
+    if resolve_precision(device, precision) == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the accelerator's name, or the processor's architecture with the threads that PyTorch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"

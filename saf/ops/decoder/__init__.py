@@ -1,0 +1,1 @@
+"""What serves the decoder around the seam: GELU and loss."""

@@ -1,0 +1,1 @@
+"""The paper's execution: live and frozen heads of a layer in one Triton launch."""

@@ -1,0 +1,267 @@
+"""Device code of the fused backward: key blocks give dV and dK, query blocks give dQ of live heads.
+
+BM: query positions. BN: key positions. DP: channels rounded up to a power of two. Tiles in the key-block kernel are
+[key, query], the transposed weights.
+"""
+
+import triton
+import triton.language as tl
+
+from saf.ops.fused.forward_kernel import band_tile, load_rows
+from saf.ops.launch import add_product
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# The device language's constants and ranges are not what their annotations say.
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, grad_ptr, delta_ptr, live_ptr, L, T,
+    out_stride_b, out_stride_h, out_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Row sums of output times its gradient, for live heads."""
+    m0 = tl.program_id(1) * BM
+    o_m = m0 + tl.arange(0, BM)
+    i_b = (tl.program_id(0) // L).to(tl.int64)
+    i_h = tl.load(live_ptr + tl.program_id(0) % L).to(tl.int64)
+    b_out = load_rows(out_ptr + i_b * out_stride_b + i_h * out_stride_h, m0, out_stride_t, T, BM, D, DP, False)
+    b_grad = load_rows(grad_ptr + i_b * grad_stride_b + i_h * grad_stride_h, m0, grad_stride_t, T, BM, D, DP, False)
+    b_delta = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), 1)
+    tl.store(delta_ptr + tl.program_id(0).to(tl.int64) * T + o_m, b_delta, mask=o_m < T)
+
+
+@triton.jit
+def _live_step(
+    b_dk, b_dv, b_k, b_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, m0, o_n, T, scale2, q_stride, grad_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add one query block's part to dV and (unscaled) dK of a live head."""
+    o_m = m0 + tl.arange(0, BM)
+    b_q = load_rows(q_ptr, m0, q_stride, T, BM, D, DP, EVEN)
+    b_grad = load_rows(grad_ptr, m0, grad_stride, T, BM, D, DP, EVEN)
+    # Rows beyond T: +inf makes their weights zero.
+    b_lse = tl.load(lse_ptr + o_m, mask=o_m < T, other=float("inf"))
+    b_delta = tl.load(delta_ptr + o_m, mask=o_m < T, other=0.0)
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    # 1.4426... = 1 / log 2
+    b_p = tl.exp2(b_s * scale2 - (b_lse * 1.4426950408889634)[None, :])
+    if MASK:
+        b_p = tl.where(o_m[None, :] >= o_n[:, None], b_p, 0.0)
+    b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
+    b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
+    b_ds = b_p * (b_dp - b_delta[None, :])
+    b_dk = add_product(b_dk, b_ds, b_q, PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit
+def _live_keys(
+    b_dk, b_dv, p_k, p_v, p_q, p_grad, p_lse, p_delta, n0, T, scale2,
+    q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add a live head's part to dV and (unscaled) dK of one key block."""
+    o_n = n0 + tl.arange(0, BN)
+    b_k = load_rows(p_k, n0, k_stride_t, T, BN, D, DP, EVEN)
+    b_v = load_rows(p_v, n0, v_stride_t, T, BN, D, DP, EVEN)
+    # Query blocks wholly after the key block need no mask.
+    middle = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, T)
+    for m0 in tl.range((n0 // BM) * BM, middle, BM, num_stages=STAGES):
+        b_dk, b_dv = _live_step(
+            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_n, T, scale2, q_stride_t, grad_stride_t,
+            D, DP, BM, True, EVEN, PRECISION,
+        )  # fmt: skip
+    for m0 in tl.range(middle, T, BM, num_stages=STAGES):
+        b_dk, b_dv = _live_step(
+            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_n, T, scale2, q_stride_t, grad_stride_t,
+            D, DP, BM, False, EVEN, PRECISION,
+        )  # fmt: skip
+    return b_dk, b_dv
+
+
+@triton.jit
+def _compact_keys(
+    b_dv, p_grad, p_alpha, p_band, p_log_z, n0, T, grad_stride_t, band_shift_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add a compact head's part to dV of one key block."""
+    o_n = n0 + tl.arange(0, BN)
+    key = tl.arange(0, BN)[:, None]
+    query = tl.arange(0, BM)[None, :]
+    b_alpha = tl.load(p_alpha + o_n, mask=o_n < T, other=float("-inf"))
+    for m0 in tl.range((n0 // BM) * BM, T, BM, num_stages=STAGES):
+        o_m = m0 + tl.arange(0, BM)
+        b_rho = band_tile(p_band, band_shift_stride, query, key, PAD + m0 - n0)
+        b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=0.0)
+        b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
+        b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
+        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
+    return b_dv
+
+
+@triton.jit
+def _dense_keys(
+    b_dv, p_grad, p_dense, n0, T, grad_stride_t, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add a dense head's part to dV of one key block."""
+    o_n = n0 + tl.arange(0, BN)
+    for m0 in tl.range((n0 // BM) * BM, T, BM, num_stages=STAGES):
+        o_m = m0 + tl.arange(0, BM)
+        causal = (o_m < T)[None, :] & (o_m[None, :] >= o_n[:, None])
+        p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_row_stride + o_n[:, None]
+        b_p = tl.load(p_p, mask=causal, other=0.0)
+        b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
+        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
+    return b_dv
+
+
+@triton.jit
+def _add_head(
+    b_dk, b_dv, key_slot, i_h, i_b, n0, p_v,
+    q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+    grad_stride_b, grad_stride_h, grad_stride_t,
+    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
+    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add one head's part to dV and dK of a key block; return the key slot too if the head is live."""
+    state = tl.load(state_ptr + i_h)
+    slot = tl.load(pattern_ptr + i_h).to(tl.int64)
+    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
+    if HAS_LIVE:  # noqa: SIM102
+        if state == 0:
+            i_q = tl.load(query_ptr + i_h).to(tl.int64)
+            key_slot = tl.load(key_ptr + i_h)
+            rows = (i_b * L + i_q) * T
+            b_dk, b_dv = _live_keys(
+                b_dk, b_dv, k_ptr + i_b * k_stride_b + key_slot.to(tl.int64) * k_stride_h, p_v,
+                q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
+                n0, T, scale * 1.4426950408889634, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
+                D, DP, BM, BN, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    if HAS_COMPACT:  # noqa: SIM102
+        if state == 1:
+            start = slot * pattern_stride
+            b_dv = _compact_keys(
+                b_dv, p_grad, alpha_ptr + start, band_ptr + slot * band_stride, log_z_ptr + start, n0, T,
+                grad_stride_t, band_shift_stride, D, DP, BM, BN, PAD, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    if HAS_DENSE:  # noqa: SIM102
+        if state == 2:
+            b_dv = _dense_keys(
+                b_dv, p_grad, dense_ptr + slot * dense_stride, n0, T, grad_stride_t, dense_row_stride,
+                D, DP, BM, BN, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    return b_dk, b_dv, key_slot
+
+
+@triton.jit
+def key_block_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    state_ptr, query_ptr, key_ptr, pattern_ptr, group_start_ptr, group_heads_ptr,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, num_value_heads, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
+    dk_stride_b, dk_stride_h, dk_stride_t, dv_stride_b, dv_stride_h, dv_stride_t,
+    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
+    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, GROUPED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (batch element, value head, key block): dV of all its heads, dK of the live ones, in a fixed order."""
+    i_b = (tl.program_id(0) // num_value_heads).to(tl.int64)
+    i_g = tl.program_id(0) % num_value_heads
+    n0 = tl.program_id(1) * BN
+    p_v = v_ptr + i_b * v_stride_b + i_g.to(tl.int64) * v_stride_h
+    b_dv = tl.zeros((BN, DP), dtype=tl.float32)
+    b_dk = tl.zeros((BN, DP), dtype=tl.float32)
+    # Every live head of a value head reads one key head; none: minus one.
+    key_slot = n0 * 0 - 1
+    if GROUPED:
+        lo = tl.load(group_start_ptr + i_g)
+        hi = tl.load(group_start_ptr + i_g + 1)
+        for entry in range(lo, hi):
+            b_dk, b_dv, key_slot = _add_head(
+                b_dk, b_dv, key_slot, tl.load(group_heads_ptr + entry), i_b, n0, p_v,
+                q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+                alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+                q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+                grad_stride_b, grad_stride_h, grad_stride_t,
+                pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+                D, DP, BM, BN, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    else:
+        # Without a loop over heads the compiler keeps no address of one kind of head alive through another's loop.
+        b_dk, b_dv, key_slot = _add_head(
+            b_dk, b_dv, key_slot, tl.load(group_heads_ptr + i_g), i_b, n0, p_v,
+            q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+            alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+            q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+            grad_stride_b, grad_stride_h, grad_stride_t,
+            pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+            D, DP, BM, BN, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+        )  # fmt: skip
+
+    _store_rows(dv_ptr + i_b * dv_stride_b + i_g.to(tl.int64) * dv_stride_h, b_dv, n0, dv_stride_t, T, D, DP, BN)
+    if HAS_LIVE:  # noqa: SIM102
+        if key_slot >= 0:
+            p_dk = dk_ptr + i_b * dk_stride_b + key_slot.to(tl.int64) * dk_stride_h
+            _store_rows(p_dk, b_dk * scale, n0, dk_stride_t, T, D, DP, BN)
+
+
+@triton.jit
+def _store_rows(pointer, value, start, stride, T, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
+    """Store [ROWS, DP] as rows of a [T, D] matrix from a start."""
+    row = start + tl.arange(0, ROWS)
+    o_d = tl.arange(0, DP)
+    mask = (row < T)[:, None] & (o_d < D)[None, :]
+    p = pointer + row.to(tl.int64)[:, None] * stride + o_d[None, :]
+    tl.store(p, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def query_block_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, live_ptr, key_ptr, value_ptr, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
+    dq_stride_b, dq_stride_h, dq_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (batch element, live head, query block): dQ."""
+    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
+    i_b = (tl.program_id(0) // L).to(tl.int64)
+    i_q = tl.program_id(0) % L
+    i_h = tl.load(live_ptr + i_q)
+    i_q = i_q.to(tl.int64)
+    o_m = m0 + tl.arange(0, BM)
+    scale2 = scale * 1.4426950408889634
+    p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
+    p_v = v_ptr + i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
+    b_q = load_rows(q_ptr + i_b * q_stride_b + i_q * q_stride_h, m0, q_stride_t, T, BM, D, DP, EVEN)
+    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
+    b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
+    row = (i_b * L + i_q) * T + o_m
+    b_lse = tl.load(lse_ptr + row, mask=o_m < T, other=float("inf")) * 1.4426950408889634
+    b_delta = tl.load(delta_ptr + row, mask=o_m < T, other=0.0)
+    b_dq = tl.zeros((BM, DP), dtype=tl.float32)
+    for n0 in tl.range(0, tl.minimum(m0 + BM, T), BN, num_stages=STAGES):
+        o_n = n0 + tl.arange(0, BN)
+        b_k = load_rows(p_k, n0, k_stride_t, T, BN, D, DP, EVEN)
+        b_v = load_rows(p_v, n0, v_stride_t, T, BN, D, DP, EVEN)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
+        b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
+        b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
+        b_ds = b_p * (b_dp - b_delta[:, None])
+        b_dq = add_product(b_dq, b_ds, b_k, PRECISION)
+    _store_rows(dq_ptr + i_b * dq_stride_b + i_q * dq_stride_h, b_dq * scale, m0, dq_stride_t, T, D, DP, BM)

@@ -1,0 +1,208 @@
+"""What the fused kernels read besides the operands: which head is what, and the frozen heads' patterns."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.ops.fused.operator import MAPS, PATTERNS, fused_product
+from saf.ops.operator import has_triton
+from saf.ops.toeplitz.config import PAD
+from saf.patterns.compact import CompactPattern, DensePattern
+
+LIVE, COMPACT, DENSE = 0, 1, 2
+"""States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""
+BAND_SHIFTS = 4
+"""Shifted copies of rho: four float32 elements make one aligned 16-byte load."""
+
+
+class HeadMaps(NamedTuple):
+    """Where each of H heads finds its parts, int32 tensors on the operands' device.
+
+    Attributes:
+        state: [H] LIVE, COMPACT or DENSE.
+        query: [H] slot in the query; heads that are not live hold 0, which is never read.
+        key: [H] slot in the key, for live heads.
+        value: [H] slot in the value.
+        pattern: [H] slot among the patterns of the head's own kind.
+        live: [L] head by query slot.
+        group_start: [H_kv + 1] first entry of each value head in `group_heads`.
+        group_heads: [H] heads sorted by value slot.
+        counts: numbers of live, compact and dense heads.
+        grouped: whether some value head serves no head or several.
+    """
+
+    state: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pattern: Tensor
+    live: Tensor
+    group_start: Tensor
+    group_heads: Tensor
+    counts: tuple[int, int, int]
+    grouped: bool
+
+    @classmethod
+    def build(
+        cls,
+        state: Sequence[int],
+        *,
+        key: Sequence[int],
+        value: Sequence[int],
+        num_value_heads: int,
+        device: torch.device | str,
+    ) -> "HeadMaps":
+        """Number the slots of heads in order.
+
+        Args:
+            state: a state a head.
+            key: key slot of each head; ignored for heads that are not live.
+            value: value slot of each head.
+            num_value_heads: heads of the value tensor.
+            device: where the maps go.
+
+        Raises:
+            InputError: lengths differ, or a state or slot is out of range.
+        """
+        if not len(state) == len(key) == len(value):
+            raise InputError(
+                f"state, key and value name {len(state)}, {len(key)} and {len(value)} heads; expected one count"
+            )
+        if set(state) - {LIVE, COMPACT, DENSE} or any(not 0 <= slot < num_value_heads for slot in value):
+            raise InputError(f"states must be 0, 1 or 2 and value slots below {num_value_heads}")
+        seen = [0, 0, 0]
+        own = []
+        for kind in state:
+            own.append(seen[kind])
+            seen[kind] += 1
+        heads = range(len(state))
+        order = sorted(heads, key=lambda head: value[head])
+        starts = [sum(slot < bound for slot in value) for bound in range(num_value_heads + 1)]
+
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return cls(
+            state=tensor(state),
+            query=tensor([own[head] if state[head] == LIVE else 0 for head in heads]),
+            key=tensor([key[head] if state[head] == LIVE else 0 for head in heads]),
+            value=tensor(value),
+            pattern=tensor(own),
+            live=tensor([head for head in heads if state[head] == LIVE]),
+            group_start=tensor(starts),
+            group_heads=tensor(order),
+            counts=(seen[0], seen[1], seen[2]),
+            grouped=sorted(value) != list(range(num_value_heads)),
+        )
+
+
+class FusedPatterns(NamedTuple):
+    """Patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
+
+    Attributes:
+        alpha: [F, L] float32, in powers of two.
+        band: [F, 4, PAD + W] float32 copies of rho in powers of two, copy s shifted by s, -inf before distance 0;
+            W is L rounded up to PAD.
+        log_z: [F, L] float32, in powers of two.
+        dense: [F_dense, L, L] bfloat16, float16 or float32; zero heads if there are none.
+    """
+
+    alpha: Tensor
+    band: Tensor
+    log_z: Tensor
+    dense: Tensor
+
+    @classmethod
+    def build(cls, alpha: Tensor, rho: Tensor, log_z: Tensor, dense: Tensor) -> "FusedPatterns":
+        """Build from natural logarithms alpha, rho, log_z [F, L] and dense weights [F_dense, L, L].
+
+        Raises:
+            InputError: the shapes do not fit together.
+        """
+        if alpha.ndim != 2 or alpha.shape != rho.shape or alpha.shape != log_z.shape:
+            shapes = [tuple(tensor.shape) for tensor in (alpha, rho, log_z)]
+            raise InputError(f"alpha, rho and log_z must have one shape [F, L], got {shapes}")
+        if dense.ndim != 3 or dense.shape[1] != dense.shape[2]:
+            raise InputError(f"dense must be [F, L, L], got {tuple(dense.shape)}")
+        log2e = 1 / math.log(2)
+        heads, length = rho.shape
+        width = PAD + -(-length // PAD) * PAD
+        padded = torch.full((heads, width), -math.inf, dtype=torch.float64, device=rho.device)
+        padded[:, PAD : PAD + length] = rho.double() * log2e
+        band = torch.full((heads, BAND_SHIFTS, width), -math.inf, device=rho.device)
+        for shift in range(BAND_SHIFTS):
+            band[:, shift, shift:] = padded[:, : width - shift].float()
+        return cls(
+            alpha=(alpha.double() * log2e).float(),
+            band=band,
+            log_z=(log_z.double() * log2e).float(),
+            dense=dense.contiguous(),
+        )
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def fused_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the launch cannot run; None when it can."""
+    if not has_triton():
+        return "Triton is not installed"
+    if device.type != "cuda":
+        return f"it needs a CUDA device, got {device.type}"
+    return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
+
+
+def fused_tables(
+    patterns: Sequence[CompactPattern | DensePattern],
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_head: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
+    """Return patterns for the kernels and head maps: `alone_*` of the frozen heads, `mixed_*` of all slots.
+
+    Mixed maps need `kv_head`, the value head of every slot.
+    """
+    length = patterns[0].length
+    empty = torch.zeros(0, length, dtype=torch.float64, device=device)
+    compact = [p.to(device=device, dtype=torch.float64).balanced() for p in patterns if isinstance(p, CompactPattern)]
+    dense = [p.weights.to(device=device, dtype=dtype) for p in patterns if isinstance(p, DensePattern)]
+    alpha, rho, log_z = (
+        torch.stack([getattr(p, name) for p in compact]) if compact else empty for name in ("alpha", "rho", "log_z")
+    )
+    stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
+    made = FusedPatterns.build(alpha, rho, log_z, stored)
+    tables: dict[str, Any] = {name: getattr(made, name) for name in PATTERNS}
+    kinds = [COMPACT if isinstance(p, CompactPattern) else DENSE for p in patterns]
+    layouts = {"alone": (kinds, tuple(range(len(kinds))))}
+    if kv_head is not None:
+        layouts["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)
+    for name, (state, value) in layouts.items():
+        used = sorted({slot for slot, kind in zip(value, state, strict=True) if kind == LIVE})
+        key = [used.index(slot) if kind == LIVE else 0 for slot, kind in zip(value, state, strict=True)]
+        maps = HeadMaps.build(state, key=key, value=value, num_value_heads=max(value) + 1, device=device)
+        tables |= {f"{name}_{part}": getattr(maps, part) for part in MAPS}
+        tables |= {f"{name}_counts": maps.counts, f"{name}_grouped": (maps.grouped,)}
+    return tables
+
+
+def launch_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: dict[str, Any],
+    layout: str,
+    scale: float | None,
+) -> Tensor:
+    """Return the output of the slots that a layout, `alone` or `mixed`, has: `[B, n, T, D]`.
+
+    `scale` is that of live heads' scores, `1 / sqrt(D)` by default.
+    """
+    maps = [tables[f"{layout}_{name}"] for name in MAPS]
+    patterns = [tables[name] for name in PATTERNS]
+    counts, (grouped,) = list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"]
+    scale = value.shape[-1] ** -0.5 if scale is None else scale
+    return fused_product(query, key, value, maps, patterns, counts, grouped, scale)[0]

@@ -1,0 +1,105 @@
+"""Picking heads out of a tensor and putting them together, without indices that the host would have to send."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Return the named heads of `x [B, H, T, D]`: a view when they are consecutive, a copy otherwise."""
+    first, last = heads[0], heads[-1]
+    if heads == tuple(range(first, last + 1)):
+        return x if len(heads) == x.shape[1] else x[:, first : last + 1]
+    apart = x.unbind(1)
+    return torch.stack([apart[head] for head in heads], dim=1)
+
+
+def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the keys that live heads take and the value heads that go with them.
+
+    Grouped when every group has the same size, else one per head.
+    """
+    used = tuple(sorted(set(live_kv)))
+    if live_kv == tuple(sorted(used * (len(live_kv) // len(used)))):
+        return key, used
+    return take_heads(key, tuple(used.index(head) for head in live_kv)), live_kv
+
+
+def part_heads(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return both lists of heads of `x`; where they are all of its heads in order, their gradients are joined once.
+
+    Gradients of two slices would each be filled up with zeros and added.
+    """
+    if first + second == tuple(range(x.shape[1])):
+        one, other = x.transpose(1, 2).split([len(first), len(second)], dim=2)
+        return one.transpose(1, 2), other.transpose(1, 2)
+    return take_heads(x, first), take_heads(x, second)
+
+
+def read_heads(value: Tensor, *slots: tuple[int, ...]) -> Tensor:
+    """Return value heads up to the last that slots read: the maps of one launch know of no others."""
+    read = max(max(heads) for heads in slots) + 1
+    return value if read == value.shape[1] else value[:, :read]
+
+
+def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
+    """Return one tensor of heads, stored as `[B, T, H, D]`, from parts `(their slots, [B, n, T, D])`."""
+    by_slot = {slot: one for slots, part in parts for slot, one in zip(slots, part.unbind(1), strict=True)}
+    return torch.stack([by_slot[slot] for slot in sorted(by_slot)], dim=2).transpose(1, 2)
+
+
+def flat_heads(heads: Tensor) -> Tensor:
+    """`[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def projected(heads: Tensor, projection: Tensor | None) -> Tensor:
+    """Return heads `[B, H, T, D]`, or what `projection [C, H * D]` makes of them, `[B, T, C]`."""
+    return heads if projection is None else F.linear(flat_heads(heads), projection)
+
+
+def heads_like(x: Tensor, heads: int) -> Tensor:
+    """Return uninitialised memory like `x [B, ., T, D]` for `heads`, stored as `[B, T, heads, D]`."""
+    batch, _, length, dim = x.shape
+    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def join_heads(live: Tensor, frozen: Tensor) -> Tensor:
+    """Return live heads `[B, L, T, D]` and then frozen ones `[B, F, T, D]` as one tensor, stored as `[B, T, H, D]`."""
+    return _Join.apply(live, frozen) if torch.is_grad_enabled() else _joined(live, frozen)
+
+
+def _joined(live: Tensor, frozen: Tensor) -> Tensor:
+    return torch.cat([live.transpose(1, 2), frozen.transpose(1, 2)], dim=2).transpose(1, 2)
+
+
+class _Join(torch.autograd.Function):
+    """Live heads get a gradient of their own, in the memory order that attention's output has.
+
+    cuDNN's backward pass takes a graph cached for gradients of another memory order (docs/log.md), so a slice of the
+    joint gradient will not do. Frozen heads take one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, live: Tensor, frozen: Tensor) -> Tensor:
+        ctx.counts = [live.shape[1], frozen.shape[1]]
+        return _joined(live, frozen)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        live, frozen = gradients[0].transpose(1, 2).split(ctx.counts, dim=2)
+        return live.contiguous().transpose(1, 2), frozen.transpose(1, 2)
+
+
+def dense_product(weights: Tensor, value: Tensor, rows: int) -> Tensor:
+    """Return `P V` of the last `rows` positions: `weights [F, >=T, >=T]`, `value [B, F, T, D]` to `[B, F, rows, D]`."""
+    length = value.shape[-2]
+    if not torch.compiler.is_compiling():
+        return torch.einsum("fqk,bfkd->bfqd", weights[:, length - rows : length, :length], value)
+    # Compiled, a copy by index: a slice may be the whole array, which the compiler would make a case of its own.
+    key = torch.arange(length, device=value.device)
+    query = torch.arange(length - rows, length, device=value.device)
+    return torch.einsum("fqk,bfkd->bfqd", weights[:, query[:, None], key], value)

@@ -1,0 +1,1 @@
+"""A whole layer without gradients: one operator, one launch or two."""

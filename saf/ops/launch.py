@@ -1,0 +1,106 @@
+"""Launch a Triton kernel on the device of its tensors, at little cost to the host."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ALIGNMENT = 16
+MOST = 4096
+"""Compiled kernels remembered by argument; more than this means lengths that keep changing."""
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> Any:
+    """Run a kernel; Triton launches on the current device, so make that the tensors' one.
+
+    Triton looks at every argument of every call to find the compiled kernel. What it found is remembered here by all
+    that it may look at, and launched directly. Returns the compiled kernel; the interpreter has none.
+    """
+    with torch.cuda.device(device) if _is_elsewhere(device) else nullcontext():
+        key = (kernel, device, *map(_looked_at, args), *constants, *constants.values())
+        compiled = _compiled.get(key)
+        if compiled is None:
+            compiled = kernel[grid](*args, **constants)
+            _remember(key, compiled)
+        else:
+            rest = [constants[name] for name in kernel.arg_names[len(args) :]]
+            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+        return compiled
+
+
+class PreparedLaunch:
+    """A launch of which all but the memory is settled: called with the kernel's tensors, which come first.
+
+    They must be on `device` and have the same dtypes in every call, and descriptors the same blocks: then alignment is
+    all that Triton may still look at. Where every tensor starts at a multiple of ALIGNMENT, the kernel compiled for
+    that is called directly; other calls, and those while another device is current, take `launch`.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, device: torch.device, **constants: Any):
+        self._kernel, self._grid, self._numbers, self._device = kernel, grid, numbers, device
+        self._constants = constants
+        self._run: Any = None
+        self._rest: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor, descriptors: tuple[TensorDescriptor, ...] = ()) -> None:
+        """Run the kernel with `descriptors` and then `tensors` as its first arguments."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        aligned = bits % ALIGNMENT == 0
+        if aligned and self._run is not None and not _is_elsewhere(self._device):
+            # Addresses for tensors: Triton would ask the driver about each of those, what kind of memory it is.
+            self._run(*descriptors, *addresses, *self._rest)
+            return
+        args = (*descriptors, *tensors, *self._numbers)
+        compiled = launch(self._kernel, self._grid, *args, device=self._device, **self._constants)
+        if aligned and compiled is not None:
+            names = self._kernel.arg_names[len(args) :]
+            self._rest = (*self._numbers, *[self._constants[name] for name in names])
+            self._run = compiled[(*self._grid, 1, 1)[:3]]
+
+
+def _is_elsewhere(device: torch.device) -> bool:
+    """Whether another CUDA device than this one is current."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
+def _remember(key: tuple[Any, ...], compiled: Any) -> None:
+    """Keep a compiled kernel; the interpreter has none."""
+    if compiled is None:
+        return
+    if len(_compiled) >= MOST:
+        _compiled.clear()
+    _compiled[key] = compiled
+
+
+def _looked_at(argument: Any) -> Any:
+    """Return what a kernel may be compiled for: dtype and alignment of memory, blocks of a descriptor, any number."""
+    if type(argument) is int:  # most of them
+        return argument
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, argument.padding, *argument.block_shape
+    return argument
+
+
+def cdiv(count: int, size: int) -> int:
+    """Return how many blocks of `size` cover `count`, as a plain int."""
+    return -(-count // size)
+
+
+@triton.jit
+def add_product(acc, b_a, b_b, PRECISION: tl.constexpr):
+    """Return acc + a b, rounded so that float32 sums keep their accuracy over many steps."""
+    if b_b.dtype == tl.float32:
+        # A sum a step, then one addition: T additions to one long sum would round T times. The limit keeps the
+        # compiler from joining the two.
+        return acc + tl.dot(b_a.to(b_b.dtype), b_b, input_precision=PRECISION, max_num_imprecise_acc=1)
+    return tl.dot(b_a.to(b_b.dtype), b_b, acc, input_precision=PRECISION)

@@ -1,0 +1,146 @@
+"""Frozen heads as a batch-shared causal convolution: `P V = diag(1/Z) Toeplitz(exp rho) diag(exp alpha) V`.
+
+One Toeplitz tile serves every batch element and every channel, so the product is a plain matrix product. Weights
+are non-negative: each row's error is bounded whatever the range of alpha and rho (docs/method.md). A pattern
+that the value dtype cannot hold in this form, or a dense one, is executed as a stored matrix.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from saf.ops.heads import dense_product, projected, put_together, read_heads, take_heads
+from saf.ops.inference.one_launch import FEW, OneLaunch, few_tables, serves, settle_launch, trace_launch
+from saf.ops.inference.operator import inference
+from saf.ops.operator import uses_triton
+from saf.ops.toeplitz.operator import distance_table, implementation, toeplitz_product
+from saf.ops.toeplitz.tables import compact_tables, convolution_tables, tables_hold
+from saf.ops.toeplitz.trained import NOT_HELD, trainable_product
+from saf.patterns.compact import CompactPattern, DensePattern
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def supports(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why this backend cannot run; None when it can."""
+    return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """Say how this backend would run."""
+    return implementation(device, dtype) + (FEW if serves(device, dtype) else "")
+
+
+def prepare(
+    patterns: Sequence[CompactPattern | DensePattern],
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_head: tuple[int, ...] | None = None,
+) -> dict[str, Tensor | tuple[int, ...]]:
+    """Return the tables of one pattern per head.
+
+    `distance [C, T]` exp(rho) in `dtype`; `key_scale [C, T]` exp(alpha) and `row_scale [C, T]` 1/Z in float32
+    (float64 for float64 values) and `table` from `distance_table`, for the `C` heads of `convolved`;
+    `weights [F - C, T, T]` for those of `stored`; and, where none is stored, what `few_tokens` reads.
+    """
+    compact = {slot: pattern for slot, pattern in enumerate(patterns) if isinstance(pattern, CompactPattern)}
+    made: dict[str, Tensor | tuple[int, ...]] = {}
+    convolved: tuple[int, ...] = ()
+    if compact:
+        stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
+        tables, holds = convolution_tables(CompactPattern.stack(stacked), dtype)
+        convolved = tuple(slot for slot, held in zip(compact, holds.tolist(), strict=True) if held)
+        if convolved:
+            made |= {name: table[holds] for name, table in tables.items()}
+            made["table"] = distance_table(tables["distance"][holds])
+    stored = tuple(slot for slot in range(len(patterns)) if slot not in convolved)
+    if stored:
+        dense = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
+        made["weights"] = torch.stack(dense)
+    else:
+        made |= few_tables(patterns, dtype, device, kv_head)
+    return made | {"convolved": convolved, "stored": stored}
+
+
+def untrainable(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+    """Return why logits `[F, T]` cannot be trained here; None when they can."""
+    if dtype == torch.float16:
+        return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
+    if tables_hold(*compact_tables(alpha, rho, dtype)).all():
+        return None
+    return NOT_HELD.format(dtype=dtype)
+
+
+def forward_trainable(value: Tensor, alpha: Tensor, rho: Tensor, rows: int) -> Tensor:
+    """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`.
+
+    What it does with patterns that tables cannot hold is told at `trainable_product`.
+    """
+    return trainable_product(value, alpha, rho)[:, :, value.shape[-2] - rows :]
+
+
+def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
+    """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
+    if not tables["stored"]:
+        return _convolve(value, tables, rows)
+    stored, convolved = tables["stored"], tables["convolved"]
+    parts = [(stored, dense_product(tables["weights"], take_heads(value, stored), rows))]
+    if convolved:
+        parts.append((convolved, _convolve(take_heads(value, convolved), tables, rows)))
+    return put_together(parts)
+
+
+def infers(device: torch.device, dtype: torch.dtype, tables: dict) -> bool:
+    """Whether `infer` serves these tables, and gains anything here."""
+    return uses_triton(device, dtype) and not tables["stored"]
+
+
+def infer(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    live_heads: tuple[int, ...],
+    frozen_heads: tuple[int, ...],
+    tables: dict,
+    scale: float | None,
+    kernel: str,
+    projection: Tensor | None,
+) -> Tensor:
+    """Return all heads of a layer, projected where asked, from one operator; without gradients (`saf::inference`)."""
+    launch = OneLaunch.of(tables if kernel == "auto" else {})
+    heads = trace_launch(query, key, read_heads(value, live_heads, frozen_heads), launch, scale)
+    if heads is not None:
+        return projected(heads, projection)
+    scales = tables["key_scale"], tables["row_scale"]
+    slots = list(live_heads), list(frozen_heads)
+    return inference(query, key, value, *slots, tables["table"], *scales, *launch, scale, kernel, projection)
+
+
+def settle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    live_heads: tuple[int, ...],
+    frozen_heads: tuple[int, ...],
+    tables: dict,
+    scale: float | None,
+    kernel: str,
+) -> tuple[Callable[..., Tensor], Sequence[Tensor]] | None:
+    """Return what does `infer` for operands of this layout, and which tables it takes; None where `infer` has to."""
+    if read_heads(value, live_heads, frozen_heads) is not value:
+        return None
+    return settle_launch(query, key, value, OneLaunch.of(tables if kernel == "auto" else {}), scale)
+
+
+def _convolve(value: Tensor, tables: dict, rows: int) -> Tensor:
+    length = value.shape[-2]
+    distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
+    if rows * 4 > length:
+        full = toeplitz_product(value, tables["table"], key_scale, row_scale, False)
+        return full[:, :, length - rows :]
+    query = torch.arange(length - rows, length, device=value.device)
+    lag = query[:, None] - torch.arange(length, device=value.device)
+    weights = torch.where(lag >= 0, distance[:, lag.clamp(min=0)].to(row_scale.dtype), 0)
+    weights = weights * key_scale[:, None, :length] * row_scale[:, query, None]
+    return weights.to(value.dtype) @ value

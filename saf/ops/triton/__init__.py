@@ -1,1 +1,0 @@
-"""Triton kernels for frozen heads: pure functions on tensors, without autograd and without registration."""

@@ -1,0 +1,218 @@
+"""Fixed attention patterns: the compact form `exp(alpha_j + rho_{i-j}) / Z_i` of Eq. (3), and dense ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.patterns.log_sums import log_row_sums
+
+# Keys before this one may be sinks; they have no say in the slope and height of alpha.
+_FIRST_ORDINARY_KEY = 64
+_ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+@dataclass(frozen=True, eq=False)
+class CompactPattern:
+    """Patterns `P(i, j) = exp(alpha_j + rho_{i-j} - log_z_i)` for j <= i, Eq. (3).
+
+    `alpha` (by key position), `rho` (by distance) and `log_z` (by query position) have shape `[..., T]`; the
+    leading dimensions are free. `alpha += a + c*j, rho += b + c*δ, log_z += a + b + c*i` leaves P as it is.
+
+    >>> pattern = CompactPattern.from_parameters(torch.zeros(3), torch.zeros(3))
+    >>> pattern.dense()[2]
+    tensor([0.3333, 0.3333, 0.3333], dtype=torch.float64)
+    """
+
+    alpha: Tensor
+    rho: Tensor
+    log_z: Tensor
+
+    def __post_init__(self):
+        """Raise InputError unless the three tensors are floating and share one shape `[..., T]`, T >= 1."""
+        shapes = [list(tensor.shape) for tensor in (self.alpha, self.rho, self.log_z)]
+        if shapes[0] != shapes[1] or shapes[0] != shapes[2] or not shapes[0] or shapes[0][-1] == 0:
+            raise InputError(f"alpha, rho and log_z must share one shape [..., T], T >= 1; got {shapes}")
+        if not all(tensor.is_floating_point() for tensor in (self.alpha, self.rho, self.log_z)):
+            raise InputError("alpha, rho and log_z must be floating point")
+
+    @classmethod
+    def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":
+        """Build from alpha and rho `[..., T]`, kept as given; log_z is computed from them in float64.
+
+        Raises InputError for shapes that differ or values that are not finite.
+        """
+        if alpha.shape != rho.shape:
+            raise InputError(f"alpha and rho must share one shape; got {list(alpha.shape)} and {list(rho.shape)}")
+        if alpha.dtype != rho.dtype or not alpha.is_floating_point():
+            raise InputError(f"alpha and rho must share one dtype, floating point; got {alpha.dtype}, {rho.dtype}")
+        if not (bool(alpha.isfinite().all()) and bool(rho.isfinite().all())):
+            raise InputError("alpha and rho must be finite")
+        with torch.no_grad():
+            return cls(alpha, rho, log_row_sums(alpha.double(), rho.double()))
+
+    @classmethod
+    def stack(cls, patterns: Sequence["CompactPattern"]) -> "CompactPattern":
+        """Join patterns of one shape along a new first dimension."""
+        if not patterns:
+            raise InputError("stack needs at least one pattern")
+        if len({(p.alpha.shape, p.alpha.dtype) for p in patterns}) > 1:
+            raise InputError(f"stack needs one shape and dtype; got {[list(p.alpha.shape) for p in patterns]}")
+        alpha, rho, log_z = zip(*((p.alpha, p.rho, p.log_z) for p in patterns), strict=True)
+        return cls(torch.stack(alpha), torch.stack(rho), torch.stack(log_z))
+
+    @property
+    def length(self) -> int:
+        """T, in tokens."""
+        return self.alpha.shape[-1]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The leading dimensions, without T."""
+        return self.alpha.shape[:-1]
+
+    def __getitem__(self, index: Any) -> "CompactPattern":
+        """Index the leading dimensions; raise InputError for an index that would reach into positions."""
+        parts = tuple(_index(tensor, index) for tensor in (self.alpha, self.rho, self.log_z))
+        return CompactPattern(*parts)
+
+    def __len__(self) -> int:
+        """Return the size of the first leading dimension."""
+        if not self.shape:
+            raise TypeError("a single pattern has no len(); use .length for its T")
+        return self.shape[0]
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "CompactPattern":
+        """Move, or convert alpha and rho to `dtype`; log_z stays float64 and follows the rounded values."""
+        alpha, rho = (tensor.to(device=device, dtype=dtype) for tensor in (self.alpha, self.rho))
+        if dtype is None or dtype == self.alpha.dtype or torch.promote_types(dtype, self.alpha.dtype) == dtype:
+            return CompactPattern(alpha, rho, self.log_z.to(device=device))
+        return CompactPattern.from_parameters(alpha, rho)
+
+    def prefix(self, length: int) -> "CompactPattern":
+        """Return the pattern of the first `length` positions; each row keeps its normaliser."""
+        if not 1 <= length <= self.length:
+            raise InputError(f"prefix must have 1 to {self.length} positions; got {length}")
+        return CompactPattern(self.alpha[..., :length], self.rho[..., :length], self.log_z[..., :length])
+
+    def log_prob(self) -> Tensor:
+        """Return log P, `[..., T, T]` float64, -inf above the diagonal."""
+        alpha, rho, log_z = self.alpha.double(), self.rho.double(), self.log_z.double()
+        # Row i of the reversed, padded rho starts at T-1-i: rho_i .. rho_0, then -inf for later keys.
+        padded = torch.nn.functional.pad(rho.flip(-1), (0, self.length - 1), value=-torch.inf)
+        return alpha[..., None, :] + padded.unfold(-1, self.length, 1).flip(-2) - log_z[..., :, None]
+
+    def dense(self) -> Tensor:
+        """Return P, `[..., T, T]` float64: rows sum to one, zero above the diagonal. T x T memory."""
+        return self.log_prob().exp()
+
+    def canonical(self) -> "CompactPattern":
+        """Return the same pattern in the gauge where alpha has no slope, max(alpha) = 0 and max(rho) = 0.
+
+        Keys before 64 are left out of the slope and of max(alpha) when T >= 256, since they may be sinks.
+        Idempotent, and the same for every gauge of one pattern, up to rounding.
+        """
+        first = _FIRST_ORDINARY_KEY if self.length >= 4 * _FIRST_ORDINARY_KEY else 0
+        tilt = -_median_slope(self.alpha.double()[..., first:])
+        return self._gauge(tilt, first)
+
+    def balanced(self) -> "CompactPattern":
+        """Return the same pattern in the gauge for execution: log_z has no slope, max(alpha) = max(rho) = 0.
+
+        Every entry is a product of two factors in [0, 1] over Z, and Z is level even when rho rises
+        with distance. The slope is the least-squares one; the maxima are over all positions.
+        """
+        position = torch.arange(self.length, dtype=torch.float64, device=self.log_z.device)
+        position -= position.mean()
+        # The smallest sum of squares, at T = 2, is 0.5; a single position has no slope.
+        slope = (self.log_z.double() * position).sum(-1, keepdim=True) / position.square().sum().clamp(min=0.5)
+        return self._gauge(-slope, 0)
+
+    def _gauge(self, tilt: Tensor, first: int) -> "CompactPattern":
+        """Add `tilt * position`, tilt `[..., 1]`, then shift the maxima of alpha[first:] and rho to 0."""
+        position = torch.arange(self.length, dtype=torch.float64, device=self.alpha.device)
+        alpha, rho = self.alpha.double() + tilt * position, self.rho.double() + tilt * position
+        alpha_shift, rho_shift = alpha[..., first:].amax(-1, keepdim=True), rho.amax(-1, keepdim=True)
+        alpha, rho = alpha - alpha_shift, rho - rho_shift
+        if self.alpha.dtype == torch.float64:
+            return CompactPattern(alpha, rho, self.log_z + tilt * position - alpha_shift - rho_shift)
+        return CompactPattern.from_parameters(alpha.to(self.alpha.dtype), rho.to(self.rho.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class DensePattern:
+    """Patterns given entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows summing to one.
+
+    Row sums may miss one by 1e-8 in float64, 1e-4 in float32, 2e-2 in bfloat16, 5e-3 in float16.
+    """
+
+    weights: Tensor
+
+    def __post_init__(self):
+        """Raise InputError naming the first property that does not hold."""
+        weights = self.weights
+        if weights.ndim < 2 or weights.shape[-1] != weights.shape[-2] or weights.shape[-1] == 0:
+            raise InputError(f"expected weights [..., T, T], T >= 1; got {list(weights.shape)}")
+        if weights.dtype not in _ROW_SUM_TOLERANCE:
+            raise InputError(f"expected floating-point weights; got {weights.dtype}")
+        if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
+            raise InputError("expected finite, non-negative weights; apply softmax or normalise the rows first")
+        if bool(weights.triu(1).any()):
+            raise InputError("expected a causal pattern; got weight above the diagonal: mask it and renormalise")
+        error = (weights.sum(-1, dtype=torch.float64) - 1).abs()
+        tolerance = _ROW_SUM_TOLERANCE[weights.dtype]
+        if error.numel() and error.max().item() > tolerance:
+            raise InputError(f"expected rows that sum to 1 within {tolerance}; one misses by {error.max().item():.3g}")
+
+    @property
+    def length(self) -> int:
+        """T, in tokens."""
+        return self.weights.shape[-1]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The leading dimensions, without T, T."""
+        return self.weights.shape[:-2]
+
+    def __getitem__(self, index: Any) -> "DensePattern":
+        """Index the leading dimensions; raise InputError for an index that would reach into positions."""
+        return DensePattern(_index(self.weights, index, kept=2))
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DensePattern":
+        """Move or round the weights."""
+        return DensePattern(self.weights.to(device=device, dtype=dtype))
+
+    def prefix(self, length: int) -> "DensePattern":
+        """Return the pattern of the first `length` positions."""
+        if not 1 <= length <= self.length:
+            raise InputError(f"prefix must have 1 to {self.length} positions; got {length}")
+        return DensePattern(self.weights[..., :length, :length])
+
+    def dense(self) -> Tensor:
+        """Return the weights, `[..., T, T]`."""
+        return self.weights
+
+
+def _index(tensor: Tensor, index: Any, kept: int = 1) -> Tensor:
+    result = tensor[index]
+    positions = tensor.shape[-kept:]
+    if result.ndim < kept or result.shape[-kept:] != positions:
+        raise InputError(f"an index selects among the leading dimensions {list(tensor.shape[:-kept])}; got {index}")
+    return result
+
+
+def _median_slope(values: Tensor) -> Tensor:
+    """Return the median over j of `(values[j + lag] - values[j]) / lag`, `[..., 1]`, lag half of `[..., n]`.
+
+    Neighbour differences would measure sampling noise; a lag this long averages it and ignores outliers.
+    """
+    if values.shape[-1] == 1:
+        return torch.zeros_like(values)
+    lag = values.shape[-1] // 2
+    # Not torch.median, which takes the lower of two middle values, nor quantile, which has a size limit.
+    slopes = ((values[..., lag:] - values[..., :-lag]) / lag).sort(-1).values
+    count = slopes.shape[-1]
+    return (slopes[..., (count - 1) // 2 :][..., :1] + slopes[..., count // 2 :][..., :1]) / 2

@@ -1,0 +1,83 @@
+"""Where a result comes from: command, source, commit, versions, machine, date."""
+
+import hashlib
+import shlex
+import subprocess
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import saf
+
+invocation: ContextVar[tuple[str, ...] | None] = ContextVar("invocation", default=None)
+"""Arguments of the `saf` command that runs in this context; None when the library is called from elsewhere."""
+
+
+PACKAGES = ("saf", "torch", "triton", "numpy", "safetensors", "transformers")
+
+
+def source_hash() -> str:
+    """Return the SHA-256 of the package's Python sources, names included."""
+    root = Path(saf.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout the package runs from, "+" appended when it was edited; None outside one."""
+    root = Path(saf.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "--", "saf") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python, the packages, CUDA and cuDNN; None for what is absent."""
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    found["saf"] = saf.__version__
+    import torch  # here: what the command says by itself needs no torch
+
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+
+
+def command() -> str:
+    """Return the command line: a program by its name alone, a script by the path it was called by, unless absolute."""
+    if (arguments := invocation.get()) is not None:
+        return shlex.join(["saf", *arguments])
+    path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
+    script = path.suffix == ".py" and path.name != "__main__.py"
+    program = path.name if path.is_absolute() or not script else path.as_posix()
+    words = ["python", program] if script else ["saf" if program == "__main__.py" else program]
+    return shlex.join([*words, *sys.argv[1:]])
+
+
+def provenance(device_name: str) -> dict[str, Any]:
+    """Return everything that does not depend on the run itself."""
+    return {
+        "source_hash": source_hash(),
+        "versions": versions(),
+        "device": device_name,
+        "commit": commit(),
+        "command": command(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
