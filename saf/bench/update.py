@@ -1,7 +1,6 @@
 """Timing whole optimiser updates, run by the trainer's own code."""
 
 import time
-from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
@@ -16,15 +15,14 @@ from saf.bench.synthetic import random_tokens
 from saf.bench.timing import wait_for
 from saf.bench.work import Work, update_work
 from saf.machine.execution import Execution
-from saf.train.clock import Clock
-from saf.train.config import TrainConfig
 from saf.train.optimizer import build_optimizer
-from saf.train.training import Training
-from saf.train.update import run_update
+from saf.train.updater import Updater
 
 VARIANTS = ("update",)
-SCHEDULE = 100_000
-"""Updates of the learning-rate schedule; a benchmark sees the beginning of its warm-up."""
+LEARNING_RATE = 6e-8
+"""The first update's of the trainer's warm-up to 6e-4 over 10,000 updates: so small that the weights stay ordinary."""
+CLIP = 1.0
+"""Largest gradient norm, the trainer's default."""
 PRELOADED = 4
 """Micro-batches kept on the device and used in turn."""
 
@@ -53,53 +51,46 @@ class UpdateSubject:
     def __init__(self, settings: UpdateSettings, point: Point, arm: Arm):
         self._settings = settings
         execution = execution_of(settings)
-        config = TrainConfig(
-            data="",
-            out="",
-            batch_size=point.batch_size,
-            accumulation=point.accumulation or 1,
-            updates=SCHEDULE,
-            device=settings.device,
-            compile=settings.compile,
-            freeze_at=None,
-        )
+        accumulation = point.accumulation or 1
         plan = ModelPlan.of(settings, point.length)
         vocabulary = plan.config.vocab_size
         model = build_model(plan, arm, device=execution.device)
         generator = torch.Generator().manual_seed(settings.seed)
         tokens = random_tokens(
-            min(PRELOADED, config.accumulation),
+            min(PRELOADED, accumulation),
             point.batch_size,
             point.length,
             vocabulary,
             generator,
             execution.device,
         )
-        # Nothing of a run's data, folder, logs and schedule takes part in an update.
-        parts: dict[str, Any] = {part.name: None for part in fields(Training) if part.init and part.default is MISSING}
-        parts |= {"config": config, "execution": execution, "length": point.length, "model": model.train()}
-        parts |= {"batches": Preloaded(tokens), "clock": Clock(), "update": 0, "start": 0}
-        parts["optimizer"] = build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
-        self.training = Training(**parts)
+        self.updater = Updater(
+            model=model.train(),
+            optimizer=build_optimizer(model),
+            batches=Preloaded(tokens),
+            execution=execution,
+            accumulation=accumulation,
+            clip=CLIP,
+        )
 
     def warm_up(self) -> None:
         """Compile and run untimed updates."""
         for _ in range(self._settings.warmup):
-            run_update(self.training)
+            self.updater.update(LEARNING_RATE)
 
     def block(self, variant: str) -> float:
         """Return the mean milliseconds of `repeats` updates in a row, the device waited for before and after."""
-        device, repeats = self.training.execution.device, self._settings.repeats
+        device, repeats = self.updater.execution.device, self._settings.repeats
         wait_for(device)
         began = time.perf_counter()
         for _ in range(repeats):
-            run_update(self.training)
+            self.updater.update(LEARNING_RATE)
         wait_for(device)
         return 1e3 * (time.perf_counter() - began) / repeats
 
     def kernels(self) -> list[dict[str, Any]]:
         """Return the kernels of one update."""
-        return kernels_of(lambda: run_update(self.training), self.training.execution.device)
+        return kernels_of(lambda: self.updater.update(LEARNING_RATE), self.updater.execution.device)
 
 
 def work_of(settings: UpdateSettings, point: Point, arm: Arm) -> Work:

@@ -62,7 +62,7 @@ def intervene_(training: Training, event: Event) -> None:
     if "outputs" in freeze.needs:
         count, size = config.heldout_sequences, config.batch_size
         heldout = heldout_batches(training.data, length=training.length, count=count, batch_size=size)
-    needed = {"gradient": training.gradient} if training.gradient else None
+    needed = {"gradient": training.updater.gradient} if training.updater.gradient else None
     with training.execution.autocast():
         plan = plan_calibration(training.model, batches, collect=scores_collect(freeze, needed or {}))
         training.observer.progress.say(f"update {training.update}: {plan}")
@@ -70,15 +70,15 @@ def intervene_(training: Training, event: Event) -> None:
             training.model,
             batches,
             replace(freeze, rate=event.rate),
-            optimizer=training.optimizer,
+            optimizer=training.updater.optimizer,
             heldout=heldout,
             needed=needed,
         )
     report.save(training.folder, update=event.update)
     training.schedule.done(event)
     if not (config.track_gradients or reads_gradient(config, training.schedule)):
-        training.gradient = None
-    training.prepare_forward_()
+        training.updater.gradient = None
+    training.updater.compile_()
     controller_loss(training, "after_freeze")
     training.observer.progress.say(
         f"update {training.update}: {report.told}; took {sum(report.seconds.values()):.1f} s"

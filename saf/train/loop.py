@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from saf.errors import CheckpointError, DivergenceError
 from saf.records.folders import no_room
 from saf.train.checkpoint import latest, prune_checkpoints_, save_checkpoint, step_name
@@ -17,7 +19,6 @@ from saf.train.results import finish
 from saf.train.signals import StopRequest
 from saf.train.start import start_training
 from saf.train.training import Training
-from saf.train.update import run_update
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped after saving: start it again with `--resume`."""
@@ -71,7 +72,7 @@ def _train(training: Training, stop: StopRequest) -> bool:
     _intervene_if_due(training, saved=training.update == training.start and training.parent_hash is not None)
     finished = training.finished()
     while not finished:
-        if training.compiling:
+        if training.updater.compiling:
             training.observer.progress.compiling(training.update + 1)
         record = run_update(training)
         training.observer.updated(record)
@@ -89,6 +90,25 @@ def _train(training: Training, stop: StopRequest) -> bool:
             return False
         _intervene_if_due(training)
     return True
+
+
+def run_update(training: Training) -> dict[str, Any]:
+    """Do one update and return its line for metrics.jsonl; raise DivergenceError as `Updater.update` does."""
+    cuda = training.execution.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    rate = training.next_learning_rate()
+    done = training.updater.update(rate)
+    if cuda and training.update >= training.timed_from:
+        training.peak_memory = max(training.peak_memory or 0, torch.cuda.max_memory_allocated())
+    return {
+        "update": training.update,
+        "tokens": training.update * training.tokens_per_update,
+        "loss": done.loss,
+        "lr": rate,
+        "grad_norm": done.grad_norm,
+        "update_seconds": done.seconds,
+    }
 
 
 def _intervene_if_due(training: Training, *, saved: bool = False) -> None:
@@ -117,11 +137,11 @@ def save(training: Training, *, after_freezing: bool = False) -> Path:
         "data_fingerprint": training.data.fingerprint,
         "tokenizer": training.data.index.tokenizer.sha256,
         "schedule": training.schedule.state_dict() if training.schedule else None,
-        KEY: training.gradient.state_dict() if training.gradient else None,
+        KEY: training.updater.gradient.state_dict() if training.updater.gradient else None,
         "random": capture_random_state(),
     }
     with training.clock.paused():
-        save_checkpoint(path, training.model, training.optimizer, state=state, parent=training.parent_hash)
+        save_checkpoint(path, training.model, training.updater.optimizer, state=state, parent=training.parent_hash)
         branch = training.config.freeze_update
         protect = set() if branch is None else {step_name(branch)}
         prune_checkpoints_(training.checkpoints, keep=training.config.keep, protect=protect)

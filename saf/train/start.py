@@ -29,6 +29,7 @@ from saf.train.random_state import restore_random_state
 from saf.train.run_config import check_same_run, model_config, run_config
 from saf.train.run_folder import EVENT_FILES, write_start
 from saf.train.training import Training
+from saf.train.updater import Updater
 
 
 def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Training:
@@ -76,14 +77,19 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
         execution=execution,
         data=data,
         length=length,
-        model=model,
-        optimizer=optimizer,
-        batches=_batches(config, data, length, update, execution),
+        updater=Updater(
+            model=model,
+            optimizer=optimizer,
+            batches=_batches(config, data, length, update, execution),
+            execution=execution,
+            accumulation=config.accumulation,
+            clip=config.clip,
+            gradient=gradient,
+            done=update,
+        ),
         schedule=schedule,
-        gradient=gradient,
         clock=clock,
         observer=_observer(config, folder, execution, shape, length, update, clock),
-        update=update,
         start=parent["update"] if parent else 0,
         parent_hash=parent["hash"] if parent else None,
     )

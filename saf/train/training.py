@@ -1,22 +1,18 @@
 """Everything one run holds while it trains."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from torch.optim import AdamW
-
-from saf.calibration import QKGradient
 from saf.data import TokenData
 from saf.machine.execution import Execution
 from saf.models import GPT
 from saf.schedules import Schedule
-from saf.train.batches import MicroBatches
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
 from saf.train.learning_rate import learning_rate, progress_by_time, progress_by_update
 from saf.train.observer import Observer
+from saf.train.updater import Updater
 
 
 @dataclass(kw_only=True)
@@ -30,39 +26,24 @@ class Training:
     execution: Execution
     data: TokenData
     length: int
-    model: GPT
-    optimizer: AdamW
-    batches: MicroBatches
+    updater: Updater
     schedule: Schedule | None
-    gradient: QKGradient | None
-    """Fed after every backward pass; None when no score reads it."""
     clock: Clock
     observer: Observer
-    update: int
     start: int
     """Update of the checkpoint that the run began at; 0 for a new one."""
     parent_hash: str | None
-    forward: Callable[..., Any] = field(init=False)
-    """The model as updates call it: compiled, or itself."""
-    last_seconds: float = 0.0
-    """What the next update is expected to take."""
-    compiling: bool = False
-    """Whether the next update compiles, which says nothing about those after it."""
     peak_memory: int | None = None
 
-    def __post_init__(self):
-        self.prepare_forward_()
+    @property
+    def model(self) -> GPT:
+        """The model that is trained."""
+        return self.updater.model
 
-    def prepare_forward_(self) -> None:
-        """Compile again; needed at the start and whenever heads were frozen."""
-        self.forward = self.execution.callable(self.model, fullgraph=True)
-        self.compiling = self.execution.compile
-
-    def updated_(self, seconds: float) -> None:
-        """Take note of one more update done."""
-        self.update += 1
-        self.last_seconds = 0.0 if self.compiling else seconds
-        self.compiling = False
+    @property
+    def update(self) -> int:
+        """How many updates are done."""
+        return self.updater.done
 
     @property
     def windows_per_update(self) -> int:
@@ -92,7 +73,7 @@ class Training:
         progress = progress_by_update(self.update + 1, updates=config.updates, start=config.lr_start)
         if config.time_budget_seconds is not None:
             begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
-            spent = self.clock.elapsed + self.last_seconds
+            spent = self.clock.elapsed + self.updater.expected_seconds
             progress = progress_by_time(spent, budget=config.time_budget_seconds, begin=max(begin, 0.0))
         return learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
 
@@ -100,7 +81,7 @@ class Training:
         """Whether the updates are done or the next one would exceed the time allowance."""
         if self.config.time_budget_seconds is None:
             return self.update >= self.config.updates
-        return self.clock.elapsed + self.last_seconds > self.config.time_budget_seconds
+        return self.clock.elapsed + self.updater.expected_seconds > self.config.time_budget_seconds
 
     def close(self) -> None:
         """Close the logs and let go of the folder."""

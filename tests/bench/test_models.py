@@ -92,15 +92,15 @@ def test_the_free_arm_runs_no_mixing():
 
 def test_updates_are_the_trainers_own_and_change_weights():
     subject = UpdateSubject(UpdateSettings(model="tiny", repeats=2), Point(32, 1, 3), Arm("auto", "toeplitz", 0.25))
-    before = subject.training.model.blocks[0].mlp.up.weight.detach().clone()
+    before = subject.updater.model.blocks[0].mlp.up.weight.detach().clone()
     taken = []
-    take = subject.training.batches.take
-    subject.training.batches.take = lambda: taken.append(1) or take()
+    take = subject.updater.batches.take
+    subject.updater.batches.take = lambda: taken.append(1) or take()
     assert subject.block("update") > 0
-    assert subject.training.update == 2
+    assert subject.updater.done == 2
     assert len(taken) == 6
-    assert not torch.equal(before, subject.training.model.blocks[0].mlp.up.weight)
-    assert all(parameter.grad is None for parameter in subject.training.model.parameters())
+    assert not torch.equal(before, subject.updater.model.blocks[0].mlp.up.weight)
+    assert all(parameter.grad is None for parameter in subject.updater.model.parameters())
 
 
 def test_the_prefill_model_gives_the_last_tokens_logits():

@@ -15,13 +15,13 @@ import saf.train.clock
 import saf.train.loop as loop
 import saf.train.observer
 import saf.train.results
-import saf.train.update
+import saf.train.updater
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
+from saf.train.loop import run_update
 from saf.train.signals import StopRequest
-from saf.train.update import run_update
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -135,8 +135,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, monkeypatch, bad):
 
     def poisoned(training):
         if training.update == 7:
-            forward = training.forward
-            training.forward = lambda *arguments, **options: forward(*arguments, **options) * bad
+            forward = training.updater.forward
+            training.updater.forward = lambda *arguments, **options: forward(*arguments, **options) * bad
             kept.update({name: tensor.clone() for name, tensor in training.model.state_dict().items()})
         try:
             return run_update(training)
@@ -190,7 +190,7 @@ def second_per_look(monkeypatch):
 
     fake = SimpleNamespace(perf_counter=look)
     monkeypatch.setattr(saf.train.clock, "time", fake)
-    monkeypatch.setattr(saf.train.update, "time", fake)
+    monkeypatch.setattr(saf.train.updater, "time", fake)
     return now
 
 

@@ -1,0 +1,129 @@
+"""One optimiser update, and all that it needs: a run makes its updates by it, a benchmark without any run."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from saf.calibration import QKGradient
+from saf.errors import DivergenceError
+from saf.machine.execution import Execution
+from saf.models import GPT
+from saf.train.optimizer import set_learning_rate_, step_if_finite_
+
+
+class MicroBatches(Protocol):
+    """Hand out micro-batches, one after the other."""
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the next inputs and targets, each `[sequences, length]`, on the device; -100 is no target."""
+        ...
+
+
+class Updated(NamedTuple):
+    """Hold what one update measured."""
+
+    loss: float
+    """Mean loss of its micro-batches before the step, nats per token."""
+    grad_norm: float
+    """Norm of the gradient before it was clipped."""
+    seconds: float
+    """What the host waited, the step's own work on the device left out."""
+
+
+@dataclass(kw_only=True)
+class Updater:
+    """Make updates of one model; nothing here knows of folders, logs, schedules or where batches come from.
+
+    Call `compile_` whenever heads were frozen or made live again: graphs compiled for the old shapes are of no use.
+    """
+
+    model: GPT
+    optimizer: AdamW
+    batches: MicroBatches
+    execution: Execution
+    accumulation: int
+    """Micro-batches of one update."""
+    clip: float
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    gradient: QKGradient | None = None
+    """Fed after every backward pass; None when no score reads it."""
+    done: int = 0
+    """Updates done since the model's beginning."""
+    forward: Callable[..., Any] = field(init=False)
+    """The model as updates call it: compiled, or itself."""
+    compiling: bool = field(init=False)
+    """Whether the next update compiles, which says nothing about the seconds of those after it."""
+    expected_seconds: float = 0.0
+    """What the next update is expected to take: the last one's seconds, 0 where that compiled or there was none."""
+
+    def __post_init__(self):
+        """Prepare the callable."""
+        self.compile_()
+
+    def compile_(self) -> None:
+        """Make the callable of the model as it is now; a compiled one compiles in its first update."""
+        self.forward = self.execution.callable(self.model, fullgraph=True)
+        self.compiling = self.execution.compile
+
+    def update(self, learning_rate: float) -> Updated:
+        """Do one update with this learning rate.
+
+        The host waits once, for the loss and the gradient norm; the optimiser's step then still runs on the device.
+
+        Raises:
+            DivergenceError: Loss or gradient norm is not finite; weights and moments are as before the update.
+        """
+        began = time.perf_counter()
+        set_learning_rate_(self.optimizer, learning_rate)
+        loss = self._accumulate_gradients()
+        if self.gradient is not None:
+            self.gradient.update()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        watched = torch.stack([loss, norm])
+        read = _start_reading(watched)
+        step_if_finite_(self.optimizer, watched)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_value, norm_value = read()
+        seconds = time.perf_counter() - began
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            raise DivergenceError(
+                f"update {self.done + 1} was not applied: its loss is {loss_value}, its gradient norm {norm_value}"
+            )
+        self.done += 1
+        self.expected_seconds = 0.0 if self.compiling else seconds
+        self.compiling = False
+        return Updated(loss_value, norm_value, seconds)
+
+    def _accumulate_gradients(self) -> Tensor:
+        """Add up the gradients of the micro-batches' mean losses and return the mean loss, on the device."""
+        share = 1.0 / self.accumulation
+        total = torch.zeros((), device=self.execution.device)
+        for _ in range(self.accumulation):
+            inputs, targets = self.batches.take()
+            with self.execution.autocast():
+                loss = self.forward(inputs, targets=targets) * share
+            loss.backward()
+            total += loss.detach()
+        return total
+
+
+def _start_reading(values: Tensor) -> Callable[[], list[float]]:
+    """Begin copying values to the host and return what waits for them, not for work that is queued afterwards."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return copy.tolist()
+
+    return read
