@@ -3,7 +3,7 @@
 from saf import fit, ops
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
 from saf.errors import SafError
-from saf.estimates import dense_pattern, storage_report
+from saf.estimates import dense_pattern
 from saf.fit import fit_compact, fit_kl
 from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import fit_heldout
@@ -12,7 +12,7 @@ from saf.freezing.report import FreezeReport
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern, storage_report
 from saf.prefill import Prefill
 from saf.scores import score
 from saf.selection import select

@@ -13,7 +13,7 @@ from torch import distributed, multiprocessing
 import saf
 from saf.errors import SafError, SelectionError
 from saf.machine.processes import done_once
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 LENGTH, WORLD = 24, 2
 

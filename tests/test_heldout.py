@@ -14,7 +14,7 @@ from saf.freezing.heldout import fit_heldout
 from saf.freezing.recipe import freeze_
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.records.files import read_json
 from saf.surgery import install_
 

@@ -9,7 +9,7 @@ import saf
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.surgery import install_
 from saf.train.checkpoint import save_checkpoint
 from saf.train.optimizer import build_optimizer

@@ -17,7 +17,7 @@ from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
 from saf.ops.toeplitz.config import Config, make_tables
 from saf.ops.toeplitz.convolution import convolve
 from saf.ops.toeplitz.launch import toeplitz_matmul
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 WIDE = torch.float16 if DEVICE == "cpu" else torch.bfloat16

@@ -13,7 +13,7 @@ from saf.calibration.capture import evaluation_mode
 from saf.errors import InputError
 from saf.evaluate.perplexity import token_log_probs
 from saf.heads import Head, HeadSet
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 from saf.surgery import install_, uninstall_
 
 Patterns = Mapping[Head, CompactPattern | DensePattern]

@@ -12,7 +12,7 @@ from saf.errors import InputError
 from saf.estimates import collect_for, dense_pattern
 from saf.estimates.sampling import Seed, seed_of
 from saf.heads import HeadSet
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import FLOOR
 
 DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import AccuracyError
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 SAMPLES = 64
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}

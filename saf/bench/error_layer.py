@@ -13,7 +13,7 @@ from saf.heads import HeadLayout
 from saf.models.rotary import Rotary, rotate
 from saf.ops import FrozenHeads, mixed_attention
 from saf.ops.heads import flat_heads
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 TENSORS = ("output", "input", "value", "query projection", "key projection", "value projection", "output projection")
 """The output, the gradients to input and values, and those to the four weights."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from saf.ops import FrozenHeads, frozen_attention, live_attention
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 """Found and exact, by tensor."""

@@ -11,7 +11,7 @@ from saf.bench.op_case import OpCase
 from saf.bench.synthetic import synthetic_patterns
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 Function = Callable[..., tuple[Tensor, ...]]
 

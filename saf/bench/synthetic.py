@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 ROTARY_BASE = 10_000.0
 

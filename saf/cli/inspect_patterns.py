@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from saf.errors import CheckpointError
-from saf.estimates import storage_report
 from saf.ops.toeplitz.tables import holds
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern, storage_report
 from saf.records.files import read_json, read_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

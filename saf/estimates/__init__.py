@@ -16,8 +16,7 @@ from saf.estimates.sharp_mean import SHARP_MARGINALS, dense_sharp_mean, sharp_me
 from saf.estimates.structured_random import dense_structured_random, structured_random
 from saf.estimates.target import Target, target_of
 from saf.heads import Head, HeadSet
-from saf.patterns.compact import CompactPattern, DensePattern
-from saf.patterns.storage import StorageReport, storage_report
+from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import AttentionStatistics
 
 Storage = Literal["compact", "dense"]
@@ -49,11 +48,9 @@ __all__ = [
     "PATTERNS",
     "PatternKind",
     "Storage",
-    "StorageReport",
     "Target",
     "collect_for",
     "dense_pattern",
-    "storage_report",
     "target",
     "target_of",
 ]

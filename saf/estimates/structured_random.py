@@ -6,7 +6,7 @@ from torch import Tensor
 
 from saf.estimates.sampling import stream_of
 from saf.heads import HeadSet
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.statistics import AttentionStatistics
 
 

@@ -15,7 +15,7 @@ from saf.fit.dense import fit_dense
 from saf.fit.objective import check_targets, fit_kl, fit_loss, marginals
 from saf.fit.proportional import fit_proportional
 from saf.fit.variants import CONSTANT_AFTER, check_constant_after, fit_variants
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 __all__ = [
     "CONSTANT_AFTER",

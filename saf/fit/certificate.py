@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saf.fit.objective import marginals
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 # An entry counts in a relative error if the probabilities it sums average at least this: a hundred times the
 # floor under the target, below which a marginal records the floor and not the model.

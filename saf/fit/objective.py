@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums
 
 # Marginals measured in float32 or by a few tiles at a time miss their sums by far less than this, relatively;

@@ -13,7 +13,7 @@ from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
 from saf.freezing.config import FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.machine.stopwatch import Stopwatch
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import AttentionStatistics
 
 Pattern = CompactPattern | DensePattern
@@ -80,6 +80,4 @@ def stack(patterns: Sequence[Pattern]) -> Pattern | None:
     """Join patterns of one kind over `[F]`; None when there are none."""
     if not patterns:
         return None
-    if isinstance(patterns[0], DensePattern):
-        return DensePattern(torch.stack([pattern.dense() for pattern in patterns]))
-    return CompactPattern.stack([pattern for pattern in patterns if isinstance(pattern, CompactPattern)])
+    return type(patterns[0]).stack(patterns)

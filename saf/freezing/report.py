@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saf.freezing.heldout import HeldOutFit
 from saf.heads import Head, HeadSet
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 from saf.records.files import write_json, write_tensors
 from saf.statistics import AttentionStatistics
 

@@ -14,7 +14,6 @@ from saf.models.rotary import Rotary
 from saf.ops.decoder.gelu import gelu_linear
 from saf.ops.decoder.loss import linear_cross_entropy, linear_log_probs
 from saf.ops.positions import check_start, left_padding
-from saf.patterns.trainable import TrainablePattern
 
 INIT_STD = 0.02
 
@@ -76,7 +75,7 @@ class GPT(nn.Module):
 
         Raises InputError when trainable patterns are installed, which have no distribution to be drawn from.
         """
-        if any(isinstance(module, TrainablePattern) for module in self.modules()):
+        if any(layer.frozen is not None and layer.frozen.trainable for layer in self.attention_layers()):
             raise InputError("trainable patterns cannot be drawn anew; take them out first: saf.uninstall_(model)")
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():

@@ -12,7 +12,7 @@ from saf.ops.backends import BACKENDS, choose_backend, explain
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.layer import frozen_attention, mixed_attention, projected_attention, split_attention
 from saf.ops.live import live_attention
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import TrainablePattern
 
 __all__ = [
     "BACKENDS",

@@ -10,7 +10,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.ops import reference
 from saf.ops.fused import backend as fused
 from saf.ops.toeplitz import backend as toeplitz
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import TrainablePattern
 
 
 class Backend(Protocol):

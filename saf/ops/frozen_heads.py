@@ -10,31 +10,7 @@ from torch import Tensor, nn
 from saf.errors import InputError
 from saf.ops.backends import BACKENDS, always_mixes_live, check_trainable, choose_backend
 from saf.ops.inference.settled import SettledCalls
-from saf.patterns.compact import CompactPattern, DensePattern
-from saf.patterns.trainable import TrainablePattern
-
-Pattern = CompactPattern | DensePattern | TrainablePattern
-
-
-def as_list(pattern: Pattern | Sequence[Pattern]) -> list[Pattern]:
-    """Return one pattern per head from a batched `[F, ...]` pattern or a list of patterns."""
-    if isinstance(pattern, TrainablePattern):
-        return [pattern]
-    if isinstance(pattern, CompactPattern | DensePattern):
-        if len(pattern.shape) == 0:
-            return [pattern]
-        if len(pattern.shape) != 1:
-            raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {pattern.shape}")
-        return [pattern[index] for index in range(pattern.shape[0])]
-    return [single for item in pattern for single in as_list(item)]
-
-
-def own(pattern: CompactPattern | DensePattern) -> CompactPattern | DensePattern:
-    """Return a pattern on the CPU that does not keep the batch alive which it was a part of."""
-    moved = pattern.to(device="cpu")
-    if isinstance(moved, DensePattern) and moved.weights.untyped_storage().nbytes() > moved.weights.nbytes:
-        return DensePattern(moved.weights.clone())
-    return moved
+from saf.patterns import CompactPattern, DensePattern, Pattern, TrainablePattern, pattern_for_each_head
 
 
 class FrozenHeads(nn.Module):
@@ -47,13 +23,13 @@ class FrozenHeads(nn.Module):
 
     def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
         super().__init__()
-        self.trainable = tuple(slot for slot, one in enumerate(patterns) if isinstance(one, TrainablePattern))
+        self.trainable = tuple(slot for slot, one in enumerate(patterns) if one.trainable)
         self.fixed = tuple(slot for slot in range(len(patterns)) if slot not in self.trainable)
         # Not only in the list: as children their parameters are the model's.
         for slot, one in enumerate(patterns):
             if isinstance(one, TrainablePattern):
                 self.add_module(f"pattern_{slot}", one)
-        self.patterns = [one if isinstance(one, TrainablePattern) else own(one) for one in patterns]
+        self.patterns = [one.own() for one in patterns]
         self.backend = backend
         self.max_length = max_length
         self.kv_head = kv_head
@@ -78,7 +54,7 @@ class FrozenHeads(nn.Module):
         correspond one to one. Raises InputError on unequal lengths and UnsupportedError when a named backend
         cannot run here, or cannot train a pattern.
         """
-        patterns = as_list(pattern)
+        patterns = pattern_for_each_head(pattern)
         lengths = {single.length for single in patterns}
         if len(lengths) != 1:
             raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.heads import dense_product
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> str | None:

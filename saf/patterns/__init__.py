@@ -1,1 +1,43 @@
-"""The patterns that frozen heads have, and their sums in the log domain."""
+"""The patterns that frozen heads have: one file a kind, what all kinds answer, their sums and their storage.
+
+`pattern` says what every kind answers; `compact`, `dense` and `trainable` are the kinds; `log_sums` adds up compact
+patterns without ever forming a T x T array; `storage` counts bytes.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from saf.errors import CheckpointError
+from saf.patterns.compact import CompactPattern
+from saf.patterns.dense import DensePattern
+from saf.patterns.pattern import Pattern, pattern_for_each_head
+from saf.patterns.storage import StorageReport, storage_report
+from saf.patterns.trainable import TrainablePattern, trained_logits
+
+__all__ = [
+    "KINDS",
+    "CompactPattern",
+    "DensePattern",
+    "Pattern",
+    "StorageReport",
+    "TrainablePattern",
+    "pattern_for_each_head",
+    "pattern_from_state",
+    "storage_report",
+    "trained_logits",
+]
+
+KINDS: dict[str, type[Pattern]] = {kind.kind: kind for kind in (CompactPattern, DensePattern, TrainablePattern)}
+
+
+def pattern_from_state(tensors: Mapping[str, Tensor], *, trainable: bool = False) -> Pattern:
+    """Return the pattern whose `state` these tensors are: their names tell its kind, beside whether it is trained.
+
+    Raises CheckpointError when no kind of pattern has exactly these tensors.
+    """
+    for kind in KINDS.values():
+        if kind.trainable == trainable and set(kind.parts) == set(tensors):
+            return kind.from_state(tensors)
+    expected = [f"{kind.kind}: {', '.join(kind.parts)}" for kind in KINDS.values() if kind.trainable == trainable]
+    raise CheckpointError(f"expected the tensors of a pattern ({'; '.join(expected)}); got {sorted(tensors) or 'none'}")

@@ -1,18 +1,18 @@
-"""Fixed attention patterns: the compact form `exp(alpha_j + rho_{i-j}) / Z_i` of Eq. (3), and dense ones."""
+"""The compact pattern: `P(i, j) = exp(alpha_j + rho_{i-j}) / Z_i` of Eq. (3), three vectors of length T."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from saf.errors import InputError
 from saf.patterns.log_sums import log_row_sums
+from saf.patterns.pattern import check_prefix, index_leading, split_leading
 
 # Keys before this one may be sinks; they have no say in the slope and height of alpha.
 _FIRST_ORDINARY_KEY = 64
-_ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,10 @@ class CompactPattern:
     >>> pattern.dense()[2]
     tensor([0.3333, 0.3333, 0.3333], dtype=torch.float64)
     """
+
+    kind: ClassVar[str] = "compact"
+    trainable: ClassVar[bool] = False
+    parts: ClassVar[tuple[str, ...]] = ("alpha", "rho")
 
     alpha: Tensor
     rho: Tensor
@@ -76,8 +80,7 @@ class CompactPattern:
 
     def __getitem__(self, index: Any) -> "CompactPattern":
         """Index the leading dimensions; raise InputError for an index that would reach into positions."""
-        parts = tuple(_index(tensor, index) for tensor in (self.alpha, self.rho, self.log_z))
-        return CompactPattern(*parts)
+        return CompactPattern(*(index_leading(tensor, index) for tensor in (self.alpha, self.rho, self.log_z)))
 
     def __len__(self) -> int:
         """Return the size of the first leading dimension."""
@@ -94,9 +97,25 @@ class CompactPattern:
 
     def prefix(self, length: int) -> "CompactPattern":
         """Return the pattern of the first `length` positions; each row keeps its normaliser."""
-        if not 1 <= length <= self.length:
-            raise InputError(f"prefix must have 1 to {self.length} positions; got {length}")
+        check_prefix(length, self.length)
         return CompactPattern(self.alpha[..., :length], self.rho[..., :length], self.log_z[..., :length])
+
+    def singles(self) -> list["CompactPattern"]:
+        """Return one pattern `[T]` a head of `[F, T]`, or the pattern itself; InputError for more dimensions."""
+        return split_leading(self)
+
+    def own(self) -> "CompactPattern":
+        """Return the pattern on the CPU."""
+        return self.to(device="cpu")
+
+    def state(self) -> dict[str, Tensor]:
+        """Return alpha and rho, `[..., T]` each; the normalisers are computed from them again."""
+        return {"alpha": self.alpha.detach().clone(), "rho": self.rho.detach().clone()}
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor]) -> "CompactPattern":
+        """Return the pattern of `state`."""
+        return cls.from_parameters(tensors["alpha"], tensors["rho"])
 
     def log_prob(self) -> Tensor:
         """Return log P, `[..., T, T]` float64, -inf above the diagonal."""
@@ -140,68 +159,6 @@ class CompactPattern:
         if self.alpha.dtype == torch.float64:
             return CompactPattern(alpha, rho, self.log_z + tilt * position - alpha_shift - rho_shift)
         return CompactPattern.from_parameters(alpha.to(self.alpha.dtype), rho.to(self.rho.dtype))
-
-
-@dataclass(frozen=True, eq=False)
-class DensePattern:
-    """Patterns given entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows summing to one.
-
-    Row sums may miss one by 1e-8 in float64, 1e-4 in float32, 2e-2 in bfloat16, 5e-3 in float16.
-    """
-
-    weights: Tensor
-
-    def __post_init__(self):
-        """Raise InputError naming the first property that does not hold."""
-        weights = self.weights
-        if weights.ndim < 2 or weights.shape[-1] != weights.shape[-2] or weights.shape[-1] == 0:
-            raise InputError(f"expected weights [..., T, T], T >= 1; got {list(weights.shape)}")
-        if weights.dtype not in _ROW_SUM_TOLERANCE:
-            raise InputError(f"expected floating-point weights; got {weights.dtype}")
-        if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
-            raise InputError("expected finite, non-negative weights; apply softmax or normalise the rows first")
-        if bool(weights.triu(1).any()):
-            raise InputError("expected a causal pattern; got weight above the diagonal: mask it and renormalise")
-        error = (weights.sum(-1, dtype=torch.float64) - 1).abs()
-        tolerance = _ROW_SUM_TOLERANCE[weights.dtype]
-        if error.numel() and error.max().item() > tolerance:
-            raise InputError(f"expected rows that sum to 1 within {tolerance}; one misses by {error.max().item():.3g}")
-
-    @property
-    def length(self) -> int:
-        """T, in tokens."""
-        return self.weights.shape[-1]
-
-    @property
-    def shape(self) -> torch.Size:
-        """The leading dimensions, without T, T."""
-        return self.weights.shape[:-2]
-
-    def __getitem__(self, index: Any) -> "DensePattern":
-        """Index the leading dimensions; raise InputError for an index that would reach into positions."""
-        return DensePattern(_index(self.weights, index, kept=2))
-
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DensePattern":
-        """Move or round the weights."""
-        return DensePattern(self.weights.to(device=device, dtype=dtype))
-
-    def prefix(self, length: int) -> "DensePattern":
-        """Return the pattern of the first `length` positions."""
-        if not 1 <= length <= self.length:
-            raise InputError(f"prefix must have 1 to {self.length} positions; got {length}")
-        return DensePattern(self.weights[..., :length, :length])
-
-    def dense(self) -> Tensor:
-        """Return the weights, `[..., T, T]`."""
-        return self.weights
-
-
-def _index(tensor: Tensor, index: Any, kept: int = 1) -> Tensor:
-    result = tensor[index]
-    positions = tensor.shape[-kept:]
-    if result.ndim < kept or result.shape[-kept:] != positions:
-        raise InputError(f"an index selects among the leading dimensions {list(tensor.shape[:-kept])}; got {index}")
-    return result
 
 
 def _median_slope(values: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """A compact pattern whose key and distance logits an optimiser trains."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.patterns.compact import CompactPattern
+from saf.patterns.pattern import Pattern
 
 
 class TrainablePattern(nn.Module):
@@ -15,6 +16,10 @@ class TrainablePattern(nn.Module):
 
     The normalisers are no parameters: they are computed from these whenever the head is executed, Eq. (3).
     """
+
+    kind: ClassVar[str] = "trainable"
+    trainable: ClassVar[bool] = True
+    parts: ClassVar[tuple[str, ...]] = ("alpha", "rho")
 
     def __init__(self, alpha: Tensor, rho: Tensor):
         """Take the logits as given; raise InputError unless both are float32 or both float64, of one shape `[T]`."""
@@ -28,9 +33,17 @@ class TrainablePattern(nn.Module):
 
     @classmethod
     def of(
-        cls, pattern: CompactPattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "TrainablePattern":
-        """Start from a fixed pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it."""
+        """Start from a compact pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it.
+
+        Raises UnsupportedError for a pattern that has no key and distance logits.
+        """
+        if not isinstance(pattern, CompactPattern):
+            raise UnsupportedError(
+                f"only key and distance logits can be trained, a {type(pattern).__name__} has none; fit a compact "
+                "pattern (storage='compact'), or use trainable=False"
+            )
         balanced = pattern.to(dtype=torch.float64, device=device).balanced()
         return cls(balanced.alpha.to(dtype), balanced.rho.to(dtype))
 
@@ -42,6 +55,31 @@ class TrainablePattern(nn.Module):
     def compact(self) -> CompactPattern:
         """Return the pattern as it is now, with the normalisers that belong to it."""
         return CompactPattern.from_parameters(self.alpha.detach().clone(), self.rho.detach().clone())
+
+    def prefix(self, length: int) -> CompactPattern:
+        """Return the fixed pattern of the first `length` positions as it is now."""
+        return self.compact().prefix(length)
+
+    def dense(self) -> Tensor:
+        """Return P as it is now, `[T, T]` float64, without gradients."""
+        return self.compact().dense()
+
+    def singles(self) -> list["TrainablePattern"]:
+        """Return the pattern itself: it is one head's."""
+        return [self]
+
+    def own(self) -> "TrainablePattern":
+        """Return the pattern itself, whose parameters are the model's."""
+        return self
+
+    def state(self) -> dict[str, Tensor]:
+        """Return alpha and rho as they are now, `[T]` each."""
+        return {"alpha": self.alpha.detach().clone(), "rho": self.rho.detach().clone()}
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor]) -> "TrainablePattern":
+        """Return the pattern of `state`."""
+        return cls(tensors["alpha"], tensors["rho"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TrainablePattern":
         """Follow the module to another device but keep the dtype."""
@@ -59,3 +97,8 @@ class TrainablePattern(nn.Module):
     def forward(self, *_: Any) -> Tensor:
         """Refuse: patterns are executed by a backend."""
         raise InputError("a pattern is executed by saf.frozen_attention; call compact() to look at it")
+
+
+def trained_logits(patterns: Iterable[Pattern]) -> list[nn.Parameter]:
+    """Return the parameters of the trainable ones among these patterns: alpha and rho of each, `[T]`."""
+    return [logits for one in patterns if isinstance(one, TrainablePattern) for logits in (one.alpha, one.rho)]

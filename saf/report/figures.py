@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.evaluate.runs import Run
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 CURVE_POINTS = 512
 PATTERN_POINTS = 256

@@ -7,14 +7,12 @@ from torch import nn
 
 from saf.adapters import Site, adapter_for
 from saf.adapters.site import frozen_heads
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError
 from saf.heads import Head, HeadSet
-from saf.ops.frozen_heads import Pattern, as_list
-from saf.patterns.compact import CompactPattern
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
 from saf.surgery.editing import check_unwrapped, editing
 from saf.surgery.layout import change_layout_, prepare_heads
-from saf.surgery.pattern_group import add_patterns_, check_group
+from saf.surgery.pattern_group import add_logits_, check_group
 from saf.surgery.rows import check_optimizer, unwrap_optimizer
 
 
@@ -50,7 +48,7 @@ def install_(
     check_unwrapped(model)
     heads = HeadSet.in_order(heads)
     sites = adapter_for(model).sites()
-    given = as_list(patterns) if len(heads) else []
+    given = pattern_for_each_head(patterns) if len(heads) else []
     if len(given) != len(heads):
         raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(given)}")
     already = heads & frozen_heads(adapter_for(model))
@@ -68,7 +66,7 @@ def install_(
         old = {} if site.frozen is None else dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
         if max(new) >= site.layout.num_heads:
             raise InputError(f"layer {layer} has heads 0 to {site.layout.num_heads - 1}; got {max(new)}")
-        if not trainable and any(isinstance(pattern, TrainablePattern) for pattern in new.values()):
+        if not trainable and any(pattern.trainable for pattern in new.values()):
             raise InputError("a TrainablePattern trains: pass trainable=True, or pattern.compact() to keep it fixed")
         if trainable:
             new = {head: _trainable(pattern, site) for head, pattern in new.items()}
@@ -80,18 +78,14 @@ def install_(
         changes.append((site, layout.frozen, prepare_heads(site, layout, together, backend), new.values()))
     for site, frozen, prepared, added in changes:
         change_layout_(site, frozen, prepared, optimizer)
-        trained = [pattern for pattern in added if isinstance(pattern, TrainablePattern)]
-        if trained and optimizer is not None:
-            add_patterns_(optimizer, trained, site.projections()["value"][0])
+        logits = trained_logits(added)
+        if logits and optimizer is not None:
+            add_logits_(optimizer, logits, site.projections()["value"][0])
 
 
 def _trainable(pattern: Pattern, site: Site) -> Pattern:
-    if isinstance(pattern, TrainablePattern):
+    """Return a pattern as one that is trained, beside the layer's value weights."""
+    if pattern.trainable:
         return pattern
-    if not isinstance(pattern, CompactPattern):
-        raise UnsupportedError(
-            f"only key and distance logits can be trained, a {type(pattern).__name__} has none; fit a compact pattern "
-            "(storage='compact'), or use trainable=False"
-        )
     weight = site.projections()["value"][0]
     return TrainablePattern.of(pattern, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)

@@ -7,7 +7,7 @@ import torch
 from saf.adapters import Site
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads
-from saf.ops.frozen_heads import Pattern
+from saf.patterns import Pattern
 from saf.surgery.rows import rearrange_, take_rows
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.errors import UnsupportedError
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import trained_logits
 
 _OWN = ("params", "param_names", "weight_decay")
 
@@ -16,8 +16,7 @@ _OWN = ("params", "param_names", "weight_decay")
 def pattern_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the key and distance logits that are trained, two parameters `[T]` a head, layer by layer."""
     frozen = [site.frozen for site in adapter_for(model).sites() if site.frozen is not None]
-    patterns = [one for heads in frozen for one in heads.patterns if isinstance(one, TrainablePattern)]
-    return [parameter for one in patterns for parameter in (one.alpha, one.rho)]
+    return [logits for heads in frozen for logits in trained_logits(heads.patterns)]
 
 
 def check_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> None:
@@ -35,24 +34,23 @@ def check_group(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> None
         )
 
 
-def add_patterns_(optimizer: torch.optim.Optimizer, patterns: Sequence[TrainablePattern], weight: Tensor) -> None:
-    """Let the optimiser of a layer's `weight` train the layer's patterns: same settings, no weight decay, no moments.
+def add_logits_(optimizer: torch.optim.Optimizer, logits: Sequence[nn.Parameter], weight: Tensor) -> None:
+    """Let the optimiser of a layer's `weight` train logits of its patterns: same settings, no weight decay, no moments.
 
     They join the group that has these settings already, so that learning-rate schedules reach them; else a new one.
     """
     source = _group_of(optimizer, weight)
-    parameters = [parameter for one in patterns for parameter in (one.alpha, one.rho)]
     group = _undecayed(optimizer, source)
     if group is None:
         settings = {name: value for name, value in source.items() if name not in _OWN}
-        optimizer.add_param_group({**settings, "params": parameters, "weight_decay": 0.0})
+        optimizer.add_param_group({**settings, "params": list(logits), "weight_decay": 0.0})
     else:
-        group["params"].extend(parameters)
+        group["params"].extend(logits)
 
 
-def drop_patterns_(optimizer: torch.optim.Optimizer, patterns: Iterable[TrainablePattern]) -> None:
-    """Take patterns and their moments out of the optimiser; a group left empty goes too, unless a scheduler has it."""
-    gone = {id(parameter) for one in patterns for parameter in (one.alpha, one.rho)}
+def drop_logits_(optimizer: torch.optim.Optimizer, logits: Iterable[nn.Parameter]) -> None:
+    """Take logits and their moments out of the optimiser; a group left empty goes too, unless a scheduler has it."""
+    gone = {id(parameter) for parameter in logits}
     for group in list(optimizer.param_groups):
         for parameter in [parameter for parameter in group["params"] if id(parameter) in gone]:
             optimizer.state.pop(parameter, None)

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for
 from saf.errors import CheckpointError
-from saf.ops.frozen_heads import Pattern
-from saf.patterns.compact import CompactPattern, DensePattern
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import KINDS, Pattern, pattern_from_state
 from saf.surgery.editing import editing
 from saf.surgery.layout import prepare_heads
 from saf.surgery.rows import replace_data_
@@ -33,20 +31,15 @@ def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 "num_heads": site.layout.num_heads,
                 "num_kv_heads": site.layout.num_kv_heads,
                 "frozen": list(site.layout.frozen),
-                "trainable": [head for head, one in patterns.items() if isinstance(one, TrainablePattern)],
+                "trainable": [head for head, one in patterns.items() if one.trainable],
                 "backend": None if frozen is None else frozen.backend,
             }
         )
         for head, pattern in patterns.items():
-            parts = {"weights": pattern.weights} if isinstance(pattern, DensePattern) else _parameters(pattern)
-            tensors |= {f"{number}.{head}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
+            tensors |= {f"{number}.{head}.{name}": part.cpu().contiguous() for name, part in pattern.state().items()}
         for head, rows in site.removed.items():
             tensors |= {f"{number}.{head}.removed.{name}": tensor.contiguous() for name, tensor in rows.items()}
     return {"schema": SCHEMA, "layers": layers}, tensors
-
-
-def _parameters(pattern: CompactPattern | TrainablePattern) -> dict[str, Tensor]:
-    return {"alpha": pattern.alpha.detach().clone(), "rho": pattern.rho.detach().clone()}
 
 
 @editing
@@ -113,10 +106,9 @@ def _is_layer(layer: Any) -> bool:
 
 def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:
     """Return the pattern stored under a prefix; raise CheckpointError when it is missing."""
-    if f"{prefix}weights" in tensors:
-        return DensePattern(tensors[f"{prefix}weights"])
-    make = TrainablePattern if trainable else CompactPattern.from_parameters
+    names = {name for kind in KINDS.values() for name in kind.parts}
+    own = {name: tensors[prefix + name] for name in names if prefix + name in tensors}
     try:
-        return make(tensors[f"{prefix}alpha"], tensors[f"{prefix}rho"])
-    except KeyError as error:
-        raise CheckpointError(f"the pattern {prefix}alpha/rho is missing from the frozen heads' tensors") from error
+        return pattern_from_state(own, trainable=trainable)
+    except CheckpointError as error:
+        raise CheckpointError(f"the pattern {prefix.rstrip('.')} is missing or incomplete: {error}") from error

@@ -9,10 +9,10 @@ from saf.adapters import adapter_for
 from saf.adapters.site import frozen_heads
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import trained_logits
 from saf.surgery.editing import check_unwrapped, editing
 from saf.surgery.layout import change_layout_, prepare_heads
-from saf.surgery.pattern_group import drop_patterns_
+from saf.surgery.pattern_group import drop_logits_
 from saf.surgery.rows import check_optimizer, unwrap_optimizer
 from saf.surgery.stale_moments import check_left_behind
 
@@ -61,7 +61,7 @@ def uninstall_(
     for site, kept, prepared, dropped in changes:
         change_layout_(site, kept, prepared, optimizer)
         if optimizer is not None:
-            drop_patterns_(optimizer, [pattern for pattern in dropped if isinstance(pattern, TrainablePattern)])
+            drop_logits_(optimizer, trained_logits(dropped))
 
 
 def finalize_(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from saf.evaluate.paired import paired_delta_ppl
 from saf.fit import fit_compact, fit_kl
 from saf.freezing.config import FreezeConfig
 from saf.heads import HeadSet
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.scores import SCORES
 from saf.surgery import install_
 

@@ -10,7 +10,7 @@ from saf.analysis.geometry import distance_and_cost, distances_from_mean, patter
 from saf.calibration import memory
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 
 
 def dense(generator, heads=2, length=7):

@@ -9,7 +9,7 @@ from saf.analysis.profiles import PROFILES, attention_profiles, layer_matched
 from saf.calibration import latter_half
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.surgery import install_
 
 

@@ -23,7 +23,7 @@ from saf.cli.bench import COMMANDS
 from saf.errors import InputError, UnsupportedError
 from saf.machine.execution import Execution
 from saf.models import GPT, GPTConfig, preset
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.statistics import AttentionStatistics
 
 STAGES = ["capture", "statistics", "score", "select", "fit", "install", "other"]

@@ -10,7 +10,7 @@ from saf.calibration.tiles import measure_layer, strip_bytes
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig, preset
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.surgery import install_
 
 

@@ -14,7 +14,7 @@ from saf.calibration import calibrate
 from saf.errors import CheckpointError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.statistics import AttentionStatistics
 from saf.surgery import install_
 

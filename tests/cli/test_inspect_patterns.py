@@ -8,8 +8,7 @@ import torch
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops.frozen_heads import FrozenHeads
-from saf.patterns.compact import CompactPattern, DensePattern
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 from saf.sidecar import save
 from saf.surgery import install_
 

@@ -3,7 +3,7 @@ import torch
 from saf.fit import fit_compact, fit_with_certificate, marginals
 from saf.fit.certificate import certify, meaningful
 from saf.fit.objective import fit_loss
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 
 def loss(pattern, target):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError
 from saf.fit import FITTERS, accepted, fit_compact, fit_kl, fit_with_certificate, marginals
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 # How far each fitter may stay above the minimum (nats per row), and its marginals from the targets (L1 per row).
 ACCURACY = {"proportional": (1e-6, 1e-4), "dense": (1e-10, 1e-9), "adam": (2e-3, 0.05)}

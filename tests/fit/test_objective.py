@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError
 from saf.fit.objective import check_targets, fit_kl, fit_loss, initial_parameters, marginals
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 
 def random_compact(*shape, seed=0):

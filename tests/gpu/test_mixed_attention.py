@@ -9,7 +9,7 @@ from saf.bench.profiling import attention_kernels, kernel_seen, kernels_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.patterns.compact import DensePattern
+from saf.patterns import DensePattern
 from saf.surgery import install_
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns

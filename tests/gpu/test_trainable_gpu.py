@@ -7,7 +7,7 @@ from saf.heads import HeadSet
 from saf.models import GPT, preset
 from saf.ops import BACKENDS
 from saf.ops.toeplitz.trained import trainable_product
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.surgery import install_, pattern_parameters
 
 pytestmark = pytest.mark.gpu

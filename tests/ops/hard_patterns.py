@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from saf.fit import fit_compact
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 NAMES = (
     "decay", "ripple", "sink", "hollow", "late", "local", "rising", "sink and local", "tilted", "bump", "noisy"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 if TYPE_CHECKING:
     from tests.ops.layer_case import Case

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, mixed_attention
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from tests.ops.hard_patterns import hard_patterns
 
 

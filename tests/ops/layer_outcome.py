@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from tests.ops.layer_answers import UNIT, answers
 from tests.ops.layer_case import Case, collected, mix
 

@@ -9,7 +9,7 @@ import torch
 import saf.ops
 from saf.ops import FrozenHeads
 from saf.ops.fused.operator import MAPS, PATTERNS
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 
 def registered() -> set[str]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saf.ops import FrozenHeads, frozen_attention
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from tests.ops.hard_patterns import hard_patterns
 from tests.ops.layer_answers import UNIT, rebuilding, underflow
 

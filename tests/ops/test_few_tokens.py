@@ -14,7 +14,7 @@ from saf.ops import FrozenHeads, mixed_attention
 from saf.ops.inference import one_launch
 from saf.ops.inference import one_launch as few_tokens
 from saf.ops.toeplitz import backend as toeplitz
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
 
@@ -150,7 +150,7 @@ import torch
 from saf.ops import FrozenHeads, mixed_attention, projected_attention
 from saf.ops.inference import one_launch
 from saf.ops.toeplitz import backend as toeplitz
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 one_launch.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device
 toeplitz.infers = lambda device, dtype, tables: True

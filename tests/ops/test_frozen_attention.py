@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 
 LENGTHS = [1, 2, 63, 64, 129, 300]
 

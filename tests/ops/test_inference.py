@@ -10,7 +10,7 @@ from saf.ops import FrozenHeads, mixed_attention, projected_attention, split_att
 from saf.ops.inference import one_launch
 from saf.ops.inference import operator as inference
 from saf.ops.toeplitz import backend as toeplitz
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.counted_graphs import CountedGraphs
 

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.patterns.compact import DensePattern
+from saf.patterns import DensePattern
 from tests.ops.operator_samples import check, patterns, registered, runnable, samples
 
 

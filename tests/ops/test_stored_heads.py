@@ -3,8 +3,7 @@
 import torch
 
 from saf.ops.frozen_heads import FrozenHeads
-from saf.patterns.compact import CompactPattern, DensePattern
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 
 LENGTH = 64
 SOFT = CompactPattern.from_parameters(torch.zeros(LENGTH), -0.1 * torch.arange(LENGTH))

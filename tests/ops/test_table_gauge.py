@@ -7,7 +7,7 @@ from torch import Tensor
 from saf.errors import UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, TrainablePattern, frozen_attention
 from saf.ops.toeplitz.tables import compact_tables
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 BUDGET = {torch.float64: 1e-12, torch.float32: 2.0**-20, torch.bfloat16: 3 * 2.0**-8}
 """Relative L2 errors: 16 roundings of float32, three of bfloat16, and of float64 logits of a hundred nats."""

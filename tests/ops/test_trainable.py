@@ -12,8 +12,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention, mixed_attention
 from saf.ops.backends import choose_backend
 from saf.ops.heads import take_heads
-from saf.patterns.compact import CompactPattern, DensePattern
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 
 TRAINABLE = ["toeplitz", "reference"]
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}

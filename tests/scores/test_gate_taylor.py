@@ -7,7 +7,7 @@ import saf
 from saf.calibration import calibrate, gate_gradients
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 
 def gated_loss(model, ids, gates):

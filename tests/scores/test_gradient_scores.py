@@ -12,7 +12,7 @@ from saf.calibration.gradients import head_norms
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 
 def norms(model: GPT) -> torch.Tensor:

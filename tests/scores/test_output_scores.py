@@ -7,7 +7,7 @@ import saf
 from saf.calibration import calibrate, head_outputs, latter_half
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.scores import HeadOutputs
 
 NAMES = ("output_magnitude", "redundancy", "residual_cosine", "relative_output_change")

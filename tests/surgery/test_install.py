@@ -13,7 +13,7 @@ from saf.adapters.site import frozen_heads
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.surgery import finalize_, install_, restore_, state_of, uninstall_
 
 LENGTH = 24

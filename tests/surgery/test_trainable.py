@@ -10,8 +10,7 @@ from saf.adapters import adapter_for
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.patterns.compact import CompactPattern, DensePattern
-from saf.patterns.trainable import TrainablePattern
+from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 from saf.surgery import install_, pattern_parameters, restore_, state_of, uninstall_
 
 LENGTH = 24

@@ -14,7 +14,7 @@ import saf.train.checkpoint as module
 from saf.errors import CheckpointError
 from saf.heads import HeadSet
 from saf.models import GPT, preset
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 from saf.records.folders import remove_leftovers_
 from saf.surgery import install_, uninstall_
 from saf.train.checkpoint import (

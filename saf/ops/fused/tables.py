@@ -11,7 +11,7 @@ from saf.errors import InputError
 from saf.ops.fused.operator import MAPS, PATTERNS, fused_product
 from saf.ops.operator import has_triton
 from saf.ops.toeplitz.config import PAD
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 
 LIVE, COMPACT, DENSE = 0, 1, 2
 """States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""

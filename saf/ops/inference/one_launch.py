@@ -15,7 +15,7 @@ from saf.machine.cuda_graphs import is_to_be_replayed
 from saf.ops.fused.operator import MAPS, PATTERNS, run_fused
 from saf.ops.fused.tables import fused_obstacle, fused_tables
 from saf.ops.heads import heads_like
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 
 LENGTH = 4096
 """Positions that tables are made for."""

@@ -17,7 +17,7 @@ from saf.ops.operator import uses_triton
 from saf.ops.toeplitz.operator import distance_table, implementation, toeplitz_product
 from saf.ops.toeplitz.tables import compact_tables, convolution_tables, tables_hold
 from saf.ops.toeplitz.trained import NOT_HELD, trainable_product
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saf.ops.operator import has_triton
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 BLOCK = 128
 # A GPU wants large products even when a layer has few frozen heads, a CPU tiles that stay in its cache.

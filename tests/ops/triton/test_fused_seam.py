@@ -12,7 +12,7 @@ PROGRAM = """
 import torch
 import saf.ops.fused.backend as fused
 from saf.ops import FrozenHeads, mixed_attention
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 
 fused.supports = lambda device, dtype: None  # the interpreter stands in for a device
 generator = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ import torch
 import saf.ops.fused.backend as fused
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, mixed_attention
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 fused.supports = lambda device, dtype: None
 frozen = FrozenHeads.from_patterns(

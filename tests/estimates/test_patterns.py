@@ -9,7 +9,7 @@ import saf
 from saf.errors import InputError
 from saf.estimates import PATTERNS, collect_for, dense_pattern, target, target_of
 from saf.fit import fit_compact, fit_kl, marginals
-from saf.patterns.compact import CompactPattern
+from saf.patterns import CompactPattern
 
 SAMPLED = ("gaussian", "dirichlet", "structured_random")
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.errors import InputError
-from saf.patterns.compact import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern
 
 
 def normal(*shape, scale=1.0, seed=0):

@@ -1,0 +1,88 @@
+"""What every kind of pattern answers, and the checks that the kinds share.
+
+A kind of pattern is one file of this folder and one line of `KINDS` in `saf/patterns/__init__.py`; which backends
+execute it is theirs to say.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+
+
+class Pattern(Protocol):
+    """A causal matrix `[T, T]` whose rows sum to one, or several of them along leading dimensions."""
+
+    kind: ClassVar[str]
+    """The name of this kind of pattern, by which `KINDS` knows it."""
+    trainable: ClassVar[bool]
+    """Whether the optimiser trains it."""
+    parts: ClassVar[tuple[str, ...]]
+    """The names of the tensors that `state` returns."""
+
+    @property
+    def length(self) -> int:
+        """T, in tokens."""
+        ...
+
+    def prefix(self, length: int) -> "Pattern":
+        """Return the pattern of the first `length` positions; raise InputError unless it has as many."""
+        ...
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Pattern":
+        """Return the pattern on a device, in `dtype`; a trainable one is moved in place and keeps its dtype."""
+        ...
+
+    def dense(self) -> Tensor:
+        """Return the matrix entry by entry, `[..., T, T]`."""
+        ...
+
+    def singles(self) -> Sequence["Pattern"]:
+        """Return one pattern a head, from a batched pattern `[F, ...]` or from a single one."""
+        ...
+
+    def own(self) -> "Pattern":
+        """Return the pattern as a layer keeps it: a fixed one on the CPU, a trainable one itself."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a file holds of it, by the names in `parts`, detached."""
+        ...
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Return the pattern whose `state` these tensors are; raise InputError for tensors that cannot be one."""
+        ...
+
+
+def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
+    """Return one pattern a head from a batched pattern `[F, ...]`, or from a list of patterns of any kinds."""
+    given = patterns if isinstance(patterns, Iterable) else [patterns]
+    return [single for pattern in given for single in pattern.singles()]
+
+
+def check_prefix(length: int, longest: int) -> None:
+    """Raise InputError unless a pattern over `longest` positions has a prefix of `length`."""
+    if not 1 <= length <= longest:
+        raise InputError(f"prefix must have 1 to {longest} positions; got {length}")
+
+
+def index_leading(tensor: Tensor, index: Any, kept: int = 1) -> Tensor:
+    """Index the leading dimensions of a tensor; raise InputError when that reaches into the `kept` last ones."""
+    result = tensor[index]
+    positions = tensor.shape[-kept:]
+    if result.ndim < kept or result.shape[-kept:] != positions:
+        raise InputError(f"an index selects among the leading dimensions {list(tensor.shape[:-kept])}; got {index}")
+    return result
+
+
+def split_leading(pattern: Any) -> list[Any]:
+    """Return the patterns along the one leading dimension, or the single pattern; InputError for more dimensions."""
+    if not pattern.shape:
+        return [pattern]
+    if len(pattern.shape) != 1:
+        raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {pattern.shape}")
+    return [pattern[index] for index in range(pattern.shape[0])]
