@@ -112,7 +112,8 @@ def main():
     recorder = Recorder(options.out, kind="nanogpt", settings=settings.to_dict(), budget=budget, say=say_on_stderr)
     with recorder:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        recorder.describe(environment=environment(execution.device, execution.device_name), nanogpt_model_sha256=digest)
+        recorder.trace(**environment(execution.device, execution.device_name))
+        recorder.describe(nanogpt_model_sha256=digest)
         for point in points_of(settings):
             with clean_process():
                 measure(settings, point, source, recorder)
@@ -122,7 +123,7 @@ def measure(settings, point, source, recorder):
     """Compare at one point: nanoGPT is the baseline, so a ratio above 1 says that this project's update is faster."""
     began = time.perf_counter()
     arms = {"nanoGPT": NanoGPT(settings, point, source), "control nanoGPT": NanoGPT(settings, point, source)}
-    kernel = "cudnn" if recorder.record["environment"]["device"].startswith("NVIDIA") else "auto"
+    kernel = "cudnn" if recorder.record["provenance"]["device"].startswith("NVIDIA") else "auto"
     arms["ordinary"] = UpdateSubject(settings, point, Arm(kernel))
     for name, subject in arms.items():
         subject.warm_up()

@@ -38,7 +38,7 @@ def measure_calibration(
     goals = None if settings.statistics is None else read_goals(settings.statistics)
     recorder = Recorder(out, kind="calibration", settings=settings.to_dict(), budget=budget, say=say)
     with recorder, empty_kernel_cache():
-        recorder.describe(environment=environment(execution.device, execution.device_name))
+        recorder.trace(**environment(execution.device, execution.device_name))
         if goals is not None:
             fields = {"part": "fit", "of": str(settings.statistics)}
             record_fits(recorder, goals, settings, execution, fields)

@@ -7,14 +7,13 @@ import torch
 
 from saf.bench.work import peak_of
 from saf.ops.operator import has_triton
-from saf.records.provenance import provenance
 
 
 def environment(device: torch.device, device_name: str) -> dict[str, Any]:
-    """Return versions (torch, triton, CUDA, cuDNN), driver, device, peaks, commit, command and date."""
+    """Return what a benchmark adds to its provenance: the device, its driver, memory and peak rates."""
     peak = peak_of(device_name)
     found = {
-        **provenance(device_name),
+        "device": device_name,
         "driver": driver() if device.type == "cuda" else None,
         "peak": None if peak is None else {"flops": peak.flops, "bandwidth": peak.bandwidth, "source": peak.source},
     }

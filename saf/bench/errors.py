@@ -74,7 +74,7 @@ def measure_errors(settings: ErrorSettings, *, out: Path | None = None, say: Say
     execution = Execution.of(settings.device, compile="off")
     recorder = Recorder(out, kind="errors", settings=given, budget=Budget(None), say=say)
     with recorder:
-        recorder.describe(environment=environment(execution.device, execution.device_name))
+        recorder.trace(**environment(execution.device, execution.device_name))
         layer = _draw(settings, execution.device)
         for precision in settings.precisions:
             for backend in _backends(settings, precision, execution.device, recorder):

@@ -35,7 +35,7 @@ def measure(settings: Settings, *, out: Path | None = None, say: Say = say_on_st
     _check_compile(settings, execution)
     context = Context(settings, execution, recorder)
     with recorder, free_backend():
-        recorder.describe(environment=environment(execution.device, execution.device_name))
+        recorder.trace(**environment(execution.device, execution.device_name))
         if isinstance(settings, OpSettings):
             measure_operators(context, settings, points)
         elif isinstance(settings, ModelSettings):

@@ -9,8 +9,8 @@ from typing import Any
 from saf.bench.timing import Budget
 from saf.errors import InputError
 from saf.records.files import to_json, write_json
+from saf.records.head import result_head
 
-SCHEMA = "saf.bench/1"
 SAVE_EVERY = 5.0
 """Seconds between writes while a point is being measured."""
 
@@ -38,7 +38,7 @@ class Recorder:
         self.budget = budget
         self._parts: dict[str, list[dict[str, Any]]] = {"rows": [], "memory": [], "kernels": [], "left_out": []}
         self._current: list[dict[str, Any]] = []
-        self._head = {"schema": SCHEMA, "kind": kind, "settings": settings}
+        self._head = result_head(kind, settings)
         self._finished = False
         self._seconds: float | None = None
 
@@ -50,6 +50,10 @@ class Recorder:
         self._finished = kind is None
         self._seconds = self.budget.spent
         self.save()
+
+    def trace(self, **facts: Any) -> None:
+        """Add to the provenance in the head of the file."""
+        self._head["provenance"] |= facts
 
     def describe(self, **head: Any) -> None:
         """Add to the head of the file."""

@@ -58,7 +58,8 @@ def measure_tuning(settings: TuneSettings, *, out: Path | None = None, say: Say 
     budget = Budget(settings.seconds)
     recorder = Recorder(out, kind="tune", settings=asked, budget=budget, say=say)
     with recorder:
-        recorder.describe(environment=environment(device, device_name(device)), kept_in=cache_file(device).name)
+        recorder.trace(**environment(device, device_name(device)))
+        recorder.describe(kept_in=cache_file(device).name)
         longest = 0.0
         for length, batch in shapes:
             for heads in settings.heads:

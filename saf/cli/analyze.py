@@ -20,6 +20,7 @@ from saf.cli.output import columns, facts
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records.files import read_json
+from saf.records.head import read_result, result_head
 from saf.report.analysis_figures import write_figure
 
 
@@ -55,7 +56,11 @@ class PartialSpearman(Written):
         head += ["beyond layer and entropy", "with entropy"] if entropy is not None else []
         rows = [[name, *(f"{value:.3f}" for value in each.values())] for name, each in found.items()]
         title = f"scores and the cost of {int(allowed.sum())} single heads"
-        result = {"schema": "saf.analysis/partial-spearman/1", "heads": int(allowed.sum()), "correlations": found}
+        result = {
+            **result_head("partial-spearman", self.settings()),
+            "heads": int(allowed.sum()),
+            "correlations": found,
+        }
         return self.finish(result, columns(title, head, rows))
 
 
@@ -83,7 +88,7 @@ class Stability(Written):
             "expected by chance in each layer": f"{found.expected:.2f} ± {found.standard_deviation:.2f}",
             "rank correlation of the scores": f"{found.rank_correlation:.3f}",
         }
-        result = {"schema": "saf.analysis/stability/1", "of": [self.first, self.second], **asdict(found)}
+        result = {**result_head("stability", self.settings()), "of": [self.first, self.second], **asdict(found)}
         result |= {"heads": [one.to_list(), other.to_list()], "scores": scores}
         return self.finish(result, facts("stability of the selection", rows))
 
@@ -99,7 +104,7 @@ class Draw:
 
     def run(self) -> dict[str, Any]:
         """Draw, and return where."""
-        write_figure(read_json(self.record), self.out)
+        write_figure(read_result(self.record), self.out)
         print(self.out)
         return {"figure": str(self.out)}
 
@@ -111,8 +116,8 @@ def matrix(rows: list[list[float | None]]) -> Tensor:
 
 
 def _recorded(path: Path, name: str) -> dict[str, Any]:
-    record = read_json(path)
-    if record.get("schema") != f"saf.analysis/{name}/1":
+    record = read_result(path)
+    if record["kind"] != name:
         raise InputError(f"{path} is not what `saf analyze {name} --out` writes")
     return record
 

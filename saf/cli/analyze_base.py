@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
 from saf.machine.execution import autocast, device_name, pick_device
 from saf.records.files import write_json
-from saf.records.provenance import provenance
+from saf.records.head import result_head
 from saf.report.analysis_figures import check_figure, write_figure
 from saf.train.progress import duration
 
@@ -39,6 +39,11 @@ class Written:
             raise InputError(f"{self.out} exists already; remove it, or write to another file")
         if self.figure is not None:
             check_figure(self.figure)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what was asked for, without where the result goes."""
+        elsewhere = {field.name for field in fields(Written)}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in elsewhere}
 
     def finish(self, record: dict[str, Any], *tables: Any) -> dict[str, Any]:
         """Write, draw and show the record of an analysis, and return it."""
@@ -93,8 +98,15 @@ class OnModel(Written):
 
     def record(self, name: str, opened: "Opened", values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of an analysis of a model."""
-        head = {"schema": f"saf.analysis/{name}/1", "model": str(opened.source.folder), "length": opened.length}
-        return {**head, "provenance": provenance(opened.device_name), **values}
+        checkpoint = opened.source.checkpoint
+        head = result_head(
+            name,
+            self.settings(),
+            device=opened.device_name,
+            checkpoints={"model": checkpoint.hash if checkpoint else None},
+            data={"analysed": opened.data.fingerprint},
+        )
+        return {**head, "model": str(opened.source.folder), "length": opened.length, **values}
 
 
 @dataclass(frozen=True)

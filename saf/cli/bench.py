@@ -61,7 +61,7 @@ class Prefill(_Output, PrefillSettings):
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
     """Yield a table for each point, one for peak memory, and lines on what was left out."""
-    yield machine(record["environment"])
+    yield machine(record["provenance"])
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in record["rows"]:
         groups.setdefault(title_of(row), []).append(row)

@@ -36,7 +36,7 @@ class Calibration(CalibrationSettings):
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
     """Yield a table of each part, and lines on weights, text and what was left out."""
-    yield machine(record["environment"])
+    yield machine(record["provenance"])
     parts = {part: [row for row in record["rows"] if row["part"] == part] for part in ("intervention", "fit", "dense")}
     if rows := parts["intervention"]:
         yield _interventions(rows)

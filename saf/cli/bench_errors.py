@@ -43,7 +43,7 @@ class Errors(ErrorSettings):
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
     """Yield a table for each part, backend and precision, and lines on what was left out."""
-    yield machine(record["environment"])
+    yield machine(record["provenance"])
     for (part, backend, precision), group in groupby(
         record["rows"], key=lambda row: (row["part"], row["backend"], row["precision"])
     ):

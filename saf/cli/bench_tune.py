@@ -33,7 +33,7 @@ class Tune(TuneSettings):
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
     """Yield the choices with the slowest candidate beside them, and what was left out."""
-    yield machine(record["environment"])
+    yield machine(record["provenance"])
     rows = [
         [row["shape"], row["chosen"], *(f"{pick(row['microseconds'].values()):.1f}" for pick in (min, max))]
         for row in record["rows"]

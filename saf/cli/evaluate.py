@@ -53,6 +53,7 @@ class Evaluate:
             limit=self.limit,
             precision=self.precision,
             out=self.out,
+            checkpoints={"model": source.checkpoint.hash if source.checkpoint else None},
         )
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",

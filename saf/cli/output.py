@@ -74,12 +74,12 @@ def columns(title: str, head: list[str], rows: list[list[Any]]) -> Table:
     return table
 
 
-def machine(environment: Mapping[str, Any]) -> str:
+def machine(provenance: Mapping[str, Any]) -> str:
     """Return the line of a benchmark's record that says where it was made."""
-    versions = environment["versions"]
+    versions = provenance["versions"]
     named = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
-    driver = [f"driver {environment['driver']}"] if environment["driver"] else []
-    return ", ".join([environment["device"], *named, *driver])
+    driver = [f"driver {provenance['driver']}"] if provenance["driver"] else []
+    return ", ".join([provenance["device"], *named, *driver])
 
 
 def _cell(value: Any) -> str:

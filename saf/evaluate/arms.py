@@ -9,8 +9,8 @@ from saf.errors import CompareError, InputError
 from saf.evaluate.paired import paired_delta_ppl
 from saf.evaluate.runs import Run
 from saf.records.files import read_json, write_json
+from saf.records.head import result_head
 
-SCHEMA = "saf.compare/1"
 SETTLE_UPDATES = 10
 MINIMUM_TIMED_UPDATES = 5
 _TIMING = (
@@ -58,8 +58,16 @@ def compare_runs(
     hashes = record_o["windows_hash"], record_f["windows_hash"]
     delta = paired_delta_ppl(log_probs_o, log_probs_f, windows_hash=hashes, resamples=resamples, seed=seed)
     intervention = results[1].get("intervention") or {}
+    settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
+    finals = (result["provenance"]["checkpoints"].get("final") for result in results)
+    head = result_head(
+        "comparison",
+        settings,
+        checkpoints=dict(zip(("ordinary", "frozen"), finals, strict=True)),
+        data={record_o["partition"]: record_o["data_fingerprint"]},
+    )
     comparison = {
-        "schema": SCHEMA,
+        **head,
         "ordinary": str(ordinary),
         "frozen": str(frozen),
         **delta,
@@ -155,5 +163,5 @@ def _parent_difference(ordinary: Run, frozen: Run) -> list[str]:
 def _checkpoint_hashes(run: Run) -> set[str]:
     """Return the hashes of a run's checkpoints, that at its freezing point even when it was removed."""
     manifests = (run.folder / "checkpoints").glob("*/manifest.json")
-    branch = ((run.result or {}).get("provenance") or {}).get("branch_hash")
+    branch = run.result["provenance"]["checkpoints"].get("branch") if run.result else None
     return {str(read_json(manifest).get("hash")) for manifest in manifests} | ({branch} if branch else set())

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch.nn import functional
 from saf.calibration.capture import evaluation_mode
 from saf.data import PARTITIONS, TokenData, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
-from saf.machine.execution import autocast, resolve_precision
+from saf.machine.execution import autocast, device_name, resolve_precision
 from saf.records.files import write_json, write_tensors
+from saf.records.head import result_head
 
-SCHEMA = "saf.evaluation/1"
 WRITTEN = ("evaluation.json", "log_probs.safetensors")
 
 
@@ -30,6 +30,7 @@ def evaluate_perplexity(
     limit: int | None = None,
     precision: str = "auto",
     out: Path | str | None = None,
+    checkpoints: Mapping[str, str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Return the loss (nats per token) and perplexity of `model` on one partition.
@@ -42,7 +43,8 @@ def evaluate_perplexity(
         batch_size: Windows in a forward pass.
         limit: Stop after this many windows; None reads the partition.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere.
-        out: Folder for the files `WRITTEN`; nothing is written when None.
+        out: Folder for the files `WRITTEN`; nothing is written when None. What is written has the head of a result.
+        checkpoints: Hashes for that head, by role: of the checkpoint that `model` is, where it is one.
         progress: Called with (windows done, windows) after each batch.
 
     Raises:
@@ -65,7 +67,6 @@ def evaluate_perplexity(
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss on partition {partition!r} is {loss}: the model's outputs are not finite")
     record = {
-        "schema": SCHEMA,
         "partition": partition,
         "windows": len(windows),
         "length": length,
@@ -77,6 +78,16 @@ def evaluate_perplexity(
         "windows_hash": hash_windows(windows),
     }
     if out is not None:
+        settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
+        settings["precision"] = precision
+        head = result_head(
+            "evaluation",
+            settings,
+            device=device_name(device),
+            checkpoints=checkpoints,
+            data={partition: data.fingerprint},
+        )
+        record = {**head, **record}
         table, values = (Path(out) / name for name in WRITTEN)
         write_tensors(values, {"log_probs": log_probs}, {"windows_hash": record["windows_hash"]})
         write_json(table, record)

@@ -1,6 +1,7 @@
 """Reading the folder of one run: settings, metrics, the freezing event, evaluation and final numbers."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.records.files import read_json, read_lines, read_tensors
+from saf.records.head import read_result
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,9 @@ class Run:
         return cls(
             folder=folder,
             config=read_json(folder / "config.json"),
-            result=_optional(folder / "result.json"),
-            evaluation=_optional(folder / "evaluation.json"),
-            freeze=_optional(folder / "freeze.json"),
+            result=_optional(folder / "result.json", read_result),
+            evaluation=_optional(folder / "evaluation.json", read_result),
+            freeze=_optional(folder / "freeze.json", read_json),
             metrics=_latest_by_update(read_lines(folder / "metrics.jsonl")),
             evaluations=read_lines(folder / "evaluations.jsonl"),
         )
@@ -96,7 +98,7 @@ class Run:
 def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
     """Return evaluation.json and its log-probabilities `[windows, T]`; raise InputError if they disagree."""
     folder = Path(folder)
-    record = read_json(folder / "evaluation.json")
+    record = read_result(folder / "evaluation.json")
     log_probs = read_tensors(folder / "log_probs.safetensors").get("log_probs")
     expected = [record.get("windows"), record.get("length")]
     if log_probs is None or list(log_probs.shape) != expected:
@@ -107,8 +109,8 @@ def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
     return record, log_probs
 
 
-def _optional(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.exists() else None
+def _optional(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
+    return read(path) if path.exists() else None
 
 
 def _latest_by_update(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

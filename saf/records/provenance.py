@@ -5,10 +5,8 @@ import shlex
 import subprocess
 import sys
 from contextvars import ContextVar
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import saf
 
@@ -69,15 +67,3 @@ def command() -> str:
     program = path.name if path.is_absolute() or not script else path.as_posix()
     words = ["python", program] if script else ["saf" if program == "__main__.py" else program]
     return shlex.join([*words, *sys.argv[1:]])
-
-
-def provenance(device_name: str) -> dict[str, Any]:
-    """Return everything that does not depend on the run itself."""
-    return {
-        "source_hash": source_hash(),
-        "versions": versions(),
-        "device": device_name,
-        "commit": commit(),
-        "command": command(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }

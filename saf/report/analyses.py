@@ -7,7 +7,6 @@ from saf.report import head_tables, pattern_tables
 from saf.report.cells import Analysis
 
 Record = Mapping[str, Any]
-PREFIX = "saf.analysis/"
 _KINDS: dict[str, Callable[[Record], Analysis]] = {
     "one-head": head_tables.one_head,
     "joint-cost": head_tables.joint_cost,
@@ -20,8 +19,12 @@ _KINDS: dict[str, Callable[[Record], Analysis]] = {
 }
 
 
+def is_analysis(record: Record) -> bool:
+    """Return whether a record is an analysis that has tables here."""
+    return record.get("kind") in _KINDS
+
+
 def analysis_of(record: Record) -> Analysis | None:
     """Return the tables of an analysis; None for a kind that has none of its own."""
-    name, _, version = str(record["schema"]).removeprefix(PREFIX).partition("/")
-    render = _KINDS.get(name) if version == "1" else None
+    render = _KINDS.get(str(record.get("kind")))
     return render(record) if render else None

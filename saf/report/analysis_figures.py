@@ -27,12 +27,11 @@ FIGURES: dict[str, Callable[[Record], str]] = {
 
 
 def analysis_figure(record: Record) -> str:
-    """Return the SVG of a record with a schema `saf.analysis/NAME/1`; raise InputError for another."""
-    kind, _, rest = str(record.get("schema")).partition("/")
-    name, _, version = rest.partition("/")
-    if kind != "saf.analysis" or version != "1" or name not in FIGURES:
+    """Return the SVG of a record of an analysis; raise InputError for another kind."""
+    name = str(record.get("kind"))
+    if name not in FIGURES:
         raise InputError(
-            f"expected a record of `saf analyze` ({', '.join(FIGURES)}), schema saf.analysis/NAME/1; got "
+            f"expected a record of `saf analyze` ({', '.join(FIGURES)}); got kind {record.get('kind')!r}, schema "
             f"{record.get('schema')!r}"
         )
     # A record fresh from an analysis holds tensors and NaN; one from a file lists and null.

@@ -6,7 +6,7 @@ from typing import Any
 from saf.report.cells import Cells
 from saf.report.words import MISSING, number
 
-_TOLD_ELSEWHERE = ("schema", "kind", "environment", "provenance", "settings", "finished", "left_out", "kernels")
+_TOLD_ELSEWHERE = ("schema", "kind", "provenance", "settings", "finished", "left_out", "kernels")
 _MOST_ROWS = 40
 
 

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from saf.bench.recorder import SCHEMA
 from saf.errors import InputError
 from saf.records.files import read_json, write_atomically
+from saf.records.head import is_result, with_head
 from saf.report import bench_words as words
 from saf.report.bars_html import as_html, memory_panel, speed_panels
 from saf.report.kernels import attention_table, kernel_words, longest_kernels
 from saf.report.measured import Group, Record, groups_of, is_speeds
 from saf.report.page import page, section
 from saf.report.protocol import protocol
-from saf.report.provenance import measured_on, provenance
+from saf.report.provenance import measured_on, provenance_section
 from saf.report.table_page import render_tables
 from saf.report.words import text
 
@@ -22,9 +22,10 @@ def read_records(files: Sequence[Path]) -> list[Record]:
     records = []
     for file in files:
         record = read_json(file)
-        if record.get("schema") != SCHEMA:
+        # Benchmarks alone list what they left out.
+        if not is_result(record) or "left_out" not in record:
             raise InputError(f"{file} is no record of `saf bench`; `saf report --results FOLDER` shows every result")
-        records.append(record)
+        records.append(with_head(record))
     return records
 
 
@@ -73,7 +74,7 @@ def _sections(records: Sequence[Record], names: Sequence[str], own: Sequence[Seq
     if timed:
         kernels = "".join(_kernels(record, name * (len(timed) > 1)) for name, record in timed)
         parts.append(section("kernels", "What ran", kernels))
-    parts.append(section("provenance", "Provenance", provenance(records, names)))
+    parts.append(section("provenance", "Provenance", provenance_section(records, names)))
     return "\n".join(parts)
 
 

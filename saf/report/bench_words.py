@@ -52,7 +52,7 @@ def headline(groups: Sequence[Group], records: Sequence[Record]) -> str:
 
 def dek(groups: Sequence[Group], records: Sequence[Record]) -> str:
     """Return the paragraph under the headline: conditions, bound and control."""
-    devices = " and ".join(dict.fromkeys(str(record["environment"]["device"]) for record in records))
+    devices = " and ".join(dict.fromkeys(str(record["provenance"]["device"]) for record in records))
     chosen = leading(groups)
     if not chosen:
         return f"Peak memory of each arm in a process of its own, on {text(devices)}."

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from saf.bench.recorder import SCHEMA
 from saf.report import anything
-from saf.report.analyses import PREFIX, analysis_of
+from saf.report.analyses import analysis_of
 from saf.report.cells import Analysis, Cells, Part, markdown
 from saf.report.error_tables import error_tables
 from saf.report.interventions import intervention_tables
@@ -43,9 +42,9 @@ def parts_of(record: Mapping[str, Any]) -> list[Part]:
     """Return the paragraphs, each table as such."""
     if is_speeds(record):
         return _speeds(record)
-    if str(record.get("schema")).startswith(PREFIX) and (analysis := analysis_of(record)):
+    if analysis := analysis_of(record):
         return _analysis(analysis)
-    if record.get("schema") == SCHEMA and (tables := _TABLES.get(str(record.get("kind")))):
+    if tables := _TABLES.get(str(record.get("kind"))):
         return [*tables(record), *_left_out(record)]
     return _anything(record)
 

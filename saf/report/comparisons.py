@@ -8,7 +8,7 @@ from typing import Any
 from saf.errors import SafError
 from saf.evaluate.arms import compare_runs
 from saf.evaluate.runs import Run
-from saf.records.files import read_json
+from saf.records.head import read_result
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def recorded(ordinary: Run, frozen: Run) -> dict[str, Any] | None:
     path = frozen.folder / "compare.json"
     if not path.is_file():
         return None
-    record = read_json(path)
+    record = read_result(path)
     for arm, run in (("ordinary", ordinary), ("frozen", frozen)):
         if not math.isclose(record[f"ppl_{arm}"], run.finished_result()["report_perplexity"], rel_tol=1e-9):
             return None

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from saf.bench.pairs import control_words
-from saf.bench.recorder import SCHEMA
 from saf.report import paper
 from saf.report.paper import Quoted
 
@@ -98,7 +97,7 @@ class Group:
 
 def is_speeds(record: Record) -> bool:
     """Whether a record is a benchmark of arms beside baselines."""
-    return record.get("schema") == SCHEMA and record.get("kind") in SPEED_KINDS
+    return record.get("kind") in SPEED_KINDS
 
 
 def groups_of(record: Record, *, file: str = "") -> list[Group]:

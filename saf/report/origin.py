@@ -9,20 +9,20 @@ NAMES = {"cuda": "CUDA", "cudnn": "cuDNN", "python": "Python"}
 _SHOWN = ("saf", "python", "torch", "triton", "cuda", "cudnn")
 
 
-def device_and_versions(environment: Mapping[str, Any] | None) -> str:
+def device_and_versions(provenance: Mapping[str, Any] | None) -> str:
     """Return "NVIDIA H200, torch 2.11.0, ..."; "not recorded" for a file that does not tell."""
-    if not environment:
+    if not provenance or not (provenance.get("device") or provenance.get("versions")):
         return "device and versions not recorded"
-    told = environment.get("versions") or {}
+    told = provenance.get("versions") or {}
     parts = [f"{NAMES.get(name, name)} {version(name, told[name])}" for name in _SHOWN if told.get(name)]
-    if environment.get("driver"):
-        parts.append(f"driver {environment['driver']}")
-    return ", ".join([str(environment.get("device") or "device not recorded"), *parts])
+    if provenance.get("driver"):
+        parts.append(f"driver {provenance['driver']}")
+    return ", ".join([str(provenance.get("device") or "device not recorded"), *parts])
 
 
-def source(environment: Mapping[str, Any]) -> str:
+def source(provenance: Mapping[str, Any]) -> str:
     """Return commit and hash of the code that measured, and the day."""
-    commit, code, date = (environment.get(key) for key in ("commit", "source_hash", "date"))
+    commit, code, date = (provenance.get(key) for key in ("commit", "source_hash", "date"))
     parts = [f"commit {commit[:12]}" if commit else "no commit recorded"]
     if code:
         parts.append(f"source {code[:12]}")
@@ -38,16 +38,16 @@ def version(name: str, number: str) -> str:
     return number
 
 
-def told_by(file: Path, beside: Path, environment: Mapping[str, Any] | None) -> list[str]:
+def told_by(file: Path, beside: Path, provenance: Mapping[str, Any] | None) -> list[str]:
     """Return Markdown: the file, its device and versions, its code, and its command as a block.
 
     `beside` is the folder of the document that links to `file`.
     """
-    words = [device_and_versions(environment)]
-    if environment:
-        words.append(source(environment))
+    words = [device_and_versions(provenance)]
+    if provenance:
+        words.append(source(provenance))
     lines = [f"{link(file, beside)}: {'; '.join(words)}."]
-    command = (environment or {}).get("command")
+    command = (provenance or {}).get("command")
     return [*lines, f"```sh\n{command}\n```" if command else "Command not recorded."]
 
 

@@ -25,7 +25,7 @@ def protocol(record: Record, groups: Sequence[Group]) -> str:
 
 def _floors(record: Record) -> str:
     """Say what floors are reckoned from; nothing where no row has one."""
-    peak = record["environment"].get("peak")
+    peak = record["provenance"].get("peak")
     if not peak or all(row["arm_floor_ms"] is None for row in record["rows"]):
         return ""
     rates = f"{number(peak['flops'] / 1e12)} TFLOP/s in bfloat16 and {number(peak['bandwidth'] / 1e12)} TB/s"
@@ -34,7 +34,7 @@ def _floors(record: Record) -> str:
 
 def _clocks(record: Record) -> str:
     """Say what comes before each block on account of the device's clocks; older records have nothing."""
-    settings, cuda = record["settings"], record["environment"]["driver"]
+    settings, cuda = record["settings"], record["provenance"]["driver"]
     told = (
         ("settle_ms", SETTLE_MS, "after up to {:g} ms of untimed ones"),
         ("rest_ms", REST_MS, "after {:g} ms of rest"),
@@ -51,7 +51,7 @@ def compiled(record: Record) -> str:
     if any("ran" in row for row in record["rows"]):
         return _compiled_arms(record["rows"])
     asked = record["settings"]["compile"]
-    return "compiled" if asked == "on" or (asked == "auto" and record["environment"]["driver"]) else "not compiled"
+    return "compiled" if asked == "on" or (asked == "auto" and record["provenance"]["driver"]) else "not compiled"
 
 
 def _compiled_arms(rows: Sequence[Record]) -> str:

@@ -8,7 +8,7 @@ from saf.report.origin import NAMES, version
 from saf.report.words import MISSING, gibibytes, seconds, table, text
 
 
-def provenance(records: Sequence[Record], names: Sequence[str]) -> str:
+def provenance_section(records: Sequence[Record], names: Sequence[str]) -> str:
     """Return device, versions, source and command of every file, and its settings to open."""
     told = _columns([_facts(record) for record in records], names, "Where these numbers come from")
     settings = _columns([record["settings"] for record in records], names, "What the benchmarks were asked for")
@@ -17,7 +17,7 @@ def provenance(records: Sequence[Record], names: Sequence[str]) -> str:
 
 def measured_on(records: Sequence[Record]) -> str:
     """Return a sentence with the latest date of measuring; nothing when none is recorded."""
-    latest = max(str(record["environment"].get("date") or "") for record in records)
+    latest = max(str(record["provenance"].get("date") or "") for record in records)
     return f"Measured {text(latest)}. " if latest else ""
 
 
@@ -28,12 +28,15 @@ def _columns(columns: Sequence[Mapping[str, Any]], names: Sequence[str], caption
 
 
 def _facts(record: Record) -> dict[str, Any]:
-    environment = dict(record["environment"])
-    versions, peak = environment.pop("versions", None) or {}, environment.pop("peak", None) or {}
+    provenance = dict(record["provenance"])
+    checkpoints, data = provenance.pop("checkpoints"), provenance.pop("data")
+    versions, peak = provenance.pop("versions", None) or {}, provenance.pop("peak", None) or {}
     told = {f"{NAMES.get(key, key)} version": value and version(key, value) for key, value in versions.items()}
-    if size := environment.pop("memory_bytes", None):
-        environment["device memory"] = gibibytes(size)
-    return {**environment, **told, "peak rates": peak.get("source"), "took": seconds(record["seconds"])}
+    if size := provenance.pop("memory_bytes", None):
+        provenance["device memory"] = gibibytes(size)
+    told |= {f"checkpoint, {role}": value for role, value in checkpoints.items()}
+    told |= {f"data, {role}": value for role, value in data.items()}
+    return {**provenance, **told, "peak rates": peak.get("source"), "took": seconds(record["seconds"])}
 
 
 def _cell(value: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from saf.errors import InputError
 from saf.evaluate.runs import Run
 from saf.records.files import read_json, write_atomically
-from saf.report.analyses import PREFIX
+from saf.records.head import is_result, with_head
+from saf.report.analyses import is_analysis
 from saf.report.analysis_figures import FIGURES, analysis_figure
 from saf.report.bars_svg import bars_picture
 from saf.report.bodies import TITLES, body_of
@@ -30,7 +31,7 @@ class File:
     @property
     def section(self) -> str:
         """The section it belongs to: the kind of a benchmark, "memory" when it timed nothing, "analysis", "other"."""
-        if str(self.record.get("schema")).startswith(PREFIX):
+        if is_analysis(self.record):
             return "analysis"
         if is_speeds(self.record) and not self.record["rows"]:
             return "memory"
@@ -86,7 +87,8 @@ def find(results: Path) -> tuple[dict[Path, list[Run]], list[File]]:
     files = []
     for path in sorted(results.rglob("*.json"), key=_natural):
         if not any(folder in path.parents for folder in folders):
-            files.append(File(path, read_json(path)))
+            record = read_json(path)
+            files.append(File(path, with_head(record) if is_result(record) else record))
     return trainings, files
 
 
@@ -106,14 +108,13 @@ def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
 
 
 def _file(file: File, beside: Path) -> str:
-    told = told_by(file.path, beside, file.record.get("environment") or file.record.get("provenance"))
+    told = told_by(file.path, beside, file.record.get("provenance"))
     return "\n\n".join([f"### {file.path.stem}", *told, *body_of(file.record)])
 
 
 def _figure(file: File) -> str | None:
     """Return the figure of an analysis; None for other records, and kinds without one."""
-    name = str(file.record.get("schema")).removeprefix(PREFIX).partition("/")[0]
-    return analysis_figure(file.record) if file.section == "analysis" and name in FIGURES else None
+    return analysis_figure(file.record) if file.section == "analysis" and file.record["kind"] in FIGURES else None
 
 
 _INTRODUCTION = """# Results

@@ -120,6 +120,9 @@ def provenance_table(runs: Sequence[Run], names: Sequence[str]) -> str:
 def _provenance(run: Run) -> dict[str, Any]:
     told = dict((run.result or {}).get("provenance") or {})
     versions = told.pop("versions", None) or {}
+    checkpoints, data = told.pop("checkpoints", {}), told.pop("data", {})
+    told |= {f"{role} checkpoint": value for role, value in checkpoints.items()}
+    told |= {f"{role} data": value for role, value in data.items()}
     told["heads"] = f"{len(run.frozen_heads)} frozen"
     evaluation = run.evaluation or {}
     told["data fingerprint"] = (run.config.get("data") or {}).get("fingerprint")

@@ -7,7 +7,7 @@ from saf.report.bodies import TITLES, parts_of
 from saf.report.cells import Cells
 from saf.report.measured import Record
 from saf.report.page import page, section
-from saf.report.provenance import measured_on, provenance
+from saf.report.provenance import measured_on, provenance_section
 from saf.report.words import inline, table, text
 
 _CAPTION = re.compile(r"\*\*(.+?)\*\*(?:: )?(.*)", re.DOTALL)
@@ -16,7 +16,7 @@ _CAPTION = re.compile(r"\*\*(.+?)\*\*(?:: )?(.*)", re.DOTALL)
 def render_tables(records: Sequence[Record], names: Sequence[str]) -> str:
     """Return the page as text, a section a record; `names` are those of the files."""
     titles = [TITLES.get(kind := str(record.get("kind")), kind.capitalize()) for record in records]
-    devices = dict.fromkeys(str(record["environment"]["device"]) for record in records)
+    devices = dict.fromkeys(str(record["provenance"]["device"]) for record in records)
     sections = [
         section(f"record-{number}", text(f"{title}: {name}" if len(names) > 1 else title), "".join(_content(record)))
         for number, (record, title, name) in enumerate(zip(records, titles, names, strict=True))
@@ -27,7 +27,7 @@ def render_tables(records: Sequence[Record], names: Sequence[str]) -> str:
         dek=f"Measured on {text(' and '.join(devices))}.",
         warning="",
         tiles="",
-        sections="\n".join([*sections, section("provenance", "Provenance", provenance(records, names))]),
+        sections="\n".join([*sections, section("provenance", "Provenance", provenance_section(records, names))]),
         footer=measured_on(records),
         data={},
         scripts=("theme.js",),

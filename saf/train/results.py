@@ -11,12 +11,10 @@ from saf.errors import InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
-from saf.records.provenance import provenance
+from saf.records.head import result_head
 from saf.surgery import pattern_parameters, state_of
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
 from saf.train.training import Training
-
-SCHEMA = "saf.result/1"
 
 
 def finish(training: Training) -> dict[str, Any]:
@@ -44,6 +42,7 @@ def finish(training: Training) -> dict[str, Any]:
         batch_size=training.config.batch_size,
         precision=training.execution.precision,
         out=folder,
+        checkpoints={"final": checkpoint_hash(final)},
     )
     metrics = read_lines(folder / "metrics.jsonl")
     intervention = intervention_record(folder) if (folder / "freeze.json").exists() else None
@@ -57,9 +56,27 @@ def finish(training: Training) -> dict[str, Any]:
     last = metrics[-max(1, min(100, training.config.updates // 20)) :]
     seconds = sum(line["update_seconds"] for line in metrics)
     seconds += sum(intervention["seconds"].values()) if intervention else 0.0
+    frozen = _frozen_heads(training)
+    head = result_head(
+        "run",
+        training.config.to_dict(),
+        device=training.execution.device_name,
+        checkpoints={
+            "parent": training.parent_hash,
+            "branch": _branch_hash(training),
+            "final": checkpoint_hash(final),
+        },
+        data={"train": training.data.fingerprint, "report": training.data.fingerprint},
+    )
+    head["provenance"] |= {
+        "config_hash": config_hash(read_json(folder / "config.json")),
+        "patterns_hash": file_hash(folder / "freeze.safetensors") if intervention else None,
+        "heads": frozen,
+        "seed": training.config.seed,
+    }
     result = {
-        "schema": SCHEMA,
-        "arm": "frozen" if intervention or _frozen_heads(training) else "ordinary",
+        **head,
+        "arm": "frozen" if intervention or frozen else "ordinary",
         "updates": training.update,
         "tokens": training.update * training.tokens_per_update,
         "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(training.model)),
@@ -72,16 +89,6 @@ def finish(training: Training) -> dict[str, Any]:
         "total_seconds": seconds,
         "intervention": intervention,
         "checkpoint": str(final),
-        "provenance": {
-            **provenance(training.execution.device_name),
-            "parent_hash": training.parent_hash,
-            "branch_hash": _branch_hash(training),
-            "final_hash": checkpoint_hash(final),
-            "config_hash": config_hash(read_json(folder / "config.json")),
-            "patterns_hash": file_hash(folder / "freeze.safetensors") if intervention else None,
-            "heads": _frozen_heads(training),
-            "seed": training.config.seed,
-        },
     }
     write_json(folder / "result.json", result)
     return result

@@ -59,9 +59,9 @@ def record(tmp_path_factory):
 def test_a_row_for_each_rate_for_all_fits_and_for_the_dense_collection(record):
     found, said = record
     assert (found["schema"], found["kind"], found["finished"], found["left_out"]) == (
-        "saf.bench/1", "calibration", True, [],
+        "saf.result/2", "calibration", True, [],
     )  # fmt: skip
-    assert found["environment"]["versions"]["torch"]
+    assert found["provenance"]["versions"]["torch"]
     assert [(row["part"], row.get("rate"), row.get("heads")) for row in found["rows"]] == [
         ("intervention", 0.25, 4), ("intervention", 0.5, 8), ("fit", None, 16), ("dense", None, None),
     ]  # fmt: skip

@@ -81,7 +81,7 @@ def test_a_wrong_product_is_named_and_ends_the_command(tmp_path, monkeypatch, ca
     record = json.loads(path.read_text())
     assert record["kind"] == "errors"
     assert record["finished"]
-    assert record["environment"]["device"].startswith("cpu")
+    assert record["provenance"]["device"].startswith("cpu")
 
 
 def test_the_command_prints_tables_or_json(tmp_path, capsys):

@@ -14,9 +14,9 @@ def test_update(tmp_path):
     settings = UpdateSettings(model="tiny", points=("32x1x2", "16x2x1"), rates=(0.25,), backends=("toeplitz",), **SMALL)
     record = measure(settings, out=path)
     assert json.loads(path.read_text()) == record
-    assert (record["schema"], record["kind"], record["finished"]) == ("saf.bench/1", "update", True)
+    assert (record["schema"], record["kind"], record["finished"]) == ("saf.result/2", "update", True)
     assert UpdateSettings.from_dict(record["settings"]) == settings
-    assert record["environment"]["versions"]["torch"]
+    assert record["provenance"]["versions"]["torch"]
     rows = record["rows"]
     assert [(row["point"]["length"], row["role"], row["heads"]) for row in rows] == [
         (32, "control", 0), (32, "frozen", 4), (32, "free", 4), (16, "control", 0), (16, "frozen", 4), (16, "free", 4),

@@ -118,7 +118,7 @@ def test_the_file_is_valid_after_an_interruption(make_recorder, build, tmp_path,
     with pytest.raises(KeyboardInterrupt), make_recorder(path) as recorder:
         run(recorder, interrupted, pairs=9)
     record = json.loads(path.read_text())
-    assert record["schema"] == "saf.bench/1"
+    assert record["schema"] == "saf.result/2"
     assert record["finished"] is False
     assert [row["pairs"] for row in record["rows"]] == [3, 3]
 

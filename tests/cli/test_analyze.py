@@ -35,7 +35,7 @@ def measured(arms, tmp_path_factory):
 
 def test_one_head(saf, arms, measured):
     record = read_json(measured / "one-head.json")
-    assert record["schema"] == "saf.analysis/one-head/1"
+    assert (record["schema"], record["kind"]) == ("saf.result/2", "one-head")
     assert matrix(record["nll_change"]).shape == (2, 4)
     assert len(record["eligible"]) == 8
     assert {"variance", "residual_cosine", "gate_taylor"} <= record["quality"].keys() == record["scores"].keys()
@@ -113,7 +113,7 @@ def test_what_was_measured_stays_when_one_head_is_cut_off(saf, arms, tmp_path, m
     assert code == 130
     assert "interrupted" in err
     record = read_json(tmp_path / "part.json")
-    assert record["schema"] == "saf.analysis/one-head-partial/1"
+    assert record["kind"] == "one-head-partial"
     assert not matrix(record["nll_change"]).isnan().any()
     # The layers take turns, in the second fit as in the first.
     assert matrix(record["structured"]["nll_change"]).isnan().logical_not().nonzero().tolist() == [[0, 0], [1, 0]]

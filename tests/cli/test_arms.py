@@ -142,7 +142,7 @@ def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):
     assert (len(run["frozen"]), run["num_heads"], run["updates"]) == (2, 8, 24)
     checkpoint = saf_json("inspect", frozen / "checkpoints" / "step-24")
     assert (checkpoint["kind"], checkpoint["update"], checkpoint["frozen"]) == ("checkpoint", 24, run["frozen"])
-    assert checkpoint["hash"] == run["provenance"]["final_hash"]
+    assert checkpoint["hash"] == run["provenance"]["checkpoints"]["final"]
     length = checkpoint["patterns"][0]["length"]
     layers = len({layer for layer, _ in checkpoint["frozen"]})
     expected = {"dense_by_layer": layers * 4 * 4 * length**2, "dense_packed": 2 * 4 * length**2}

@@ -35,7 +35,7 @@ def test_the_errors_of_a_layer_fit_80_columns(capsys, monkeypatch):
     about = {"part": "layer", "backend": "toeplitz", "precision": "fp32", "tensor": "query projection"}
     row = {**about, **pair, "limit": 1e-6, "within": False, "beside": pair, "eager": pair}
     machine = {"versions": {}, "device": "cpu", "driver": None}
-    show({}, *tables({"environment": machine, "rows": [row], "left_out": []}), as_json=False)
+    show({}, *tables({"provenance": machine, "rows": [row], "left_out": []}), as_json=False)
     printed = capsys.readouterr().out
     assert printed.count("1.03e-06") == printed.count("3.59e-07") == 3
     assert "against eager attention" in " ".join(printed.split())

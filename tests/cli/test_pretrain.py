@@ -80,7 +80,7 @@ def test_two_arms(data, tmp_path, capsys):
     again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
     parse("--parent", frozen / "checkpoints" / "step-4", "--out", tmp_path / "again", *again).run()
     assert "2 more after update 4, 4 in all" in capsys.readouterr().out
-    assert result["provenance"]["parent_hash"] == json.loads((parent / "manifest.json").read_text())["hash"]
+    assert result["provenance"]["checkpoints"]["parent"] == json.loads((parent / "manifest.json").read_text())["hash"]
 
 
 def test_resume_takes_the_runs_settings(data, tmp_path):

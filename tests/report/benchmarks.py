@@ -74,7 +74,7 @@ def record(
 
     cpu = torch.device("cpu")
     with Recorder(path, kind=kind, settings=settings.to_dict(), budget=Budget(), say=lambda _: None) as recorder:
-        recorder.describe(environment=environment(cpu, "Invented 9000"))
+        recorder.trace(**environment(cpu, "Invented 9000"))
         for point in points:
             own = {"model": "124m", "point": point.to_dict(), **(fields or {})}
             runner = PointRunner(

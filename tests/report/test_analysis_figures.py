@@ -10,7 +10,7 @@ from saf.errors import InputError
 from saf.report.analysis_figures import FIGURES, analysis_figure, write_figure
 
 ONE_HEAD = {
-    "schema": "saf.analysis/one-head/1",
+    "kind": "one-head",
     "windows": 16,
     "length": 64,
     "nll_change": torch.tensor([[0.001, 0.002, 0.004], [0.003, -0.0001, torch.nan]], dtype=torch.float64),
@@ -51,14 +51,14 @@ def test_one_head_has_a_cell_for_each_head_and_a_dot_for_each_accepted_one():
 
 def test_a_partial_record_can_be_drawn():
     partial = {key: value for key, value in ONE_HEAD.items() if key != "quality"}
-    drawn = analysis_figure(partial | {"schema": "saf.analysis/one-head-partial/1"})
+    drawn = analysis_figure(partial | {"kind": "one-head-partial"})
     assert "so far" in drawn
 
 
 def test_profiles_show_selected_heads_and_the_matched_means():
     values = torch.tensor([[0.1, 0.2], [0.3, torch.nan]])
     record = {
-        "schema": "saf.analysis/profiles/1",
+        "kind": "profiles",
         "windows": 4,
         "length": 64,
         "profiles": dict.fromkeys(("entropy", "local_mass", "largest", "first_token"), values),
@@ -76,7 +76,7 @@ def test_profiles_show_selected_heads_and_the_matched_means():
 
 def test_stability_colours_heads_by_the_sets_they_are_in():
     record = {
-        "schema": "saf.analysis/stability/1",
+        "kind": "stability",
         "first": 2,
         "second": 1,
         "overlap": 1,
@@ -92,9 +92,9 @@ def test_stability_colours_heads_by_the_sets_they_are_in():
 
 
 def test_other_records_and_names_are_refused(tmp_path):
-    for schema in ("saf.analysis/other/1", "saf.analysis/one-head/2", "saf.freezing.recipe/1", None):
+    for kind in ("other", "update", None):
         with pytest.raises(InputError, match="record of `saf analyze`"):
-            analysis_figure({"schema": schema})
+            analysis_figure({"kind": kind})
     with pytest.raises(InputError, match=r"ending in \.svg"):
         write_figure(ONE_HEAD, tmp_path / "x.png")
     assert write_figure(ONE_HEAD, tmp_path / "x.svg").read_text().startswith("<svg")

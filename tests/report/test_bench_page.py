@@ -68,7 +68,7 @@ def test_files_shown_together_are_named():
 def test_names_from_a_file_cannot_become_markup():
     evil = "<img src=x onerror=alert(1)>"
     measured = record()
-    measured["environment"] |= {"device": evil, "command": evil}
+    measured["provenance"] |= {"device": evil, "command": evil}
     measured["left_out"] = [{"what": evil, "why": "</script>"}]
     page = render([measured], [evil])
     assert "<img" not in page

@@ -111,13 +111,13 @@ def test_an_arm_faster_than_its_bound_has_a_note_in_place_of_a_share(spread, why
 
 def test_unknown_peaks_leave_no_floor():
     measured = record()
-    told = protocol({**measured, "environment": measured["environment"] | {"peak": None}}, groups_of(measured))
+    told = protocol({**measured, "provenance": measured["provenance"] | {"peak": None}}, groups_of(measured))
     assert "Floors" not in told
     rows = [row | {"baseline_floor_ms": None, "arm_floor_ms": None} for row in measured["rows"]]
     table = speed_table(groups_of(measured | {"rows": rows}))
     assert not [name for name in table.head if "floor" in name]
     peak = {"flops": 1e14, "bandwidth": 1e12, "source": "made up"}
-    told = protocol({**measured, "environment": measured["environment"] | {"peak": peak}}, groups_of(measured))
+    told = protocol({**measured, "provenance": measured["provenance"] | {"peak": peak}}, groups_of(measured))
     assert "Floors are roofline bounds at 100 TFLOP/s in bfloat16 and 1 TB/s (made up)." in told
 
 
@@ -159,7 +159,7 @@ def test_points_and_ways_part():
 )
 def test_the_time_to_settle_is_told(settle, driver, words):
     plain = record(settings=PrefillSettings(pairs=2, device="cpu", settle_ms=settle), variants=("call",))
-    told = protocol({**plain, "environment": plain["environment"] | {"driver": driver}}, groups_of(plain))
+    told = protocol({**plain, "provenance": plain["provenance"] | {"driver": driver}}, groups_of(plain))
     assert words in told if words else "untimed" not in told
     older = {name: value for name, value in plain["settings"].items() if name != "settle_ms"}
     assert "untimed" not in protocol({**plain, "settings": older}, groups_of(plain))
@@ -169,7 +169,7 @@ def test_the_rest_before_an_operators_block_is_told():
     fields = {"part": "frozen", "alone": 3, "layer": {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}}
     settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))
     plain = record(settings=settings, fields=fields, points=[Point(4096, 8)], variants=("both graph",))
-    told = protocol({**plain, "environment": plain["environment"] | {"driver": "580"}}, groups_of(plain))
+    told = protocol({**plain, "provenance": plain["provenance"] | {"driver": "580"}}, groups_of(plain))
     assert "after 200 ms of rest" in told
     assert "rest" not in protocol(plain, groups_of(plain))
 
@@ -179,7 +179,7 @@ def test_which_operators_were_compiled_is_told_row_by_row():
     settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",), others=("flex",))
     times = TIMES | {"ordinary flex": [120.0]}
     older = record(settings=settings, times=times, others=["flex"], fields=fields, points=[Point(4096, 8)])
-    older["environment"] = older["environment"] | {"driver": "580"}
+    older["provenance"] = older["provenance"] | {"driver": "580"}
     assert ", compiled, in the same process" in protocol(older, groups_of(older))
 
     def told(compiled) -> str:

@@ -86,7 +86,7 @@ def test_errors_of_another_case_or_above_the_limit_are_told():
 
 
 def analysis(name: str, **values) -> dict:
-    return {"schema": f"saf.analysis/{name}/1", "model": "runs/x", "length": 64} | values
+    return {"kind": name, "model": "runs/x", "length": 64} | values
 
 
 def test_one_head_tells_each_score_beside_the_paper():

@@ -42,11 +42,11 @@ def test_every_file_has_its_section_with_device_versions_command_and_link(tmp_pa
     text = made["results.md"]
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     assert headings == ["Results", "Updates: speed", "update-8k", "update-16k", "Updates: peak memory", "memory"]
-    environment = measured["environment"]
+    provenance = measured["provenance"]
     assert "[results/bench/update-8k.json](../results/bench/update-8k.json): Invented 9000" in text
-    assert f"torch {environment['versions']['torch']}" in text
-    assert f"source {environment['source_hash'][:12]}" in text
-    assert text.count(f"```sh\n{environment['command']}\n```") == 3
+    assert f"torch {provenance['versions']['torch']}" in text
+    assert f"source {provenance['source_hash'][:12]}" in text
+    assert text.count(f"```sh\n{provenance['command']}\n```") == 3
     speeds, memory, *_ = tables(text)
     assert [row["paper"] for row in speeds] == ["1.056×", "1.119×"]
     assert {row["control"] for row in speeds} == {f"{measured['rows'][0]['control_ratio']:.4f}"}

@@ -40,7 +40,8 @@ def nanogpt(path: Path | None = None, *, refused: bool = False) -> dict:
     recorder = Recorder(path, kind="nanogpt", settings=settings.to_dict(), budget=Budget(), say=lambda _: None)
     with recorder:
         machine = environment(torch.device("cpu"), "Invented 9000")
-        recorder.describe(environment=machine, nanogpt_model_sha256="7c01703240db" + "0" * 52)
+        recorder.trace(**machine)
+        recorder.describe(nanogpt_model_sha256="7c01703240db" + "0" * 52)
         recorder.show([row | {"arm": "control nanoGPT", "control": True}, row | {"arm": "ordinary"}])
     return recorder.record
 
@@ -86,7 +87,7 @@ def test_what_is_above_its_limit_stands_out_and_words_cannot_become_markup(tmp_p
     settings = ErrorSettings(device="cpu", backends=("reference",), length=16, stored=16, precisions=("fp32",))
     made = json.loads(json.dumps(measure_errors(settings, say=lambda _: None)))
     made["rows"][0] |= {"within": False, "tensor": "<script>"}
-    made["environment"]["device"] = "<img src=x>"
+    made["provenance"]["device"] = "<img src=x>"
     made["finished"] = False
     path.write_text(json.dumps(made))
     page = write_bench_report([path], tmp_path).read_text()

@@ -16,11 +16,11 @@ from saf.train import continue_from, load_model, open_checkpoint, pretrain
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 RESULT_KEYS = {
-    "schema", "arm", "updates", "tokens", "train_loss", "report_loss", "report_perplexity", "unigram_entropy",
-    "update_seconds", "peak_memory_bytes", "total_seconds", "intervention", "provenance",
+    "schema", "kind", "settings", "arm", "updates", "tokens", "train_loss", "report_loss", "report_perplexity",
+    "unigram_entropy", "update_seconds", "peak_memory_bytes", "total_seconds", "intervention", "provenance",
 }  # fmt: skip
 PROVENANCE_KEYS = {
-    "source_hash", "parent_hash", "branch_hash", "final_hash", "config_hash", "patterns_hash", "heads", "seed",
+    "source_hash", "checkpoints", "data", "config_hash", "patterns_hash", "heads", "seed",
     "versions", "device", "commit", "command", "date",
 }  # fmt: skip
 
@@ -42,7 +42,7 @@ def test_frozen_arm_is_the_same_as_one_run_that_freezes(settings, outcome):
         assert arm[name] == single[name], name
     assert arm["metrics"] == single["metrics"][6:]
     assert result["arm"] == "frozen"
-    assert result["provenance"]["parent_hash"] == open_checkpoint(parent).hash
+    assert result["provenance"]["checkpoints"]["parent"] == open_checkpoint(parent).hash
     assert read_json(path(frozen, "config.json"))["parent"]["path"] == parent
     assert outcome(settings("ordinary").out)["model.safetensors"] != arm["model.safetensors"]
 
@@ -253,7 +253,7 @@ def test_freezing_that_cannot_work_is_told_before_training_and_leaves_nothing(se
 
 def test_the_checkpoint_at_the_freezing_point_stays_known_once_it_is_gone(settings):
     config = settings()
-    recorded = pretrain(config)["provenance"]["branch_hash"]
+    recorded = pretrain(config)["provenance"]["checkpoints"]["branch"]
     assert recorded == open_checkpoint(path(config, "checkpoints") / "step-6").hash
     arm = continue_from(path(config, "checkpoints") / "step-6", out=settings("arm").out, freeze=FREEZE)
     pretrain(arm)

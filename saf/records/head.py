@@ -1,0 +1,122 @@
+"""The head that every result has: what it is, what was asked for, and where it comes from.
+
+A result is one JSON object: a benchmark, an analysis, the end of a run, an evaluation, a comparison. All have the same
+first entries, whatever else they hold:
+
+    schema       "saf.result/2", for every kind
+    kind         what the rest holds: "update", "one-head", "run", "evaluation", "comparison" and so on
+    settings     what was asked for, by the names of the settings
+    provenance   commit, source_hash, command, versions, device, date, and the hashes of what went in:
+                 checkpoints {role: hash} and data {role: fingerprint}, empty where there were none
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from saf.errors import InputError
+from saf.records.files import read_json, to_json
+from saf.records.provenance import command, commit, source_hash, versions
+
+SCHEMA = "saf.result/2"
+_ANALYSIS = "saf.analysis/"
+# Earlier versions had a schema for each kind.
+_EARLIER = {"saf.result/1": "run", "saf.evaluation/1": "evaluation", "saf.compare/1": "comparison"}
+_EARLIER_BENCH = "saf.bench/1"
+_CHECKPOINTS = {"parent_hash": "parent", "branch_hash": "branch", "final_hash": "final"}
+_PROVENANCE = ("commit", "source_hash", "command", "versions", "device", "date")
+
+
+def result_head(
+    kind: str,
+    settings: Mapping[str, Any],
+    *,
+    device: str | None = None,
+    checkpoints: Mapping[str, str | None] | None = None,
+    data: Mapping[str, str | None] | None = None,
+) -> dict[str, Any]:
+    """Return the head of a result that this process makes now; the result's own entries follow it.
+
+    Asks git for the commit and reads all sources: call it once a result, not once a measurement.
+
+    Args:
+        kind: What the result is.
+        settings: What was asked for; turned into plain JSON types.
+        device: The name of the device that computed; None where no device did.
+        checkpoints: Hashes of the checkpoints that the result is of or starts from, by their role ("model", "parent",
+            "final"); those that are None are left out.
+        data: Fingerprints of the prepared data, by what they served for ("train", "report", "calibration").
+    """
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "settings": to_json(settings),
+        "provenance": {
+            "commit": commit(),
+            "source_hash": source_hash(),
+            "command": command(),
+            "versions": versions(),
+            "device": device,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "checkpoints": _known(checkpoints),
+            "data": _known(data),
+        },
+    }
+
+
+def is_result(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is a result, of this version or an earlier one."""
+    schema = str(record.get("schema"))
+    return schema in (SCHEMA, _EARLIER_BENCH, *_EARLIER) or _analysis_name(schema) is not None
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Read a result of this version or an earlier one, with the head that results have now.
+
+    Raises:
+        InputError: The file is missing, not JSON, or not a result.
+    """
+    record = read_json(path)
+    if not is_result(record):
+        raise InputError(
+            f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; give a file that "
+            "`saf bench`, `saf analyze`, `saf evaluate`, `saf compare` or a run wrote"
+        )
+    return with_head(record)
+
+
+def with_head(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result with the head that results have now; what an earlier version did not record is None or empty.
+
+    Raises:
+        InputError: The record is not a result.
+    """
+    if not is_result(record):
+        raise InputError(f"expected a result, schema {SCHEMA!r}; got schema {record.get('schema')!r}")
+    rest, schema = dict(record), record["schema"]
+    if schema == SCHEMA:
+        return rest
+    kind = _EARLIER.get(schema) or _analysis_name(schema) or rest["kind"]
+    given = rest.pop("environment", None) or rest.pop("provenance", None) or {}
+    checkpoints = {role: given.get(name) for name, role in _CHECKPOINTS.items()}
+    provenance = {
+        **dict.fromkeys(_PROVENANCE),
+        **{name: value for name, value in given.items() if name not in _CHECKPOINTS},
+        "checkpoints": _known(checkpoints),
+        "data": _known({"report": rest.get("data_fingerprint")}),
+    }
+    settings = rest.pop("settings", {})
+    rest.pop("kind", None)
+    rest.pop("schema")
+    return {"schema": SCHEMA, "kind": kind, "settings": settings, "provenance": provenance, **rest}
+
+
+def _known(hashes: Mapping[str, str | None] | None) -> dict[str, str]:
+    return {role: value for role, value in (hashes or {}).items() if value is not None}
+
+
+def _analysis_name(schema: str) -> str | None:
+    """Return the name of an analysis from a schema of an earlier version, saf.analysis/NAME/1; None for another."""
+    name, slash, version = schema.removeprefix(_ANALYSIS).rpartition("/")
+    return name if schema.startswith(_ANALYSIS) and slash and version == "1" else None

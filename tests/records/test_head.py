@@ -1,0 +1,78 @@
+"""The head of every result, and reading results of earlier versions."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from saf.errors import InputError
+from saf.records.head import SCHEMA, is_result, read_result, result_head, with_head
+
+RESULTS = Path(__file__).parents[2] / "results"
+HEAD = ("schema", "kind", "settings", "provenance")
+PROVENANCE = {"commit", "source_hash", "command", "versions", "device", "date", "checkpoints", "data"}
+
+
+def test_a_head_says_what_was_asked_for_and_where_the_result_comes_from():
+    head = result_head(
+        "evaluation",
+        {"out": Path("a/b"), "limit": None},
+        device="cpu (x86_64)",
+        checkpoints={"model": "c" * 64, "parent": None},
+        data={"report": "d" * 64},
+    )
+    assert tuple(head) == HEAD
+    assert head["settings"] == {"out": "a/b", "limit": None}
+    found = head["provenance"]
+    assert found.keys() == PROVENANCE
+    assert (found["device"], found["checkpoints"], found["data"]) == (
+        "cpu (x86_64)", {"model": "c" * 64}, {"report": "d" * 64},
+    )  # fmt: skip
+    assert found["versions"]["torch"]
+    assert len(found["source_hash"]) == 64
+    assert json.loads(json.dumps(head)) == head
+
+
+EARLIER = [
+    ({"schema": "saf.bench/1", "kind": "op", "settings": {"pairs": 1}, "environment": {"device": "x"}}, "op"),
+    ({"schema": "saf.analysis/one-head/1", "length": 4, "provenance": {"device": "x"}}, "one-head"),
+    ({"schema": "saf.result/1", "arm": "frozen", "provenance": {"device": "x", "final_hash": "e" * 64}}, "run"),
+    ({"schema": "saf.evaluation/1", "loss": 1.0, "data_fingerprint": "d" * 64}, "evaluation"),
+    ({"schema": "saf.compare/1", "ci95": [0, 1]}, "comparison"),
+]
+
+
+@pytest.mark.parametrize(("record", "kind"), EARLIER, ids=[kind for _, kind in EARLIER])
+def test_a_result_of_an_earlier_version_gets_the_head_that_results_have_now(tmp_path, record, kind):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(record))
+    read = read_result(path)
+    assert tuple(read)[:4] == HEAD
+    assert (read["schema"], read["kind"]) == (SCHEMA, kind)
+    assert read["provenance"].keys() == PROVENANCE
+    assert with_head(read) == read
+    moved = {"schema", "kind", "settings", "environment", "provenance"}
+    assert {name: read[name] for name in record.keys() - moved} == {
+        name: record[name] for name in record.keys() - moved
+    }
+
+
+def test_hashes_of_an_earlier_version_are_found_by_their_role():
+    assert with_head(EARLIER[2][0])["provenance"]["checkpoints"] == {"final": "e" * 64}
+    assert with_head(EARLIER[3][0])["provenance"]["data"] == {"report": "d" * 64}
+    assert with_head(EARLIER[0][0])["provenance"]["device"] == "x"
+
+
+@pytest.mark.parametrize("schema", ["saf.result/3", "saf.analysis/one-head/2", "saf.bench/2", "saf.run/1", None])
+def test_anything_else_is_no_result(tmp_path, schema):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"schema": schema}))
+    assert not is_result({"schema": schema})
+    with pytest.raises(InputError, match=r"x\.json is not a result: its schema is .*expected 'saf\.result/2'; give"):
+        read_result(path)
+
+
+def test_every_result_of_the_repository_is_read():
+    names = {"config.json", "freeze.json"}
+    found = [read_result(path) for path in sorted(RESULTS.rglob("*.json")) if path.name not in names]
+    assert {"update", "prefill", "run", "evaluation", "comparison", "profiles"} <= {record["kind"] for record in found}
