@@ -14,6 +14,7 @@ from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.patterns import CompactPattern, DensePattern, storage_report
 from saf.prefill import Prefill
+from saf.schedules import OneTime
 from saf.scores import score
 from saf.selection import select
 from saf.sidecar import load, save
@@ -31,6 +32,7 @@ __all__ = [
     "GPTConfig",
     "HeadLayout",
     "HeadSet",
+    "OneTime",
     "Prefill",
     "QKGradient",
     "SafError",

@@ -4,7 +4,7 @@ import saf
 
 NAMES = """
 GPT AttentionStatistics CompactPattern DensePattern FreezeConfig FreezeReport FrozenHeads GPTConfig HeadLayout HeadSet
-Prefill QKGradient SafError calibrate dense_pattern finalize_ fit fit_compact fit_heldout fit_kl freeze_
+OneTime Prefill QKGradient SafError calibrate dense_pattern finalize_ fit fit_compact fit_heldout fit_kl freeze_
 frozen_attention gate_gradients head_outputs install_ load mixed_attention ops preset save score select storage_report
 uninstall_
 """

@@ -142,6 +142,10 @@ class Pretrain:
         """Return the settings that were given on the command line."""
         apart = {"out", "resume", "parent", "freeze", "json", "model_overrides"}
         given = {name: value for name, value in changed(self).items() if name not in apart}
+        if (moment := given.pop("freeze_at", None)) is not None:
+            from saf.schedules import OneTime
+
+            given["schedule"] = OneTime(at=moment)
         if self.data is not None:
             given["data"] = str(self.data)
         if self.model_overrides:

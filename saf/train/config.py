@@ -1,5 +1,6 @@
 """Every setting of a training run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -7,7 +8,7 @@ from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Device, Precision, Switch
 from saf.ops.live import KERNELS
-from saf.schedules import SCHEDULES
+from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dict
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
@@ -82,10 +83,8 @@ class TrainConfig:
     """Show no progress."""
     freeze: FreezeConfig | None = None
     """How to freeze heads; None for the ordinary arm."""
-    freeze_at: int | float | None = 0.5
-    """When: a whole number of updates or a share of the schedule; an ordinary arm saves a checkpoint there."""
-    schedule: str = "one_time"
-    """Name in `SCHEDULES`."""
+    schedule: Schedule | None = field(default_factory=OneTime)
+    """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come, None saves none."""
     calibration_sequences: int = 32
     """Windows to calibrate on."""
     calibration_source: CalibrationSource = "auto"
@@ -115,11 +114,9 @@ class TrainConfig:
             (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
             'a positive number with lr_by="elapsed" and None otherwise',
         )
-        if self.freeze_at is not None:
-            inside = 0 <= self.freeze_at <= (1 if isinstance(self.freeze_at, float) else self.updates)
-            self._require("freeze_at", inside, f"a share in [0, 1] or an update in [0, {self.updates}]")
-        self._require("freeze_at", self.freeze is None or self.freeze_at is not None, "a moment when freezing")
-        self._require("schedule", self.schedule in SCHEDULES, f"one of {sorted(SCHEDULES)}")
+        if self.schedule is not None:
+            self.schedule.first_update(self.updates)
+        self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
         known = sorted(KERNELS)
         self._require("kernel", self.kernel in ("auto", *known), f"auto or one of {', '.join(known)}")
         alone = self.freeze is None or self.freeze.backend != "fused"
@@ -133,10 +130,8 @@ class TrainConfig:
 
     @property
     def freeze_update(self) -> int | None:
-        """After how many updates heads are frozen, or an ordinary arm saves the checkpoint to branch from."""
-        if self.freeze_at is None or isinstance(self.freeze_at, int):
-            return self.freeze_at
-        return round(self.freeze_at * self.updates)
+        """After how many updates the first event comes, or an ordinary arm saves the checkpoint to branch from."""
+        return None if self.schedule is None else self.schedule.first_update(self.updates)
 
     @property
     def warmup_share(self) -> float:
@@ -145,13 +140,19 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "freeze"}
-        return {**values, "betas": list(self.betas), "freeze": self.freeze and self.freeze.to_dict()}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["betas"] = list(self.betas)
+        values["freeze"] = self.freeze and self.freeze.to_dict()
+        values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
-        """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
+        """Build from `to_dict`'s form, or an older one; raise InputError naming unknown or missing fields."""
+        values = in_present_form(values)
         try:
+            if isinstance(schedule := values.get("schedule"), dict):
+                values["schedule"] = schedule_from_dict(schedule)
             freeze = values.get("freeze")
             if isinstance(freeze, dict):
                 exclude = tuple((layer, head) for layer, head in freeze.get("exclude", ()))
@@ -159,6 +160,18 @@ class TrainConfig:
             return cls(**{**values, "freeze": freeze})
         except TypeError as error:
             raise InputError(f"not a training configuration: {error}") from error
+
+
+def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as `TrainConfig.to_dict` gives them now, from a run of any age.
+
+    Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule.
+    """
+    values = dict(settings)
+    if "freeze_at" in values:
+        moment, name = values.pop("freeze_at"), values.pop("schedule", OneTime.name)
+        values["schedule"] = None if moment is None else {"name": name, "at": moment}
+    return values
 
 
 _AT_LEAST_ONE = (

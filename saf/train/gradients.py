@@ -7,7 +7,7 @@ from torch import nn
 
 from saf.calibration import QKGradient
 from saf.errors import InputError
-from saf.schedules import Schedule
+from saf.schedules import Proposer
 from saf.train.config import TrainConfig
 
 KEY = "qk_gradient"
@@ -23,16 +23,16 @@ def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient 
     return gradient
 
 
-def reads_gradient(config: TrainConfig, schedule: Schedule | None) -> bool:
+def reads_gradient(config: TrainConfig, schedule: Proposer | None) -> bool:
     """Return whether an event that may still come freezes by Q/K gradients."""
-    expected = schedule is not None and not getattr(schedule, "finished", False)
+    expected = schedule is not None and not schedule.finished
     return expected and config.freeze is not None and "gradient" in config.freeze.needs
 
 
 def start_gradient(
     model: nn.Module,
     config: TrainConfig,
-    schedule: Schedule | None,
+    schedule: Proposer | None,
     *,
     state: Mapping[str, Any] | None,
     update: int,

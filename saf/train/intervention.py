@@ -5,17 +5,16 @@ from dataclasses import replace
 import torch
 
 from saf.calibration import plan_calibration
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freezing.choice import scores_collect
 from saf.freezing.recipe import freeze_
 from saf.machine.execution import Execution
 from saf.ops.backends import choose_backend
-from saf.schedules import Event
+from saf.schedules import Event, Freeze, Outcome
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.train.batches import calibration_batches, heldout_batches
 from saf.train.config import TrainConfig
-from saf.train.gradients import reads_gradient
 from saf.train.training import Training
 
 
@@ -48,14 +47,15 @@ def controller_loss(training: Training, when: str) -> float:
     return record["loss"]
 
 
-def intervene_(training: Training, event: Event) -> None:
+def intervene_(training: Training, event: Event) -> Outcome:
     """Freeze heads between two updates, with the controller loss before and after.
 
     Writes freeze.json and freeze.safetensors. The place in the training data does not move.
     """
     assert training.config.freeze is not None
-    assert training.schedule is not None
-    controller_loss(training, "before_freeze")
+    if not isinstance(event, Freeze):
+        raise UnsupportedError(f"a run cannot carry out {event} yet; it freezes heads alone")
+    before = controller_loss(training, "before_freeze")
     config, freeze = training.config, training.config.freeze
     batches = calibration_batches(training.data, config, length=training.length)
     heldout = None
@@ -74,12 +74,12 @@ def intervene_(training: Training, event: Event) -> None:
             heldout=heldout,
             needed=needed,
         )
-    report.save(training.folder, update=event.update)
-    training.schedule.done(event)
-    if not (config.track_gradients or reads_gradient(config, training.schedule)):
-        training.updater.gradient = None
+    report.save(training.folder, update=training.update)
     training.updater.compile_()
-    controller_loss(training, "after_freeze")
+    after = controller_loss(training, "after_freeze")
     training.observer.progress.say(
         f"update {training.update}: {report.told}; took {sum(report.seconds.values()):.1f} s"
+    )
+    return Outcome(
+        number=1, heads=report.heads, loss_before=before, loss_after=after, seconds=sum(report.seconds.values())
     )

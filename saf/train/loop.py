@@ -12,7 +12,7 @@ from saf.records.folders import no_room
 from saf.train.checkpoint import latest, prune_checkpoints_, save_checkpoint, step_name
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
-from saf.train.gradients import KEY
+from saf.train.gradients import KEY, reads_gradient
 from saf.train.intervention import controller_loss, intervene_
 from saf.train.random_state import capture_random_state
 from saf.train.results import finish
@@ -113,12 +113,16 @@ def run_update(training: Training) -> dict[str, Any]:
 
 def _intervene_if_due(training: Training, *, saved: bool = False) -> None:
     """Carry out the events that are due, after a checkpoint of the state before them (unless the parent is it)."""
-    events = training.schedule.due(training.update) if training.schedule else []
-    if events and not saved:
-        save(training)
-    for event in events:
-        intervene_(training, event)
-    if events and training.finished():
+    schedule, carried_out = training.schedule, 0
+    while schedule and (events := schedule.propose(training.update)):
+        if not (saved or carried_out):
+            save(training)
+        for event in events:
+            schedule.done(event, intervene_(training, event))
+            carried_out += 1
+        if not (training.config.track_gradients or reads_gradient(training.config, schedule)):
+            training.updater.gradient = None
+    if carried_out and training.finished():
         save(training, after_freezing=True)
 
 

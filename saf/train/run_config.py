@@ -10,7 +10,7 @@ from saf.errors import InputError
 from saf.machine.execution import Execution
 from saf.models import GPTConfig, preset
 from saf.records.files import read_json, to_json
-from saf.train.config import TrainConfig
+from saf.train.config import TrainConfig, in_present_form
 
 SCHEMA = "saf.run/1"
 VOCABULARY_MULTIPLE = 64
@@ -73,7 +73,7 @@ def recorded_config(folder: Path | str) -> TrainConfig:
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
-    asked = to_json(config.to_dict())
+    asked, before = to_json(config.to_dict()), in_present_form(before)
     kept = sorted(asked.keys() - _FREE_ON_RESUME)
     if shown := "; ".join(told for key in kept for told in _changes(key, before.get(key), asked[key])):
         raise InputError(

@@ -15,7 +15,7 @@ from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.records.files import read_json
 from saf.records.folders import lock_folder, remove_leftovers_
-from saf.schedules import SCHEDULES, Schedule
+from saf.schedules import Proposer
 from saf.train.batches import SAMPLERS, MicroBatches, check_heldout
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint
 from saf.train.clock import Clock
@@ -61,7 +61,7 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
     if own and state:
         clock.advance(state["elapsed_seconds"])
     schedule = _schedule(config, state["schedule"] if own and state else None)
-    if config.freeze and not getattr(schedule, "finished", False):
+    if config.freeze and schedule and not schedule.finished:
         check_heads(config.freeze, [site.layout for site in adapter_for(model).sites()])
     gradient = start_gradient(model, config, schedule, state=state, update=update)
     # Settings that cannot be used leave no folder behind.
@@ -164,12 +164,13 @@ def _build(config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoi
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
 
 
-def _schedule(config: TrainConfig, state: dict[str, Any] | None) -> Schedule | None:
-    if config.freeze is None:
+def _schedule(config: TrainConfig, state: dict[str, Any] | None) -> Proposer | None:
+    if config.freeze is None or config.schedule is None:
         return None
-    schedule = SCHEDULES[config.schedule](at=config.freeze_update, rate=config.freeze.rate)
+    schedule = config.schedule.start(updates=config.updates, rate=config.freeze.rate)
     if state is not None:
-        schedule.load_state_dict(state)
+        # Checkpoints once kept a schedule's name as "schedule".
+        schedule.load_state_dict({"name": state["schedule"], **state} if "schedule" in state else state)
     return schedule
 
 

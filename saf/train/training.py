@@ -7,7 +7,7 @@ from typing import IO
 from saf.data import TokenData
 from saf.machine.execution import Execution
 from saf.models import GPT
-from saf.schedules import Schedule
+from saf.schedules import Proposer
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
 from saf.train.learning_rate import learning_rate, progress_by_time, progress_by_update
@@ -27,7 +27,7 @@ class Training:
     data: TokenData
     length: int
     updater: Updater
-    schedule: Schedule | None
+    schedule: Proposer | None
     clock: Clock
     observer: Observer
     start: int

@@ -6,6 +6,7 @@ import tyro
 from saf.cli.pretrain import COMMAND
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
+from saf.schedules import OneTime
 from saf.train import TrainConfig
 
 SHAPE = "--model-overrides num_layers 2 num_heads 4 hidden_size 32 --length 32 --batch-size 4"
@@ -52,7 +53,7 @@ def test_options_arrive_in_the_settings(tmp_path):
         model_overrides={"num_layers": 2, "position": "learned"},
         tensorboard=False,
         freeze=FreezeConfig(rate=0.5, max_fit_kl=0.3, strict=True),
-        freeze_at=0.25,
+        schedule=OneTime(at=0.25),
     )
     assert isinstance(config.warmup, int)
 
@@ -60,7 +61,7 @@ def test_options_arrive_in_the_settings(tmp_path):
 @pytest.mark.parametrize(("text", "kind"), [("100", int), ("0.5", float)])
 def test_moments_are_whole_updates_or_shares(tmp_path, text, kind):
     config = parse("--data", "d", "--out", tmp_path, "--freeze-at", text).config()
-    assert type(config.freeze_at) is kind
+    assert type(config.schedule.at) is kind
 
 
 def test_two_arms(data, tmp_path, capsys):

@@ -12,6 +12,7 @@ from saf.evaluate.arms import differences
 from saf.evaluate.runs import Run, read_evaluation
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
+from saf.schedules import OneTime
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
@@ -115,13 +116,13 @@ def test_checkpoint_before_the_event_is_kept(settings):
 
 
 def test_ordinary_arm_saves_the_checkpoint_to_branch_from(settings):
-    config = settings(save_every=0, freeze_at=0.25)
+    config = settings(save_every=0, schedule=OneTime(at=0.25))
     pretrain(config)
     assert sorted(entry.name for entry in path(config, "checkpoints").iterdir()) == ["step-12", "step-3"]
 
 
 def test_freezing_after_the_last_update(settings, outcome):
-    config = settings(freeze=FREEZE, freeze_at=1.0)
+    config = settings(freeze=FREEZE, schedule=OneTime(at=1.0))
     result = pretrain(config)
     assert result["intervention"]["update"] == 12
     assert result["checkpoint"].endswith("step-12-frozen")
@@ -131,7 +132,7 @@ def test_freezing_after_the_last_update(settings, outcome):
 
 
 def test_freezing_before_the_first_update(settings):
-    result = pretrain(settings(freeze=FREEZE, freeze_at=0))
+    result = pretrain(settings(freeze=FREEZE, schedule=OneTime(at=0)))
     assert result["intervention"]["update"] == 0
     assert len(result["provenance"]["heads"]) == 2
 
@@ -211,7 +212,7 @@ def test_refuses_unusable_parents(settings):
     pretrain(config)
     parent = f"{config.out}/checkpoints/step-6"
     with pytest.raises(InputError, match="before the parent's 6"):
-        continue_from(parent, out="x", freeze=FREEZE, freeze_at=0.25)
+        continue_from(parent, out="x", freeze=FREEZE, schedule=OneTime(at=0.25))
     with pytest.raises(InputError, match="unknown settings"):
         continue_from(parent, out="x", warmpu=3)
     with pytest.raises(InputError, match="keep their product"):
@@ -245,7 +246,7 @@ def test_a_parent_that_has_done_every_update_is_refused(settings):
     ids=["backend", "device", "score", "gradient"],
 )
 def test_freezing_that_cannot_work_is_told_before_training_and_leaves_nothing(settings, freeze, message):
-    config = settings(freeze=FreezeConfig(rate=0.25, **freeze), freeze_at=0 if "score" in freeze else 0.5)
+    config = settings(freeze=FreezeConfig(rate=0.25, **freeze), schedule=OneTime(at=0 if "score" in freeze else 0.5))
     with pytest.raises((InputError, UnsupportedError), match=message):
         pretrain(config)
     assert not Path(config.out).exists()

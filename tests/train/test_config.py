@@ -4,6 +4,7 @@ import pytest
 
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
+from saf.schedules import OneTime
 from saf.train import TrainConfig
 
 
@@ -14,7 +15,7 @@ def test_round_trips_through_json():
         warmup=5,
         betas=(0.8, 0.9),
         freeze=FreezeConfig(rate=0.5, exclude=((0, 1),)),
-        freeze_at=0.25,
+        schedule=OneTime(at=0.25),
         model_overrides={"num_layers": 2},
     )
     again = TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
@@ -34,12 +35,10 @@ def test_round_trips_through_json():
         ({"warmup": 1000}, "warmup"),
         ({"warmup": 1.0}, "warmup"),
         ({"lr_start": 1000}, "lr_start must be below updates=1000"),
-        ({"freeze_at": 1001}, r"freeze_at must be .* \[0, 1000\]; got 1001"),
-        ({"freeze_at": 1.5}, "freeze_at"),
-        ({"freeze_at": None, "freeze": FreezeConfig()}, "freeze_at must be a moment when freezing"),
+        ({"schedule": OneTime(at=1001)}, r"schedule's at must be .* \[0, 1000\]; got 1001"),
+        ({"schedule": None, "freeze": FreezeConfig()}, "schedule must be a schedule when freezing"),
         ({"kernel": "fast"}, "kernel must be auto or one of cudnn, efficient, fa3, fa4, flash, math; got 'fast'"),
         ({"kernel": "flash", "freeze": FreezeConfig(backend="fused")}, "kernel must be auto with backend='fused'"),
-        ({"schedule": "never"}, "schedule must be one of"),
         ({"sampler": "sorted"}, "sampler must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),
         ({"lr_by": "elapsed"}, "time_budget_seconds must be a positive number"),
@@ -56,12 +55,22 @@ def test_names_what_cannot_be_used(changes, message):
     ("moment", "updates", "expected"), [(0.5, 5000, 2500), (0.25, 10, 2), (1.0, 10, 10), (1, 10, 1), (None, 10, None)]
 )
 def test_freezing_moment_is_a_share_or_an_update(moment, updates, expected):
-    assert TrainConfig(data="d", out="o", updates=updates, freeze_at=moment).freeze_update == expected
+    schedule = None if moment is None else OneTime(at=moment)
+    assert TrainConfig(data="d", out="o", updates=updates, schedule=schedule).freeze_update == expected
 
 
 @pytest.mark.parametrize(("warmup", "expected"), [(500, 0.1), (0.1, 0.1), (0, 0.0)])
 def test_warmup_is_a_share_or_updates(warmup, expected):
     assert TrainConfig(data="d", out="o", updates=5000, warmup=warmup).warmup_share == expected
+
+
+@pytest.mark.parametrize("moment", [0.25, 3, None])
+def test_reads_settings_that_named_the_schedule_and_its_moment_apart(moment):
+    present = TrainConfig(data="d", out="o", schedule=None if moment is None else OneTime(at=moment))
+    before = {name: value for name, value in present.to_dict().items() if name != "schedule"}
+    assert TrainConfig.from_dict({**before, "schedule": "one_time", "freeze_at": moment}) == present
+    with pytest.raises(InputError, match=r"schedule must be one of.*got 'never'"):
+        TrainConfig.from_dict({**before, "schedule": "never", "freeze_at": 0.5})
 
 
 def test_refuses_unknown_fields():

@@ -11,6 +11,7 @@ from saf.data import TokenData, sequential_windows
 from saf.errors import DataError, InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json
+from saf.schedules import OneTime
 from saf.train import continue_from, open_checkpoint, pretrain
 from saf.train.batches import heldout_batches
 from tests.train.killed import Killed, die_at
@@ -79,7 +80,7 @@ def test_says_at_once_that_no_average_was_kept(settings):
     with pytest.raises(InputError, match="--track-gradients"):
         pretrain(arm)
     with pytest.raises(InputError, match="nothing was trained yet"):
-        pretrain(settings("first", freeze=GRADIENT, freeze_at=0))
+        pretrain(settings("first", freeze=GRADIENT, schedule=OneTime(at=0)))
 
 
 def test_heldout_sequences_are_the_last_of_the_controllers(data):
