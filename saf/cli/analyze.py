@@ -16,11 +16,11 @@ from saf.cli.analyze_distributions import Distributions
 from saf.cli.analyze_fits import Fits
 from saf.cli.analyze_model import Geometry, JointCost, Profiles
 from saf.cli.analyze_one_head import OneHead
-from saf.cli.output import columns, facts
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records.files import read_json
 from saf.records.head import read_result, result_head
+from saf.records.table import Table
 from saf.report.analysis_figures import write_figure
 
 
@@ -61,7 +61,7 @@ class PartialSpearman(Written):
             "heads": int(allowed.sum()),
             "correlations": found,
         }
-        return self.finish(result, columns(title, head, rows))
+        return self.finish(result, Table.of(title, head, rows))
 
 
 @dataclass(kw_only=True)
@@ -90,7 +90,7 @@ class Stability(Written):
         }
         result = {**result_head("stability", self.settings()), "of": [self.first, self.second], **asdict(found)}
         result |= {"heads": [one.to_list(), other.to_list()], "scores": scores}
-        return self.finish(result, facts("stability of the selection", rows))
+        return self.finish(result, Table.facts("stability of the selection", rows))
 
 
 @dataclass(kw_only=True)

@@ -16,9 +16,9 @@ from saf.analysis.row_models import SCALE
 from saf.calibration import calibrate
 from saf.cli.analyze_base import OnModel, Opened, Waiting, say
 from saf.cli.options import Heads, read_heads
-from saf.cli.output import columns
 from saf.errors import InputError
 from saf.heads import HeadSet
+from saf.records.table import Table
 from saf.scores import score
 from saf.selection import budget, select
 from saf.statistics import AttentionStatistics
@@ -133,4 +133,4 @@ def _tables(record: dict[str, Any]) -> list[Any]:
     names = {"logit": "logit: normal", "gaussian": "probability: Gaussian", "dirichlet": "probability: Dirichlet"}
     steps = [[words, f"{median(entries['distances'][name]):.3f}"] for name, words in names.items()]
     entry = f"entry of query {entries['query'] + 1:,} and key {entries['key'] + 1:,}, counted from 1"
-    return [columns(title, head, rows), columns(entry, ["model", "median Kolmogorov-Smirnov distance"], steps)]
+    return [Table.of(title, head, rows), Table.of(entry, ["model", "median Kolmogorov-Smirnov distance"], steps)]

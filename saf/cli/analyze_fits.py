@@ -10,10 +10,10 @@ from torch import Tensor
 from saf.calibration import calibrate
 from saf.cli.analyze_base import OnModel
 from saf.cli.options import Fitter
-from saf.cli.output import columns
 from saf.fit import CONSTANT_AFTER, fit_variants
 from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.heads import HeadSet
+from saf.records.table import Table
 from saf.scores import score
 from saf.selection import budget, ranking
 
@@ -58,7 +58,7 @@ class Fits(OnModel):
             "mean KL of fits to their own half of the sequences and to the other, nats per row; closer: heads whose "
             "structured fit is closer to the other half"
         )
-        return self.finish(self.record("fits", opened, record), columns(title, head, rows))
+        return self.finish(self.record("fits", opened, record), Table.of(title, head, rows))
 
 
 def bands(variance: Tensor, rates: tuple[float, ...]) -> dict[str, HeadSet]:

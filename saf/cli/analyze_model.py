@@ -12,11 +12,11 @@ from saf.calibration import calibrate
 from saf.calibration.capture import check_heads
 from saf.cli.analyze_base import OnModel, Waiting
 from saf.cli.options import Heads, Score, read_heads
-from saf.cli.output import columns
 from saf.errors import InputError
 from saf.estimates import PATTERNS
 from saf.heads import HeadSet
 from saf.records.files import read_json
+from saf.records.table import Table
 from saf.scores import score
 from saf.selection import budget, select
 
@@ -48,7 +48,7 @@ class JointCost(OnModel):
         ]
         title = f"immediate cost on {len(windows)} windows; {found.overlap} heads in common"
         record = {"heads": [first.to_list(), second.to_list()], **asdict(found)}
-        table = columns(title, ["set", "heads", "perplexity", "95% interval"], rows)
+        table = Table.of(title, ["set", "heads", "perplexity", "95% interval"], rows)
         return self.finish(self.record("joint-cost", opened, record), table)
 
 
@@ -79,7 +79,7 @@ class Profiles(OnModel):
         head = ["profile", "all heads", *(("selected", "unselected, layer-matched") if compared else ())]
         title = f"attention profiles over {len(windows)} windows"
         record = {"windows": len(windows), "profiles": found, "selected": chosen.to_list(), "matched": compared}
-        return self.finish(self.record("profiles", opened, record), columns(title, head, rows))
+        return self.finish(self.record("profiles", opened, record), Table.of(title, head, rows))
 
 
 @dataclass(kw_only=True)
@@ -115,7 +115,7 @@ class Geometry(OnModel):
         }
         rows = [[f"{float(rate):.0%} {name}", *(f"{record[distance][rate][name]:.3e}" for distance in DISTANCES)]
                 for rate in map(str, self.rates) for name in PATTERNS]  # fmt: skip
-        tables = [columns("distance from the mean pattern", ["heads, pattern", *DISTANCES], rows)]
+        tables = [Table.of("distance from the mean pattern", ["heads, pattern", *DISTANCES], rows)]
         values: dict[str, Any] = {"distances": record}
         if costs is not None:
             values["correlations"] = {each: distance_and_cost(record[each], costs) for each in DISTANCES}
@@ -124,7 +124,7 @@ class Geometry(OnModel):
                 for each, (within, pooled) in values["correlations"].items()
             ]
             head = ["Spearman with cost", *(f"{rate:.0%}" for rate in self.rates), "stratified"]
-            tables.append(columns("distance and cost", head, rows))
+            tables.append(Table.of("distance and cost", head, rows))
         return self.finish(self.record("geometry", opened, values), *tables)
 
     def _costs(self, heads: int) -> dict[str, Any] | None:

@@ -9,10 +9,10 @@ from saf.analysis.fit_costs import fit_difference
 from saf.analysis.one_head import OneHeadCosts, available_scores, one_head_costs, score_quality
 from saf.calibration import calibrate
 from saf.cli.analyze_base import OnModel, Opened, Waiting, say
-from saf.cli.output import columns
 from saf.fit import CONSTANT_AFTER, fit_variants
 from saf.freezing.config import FreezeConfig
 from saf.records.files import write_json
+from saf.records.table import Table
 from saf.selection import budget, ranking
 from saf.train.batches import heldout_batches
 from saf.train.gradients import recorded_gradient
@@ -119,7 +119,7 @@ def _quality_table(record: dict[str, Any], measured: int) -> Any:
         for name, each in sorted(quality.items(), key=lambda item: -item[1]["spearman"])
     ]
     title = f"cost of single heads on {record['windows']} windows: {len(record['eligible'])} of {measured} heads fit"
-    return columns(title, ["score", "Spearman", *(f"mean cost, lowest {rate:.0%}" for rate in rates)], rows)
+    return Table.of(title, ["score", "Spearman", *(f"mean cost, lowest {rate:.0%}" for rate in rates)], rows)
 
 
 def _fit_table(record: dict[str, Any]) -> Any:
@@ -134,4 +134,4 @@ def _fit_table(record: dict[str, Any]) -> Any:
     ]
     after = record["structured"]["alpha_constant_after"]
     title = f"mean loss change of single heads, thousandths of a nat; structured: alpha constant from key {after} on"
-    return columns(title, ["heads", "fits", "free", "structured", "difference", "95% interval"], rows)
+    return Table.of(title, ["heads", "fits", "free", "structured", "difference", "95% interval"], rows)

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
 from saf.bench.pairs import control_words
 from saf.cli.bench_calibration import Calibration
 from saf.cli.bench_errors import Errors
 from saf.cli.bench_tune import Tune
-from saf.cli.output import columns, machine, show
+from saf.cli.output import machine, show
 from saf.errors import UnsupportedError
+from saf.records.table import Table
 
 HEAD = ["arm", "ms", "baseline", "ratio", "range", "TFLOP/s", "floor, ms"]
 
@@ -66,12 +65,12 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
     for row in record["rows"]:
         groups.setdefault(title_of(row), []).append(row)
     for title, rows in groups.items():
-        yield columns(title, HEAD, [_cells(row) for row in rows])
+        yield Table.of(title, HEAD, [_cells(row) for row in rows])
         yield from (f"refused ({row['arm']}): {_reason(row)}" for row in rows if row["refused"])
     if record["memory"]:
         rows = [[_place(m["point"]), m["arm"], f"{m['bytes'] / 2**30:.3f}", _percent(m)] for m in record["memory"]]
         kind = record["memory"][0]["kind"]
-        yield columns(f"peak memory ({kind}), one arm a process", ["point", "arm", "GiB", "against ordinary"], rows)
+        yield Table.of(f"peak memory ({kind}), one arm a process", ["point", "arm", "GiB", "against ordinary"], rows)
     for seen in record["kernels"]:
         if seen["kernel_seen"] is False:
             yield f"warning: {_place(seen['point'])}: {seen['arm']} did not run the kernel it was told to"

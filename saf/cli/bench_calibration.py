@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from saf.bench.calibration import measure_calibration
 from saf.bench.calibration_settings import CalibrationSettings
-from saf.cli.output import columns, machine, show
+from saf.cli.output import machine, show
 from saf.errors import UnsupportedError
+from saf.records.table import Table
 
 
 @dataclass(kw_only=True)
@@ -41,9 +40,9 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
     if rows := parts["intervention"]:
         yield _interventions(rows)
     if rows := parts["fit"]:
-        yield columns("fits of all heads, warm medians in seconds", FIT, [_fit(row) for row in rows])
+        yield Table.of("fits of all heads, warm medians in seconds", FIT, [_fit(row) for row in rows])
     if rows := parts["dense"]:
-        yield columns("dense collection in float32, seconds", DENSE, [_dense(row) for row in rows])
+        yield Table.of("dense collection in float32, seconds", DENSE, [_dense(row) for row in rows])
     yield from dict.fromkeys(f"{row['weights']}; {row['text']}" for row in record["rows"] if "weights" in row)
     for entry in record["left_out"]:
         yield f"left out: {entry['what']}: {entry['why']}"
@@ -65,7 +64,7 @@ def _interventions(rows: Sequence[Mapping[str, Any]]) -> Table:
     cells.append(["heads frozen", *(str(row["heads"]) for row in rows)])
     cells.append(["peak GiB, " + rows[0]["peak_kind"], *(f"{row['peak_bytes'] / 2**30:.2f}" for row in rows)])
     head = ["", *(f"{_place(row)}, {100 * row['rate']:g}%" for row in rows)]
-    return columns("interventions, warm medians in seconds", head, cells)
+    return Table.of("interventions, warm medians in seconds", head, cells)
 
 
 def _fit(row: Mapping[str, Any]) -> list[str]:

@@ -6,11 +6,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from saf.bench.errors import ErrorSettings, failures, measure_errors
-from saf.cli.output import columns, machine, show
+from saf.cli.output import machine, show
 from saf.errors import AccuracyError, UnsupportedError
+from saf.records.table import Table
 
 PARTS = {
     "layer": ("a layer of live and frozen heads", "unfrozen"),
@@ -50,10 +49,10 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
         rows = list(group)
         what, beside = PARTS[part]
         head = ["tensor", "max abs", "relative L2", "limit", "", f"{beside} max abs", f"{beside} L2"]
-        yield columns(f"{what}, {backend}, {precision}, against float64", head, [_cells(row) for row in rows])
+        yield Table.of(f"{what}, {backend}, {precision}, against float64", head, [_cells(row) for row in rows])
         if eager := [[row["tensor"], *_pair(row["eager"])] for row in rows if row["eager"]]:
             title = f"the same, {backend}, {precision}, against eager attention with stored patterns, as in the paper"
-            yield columns(title, head[:3], eager)
+            yield Table.of(title, head[:3], eager)
     for entry in record["left_out"]:
         yield f"left out: {entry['what']}: {entry['why']}"
 

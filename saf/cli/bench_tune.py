@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from saf.bench.tuning import TuneSettings, measure_tuning
-from saf.cli.output import columns, machine, show
+from saf.cli.output import machine, show
+from saf.records.table import Table
 
 
 @dataclass(kw_only=True)
@@ -38,6 +37,6 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
         [row["shape"], row["chosen"], *(f"{pick(row['microseconds'].values()):.1f}" for pick in (min, max))]
         for row in record["rows"]
     ]
-    yield columns("chosen configurations", ["shape", "configuration", "us", "slowest, us"], rows)
+    yield Table.of("chosen configurations", ["shape", "configuration", "us", "slowest, us"], rows)
     for entry in record["left_out"]:
         yield f"left out: {entry['what']}: {entry['why']}"

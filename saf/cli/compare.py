@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.cli.output import columns, show
+from saf.cli.output import show
 from saf.evaluate.arms import compare_runs
+from saf.records.quantities import change_percent, gibibytes, seconds, signed
+from saf.records.table import Table
 from saf.report.sections import timing_is_clear
-from saf.report.words import change_percent, gibibytes, seconds, signed
 
 
 @dataclass(kw_only=True)
@@ -80,7 +81,7 @@ def _tables(record: dict[str, Any]) -> list[Any]:
         ],
     ]
     title = f"{record['heads']} of {record['num_heads']} heads frozen"
-    tables: list[Any] = [columns(title, ["", "ordinary", "frozen", "change"], rows)]
+    tables: list[Any] = [Table.of(title, ["", "ordinary", "frozen", "change"], rows)]
     span = f", updates {record['timed_updates'][0]:,} to {record['timed_updates'][1]:,} timed" * bool(ratio)
     tables.append(f"{record['windows']:,} paired windows, {record['resamples']:,} resamples{span}")
     if spent := record["intervention_seconds"]:

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from saf.cli.flags import in_flags
 from saf.data.config import PrepareConfig
@@ -14,6 +13,7 @@ from saf.data.index import PARTITIONS, DataIndex
 from saf.data.preparation import prepare
 from saf.data.token_data import TokenData
 from saf.errors import InputError
+from saf.records.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def show(folder: str, index: DataIndex, *, as_json: bool) -> dict:
         print(json_format.dumps(result, indent=2))
         return result
     console = Console()
-    console.print(partition_table(folder, index))
+    partition_table(folder, index).print()
     tokenizer, left_out = index.tokenizer, index.duplicates
     console.print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, stored as {index.dtype}")
     if index.calibration_from == "train":
@@ -85,16 +85,14 @@ def show(folder: str, index: DataIndex, *, as_json: bool) -> dict:
 
 def partition_table(folder: str, index: DataIndex) -> Table:
     """Return a table with a row for each partition."""
-    table = Table(title=folder, title_justify="left")
-    table.add_column("partition")
-    for heading in ("documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats"):
-        table.add_column(heading, justify="right")
+    rows = []
     for name in PARTITIONS:
         info = index.partitions[name]
         entropy = "" if info.unigram_entropy is None else f"{info.unigram_entropy:.3f}"
         density = f"{info.bytes / info.tokens:.2f}" if info.tokens else ""
-        table.add_row(name, f"{info.documents:,}", f"{info.tokens:,}", f"{info.bytes / 1e6:.2f}", density, entropy)
-    return table
+        rows.append([name, info.documents, info.tokens, f"{info.bytes / 1e6:.2f}", density, entropy])
+    head = ["partition", "documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats"]
+    return Table.of(folder, head, rows)
 
 
 COMMANDS = {"prepare": DataPrepare, "info": DataInfo}

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from saf.cli.output import columns, facts, show
+from saf.cli.output import show
+from saf.records.table import Table
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "rich", "tensorboard")
 OPTIONAL = {
@@ -116,14 +117,14 @@ def _tables(result: dict[str, Any]) -> list[Any]:
         name: value or ("not found" if name == "c++" else "available") for name, value in result["compilers"].items()
     }
     tables: list[Any] = [
-        facts("installed", packages),
-        columns("optional", ["package", "version", "for"], optional),
+        Table.facts("installed", packages),
+        Table.of("optional", ["package", "version", "for"], optional),
         *hint,
     ]
-    tables += [facts(device["device"], _device_rows(device)) for device in result["devices"]]
-    tables.append(facts("compilers", compiled))
+    tables += [Table.facts(device["device"], _device_rows(device)) for device in result["devices"]]
+    tables.append(Table.facts("compilers", compiled))
     kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
-    tables.append(facts("attention kernels of live heads", kernels))
+    tables.append(Table.facts("attention kernels of live heads", kernels))
     for asked in result["backends"]:
         tables.append(f"\nfrozen heads on {asked['device']}, {asked['dtype']}:")
         tables += [f"  {line}" for line in asked["lines"]]

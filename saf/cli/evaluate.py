@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from saf.cli.models import open_data, open_source
-from saf.cli.output import facts, show
+from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate.perplexity import WRITTEN, evaluate_perplexity
 from saf.machine.execution import pick_device
+from saf.records.table import Table
 
 
 @dataclass(kw_only=True)
@@ -63,7 +64,7 @@ class Evaluate:
             "precision": record["precision"],
             "written to": self.out,
         }
-        show({"model": source.folder, **record}, facts(str(source.folder), rows), as_json=self.json)
+        show({"model": source.folder, **record}, Table.facts(str(source.folder), rows), as_json=self.json)
         return record
 
 

@@ -99,7 +99,7 @@ class Freeze(FreezeOptions):
         written = save_checkpoint(self.out, model, optimizer, state=state, parent=checkpoint.hash)
         report.save(self.out, update=checkpoint.update)
         result = {"checkpoint": str(self.out), "hash": written, "parent": checkpoint.hash, **report.to_dict()}
-        show(result, report.__rich__(), f"checkpoint {self.out}", f"hash {written}", as_json=self.json)
+        show(result, report.table(), f"checkpoint {self.out}", f"hash {written}", as_json=self.json)
         return result
 
     def _open(self) -> Checkpoint:

@@ -10,12 +10,13 @@ import tyro
 from saf.calibration.plan import readable
 from saf.cli.inspect_patterns import frozen_heads, pattern_storage, patterns_by_layer
 from saf.cli.inspect_words import fit_words, head_words, kind_words, layer_table, shape_words
-from saf.cli.output import columns, facts, show
+from saf.cli.output import show
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.runs import Run
 from saf.records.files import read_json, read_tensors
 from saf.records.folders import verify
+from saf.records.table import Table
 from saf.sidecar import check_sums
 from saf.train.checkpoint import checkpoints, is_checkpoint
 
@@ -81,8 +82,8 @@ def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "data": result["data_fingerprint"],
     }
     files = [[name, readable(entry["bytes"]), entry["sha256"][:16]] for name, entry in manifest["files"].items()]
-    tables: list[Any] = [facts(f"checkpoint {path}", rows), *layer_table(result)]
-    return result, [*tables, columns("files, all sums verified", ["file", "size", "SHA-256"], files)]
+    tables: list[Any] = [Table.facts(f"checkpoint {path}", rows), *layer_table(result)]
+    return result, [*tables, Table.of("files, all sums verified", ["file", "size", "SHA-256"], files)]
 
 
 def run_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -120,8 +121,8 @@ def run_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "data": (run.config.get("data") or {}).get("fingerprint"),
     }
     table = [[e["name"], (e["hash"] or "")[:16], "whole" if e["problem"] is None else "damaged"] for e in kept]
-    tables: list[Any] = [facts(f"run {path}", rows), *layer_table(result)]
-    return result, [*tables, columns("checkpoints", ["name", "hash", "state"], table)]
+    tables: list[Any] = [Table.facts(f"run {path}", rows), *layer_table(result)]
+    return result, [*tables, Table.of("checkpoints", ["name", "hash", "state"], table)]
 
 
 def data_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -133,7 +134,7 @@ def data_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
     table = [[name, info["tokens"], info["documents"], len(info["shards"])] for name, info in partitions.items()]
     result = {"kind": "data", "path": str(path), "verified": True, **index}
     head = ["partition", "tokens", "documents", "shards"]
-    return result, [facts(f"data {path}, all sums verified", rows), columns("partitions", head, table)]
+    return result, [Table.facts(f"data {path}, all sums verified", rows), Table.of("partitions", head, table)]
 
 
 def saved_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -160,7 +161,7 @@ def saved_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
         "can be undone": f"{undo} of {len(heads['frozen'])} heads",
         **{f"SHA-256 of {name}": value for name, value in sums.items()},
     }
-    return result, [facts(f"saved model {path}", rows), *layer_table(result)]
+    return result, [Table.facts(f"saved model {path}", rows), *layer_table(result)]
 
 
 def _verified(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saf.calibration.plan import readable
-from saf.cli.output import columns
+from saf.records.table import Table
 
 
 def shape_words(model: Mapping[str, Any]) -> str:
@@ -41,14 +41,14 @@ def layer_table(result: Mapping[str, Any]) -> list[Any]:
     layers = sorted({layer for layer, _ in result["frozen"]})
     rows = [[str(layer), " ".join(str(head) for at, head in result["frozen"] if at == layer)] for layer in layers]
     if "patterns" not in result:
-        return [columns("frozen heads", ["layer", "heads"], rows)] if rows else []
+        return [Table.of("frozen heads", ["layer", "heads"], rows)] if rows else []
     for row, found in zip(rows, result["patterns"], strict=True):
         row += [kind_words(found["kinds"]), _stored_cell(found["stored"]), str(found["length"]), found["sha256"][:16]]
     if not rows:
         return []
     head = ["layer", "heads", "patterns", "stored as T x T", "length", "SHA-256"]
     told = [_storage_words(result["storage"]), _stored_words(result["patterns"])]
-    return [columns("frozen heads", head, rows), *told]
+    return [Table.of("frozen heads", head, rows), *told]
 
 
 def _stored_cell(stored: Mapping[str, int]) -> str:

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.table import Table
-
 from saf.cli.options import Float, Folder, FreezeOptions, Int, Moment, Name, changed, optional
-from saf.cli.output import facts, show
+from saf.cli.output import show
 from saf.errors import InputError
+from saf.records.table import Table
 
 if TYPE_CHECKING:
     from saf.train import TrainConfig
@@ -196,4 +195,4 @@ def _table(result: dict[str, Any]) -> Table:
     if event.get("loss_before") is not None:
         rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after freezing"
     rows["checkpoint"] = result["checkpoint"]
-    return facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)
+    return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)

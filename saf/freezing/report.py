@@ -3,7 +3,7 @@
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -11,10 +11,8 @@ from saf.freezing.heldout import HeldOutFit
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.records.files import write_json, write_tensors
+from saf.records.table import Table
 from saf.statistics import AttentionStatistics
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 SCHEMA = "saf.freezing.recipe/1"
 
@@ -109,26 +107,24 @@ class FreezeReport:
         write_tensors(folder / "freeze.safetensors", tensors)
         write_json(folder / "freeze.json", self.to_dict() | extra)
 
-    def __rich__(self) -> "Table":
-        """Return one row a layer: frozen heads, score range, worst fit; totals and seconds in the caption."""
-        from rich.table import Table
-
+    def table(self) -> Table:
+        """Return one row a layer: frozen heads, score range, worst fit; totals and seconds in the note."""
         total = sum(self.seconds.values())
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         trained = f"{self.trainable_parameters:,} pattern parameters train on; " if self.trainable_parameters else ""
-        table = Table(
-            title=self.told,
-            caption=f"{len(self.rejected)} rejected; {trained}{self._halves()}{total:.2f} s ({parts})",
-        )
-        for name in ("layer", "frozen heads", f"{self.config['score']} (frozen)", "fit KL, nats (worst)"):
-            table.add_column(name, justify="left" if name == "frozen heads" else "right")
+        rows = []
         for layer in range(self.scores.shape[0]):
             chosen = self.heads.in_layer(layer)
             scores = [self.scores[layer, head].item() for head in chosen]
             span = f"{min(scores):.2e} to {max(scores):.2e}" if scores else ""
             worst = f"{max(self.fit_kl[layer, head] for head in chosen):.4f}" if chosen else ""
-            table.add_row(str(layer), " ".join(map(str, chosen)), span, worst)
-        return table
+            rows.append([layer, " ".join(map(str, chosen)), span, worst])
+        head = ["layer", "frozen heads", f"{self.config['score']} (frozen)", "fit KL, nats (worst)"]
+        note = f"{len(self.rejected)} rejected; {trained}{self._halves()}{total:.2f} s ({parts})"
+        return Table.of(self.told, head, rows, notes=[note])
+
+    def __rich__(self) -> Table:
+        return self.table()
 
     def _halves(self) -> str:
         if not self.heldout_kl:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from saf.records.quantities import number
 from saf.report.measured import Group, Measured, baseline_name, shape_in_words
-from saf.report.words import number
 
 KINDS = {"update": "Optimiser update", "prefill": "Prefill", "op": "One layer's attention"}
 _TICKS = 6

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
+from saf.records.paper import Quoted, footnotes
+from saf.records.quantities import signed
 from saf.report.bars import Axis, Bar, bars_of, heading, panel_title
-from saf.report.cells import Cells
 from saf.report.measured import Group, Record
-from saf.report.paper import Quoted, footnotes
+from saf.report.page import text
 from saf.report.speeds import bound_notes, memory_arm, memory_quoted, memory_table, speed_table, ways
-from saf.report.words import inline, signed, table, text
 
 _MOST_OPEN = 2
 """Panels whose tables stand open; more are closed at first, so that the figures stay together."""
@@ -33,7 +33,7 @@ def _panel(groups: Sequence[Group], state: str) -> str:
     title = panel_title(groups[0])
     content = "".join(_group(group, axis) for group in groups)
     name = f"<figcaption><h3>{text(title)}</h3></figcaption>"
-    rows = as_html(speed_table(groups), caption=f"{title}: times, TFLOP/s, floors, ratios within pairs, control, bound")
+    rows = speed_table(groups).titled(f"{title}: times, TFLOP/s, floors, ratios within pairs, control, bound").html()
     rows += small(bound_notes(groups))
     rows += paper_notes(arm.paper for group in groups for arm in group.arms)
     return f'<figure class="speeds">{name}{content}{_foot(axis)}</figure>{_details(rows, state)}'
@@ -113,7 +113,7 @@ def memory_panel(record: Record) -> str:
         track = f'<span class="speed-track" aria-hidden="true">{bar}</span>'
         value = f'<span class="speed-value"><b>{entry["bytes"] / 2**30:.2f} GiB</b> <small>{told}</small></span>'
         rows.append(f'<li class="speed memory" style="--c:var(--{kind})">{name}{track}{value}</li>')
-    numbers = as_html(memory_table(record), caption="Peak memory since the warm-up, one arm a process")
+    numbers = memory_table(record).titled("Peak memory since the warm-up, one arm a process").html()
     numbers += paper_notes(memory_quoted(record, entry) for entry in record["memory"])
     return f'<figure class="speeds"><ul class="speed-rows">{"".join(rows)}</ul></figure>{_details(numbers, " open")}'
 
@@ -126,12 +126,6 @@ def paper_notes(quoted: Iterable[Quoted | None]) -> str:
 def small(lines: Iterable[str]) -> str:
     """Return notes below a table, a line each."""
     return "".join(f'<p class="small">{text(line)}</p>' for line in lines)
-
-
-def as_html(cells: Cells, *, caption: str) -> str:
-    """Return a table of plain text, with Markdown's bold and code, as HTML."""
-    rows = [[inline(cell) for cell in row] for row in cells.rows]
-    return table([text(cell) for cell in cells.head], rows, caption=caption)
 
 
 def _percent(share: float) -> str:

@@ -7,14 +7,13 @@ from saf.errors import InputError
 from saf.records.files import read_json, write_atomically
 from saf.records.head import is_result, with_head
 from saf.report import bench_words as words
-from saf.report.bars_html import as_html, memory_panel, speed_panels
+from saf.report.bars_html import memory_panel, speed_panels
 from saf.report.kernels import attention_table, kernel_words, longest_kernels
 from saf.report.measured import Group, Record, groups_of, is_speeds
-from saf.report.page import page, section
+from saf.report.page import page, section, text
 from saf.report.protocol import protocol
 from saf.report.provenance import measured_on, provenance_section
 from saf.report.table_page import render_tables
-from saf.report.words import text
 
 
 def read_records(files: Sequence[Path]) -> list[Record]:
@@ -83,4 +82,4 @@ def _kernels(record: Record, name: str) -> str:
     words = f"<p>{text(': '.join(filter(None, [name, kernel_words(record)])))}</p>"
     if not record["kernels"]:
         return words
-    return words + as_html(attention_table(record), caption="Attention kernels in one pass") + longest_kernels(record)
+    return words + attention_table(record).titled("Attention kernels in one pass").html() + longest_kernels(record)

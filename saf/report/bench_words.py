@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from saf.records.quantities import gibibytes, number, signed
 from saf.report.measured import Group, Measured, Record, baseline_name, shape_in_words
+from saf.report.page import text
 from saf.report.speeds import caveats, ways
 from saf.report.tiles import bars, share_of, tile, whisker
-from saf.report.words import gibibytes, number, signed, text
 
 _MADE = {"update": "updates", "prefill": "prefill", "op": "one layer’s attention"}
 _MOST_RATES = 2

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from saf.records.paper import Quoted, footnotes
+from saf.records.table import Part, Table
 from saf.report import anything
 from saf.report.analyses import analysis_of
-from saf.report.cells import Analysis, Cells, Part, markdown
+from saf.report.cells import Analysis
 from saf.report.error_tables import error_tables
 from saf.report.interventions import intervention_tables
 from saf.report.kernels import attention_table, kernel_words
 from saf.report.measured import groups_of, is_speeds
 from saf.report.nanogpt import nanogpt_tables
-from saf.report.paper import Quoted, footnotes
 from saf.report.protocol import protocol
 from saf.report.speeds import UNFINISHED, bound_notes, caveats, left_out, memory_table, quoted_in, speed_table, ways
 
@@ -35,7 +36,7 @@ _TABLES: dict[str, Callable[[Mapping[str, Any]], list[Part]]] = {
 
 def body_of(record: Mapping[str, Any]) -> list[str]:
     """Return Markdown paragraphs: how it was measured, tables, what to know about them."""
-    return [markdown(part) if isinstance(part, Cells) else part for part in parts_of(record)]
+    return [part.markdown() if isinstance(part, Table) else part for part in parts_of(record)]
 
 
 def parts_of(record: Mapping[str, Any]) -> list[Part]:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from saf.records.quantities import number, signed
 from saf.report.panel import COLOURS, Panel, Scale, legend, style
 from saf.report.svg import document, label
-from saf.report.words import number, signed
 
 Record = Mapping[str, Any]
 _DISTANCES = {

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from saf.records.quantities import number
 from saf.report.panel import Panel, Scale, legend, style
 from saf.report.svg import document, label
-from saf.report.words import number
 
 Record = Mapping[str, Any]
 _MEASURED, _FAMILIES = "live", {"gaussian": "ordinary", "dirichlet": "frozen"}

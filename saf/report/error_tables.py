@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from saf.report import paper
-from saf.report.cells import Cells, Part
-from saf.report.words import MISSING
+from saf.records import paper
+from saf.records.quantities import MISSING
+from saf.records.table import Cell, Part, Table
 
 Record = Mapping[str, Any]
 _PARTS = {
@@ -41,7 +41,7 @@ def _conditions(settings: Record) -> str:
     )
 
 
-def _table(rows: list[Record], beside: str, precision: str | None) -> Cells:
+def _table(rows: list[Record], beside: str, precision: str | None) -> Table:
     head = ["tensor", "max. absolute", "relative L2", "limit", "within", f"{beside}, max.", f"{beside}, L2"]
     head += ["from eager, max.", "paper, max.", "from eager, L2", "paper, L2"]
     cells = []
@@ -55,7 +55,7 @@ def _table(rows: list[Record], beside: str, precision: str | None) -> Cells:
                 row["tensor"],
                 *_pair(row),
                 error(row["limit"]),
-                "yes" if row["within"] else "**above**",
+                "yes" if row["within"] else Cell(text="above", strong=True),
                 *_pair(row["beside"]),
                 error(eager.get("max_abs")),
                 most,
@@ -63,7 +63,7 @@ def _table(rows: list[Record], beside: str, precision: str | None) -> Cells:
                 relative,
             ]
         )
-    return Cells.of(head, cells)
+    return Table.of("", head, cells).used()
 
 
 def _pair(errors: Record) -> list[str]:

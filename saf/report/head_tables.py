@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from saf.report import paper
-from saf.report.cells import Analysis, Cells, correlation, percent
-from saf.report.words import MISSING, signed
+from saf.records import paper
+from saf.records.quantities import MISSING, correlation, percent, signed
+from saf.records.table import Table
+from saf.report.cells import Analysis
 
 Record = Mapping[str, Any]
 
@@ -30,7 +31,7 @@ def one_head(record: Record) -> Analysis:
         f"{len(record['eligible'])} of {measured} heads fit"
     )
     title = "Immediate cost of single heads, and which scores foretell it"
-    tables = {"": Cells.of(head, rows, keep=["paper"])}
+    tables = {"": Table.of("", head, rows).used(keep=["paper"])}
     if "fit_difference" in record:
         after = record["structured"]["alpha_constant_after"]
         tables[f"Mean loss change, thousandths of a nat; structured: alpha constant from key {after} on"] = _two_fits(
@@ -39,14 +40,14 @@ def one_head(record: Record) -> Analysis:
     return Analysis(title, conditions, tables, paper.SELECTORS)
 
 
-def _two_fits(record: Record) -> Cells:
+def _two_fits(record: Record) -> Table:
     rows = []
     for name, each in record["fit_difference"].items():
         heads = "all accepted" if name == "all" else f"lowest {percent(name)} by variance"
         low, high = (signed(1e3 * end, 3, "") for end in each["ci95"])
         values = [signed(1e3 * each[key], 3, "") for key in ("first", "second", "difference")]
         rows.append([heads, f"{each['heads']}", *values, f"{low} to {high}"])
-    return Cells.of(["heads", "fits", "free", "structured", "difference", "95% interval"], rows)
+    return Table.of("", ["heads", "fits", "free", "structured", "difference", "95% interval"], rows).used()
 
 
 def joint_cost(record: Record) -> Analysis:
@@ -64,7 +65,9 @@ def joint_cost(record: Record) -> Analysis:
         f"{told['residual_cosine']}, by variance {told['variance']}, {told['overlap']} in common"
     )
     head = ["set", "heads", "perplexity", "95% interval"]
-    return Analysis("Immediate cost of two head sets", conditions, {"": Cells.of(head, rows)}, paper.SELECTION_TEXT)
+    return Analysis(
+        "Immediate cost of two head sets", conditions, {"": Table.of("", head, rows).used()}, paper.SELECTION_TEXT
+    )
 
 
 def partial_spearman(record: Record) -> Analysis:
@@ -79,6 +82,6 @@ def partial_spearman(record: Record) -> Analysis:
             for key in names
         ]
         rows.append([name.replace("_", " "), *cells])
-    table = {"": Cells.of(["score", *names.values()], rows)}
+    table = {"": Table.of("", ["score", *names.values()], rows).used()}
     title = "Scores and the cost of single heads, layer and entropy held"
     return Analysis(title, f"{record['heads']} heads", table, paper.SELECTION_TEXT)

@@ -9,10 +9,9 @@ from saf.evaluate.runs import Run
 from saf.records.files import write_atomically
 from saf.report.comparisons import Comparison, arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
-from saf.report.page import page, section
+from saf.report.page import page, section, text
 from saf.report.sections import comparison_table, dek, headline, probe_sentence, provenance_table, warning
 from saf.report.tiles import tiles
-from saf.report.words import text
 
 _SCRIPTS = ("theme.js", "draw.js", "chart.js", "heads.js", "rank.js", "detail.js", "page.js")
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from saf.report import paper
-from saf.report.cells import Cells, Part
+from saf.records import paper
+from saf.records.paper import Quoted, footnotes
+from saf.records.quantities import MISSING, gibibytes, number, seconds
+from saf.records.table import Part, Table
 from saf.report.error_tables import error
-from saf.report.paper import Quoted, footnotes
-from saf.report.words import MISSING, gibibytes, number, seconds
 
 Record = Mapping[str, Any]
 STAGES = {"statistics": "statistics", "fit": "fit"}
@@ -47,7 +47,7 @@ def _conditions(row: Record) -> str:
     return "; ".join(words) + "."
 
 
-def _stages(row: Record, quoted: list[Quoted | None]) -> Cells:
+def _stages(row: Record, quoted: list[Quoted | None]) -> Table:
     model, length, sequences = row["model"], row["point"]["length"], row["point"]["batch_size"]
 
     def told(part: str | None) -> str:
@@ -62,14 +62,14 @@ def _stages(row: Record, quoted: list[Quoted | None]) -> Cells:
     ]
     whole = row["spread"]
     rows.append(["whole", seconds(whole["median"]), _range(whole), seconds(row["first_seconds"]), told("total")])
-    return Cells.of(["stage", "warm median", "warm range", "first use", "paper"], rows, keep=["paper"])
+    return Table.of("", ["stage", "warm median", "warm range", "first use", "paper"], rows).used(keep=["paper"])
 
 
 def _range(stage: Record) -> str:
     return f"{seconds(stage['min'])} to {seconds(stage['max'])}"
 
 
-def _fits(rows: list[Record]) -> Cells:
+def _fits(rows: list[Record]) -> Table:
     head = ["of", "heads", "tokens", "warm median", "first use", "sweeps, mean and most", "worst KL"]
     head += ["KL over the reference, at most", "not converged"]
     cells = [
@@ -86,10 +86,10 @@ def _fits(rows: list[Record]) -> Cells:
         ]
         for row in rows
     ]
-    return Cells.of(head, cells)
+    return Table.of("", head, cells).used()
 
 
-def _dense(rows: list[Record]) -> Cells:
+def _dense(rows: list[Record]) -> Table:
     head = ["point", "layers measured", "dense, all layers", "ours", "ratio", "intervention with it", "ratio of wholes"]
     head += ["ours from float64, relative"]
     cells = []
@@ -100,7 +100,7 @@ def _dense(rows: list[Record]) -> Cells:
         worst = error(max(row["difference"].values()))
         times = [seconds(row["seconds"]), seconds(row["statistics_seconds"])]
         cells.append([place, layers, *times, ratios[0], seconds(row["intervention_seconds"]), ratios[1], worst])
-    return Cells.of(head, cells)
+    return Table.of("", head, cells).used()
 
 
 def _notes(fits: list[Record], quoted: list[Quoted | None]) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from saf.report.cells import Cells
+from saf.records.quantities import MISSING, number
+from saf.records.table import Cell, Table
 from saf.report.measured import Record, shape, subject
-from saf.report.words import MISSING, number, table, text
+from saf.report.page import text
 
 _MOST_KERNELS = 14
 _LONGEST_NAME = 100
@@ -28,24 +29,27 @@ def kernel_words(record: Record) -> str:
     return " ".join(lines)
 
 
-def attention_table(record: Record) -> Cells:
+def attention_table(record: Record) -> Table:
     """Return one row for each attention kernel that an arm ran: its calls and time in one pass, longest first.
 
     "named kernel seen" says whether an arm's kernels show the one it asked for by name; a dash where it asked for none.
     """
     rows = [row for entry in record["kernels"] for row in _attention_rows(entry)]
-    return Cells.of(["where", "arm", "named kernel seen", "attention kernel", "calls", "ms"], rows)
+    return Table.of("", ["where", "arm", "named kernel seen", "attention kernel", "calls", "ms"], rows).used()
 
 
-def _attention_rows(entry: Record) -> list[list[str]]:
+def _attention_rows(entry: Record) -> list[list[str | Cell]]:
     known = [_where(entry), entry["arm"], _SEEN[entry["kernel_seen"]]]
     ran = [kernel for kernel in entry["kernels"] if kernel["name"] in entry["attention"]]
-    told = [[f"`{_short(kernel['name'])}`", number(kernel["calls"]), number(kernel["ms"], 3)] for kernel in ran]
+    told = [
+        [Cell(text=_short(kernel["name"]), code=True), number(kernel["calls"]), number(kernel["ms"], 3)]
+        for kernel in ran
+    ]
     return [[*known, *each] for each in told] or [[*known, "none found by name", MISSING, MISSING]]
 
 
 def _short(name: str) -> str:
-    plain = name.removeprefix("void ").replace("`", "'")
+    plain = name.removeprefix("void ")
     return plain if len(plain) <= _LONGEST_NAME else f"{plain[: _LONGEST_NAME - 1]}…"
 
 
@@ -67,8 +71,8 @@ def _longest(point: str, entries: Sequence[Record]) -> str:
     longest = {name: max(each.get(name, 0.0) for each in times) for each in times for name in each}
     names = sorted(longest, key=lambda name: -longest[name])[:_MOST_KERNELS]
     rows = [
-        [f"<code>{text(name)}</code>", *(f"{each[name]:.3g}" if name in each else MISSING for each in times)]
+        [Cell(text=name, code=True), *(f"{each[name]:.3g}" if name in each else MISSING for each in times)]
         for name in names
     ]
-    shown = table(["kernel", *(text(entry["arm"]) for entry in entries)], rows, caption="Milliseconds in one pass")
-    return f'<details class="numbers"><summary>{text(point)}: longest kernels</summary>{shown}</details>'
+    shown = Table.of("Milliseconds in one pass", ["kernel", *(entry["arm"] for entry in entries)], rows)
+    return f'<details class="numbers"><summary>{text(point)}: longest kernels</summary>{shown.html()}</details>'

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from saf.bench.pairs import control_words
-from saf.report import paper
-from saf.report.paper import Quoted
+from saf.records import paper
+from saf.records.paper import Quoted
 
 SPEED_KINDS = ("update", "prefill", "op")
 _WAYS = {

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from saf.report.cells import Cells, Part
+from saf.records.quantities import MISSING, number
+from saf.records.table import Part, Table
 from saf.report.measured import shape
 from saf.report.protocol import compiled
 from saf.report.speeds import REFUSED
-from saf.report.words import MISSING, number
 
 Record = Mapping[str, Any]
 _HEAD = ("model", "point", "nanoGPT, ms", "ours, ms", "speedup", "middle half of pairs", "pairs", "control")
@@ -23,7 +23,7 @@ def nanogpt_tables(record: Record) -> list[Part]:
         f"the first; measurements whose control is further than {tolerance:g}% from 1 are refused."
     )
     rows = [_cells(row) for row in record["rows"] if not row["control"]]
-    return [told, Cells(_HEAD, tuple(rows))] if rows else [told]
+    return [told, Table.of("", _HEAD, rows)] if rows else [told]
 
 
 def _cells(row: Record) -> tuple[str, ...]:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from saf.records.quantities import number
 from saf.report.panel import SHADES, Panel, Scale, cell, style
 from saf.report.svg import document, label
-from saf.report.words import number
 
 Record = Mapping[str, Any]
 _WIDTH = 980

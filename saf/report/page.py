@@ -4,13 +4,15 @@ import base64
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Sequence
+from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
 
 from saf.records.files import to_json
-from saf.report.words import text
+from saf.records.quantities import MISSING
 
 
 def page(
@@ -57,3 +59,14 @@ def embed(data: Any) -> str:
 def asset(name: str) -> str:
     """Return a file of the page's own."""
     return files("saf.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def text(value: Any) -> str:
+    """Return a value as escaped HTML; a dash for None."""
+    return MISSING if value is None else escape(str(value))
+
+
+def inline(words: str) -> str:
+    """Return Markdown's bold and code as HTML."""
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text(words))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)

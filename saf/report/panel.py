@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from saf.records.quantities import number
 from saf.report.svg import colour, label
-from saf.report.words import number
 
 Kind = Literal["linear", "log", "root"]
 Point = tuple[float, float]

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from saf.report import paper
-from saf.report.cells import Analysis, Cells, correlation, percent
-from saf.report.words import MISSING
+from saf.records import paper
+from saf.records.quantities import MISSING, correlation, percent
+from saf.records.table import Table
+from saf.report.cells import Analysis
 
 Record = Mapping[str, Any]
 
@@ -22,7 +23,9 @@ def profiles(record: Record) -> Analysis:
         rows.append([*row, *(value or MISSING for value in told)])
     head = ["profile", "all heads", "selected", "unselected, layer-matched", "paper, selected", "paper, unselected"]
     conditions = f"{record['windows']} windows of {record['length']:,} tokens, {len(record['selected'])} heads selected"
-    return Analysis("How heads spread their attention", conditions, {"": Cells.of(head, rows)}, paper.SELECTION_TEXT)
+    return Analysis(
+        "How heads spread their attention", conditions, {"": Table.of("", head, rows).used()}, paper.SELECTION_TEXT
+    )
 
 
 def geometry(record: Record) -> Analysis:
@@ -34,14 +37,14 @@ def geometry(record: Record) -> Analysis:
         for pattern in next(iter(distances.values()))[rate]:
             values = [f"{distances[name][rate][pattern]:.3e}" for name in distances]
             rows.append([f"{percent(rate)} {pattern.replace('_', ' ')}", *values])
-    tables = {"": Cells.of(["heads, pattern", *(name.replace("_", " ") for name in distances)], rows)}
+    tables = {"": Table.of("", ["heads, pattern", *(name.replace("_", " ") for name in distances)], rows).used()}
     if found := record.get("correlations"):
         tables["Spearman of each distance with what the patterns cost (paper)"] = _correlations(found)
     title = "Distance of fixed patterns from the mean pattern"
     return Analysis(title, f"{record['length']:,} tokens", tables, paper.GEOMETRY)
 
 
-def _correlations(found: Record) -> Cells:
+def _correlations(found: Record) -> Table:
     rows: list[list[str]] = []
     columns: list[str] = []
     for name, (within, pooled) in found.items():
@@ -50,7 +53,7 @@ def _correlations(found: Record) -> Cells:
         columns = [rate if rate == "stratified" else percent(rate) for rate in values]
         cells = [f"{correlation(value)} ({told.get(rate, MISSING)})" for rate, value in values.items()]
         rows.append([name.replace("_", " "), *cells])
-    return Cells.of(["distance", *columns], rows)
+    return Table.of("", ["distance", *columns], rows).used()
 
 
 def stability(record: Record) -> Analysis:
@@ -63,7 +66,10 @@ def stability(record: Record) -> Analysis:
         ["rank correlation of the scores", correlation(record["rank_correlation"]), told["rank_correlation"]],
     ]
     return Analysis(
-        "Stability of the selection", heads, {"": Cells.of(["", "ours", "paper"], rows)}, paper.SELECTION_TEXT
+        "Stability of the selection",
+        heads,
+        {"": Table.of("", ["", "ours", "paper"], rows).used()},
+        paper.SELECTION_TEXT,
     )
 
 
@@ -81,7 +87,7 @@ def fits(record: Record) -> Analysis:
         f"from key {record['alpha_constant_after']} on. The paper has no such comparison"
     )
     title = "Fits of one half of the sequences against the other half"
-    return Analysis(title, conditions, {"": Cells.of(head, rows)}, None)
+    return Analysis(title, conditions, {"": Table.of("", head, rows).used()}, None)
 
 
 def distributions(record: Record) -> Analysis:
@@ -92,5 +98,5 @@ def distributions(record: Record) -> Analysis:
         f"median energy distance over {len(record['heads'])} heads and {len(record['positions'])} queries; fitted to "
         f"{fitted} sequences of {record['length']:,} tokens, {held} held out; concentrations times {record['scale']:g}"
     )
-    table = Cells.of(["rows drawn", "ours", "paper"], rows, keep=["paper"])
+    table = Table.of("", ["rows drawn", "ours", "paper"], rows).used(keep=["paper"])
     return Analysis("Generated attention rows against measured ones", conditions, {"": table}, paper.DISTRIBUTIONS)

@@ -10,11 +10,11 @@ from typing import Any
 from saf.errors import InputError
 from saf.evaluate.runs import Run
 from saf.records.files import write_atomically
+from saf.records.quantities import number
 from saf.report.comparisons import arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
 from saf.report.sections import headline
 from saf.report.svg import colour, document, label
-from saf.report.words import number
 
 _SHADES = 24
 _WIDTH, _HEIGHT = 980, 486

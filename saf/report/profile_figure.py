@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from saf.records.quantities import number
 from saf.report.panel import Panel, Scale, legend, style
 from saf.report.svg import document, label
-from saf.report.words import number
 
 _NAMES = {
     "entropy": "Normalised entropy",

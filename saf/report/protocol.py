@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from saf.bench.settings import REST_MS, SETTLE_MS
+from saf.records.quantities import number
 from saf.report.measured import Group, Record, baseline_name, kernel_name
-from saf.report.words import number
 
 
 def protocol(record: Record, groups: Sequence[Group]) -> str:

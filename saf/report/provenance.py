@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from saf.records.quantities import MISSING, gibibytes, seconds
+from saf.records.table import Cell, Table
 from saf.report.measured import Record
 from saf.report.origin import NAMES, version
-from saf.report.words import MISSING, gibibytes, seconds, table, text
+from saf.report.page import text
 
 
 def provenance_section(records: Sequence[Record], names: Sequence[str]) -> str:
@@ -23,8 +25,8 @@ def measured_on(records: Sequence[Record]) -> str:
 
 def _columns(columns: Sequence[Mapping[str, Any]], names: Sequence[str], caption: str) -> str:
     keys = list(dict.fromkeys(key for column in columns for key in column))
-    rows = [[text(key.replace("_", " ")), *(_cell(column.get(key)) for column in columns)] for key in keys]
-    return table(["", *(text(name) for name in names)], rows, caption=caption)
+    rows = [[key.replace("_", " "), *(_cell(column.get(key)) for column in columns)] for key in keys]
+    return Table.of(caption, ["", *names], rows).html()
 
 
 def _facts(record: Record) -> dict[str, Any]:
@@ -39,13 +41,11 @@ def _facts(record: Record) -> dict[str, Any]:
     return {**provenance, **told, "peak rates": peak.get("source"), "took": seconds(record["seconds"])}
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any) -> str | Cell:
     if value is None or value == []:
         return MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return text(", ".join(map(str, value)))
-    if isinstance(value, str) and len(value) == 64:
-        return f'<code title="{text(value)}">{text(value[:12])}</code>'
-    return f"<code>{text(value)}</code>" if isinstance(value, str) else text(value)
+        return ", ".join(map(str, value))
+    return Cell.code_of(value) if isinstance(value, str) else str(value)

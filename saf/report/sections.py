@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from saf.evaluate.runs import Run
+from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
+from saf.records.table import Cell, Table
 from saf.report.comparisons import Comparison
-from saf.report.words import change_percent, gibibytes, number, seconds, signed, table, text
+from saf.report.page import text
 
 
 def headline(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
@@ -81,7 +83,7 @@ def comparison_table(runs: Sequence[Run], names: Sequence[str], comparisons: Seq
         memory = change_percent(base_memory, result.get("peak_memory_bytes")) if record else None
         rows.append(
             [
-                f'<span class="arm {run.arm}">{text(name)}</span>',
+                Cell(text=name, arm=run.arm),
                 f"{len(run.frozen_heads)} of {run.num_heads}",
                 f"{result['report_perplexity']:.3f}" if result.get("report_perplexity") else number(None),
                 _interval(record) if record else number(None),
@@ -93,7 +95,8 @@ def comparison_table(runs: Sequence[Run], names: Sequence[str], comparisons: Seq
             ]
         )
     head = ["Arm", "Heads frozen", "Perplexity", "Change, 95% interval", "Median update", "Speed"]
-    return table([*head, "Peak memory", "Freezing took", "Whole run"], rows, caption="Arms side by side")
+    columns = [*head, "Peak memory", "Freezing took", "Whole run"]
+    return Table.of("Arms side by side", columns, rows).html()
 
 
 def probe_sentence(runs: Sequence[Run]) -> str:
@@ -113,8 +116,8 @@ def provenance_table(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Return hashes, versions, seed, device, commit and command of every run."""
     records = [_provenance(run) for run in runs]
     keys = list(dict.fromkeys(key for record in records for key in record))
-    rows = [[text(key), *(_code(record.get(key)) for record in records)] for key in keys]
-    return table(["", *(text(name) for name in names)], rows, caption="Where these numbers come from")
+    rows = [[key, *(_code(record.get(key)) for record in records)] for key in keys]
+    return Table.of("Where these numbers come from", ["", *names], rows).html()
 
 
 def _provenance(run: Run) -> dict[str, Any]:
@@ -131,16 +134,13 @@ def _provenance(run: Run) -> dict[str, Any]:
     return {key.replace("_", " "): value for key, value in told.items()}
 
 
-def _code(value: Any) -> str:
-    """Return a cell; long hashes are shortened, with the whole in the tooltip."""
-    if isinstance(value, str) and len(value) == 64:
-        return f'<code title="{text(value)}">{text(value[:12])}</code>'
-    return f"<code>{text(value)}</code>" if isinstance(value, str) else text(value)
+def _code(value: Any) -> Any:
+    return Cell.code_of(value) if isinstance(value, str) else value
 
 
-def _interval(record: dict[str, Any]) -> str:
+def _interval(record: dict[str, Any]) -> Cell:
     low, high = record["ci95"]
-    return f"{signed(record['delta_ppl_percent'])} <small>({signed(low)} to {signed(high)})</small>"
+    return Cell(text=signed(record["delta_ppl_percent"]), aside=f"({signed(low)} to {signed(high)})")
 
 
 def _median_update(run: Run, record: dict[str, Any] | None) -> float | None:

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from saf.report import paper
-from saf.report.cells import Cells
+from saf.records import paper
+from saf.records.paper import Quoted
+from saf.records.quantities import MISSING, number, signed
+from saf.records.table import Table
 from saf.report.measured import Group, Measured, Record, kernel_name, shape
-from saf.report.paper import Quoted
-from saf.report.words import MISSING, number, signed
 
 REFUSED = "refused"
 UNFINISHED = "Not finished: what was measured before the benchmark was stopped."
@@ -21,14 +21,14 @@ def ways(groups: Iterable[Group]) -> dict[str, list[Group]]:
     return found
 
 
-def speed_table(groups: Sequence[Group]) -> Cells:
+def speed_table(groups: Sequence[Group]) -> Table:
     """Return one row an arm: times with the TFLOP/s reached and floors, ratio and its spread, control, bound, paper."""
     head = ["point", "baseline", "arm", "heads", "baseline, ms (TFLOP/s)", "baseline floor, ms"]
     head += ["arm, ms (TFLOP/s)", "arm floor, ms", "speedup", "middle half of pairs", "pairs", "share of time"]
     head += ["control", "free bound", "of the bound", "paper"]
     several = len({group.baseline for group in groups}) > 1
     rows = [_speed_cells(group, arm, baseline=several) for group in groups for arm in group.arms]
-    return Cells.of(head, rows)
+    return Table.of("", head, rows).used()
 
 
 def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
@@ -78,7 +78,7 @@ def _half(row: Record) -> str:
     return f"{row['q25']:.3f} to {row['q75']:.3f}"
 
 
-def memory_table(record: Record) -> Cells:
+def memory_table(record: Record) -> Table:
     """Return one row an arm: peak memory in a process of its own, and its change against the ordinary one."""
     head = ["point", "arm", "peak memory", "against ordinary", "paper"]
     rows = []
@@ -93,7 +93,7 @@ def memory_table(record: Record) -> Cells:
                 _quoted(memory_quoted(record, entry)),
             ]
         )
-    return Cells.of(head, rows)
+    return Table.of("", head, rows).used()
 
 
 def memory_arm(record: Record, entry: Record) -> str:

@@ -3,12 +3,11 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from saf.records.table import Table
 from saf.report.bodies import TITLES, parts_of
-from saf.report.cells import Cells
 from saf.report.measured import Record
-from saf.report.page import page, section
+from saf.report.page import inline, page, section, text
 from saf.report.provenance import measured_on, provenance_section
-from saf.report.words import inline, table, text
 
 _CAPTION = re.compile(r"\*\*(.+?)\*\*(?:: )?(.*)", re.DOTALL)
 
@@ -38,8 +37,8 @@ def _content(record: Record) -> Iterator[str]:
     """Yield paragraphs, lists and tables; bold words at the start of a paragraph become the next table's caption."""
     caption = ""
     for part in parts_of(record):
-        if isinstance(part, Cells):
-            yield _table(part, caption)
+        if isinstance(part, Table):
+            yield part.titled(caption).html()
         elif found := _CAPTION.fullmatch(part):
             caption, rest = found.groups()
             yield f"<p>{inline(rest)}</p>" if rest else ""
@@ -47,7 +46,3 @@ def _content(record: Record) -> Iterator[str]:
             yield f"<ul>{''.join(f'<li>{inline(line[2:])}</li>' for line in part.splitlines())}</ul>"
         else:
             yield f"<p>{inline(part)}</p>"
-
-
-def _table(cells: Cells, caption: str) -> str:
-    return table([text(cell) for cell in cells.head], [list(map(inline, row)) for row in cells.rows], caption=caption)

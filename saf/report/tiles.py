@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from saf.evaluate.runs import Run
+from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.report.comparisons import Comparison
+from saf.report.page import text
 from saf.report.sections import timing_is_clear
-from saf.report.words import change_percent, gibibytes, number, seconds, signed, text
 
 _WIDTH = 200
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from saf.evaluate.runs import Run
-from saf.report import paper
-from saf.report.cells import Cells, markdown
+from saf.records import paper
+from saf.records.paper import Quoted, footnotes
+from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
+from saf.records.table import Table
 from saf.report.comparisons import Comparison, arm_names, compare_all
 from saf.report.origin import device_and_versions, link, source
-from saf.report.paper import Quoted, footnotes
-from saf.report.words import MISSING, change_percent, gibibytes, number, seconds, signed
 
 
 def training(folder: Path, runs: Sequence[Run], beside: Path) -> str:
@@ -21,7 +21,7 @@ def training(folder: Path, runs: Sequence[Run], beside: Path) -> str:
     by_name = {comparison.name: comparison for comparison in comparisons}
     quoted: list[Quoted | None] = []
     rows = [_cells(run, name, by_name.get(name), quoted) for run, name in zip(runs, names, strict=True)]
-    parts = [_conditions(folder, runs, beside), markdown(Cells.of(_HEAD, rows, keep=["paper's change"]))]
+    parts = [_conditions(folder, runs, beside), Table.of("", _HEAD, rows).used(keep=["paper's change"]).markdown()]
     parts.append("\n".join(f"- {note}" for note in [*_notes(comparisons), *_paper_notes(quoted)]))
     parts.append("\n".join(["```sh", *dict.fromkeys(_command(run) for run in runs), "```"]))
     return "\n\n".join(parts)

@@ -43,7 +43,7 @@ def test_arms_stand_beside_their_bound_and_control():
 def test_the_table_tells_times_ratio_bound_and_paper():
     (group,) = groups_of(record())
     table = speed_table([group])
-    first = dict(zip(table.head, table.rows[0], strict=True))
+    first = dict(zip(table.columns, table.rows[0], strict=True))
     speed, bound = ratio("25% toeplitz cudnn"), ratio("25% free cudnn")
     assert first["point"] == "4096x8x4"
     assert first["heads"] == "36"
@@ -56,7 +56,7 @@ def test_the_table_tells_times_ratio_bound_and_paper():
     assert first["free bound"] == f"{float(bound):.3f}×"
     assert first["of the bound"] == f"{100 * float((1 - 1 / speed) / (1 - 1 / bound)):.0f}%"
     assert first["paper"] == "1.056×"
-    assert "baseline" not in table.head
+    assert "baseline" not in table.columns
 
 
 def test_a_bad_control_leaves_no_number():
@@ -67,7 +67,7 @@ def test_a_bad_control_leaves_no_number():
     assert [arm.bound for arm in group.arms] == [None, None]
     assert [arm.share_of_bound for arm in group.arms] == [None, None]
     table = speed_table([group])
-    cells = dict(zip(table.head, table.rows[0], strict=True))
+    cells = dict(zip(table.columns, table.rows[0], strict=True))
     assert cells["speedup"] == "refused"
     assert "middle half of pairs" not in cells
     assert caveats(measured, [group]) == ["Refused: 124m, 4096x8x4: two ordinary models differ by 4.76%."]
@@ -100,7 +100,7 @@ def test_an_arm_faster_than_its_bound_has_a_note_in_place_of_a_share(spread, why
     assert quarter.share_of_bound is None
     assert 0 < half.share_of_bound < 1
     table = speed_table([group])
-    first, second = (dict(zip(table.head, row, strict=True)) for row in table.rows)
+    first, second = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     assert first["of the bound"] == "–"
     assert second["of the bound"].endswith("%")
     (note,) = bound_notes([group])
@@ -115,7 +115,7 @@ def test_unknown_peaks_leave_no_floor():
     assert "Floors" not in told
     rows = [row | {"baseline_floor_ms": None, "arm_floor_ms": None} for row in measured["rows"]]
     table = speed_table(groups_of(measured | {"rows": rows}))
-    assert not [name for name in table.head if "floor" in name]
+    assert not [name for name in table.columns if "floor" in name]
     peak = {"flops": 1e14, "bandwidth": 1e12, "source": "made up"}
     told = protocol({**measured, "provenance": measured["provenance"] | {"peak": peak}}, groups_of(measured))
     assert "Floors are roofline bounds at 100 TFLOP/s in bfloat16 and 1 TB/s (made up)." in told
@@ -199,7 +199,7 @@ def test_operators_are_told_by_part_and_have_a_floor():
     assert alone.way == "8 heads alone, forward and backward, replayed as a CUDA graph"
     assert alone.arms[0].paper is None
     table = speed_table([alone])
-    assert float(dict(zip(table.head, table.rows[0], strict=True))["share of time"]) == pytest.approx(
+    assert float(dict(zip(table.columns, table.rows[0], strict=True))["share of time"]) == pytest.approx(
         1 / alone.arms[0].ratio, abs=1e-3
     )
     layer = fields | {"part": "layer", "alone": None}
@@ -207,9 +207,9 @@ def test_operators_are_told_by_part_and_have_a_floor():
     assert whole.way == "whole layer, forward, called"
     assert [arm.paper and arm.paper.text for arm in whole.arms] == [None, "1.27×"]
     table = speed_table([whole])
-    assert dict(zip(table.head, table.rows[0], strict=True))["arm floor, ms"] == "20"
-    assert "paper" in table.head
-    assert "paper" not in speed_table([alone]).head
+    assert dict(zip(table.columns, table.rows[0], strict=True))["arm floor, ms"] == "20"
+    assert "paper" in table.columns
+    assert "paper" not in speed_table([alone]).columns
 
 
 def test_memory_stands_beside_the_ordinary_model_and_the_paper():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from saf.report import paper
+from saf.records import paper
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,6 @@
-"""Numbers as text for people, and text as safe HTML."""
-
-import re
-from html import escape
-from typing import Any
+"""Quantities as text for people: numbers, changes, durations, memory; a dash for what is missing."""
 
 MISSING = "–"
-
-
-def text(value: Any) -> str:
-    """Return a value as escaped HTML."""
-    return MISSING if value is None else escape(str(value))
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -31,8 +22,18 @@ def signed(value: float | None, decimals: int = 2, unit: str = "%") -> str:
     return f"{sign}{shown}{unit}"
 
 
+def percent(share: float | str) -> str:
+    """Return a share in percent, "25%"; JSON's keys have it as text."""
+    return f"{100 * float(share):g}%"
+
+
+def correlation(value: float | None) -> str:
+    """Return a correlation at three decimals."""
+    return MISSING if value is None else f"{value:.3f}".replace("-", "\u2212")
+
+
 def seconds(value: float | None) -> str:
-    """Return a duration in the unit that suits it."""
+    """Return a duration in the unit that suits it, from seconds."""
     if value is None:
         return MISSING
     if value < 1e-3:
@@ -45,7 +46,7 @@ def seconds(value: float | None) -> str:
 
 
 def gibibytes(value: float | None) -> str:
-    """Return a memory size in GiB or MiB."""
+    """Return a memory size in GiB or MiB, from bytes."""
     if value is None:
         return MISSING
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
@@ -54,22 +55,3 @@ def gibibytes(value: float | None) -> str:
 def change_percent(before: float | None, after: float | None) -> float | None:
     """Return 100 (after / before - 1), None when one is missing."""
     return None if not before or after is None else 100.0 * (after / before - 1.0)
-
-
-def inline(words: str) -> str:
-    """Return Markdown's bold and code as HTML."""
-    bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text(words))
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
-
-
-def table(head: list[str], rows: list[list[str]], *, caption: str) -> str:
-    """Return an HTML table of cells that are already HTML; the first column names the row."""
-    cells = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    lines = "".join(
-        f'<tr><th scope="row">{row[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>" for row in rows
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
-        f"<table><caption>{escape(caption)}</caption>"
-        f"<thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
-    )

@@ -1,0 +1,100 @@
+"""Tables and their writers: on narrow terminals numbers stay whole; Markdown aligns; HTML is escaped."""
+
+import pytest
+
+from saf.cli.bench_errors import tables
+from saf.cli.output import show
+from saf.records.table import Cell, Table
+
+NUMBERS = ["1.03e-06", "0.136\N{EN DASH}0.205", "-12.5%", "123,456"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_a_narrow_terminal_splits_no_number(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    head = ["name of each", "relative error", "range", "change", "tokens"]
+    show({}, Table.of("title", head, [["50% toeplitz", *NUMBERS], ["ordinary", *NUMBERS]]), as_json=False)
+    printed = capsys.readouterr().out
+    assert all(printed.count(number) == 2 for number in NUMBERS)
+    assert all(word in printed for word in ("relative", "error", "toeplitz", "ordinary"))
+    if width >= 60:
+        assert max(map(len, printed.splitlines())) <= width
+
+
+def test_a_long_word_is_folded_and_nothing_of_it_is_lost(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    digest = "0123456789abcdef" * 4
+    show({}, Table.of("files", ["file", "size", "sum"], [["a.json", "1.0 MB", digest]]), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 50
+    assert "".join(line.split("│")[3].strip() for line in lines if line.startswith("│")) == digest
+
+
+def test_the_errors_of_a_layer_fit_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    pair = {"max_abs": 1.03e-06, "relative_l2": 3.59e-07}
+    about = {"part": "layer", "backend": "toeplitz", "precision": "fp32", "tensor": "query projection"}
+    row = {**about, **pair, "limit": 1e-6, "within": False, "beside": pair, "eager": pair}
+    machine = {"versions": {}, "device": "cpu", "driver": None}
+    show({}, *tables({"provenance": machine, "rows": [row], "left_out": []}), as_json=False)
+    printed = capsys.readouterr().out
+    assert printed.count("1.03e-06") == printed.count("3.59e-07") == 3
+    assert "against eager attention" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+MARKED = Table.of(
+    "A title",
+    ["name", "count", "what"],
+    [
+        [Cell(text="<b>", arm="frozen"), 1234, Cell(text="x|y`", code=True)],
+        ["plain", None, Cell(text="+1%", strong=True, aside="(0 to 2)")],
+    ],
+    notes=["A note."],
+)
+
+
+def test_markdown_aligns_numbers_and_keeps_bars_in_their_cells():
+    assert MARKED.markdown().splitlines() == [
+        "**A title**",
+        "",
+        "| name | count | what |",
+        "| --- | ---: | --- |",
+        "| <b> | 1,234 | `x\\|y'` |",
+        "| plain | – | **+1%** (0 to 2) |",
+        "",
+        "- A note.",
+    ]
+
+
+def test_html_is_escaped_and_shows_every_marker():
+    page = MARKED.html()
+    assert (
+        '<th scope="row"><span class="arm frozen">&lt;b&gt;</span></th><td>1,234</td><td><code>x|y`</code></td>' in page
+    )
+    assert "<td><strong>+1%</strong> <small>(0 to 2)</small></td>" in page
+    assert "<caption>A title</caption>" in page
+    assert '<p class="small">A note.</p>' in page
+    digest = "0123456789abcdef" * 4
+    assert f'<code title="{digest}">{digest[:12]}</code>' in Table.of("", ["a"], [[Cell.code_of(digest)]]).html()
+
+
+def test_a_terminal_shows_texts_as_they_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    Table.of("[bold]", ["a[0]", "b"], [["[red]", Cell(text="c", aside="d")]], notes=["[note]"]).print()
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("[bold]", "a[0]", "[red]", "c d", "[note]"))
+
+
+def test_facts_have_no_headings_and_leave_out_what_is_unknown(capsys):
+    table = Table.facts("about", {"one": 1, "nothing": None})
+    assert table.rows == (("one", "1"),)
+    table.print()
+    assert "one" in capsys.readouterr().out
+    assert table.markdown().splitlines()[2:] == ["|  |  |", "| --- | ---: |", "| one | 1 |"]
+
+
+def test_columns_that_hold_nothing_are_left_out_unless_kept():
+    table = Table.of("", ["a", "b", "c"], [["x", None, None]])
+    assert table.used().columns == ("a",)
+    assert table.used(keep=["c"]).columns == ("a", "c")
