@@ -60,6 +60,14 @@ def test_constant_tail_is_closer_to_the_population_when_late_alpha_is_noise(make
     assert unseen.kl(constant.dense()).mean() < unseen.kl(free.dense()).mean()
 
 
+def test_heads_of_a_trained_model_reach_their_reference(real_heads):
+    """Low and high variance, and the two heads of the model that compact patterns fit worst."""
+    target = [real_heads[name] for name in ("eta_abs", "eta_rel", "mean_row_entropy")]
+    pattern, certificate = fit_with_certificate(*target[:2])
+    assert (fit_kl(pattern, *target) - real_heads["reference_fit_kl"]).max() < 1e-5
+    assert bool(certificate.converged.all())
+
+
 def test_all_heads_of_a_trained_model_reach_their_reference(shared):
     """144 heads of a 124M RoPE decoder at 4,096 positions, some of them noisy, some with ripple."""
     with np.load(shared / "data" / "patterns" / "rope-124m-4k.npz", allow_pickle=False) as arrays:

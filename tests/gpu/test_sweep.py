@@ -71,11 +71,11 @@ def test_outputs_and_gradients_keep_their_budgets(name):
 
 @pytest.mark.parametrize("dtype", [BF, HALF, FULL], ids=str)
 @pytest.mark.usefixtures("nan_empty")
-def test_patterns_of_a_trained_model(dtype, shared):
+def test_patterns_of_a_trained_model(dtype, real_heads):
     """4,096 positions, then the first 1,000 of the same patterns."""
     for length in (4096, 1000):
         case = Case(length=length, dtype=dtype, heads=6, frozen=tuple(range(6)), extra=4096 - length)
-        outcome = run(case, "cuda", real_patterns(shared, 6, 4096, "cuda"))
+        outcome = run(case, "cuda", real_patterns(real_heads, 6, 4096, "cuda"))
         assert outcome.problems() == []
 
 

@@ -1,7 +1,6 @@
 """Patterns on which execution could go wrong, by name, for tests on any device."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -11,8 +10,6 @@ from saf.patterns import CompactPattern
 NAMES = (
     "decay", "ripple", "sink", "hollow", "late", "local", "rising", "sink and local", "tilted", "bump", "noisy"
 )  # fmt: skip
-REAL_HEADS = (3, 20, 47, 63, 100, 130)
-"""Heads of the measured model: of early, middle and late layers, low and high variance."""
 
 
 def hard_pattern(name: str, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,10 +40,9 @@ def hard_patterns(names: Sequence[str], length: int, device: torch.device | str 
     return CompactPattern.from_parameters(*(torch.stack(part).to(device) for part in zip(*pairs, strict=True)))
 
 
-def real_patterns(shared: Path, count: int, length: int, device: torch.device | str = "cpu") -> CompactPattern:
+def real_patterns(
+    real_heads: dict[str, torch.Tensor], count: int, length: int, device: torch.device | str = "cpu"
+) -> CompactPattern:
     """Return the first `length <= 4096` positions of patterns fitted to heads of a trained RoPE model."""
-    import numpy as np
-
-    real = np.load(shared / "data/patterns/rope-124m-4k.npz")
-    eta = [torch.from_numpy(real[name].reshape(144, -1)[list(REAL_HEADS[:count])]) for name in ("eta_abs", "eta_rel")]
-    return fit_compact(*(part.double() for part in eta), tolerance=0.1).prefix(length).to(device=device)
+    eta = [real_heads[name][:count].double() for name in ("eta_abs", "eta_rel")]
+    return fit_compact(*eta, tolerance=0.1).prefix(length).to(device=device)

@@ -35,10 +35,10 @@ def test_outputs_and_gradients_keep_their_budgets(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_patterns_of_a_trained_model(dtype, shared):
+def test_patterns_of_a_trained_model(dtype, real_heads):
     """The first 600 positions of patterns of 4,096."""
     case = Case(length=600, dim=16, dtype=dtype, heads=4, frozen=(0, 1, 2, 3), extra=4096 - 600)
-    assert run(case, "cpu", real_patterns(shared, 4, 4096)).problems() == []
+    assert run(case, "cpu", real_patterns(real_heads, 4, 4096)).problems() == []
 
 
 @pytest.mark.parametrize("backend", ["toeplitz", "reference"])

@@ -116,13 +116,10 @@ def test_the_gauge_has_no_gradient(backend, dtype, generator):
     assert (((alpha + rho) @ position).abs() <= 64 * UNIT[dtype] * (scale @ position)).all()
 
 
-def test_real_patterns_match_float64(shared, generator):
-    import numpy as np
-
+def test_real_patterns_match_float64(real_heads, generator):
     from saf.fit import fit_compact
 
-    real = np.load(shared / "data/patterns/rope-124m-4k.npz")
-    eta = [torch.from_numpy(real[name][0, :3]).double() for name in ("eta_abs", "eta_rel")]
+    eta = [real_heads[name][6:9].double() for name in ("eta_abs", "eta_rel")]
     patterns, length = trained(fit_compact(*eta, max_sweeps=8)), 700
     draw = torch.randn(2, 1, 3, length, 64, generator=generator)
     frozen = FrozenHeads.from_patterns(patterns)
