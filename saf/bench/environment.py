@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from saf.bench.work import peak_of
-from saf.ops.operator import has_triton
 
 
 def environment(device: torch.device, device_name: str) -> dict[str, Any]:
@@ -21,17 +20,7 @@ def environment(device: torch.device, device_name: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found["memory_bytes"] = properties.total_memory
         found["multiprocessors"] = properties.multi_processor_count
-        found["tuned_shapes"] = tuned_shapes(device)
     return found
-
-
-def tuned_shapes(device: torch.device) -> int:
-    """Return for how many shapes kernels use what `saf bench tune` kept instead of the written rule."""
-    if not has_triton():
-        return 0
-    from saf.ops.toeplitz.choices import choices_of
-
-    return len(choices_of(device))
 
 
 def driver() -> str | None:

@@ -9,7 +9,6 @@ from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
 from saf.bench.pairs import control_words
 from saf.cli.bench_calibration import Calibration
 from saf.cli.bench_errors import Errors
-from saf.cli.bench_tune import Tune
 from saf.cli.output import machine, show
 from saf.errors import UnsupportedError
 from saf.records.table import Table
@@ -119,4 +118,4 @@ def _percent(entry: Mapping[str, Any]) -> str | None:
     return None if change is None else f"{change:+.2f}%"
 
 
-COMMANDS = {"op": Op, "update": Update, "prefill": Prefill, "errors": Errors, "calibration": Calibration, "tune": Tune}
+COMMANDS = {"op": Op, "update": Update, "prefill": Prefill, "errors": Errors, "calibration": Calibration}

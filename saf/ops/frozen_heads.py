@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from saf.errors import InputError
 from saf.ops.backends import BACKENDS, always_mixes_live, check_trainable, choose_backend
-from saf.ops.inference.settled import SettledCalls
 from saf.patterns import CompactPattern, DensePattern, Pattern, TrainablePattern, pattern_for_each_head
 
 
@@ -35,7 +34,6 @@ class FrozenHeads(nn.Module):
         self.kv_head = kv_head
         self._names: dict[torch.dtype, dict[str, str]] = {}
         self._static: dict[torch.dtype, dict[str, Any]] = {}
-        self.settled = SettledCalls()
 
     @classmethod
     def from_patterns(
@@ -147,7 +145,6 @@ class FrozenHeads(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
         """Follow the module to another device; keep every dtype, and prepare for the one that values will have."""
         before = self._device()
-        self.settled.clear()
         for pattern in self.children():
             pattern._apply(fn)
         for key, tensor in list(self._buffers.items()):

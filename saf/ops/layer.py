@@ -10,7 +10,6 @@ from saf.errors import InputError, UnsupportedError
 from saf.ops.backends import BACKENDS
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.heads import flat_heads, join_heads, live_keys, part_heads, put_together, take_heads
-from saf.ops.inference.settled import layout_of_call
 from saf.ops.live import check_kernel, live_attention
 from saf.ops.positions import check_positions, check_start, shift_rows
 
@@ -106,11 +105,6 @@ def infer_layer(
     module = BACKENDS[frozen.backend]
     if not hasattr(module, "infer"):
         return None
-    layout = layout_of_call(query, key, value, scale, backend, kernel, projection is None)
-    known = frozen.settled.find(layout, frozen._buffers) if layout else None
-    if known is not None:
-        run, read = known
-        return run(query, key, value, read, projection)
     frozen.check_call(value, backend)
     tables = frozen.tables(value.dtype)
     if not module.infers(value.device, value.dtype, tables):
@@ -120,11 +114,7 @@ def infer_layer(
     check_kernel(kernel)
     operands = query.to(value.dtype), key.to(value.dtype), value  # as autocast does for SDPA: rotated ones may be wider
     slots = live_heads, frozen.value_heads(value.shape[1])
-    result = module.infer(*operands, *slots, tables, scale, kernel, projection)
-    if layout and not frozen.settled.stays(layout):
-        run, read = module.settle(query, key, value, *slots, tables, scale, kernel) or (None, ())
-        frozen.settled.keep(layout, run, read, frozen._buffers)
-    return result
+    return module.infer(*operands, *slots, tables, scale, kernel, projection)
 
 
 def in_one_launch(query: Tensor, frozen: FrozenHeads | None) -> bool:

@@ -169,8 +169,6 @@ for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1)):
         with torch.no_grad():
             heads = [x.to(dtype) for x in inputs]
             found.append((mixed_attention(*heads, frozen), projected_attention(*heads, frozen, weight.to(dtype))))
-            again = mixed_attention(*heads, frozen), projected_attention(*heads, frozen, weight.to(dtype))
-            assert all(map(torch.equal, again, found[-1]))
     for ours, theirs, exact in zip(*found):
         values = ours.double(), theirs.double(), exact.half().double()
         error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in values)

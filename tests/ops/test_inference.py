@@ -161,7 +161,7 @@ def test_the_first_call_of_a_layout_runs_what_a_graph_would_launch(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     ran = []
     original = inference.run_side_by_side
-    monkeypatch.setattr(inference, "_called", {})
+    monkeypatch.setattr(inference, "_called", set())
     for module in (inference, one_launch):
         monkeypatch.setattr(module, "are_few", lambda value, heads, *, replayed: not replayed)
     monkeypatch.setattr(inference, "run_side_by_side", lambda *a, **o: ran.append(1) or original(*a, **o))
@@ -170,8 +170,6 @@ def test_the_first_call_of_a_layout_runs_what_a_graph_would_launch(monkeypatch):
         "run_fused",
         lambda q, k, v, maps, patterns, counts, *_: (v.new_zeros(v.shape[0], sum(counts), *v.shape[2:]), None),
     )
-    choices = [{}]
-    monkeypatch.setattr(inference, "_choices_of", lambda: lambda device: choices[-1])
 
     def call(kv_head=(0, 0, 1, 1, 2), length=LENGTH, *, turned: bool = False, projection=None) -> int:
         frozen = prepare(kv_head=kv_head)
@@ -189,5 +187,3 @@ def test_the_first_call_of_a_layout_runs_what_a_graph_would_launch(monkeypatch):
     assert (call(), call()) == (1, 0)
     for change in ({"kv_head": (0, 1, 1, 2, 0)}, {"length": 50}, {"turned": True}, {"projection": torch.randn(4, 80)}):
         assert (call(**change), call(**change), call()) == (1, 0, 0), change
-    choices.append({"tuned": 1})
-    assert (call(), call()) == (1, 0)

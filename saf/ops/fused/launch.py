@@ -30,14 +30,12 @@ class Blocks:
         block_n: key positions.
         num_warps: warps a program.
         num_stages: depth of the software pipeline.
-        max_registers: registers a thread at most, 0 for no limit.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int = 0
 
     def __post_init__(self):
         """Raise InputError for sizes the kernels do not have."""
@@ -134,8 +132,7 @@ def block_constants(blocks: Blocks, length: int, dim: int, precision: str, *, pa
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
-    limit = {"maxnreg": blocks.max_registers} if blocks.max_registers else {}
-    return constants | limit | ({"PAD": PAD} if pad else {})
+    return constants | ({"PAD": PAD} if pad else {})
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, patterns: FusedPatterns) -> None:

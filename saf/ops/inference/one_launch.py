@@ -4,12 +4,11 @@ A launch then costs more than the work in it, so rebuilding tiles of P beats rea
 launch for all heads met the two of the other way, on an H200 (docs/log.md).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from saf.machine.cuda_graphs import is_to_be_replayed
 from saf.ops.fused.operator import MAPS, PATTERNS, run_fused
@@ -97,34 +96,6 @@ def run_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, sca
     """Return all heads, `[B, H, T, D]`, given value heads up to the last that is read."""
     scale = float(value.shape[-1] ** -0.5) if scale is None else scale
     return run_fused(query, key, value, *launch, scale)[0]
-
-
-def settle_launch(
-    query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None
-) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-    """Return what does `run_launch`, and a projection, for operands of this layout, and the tables that it takes.
-
-    None where calls go another way. See `settled.Settled` for its arguments.
-    """
-    operands = query, key, value
-    if not launch.serves(value, replayed=False) or any(x.stride(-1) != 1 or x.dtype != value.dtype for x in operands):
-        return None
-    from saf.ops.fused.launch import forward_tables, plan_forward
-
-    batch, heads, length, dim = value.shape[0], sum(launch.counts), *value.shape[2:]
-    read = _tables(launch)
-    result = heads_like(torch.empty_like(value, device="meta"), heads)
-    plan = plan_forward(*operands, result, *read, scale)
-    flat, log_sums = (batch, length, heads * dim), (batch, launch.counts[0], length)
-
-    def run(query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], projection: Tensor | None) -> Tensor:
-        result = value.new_empty(flat)
-        plan(query, key, value, result, value.new_empty(log_sums, dtype=torch.float32), *tables)
-        if projection is None:
-            return result.view(batch, length, heads, dim).transpose(1, 2)
-        return F.linear(result, projection)
-
-    return run, forward_tables(*read)
 
 
 def trace_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor | None:

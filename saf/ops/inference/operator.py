@@ -4,8 +4,6 @@ How they are launched is decided in the call, so that compiled code has no guard
 all heads (`few_tokens`), more of them two (`side_by_side`).
 """
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -55,8 +53,8 @@ def inference(
     return result
 
 
-_called: dict[tuple[Any, ...], Any] = {}
-"""Layouts that calls take one launch for and graphs two, once called; with the tuned choices of that time."""
+_called: set[tuple[Any, ...]] = set()
+"""Layouts that calls take one launch for and graphs two, once called."""
 
 
 def _runs_both(
@@ -76,21 +74,12 @@ def _runs_both(
     if are_few(value, sum(map(len, slots)), replayed=True):
         return False
     layout = (slots, alone, *map(layout_of, (query, key, value)), *((x.shape, x.stride()) for x in tables))
-    choices = _choices_of()(value.device)
-    if _called.get(layout) is choices:
+    if layout in _called:
         return False
     if len(_called) >= MOST:
         _called.clear()
-    _called[layout] = choices
+    _called.add(layout)
     return True
-
-
-@cache
-def _choices_of() -> Callable[[torch.device], Any]:
-    """Return what finds the tuned choices; an import in every call would cost the host more than it does."""
-    from saf.ops.toeplitz.choices import choices_of
-
-    return choices_of
 
 
 @torch.library.register_fake("saf::inference")

@@ -5,13 +5,13 @@ are non-negative: each row's error is bounded whatever the range of alpha and rh
 that the value dtype cannot hold in this form, or a dense one, is executed as a stored matrix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from saf.ops.heads import dense_product, projected, put_together, read_heads, take_heads
-from saf.ops.inference.one_launch import FEW, OneLaunch, few_tables, serves, settle_launch, trace_launch
+from saf.ops.inference.one_launch import FEW, OneLaunch, few_tables, serves, trace_launch
 from saf.ops.inference.operator import inference
 from saf.ops.operator import uses_triton
 from saf.ops.toeplitz.operator import distance_table, implementation, toeplitz_product
@@ -115,22 +115,6 @@ def infer(
     scales = tables["key_scale"], tables["row_scale"]
     slots = list(live_heads), list(frozen_heads)
     return inference(query, key, value, *slots, tables["table"], *scales, *launch, scale, kernel, projection)
-
-
-def settle(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    live_heads: tuple[int, ...],
-    frozen_heads: tuple[int, ...],
-    tables: dict,
-    scale: float | None,
-    kernel: str,
-) -> tuple[Callable[..., Tensor], Sequence[Tensor]] | None:
-    """Return what does `infer` for operands of this layout, and which tables it takes; None where `infer` has to."""
-    if read_heads(value, live_heads, frozen_heads) is not value:
-        return None
-    return settle_launch(query, key, value, OneLaunch.of(tables if kernel == "auto" else {}), scale)
 
 
 def _convolve(value: Tensor, tables: dict, rows: int) -> Tensor:

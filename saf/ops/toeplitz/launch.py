@@ -12,8 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from saf.errors import InputError, UnsupportedError
 from saf.ops.launch import ALIGNMENT, MOST, PreparedLaunch, cdiv
 from saf.ops.operator import layout_of
-from saf.ops.toeplitz.choices import choices_of, config_for
-from saf.ops.toeplitz.config import PAD, PRECISIONS, TILE, Config, table_kind, table_length
+from saf.ops.toeplitz.config import PAD, PRECISIONS, TILE, Config, choose_config, table_kind, table_length
 from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel, toeplitz_kernel
 
 
@@ -143,8 +142,7 @@ def kernel_constants(
 
 def kernel_options(config: Config) -> dict[str, int]:
     """Return the compiler's options for a configuration."""
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return options | ({"maxnreg": config.max_registers} if config.max_registers else {})
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def product_through_descriptors(
@@ -172,13 +170,12 @@ def product_through_descriptors(
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     stacked = Described((tables.numel() // TILE, TILE), tile)
     num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
-    options = {"maxnreg": config.max_registers} if config.max_registers else {}
     multiply = PreparedLaunch(
         toeplitz_descriptor_kernel, (num_m * num_n * heads,), length, columns, rows,
         *out.stride()[:3], post.stride(0), tables.shape[1], num_m, num_n, heads, config.slabs_of(num_n * heads),
         D=dim, BM=config.block_m, BN=config.block_n, BK=config.block_k, TRANSPOSE=transpose, TILE=TILE,
         STAGES=config.num_stages, FOLD=fold,
-        num_warps=config.num_warps, num_stages=config.num_stages, device=x.device, **options,
+        **kernel_options(config), device=x.device,
     )  # fmt: skip
 
     def run(x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, out: Tensor) -> None:
@@ -212,10 +209,9 @@ class Described:
 class Plan(NamedTuple):
     """How operands of one layout are multiplied; holds none of their memory.
 
-    `choices` are the kept choices it was made under; `strides` those of `out`; `run` takes x, tables, pre, post, out.
+    `strides` are those of `out`; `run` takes x, tables, pre, post, out.
     """
 
-    choices: Any
     strides: tuple[int, ...]
     run: Callable[..., None]
 
@@ -245,7 +241,7 @@ def toeplitz_matmul(
         post: [F, L] float32, scales the output.
         transpose: multiply by the transpose (the gradient with respect to the input of the other direction).
         out: [B, F, T, D] view to write into, unit stride in D; default: new memory laid out as [B, T, F, D].
-        config: how to run; default: what tuning kept for the shape, else the written rule (`config_for`).
+        config: how to run; default: the written rule (`choose_config`).
         precision: of float32 products: "ieee" or "tf32".
 
     Returns:
@@ -261,35 +257,32 @@ def toeplitz_matmul(
         *map(layout_of, (x, tables, pre, post)),
         None if out is None else layout_of(out),
     )
-    choices = choices_of(x.device) if config is None else None
     plan = _plans.get(key)
-    if plan is None or plan.choices is not choices:
+    if plan is None:
         if out is None:
             batch, heads, length, dim = x.shape
             out = x.new_empty(batch, length, heads, dim).transpose(1, 2)
-        run = _planned(x, tables, pre, post, out, transpose, config or _config_for(x, tables, transpose), precision)
+        run = _planned(x, tables, pre, post, out, transpose, config or _config_for(x, tables), precision)
         if len(_plans) >= MOST:
             _plans.clear()
-        plan = _plans[key] = Plan(choices, out.stride(), run)
+        plan = _plans[key] = Plan(out.stride(), run)
     elif out is None:
         out = x.new_empty_strided(x.shape, plan.strides)
     plan.run(x, tables, pre, post, out)
     return out
 
 
-def _config_for(x: Tensor, tables: Tensor, transpose: bool) -> Config:
-    """Return how to run a product that no configuration was given for."""
+def _config_for(x: Tensor, tables: Tensor) -> Config:
+    """Return how to run a product that no configuration was given for, by the written rule."""
     batch, heads, length, dim = x.shape
-    return config_for(
+    return choose_config(
         length=length,
-        batch=batch,
+        columns=batch * dim,
         heads=heads,
-        dim=dim,
         dtype=x.dtype,
-        transpose=transpose,
         tables=table_kind(tables),
         descriptors=_has_descriptors(x.device),
-        device=x.device,
+        **_shared_memory(x.device),
     )
 
 
@@ -309,3 +302,11 @@ def _planned(
 def _has_descriptors(device: torch.device) -> bool:
     """Whether the bulk copy engine is there: compute capability 9.0 and later; not in the interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _shared_memory(device: torch.device) -> dict[str, int]:
+    """Return the shared memory that a program may have on a CUDA device; nothing elsewhere."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return {}
+    return {"shared_memory": torch.cuda.get_device_properties(device).shared_memory_per_block_optin}

@@ -14,7 +14,6 @@ from saf.ops.toeplitz import convolution
 from saf.ops.toeplitz.config import TILE, Config, choose_config
 from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
 from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_kernel
-from saf.ops.toeplitz.tuning import CANDIDATES
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,6 +28,7 @@ SHAPES = [
     (8192, 4, 6, 64),
     (8192, 2, 4, 96),
     (16384, 2, 3, 64),
+    (16384, 2, 6, 64),
     (4096, 1, 3, 64),
     (16384, 1, 3, 64),
     (65536, 1, 3, 64),
@@ -93,15 +93,14 @@ def toeplitz_rows() -> dict[str, Row]:
 
 
 def descriptor_rows() -> dict[str, Row]:
-    """The product through descriptors, every distinct choice of the rule, and the folded candidates."""
-    folded = [(torch.bfloat16, 64, config) for config in CANDIDATES if config.fold > 1]
+    """The product through descriptors, every distinct choice of the rule."""
     chosen = [
         (dtype, dim, choose_config(length=length, columns=batch * dim, heads=heads, dtype=dtype, descriptors=True))
         for dtype in (torch.bfloat16, torch.float16)
         for length, batch, heads, dim in shapes(dtype)
     ]
     rows = {}
-    for dtype, dim, config in chosen + folded:
+    for dtype, dim, config in chosen:
         for transpose in (False, True) if config.loads == "descriptor" else ():
             name = f"descriptor {NAMES[dtype]} D{dim} {compiled_name(config)} {direction(transpose)}"
             rows[name] = descriptor_row(config, dim, dtype, transpose)

@@ -1,4 +1,4 @@
-"""A product is planned once for a layout; whatever may change its launches has it planned anew."""
+"""A product is planned once for a layout; another layout is planned for itself."""
 
 import weakref
 
@@ -11,7 +11,6 @@ from kernel_stub import Kernel  # noqa: E402
 
 from saf.errors import InputError  # noqa: E402
 from saf.ops import launch as launching  # noqa: E402
-from saf.ops.toeplitz import choices  # noqa: E402
 from saf.ops.toeplitz import launch as prescale  # noqa: E402
 from saf.ops.toeplitz import launch as toeplitz  # noqa: E402
 from saf.ops.toeplitz import launch as toeplitz_descriptor  # noqa: E402
@@ -107,26 +106,6 @@ def test_memory_of_another_alignment_is_looked_at_again(kernels, planned):
     assert len(planned) == 1
     assert kernels["toeplitz_kernel"].compiled == 2
     assert len(kernels["toeplitz_kernel"].direct) == 1
-
-
-def test_a_kept_choice_replaces_the_plan(kernels, planned, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    rule = toeplitz.config_for
-    monkeypatch.setattr(toeplitz, "choices_of", lambda device: choices.choices_of(CUDA))
-    monkeypatch.setattr(toeplitz, "config_for", lambda **shape: rule(**shape | {"device": CUDA}))
-    choices.choices_of.cache_clear()
-    given = operands()
-    for _ in range(2):
-        toeplitz_matmul(**given, transpose=False)
-    assert len(planned) == 1
-    shape = {"length": 64, "batch": 1, "heads": 2, "dim": 64, "dtype": torch.float32, "transpose": False}
-    choices.keep_choice(CUDA, choices.shape_key(**shape), POINTER, 1.0)
-    for _ in range(2):
-        toeplitz_matmul(**given, transpose=False)
-    choices.choices_of.cache_clear()
-    assert len(planned) == 2
-    assert planned[0] != planned[1] == POINTER
 
 
 def test_what_does_not_fit_is_refused_every_time(kernels):

@@ -25,6 +25,8 @@ torch = pytest.importorskip("torch")
         (8192, 256, 3, "tiles/pass/descriptor 128x128x64 w4 s4"),
         (8192, 256, 6, "tiles/pass/descriptor 128x256x64 w8 s3"),
         (16384, 128, 3, "tiles/pass/descriptor 128x128x64 w4 s4"),
+        (16384, 128, 6, "tiles/pass/descriptor 128x128x64 w4 s4"),
+        (8192, 128, 12, "tiles/pass/descriptor 128x128x64 w4 s3"),
         (2048, 64, 3, "tiles/pass/descriptor 64x64x128 w4 s3"),
         (2048, 256, 3, "tiles/pass/descriptor 128x64x64 w4 s5"),
         (2048, 256, 6, "tiles/pass/descriptor 128x128x64 w4 s4"),
