@@ -91,8 +91,8 @@ def test_blocks_share_names_and_a_failure_has_the_line_of_the_document(document)
         ("import torch\ntorch.distributed.barrier()", "saf/train/loop.py", 1),
         ("import torch.distributed as dist", "saf/machine/processes.py", 0),
         ("from torch import load\nload('x')", "saf/sidecar.py", 1),
-        ("import numpy as np\nnp.random.seed(0)", "saf/data/sampler.py", 1),
-        ("import torch\n'torch.save'  # torch.load\ntorch.Generator().manual_seed(0)", "saf/data/sampler.py", 0),
+        ("import numpy as np\nnp.random.seed(0)", "saf/data/windows.py", 1),
+        ("import torch\n'torch.save'  # torch.load\ntorch.Generator().manual_seed(0)", "saf/data/windows.py", 0),
     ],
 )
 def test_source_rules(code, path, count):

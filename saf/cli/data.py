@@ -8,8 +8,8 @@ import tyro
 from rich.console import Console
 
 from saf.cli.flags import in_flags
+from saf.data import PARTITIONS, DataIndex
 from saf.data.config import PrepareConfig
-from saf.data.index import PARTITIONS, DataIndex
 from saf.data.preparation import prepare
 from saf.data.token_data import TokenData
 from saf.errors import InputError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from saf.data import TokenData
-from saf.data.index import INDEX_FILE
+from saf.data.token_data import INDEX_FILE
 from saf.errors import DataError, InputError
 from saf.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 

@@ -1,14 +1,23 @@
-"""Documents as `prepare` sees them: limited, cut, without empty ones or repeats, each with a seeded key."""
+"""Documents as `prepare` sees them: limited, cut, without empty ones or repeats, and each in one partition.
+
+Which partition is a function of content and seed: a document has a seeded key, and whole documents are held out in the
+order of their keys, balanced by tokens.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from saf.data.compression import Advance
+import numpy as np
+
 from saf.data.config import PrepareConfig
+from saf.data.readers import Advance
 from saf.data.sources import Source
+from saf.errors import DataError
 
 DIGEST_BYTES = 16
+PARTITIONS = ("train", "calibration", "controller", "report")
+TRAIN, CALIBRATION, CONTROLLER, REPORT = range(4)
 
 
 @dataclass(frozen=True)
@@ -95,3 +104,100 @@ def distinct_documents(
             continue
         seen[digest] = heldout
         yield Document(data, digest, order_key(digest, seed), heldout)
+
+
+def held_out_pool(fraction: float) -> int:
+    """Return the key below which a document may be held out; the tokenizer learns only from those above.
+
+    Twice the fraction, because whole documents are taken in the order of their keys until the tokens suffice.
+    """
+    return min(int(2 * fraction * 2**64), 2**64 - 1)
+
+
+def hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float) -> np.ndarray:
+    """Return a mask of the documents held out: the lowest keys, up to `fraction` of all tokens.
+
+    A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
+    that leaves too few, the limit is a third.
+
+    Args:
+        keys: seeded keys, uint64 `[documents]`.
+        tokens: token counts `[documents]`.
+        fraction: share of all tokens to hold out.
+    """
+    target = fraction * tokens.sum()
+    pool = np.argsort(keys, kind="stable")
+    pool = pool[keys[pool] < np.uint64(held_out_pool(fraction))]
+    taken = pool[:0]
+    for longest in (1 / 8, 1 / 3):
+        short = pool[tokens[pool] <= longest * target]
+        # The document that crosses the target is taken if that lands nearer to it.
+        taken = short[np.cumsum(tokens[short]) - tokens[short] / 2 <= target]
+        if tokens[taken].sum() >= 0.9 * target:
+            break
+    mask = np.zeros(len(keys), dtype=bool)
+    mask[taken] = True
+    return mask
+
+
+def divide(keys: np.ndarray, tokens: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
+    """Return the part, 0 to len(shares) - 1, of each document: the longest first, to the part furthest behind.
+
+    So every part gets its share of long and of short documents. A share of zero gets none.
+    """
+    wanted = np.asarray(shares) * tokens.sum()
+    filled = np.zeros(len(shares))
+    parts = np.zeros(len(keys), dtype=np.int8)
+    for document in np.lexsort((keys, -tokens.astype(np.int64))):
+        part = int(np.argmax(np.where(wanted > 0, wanted - filled, -np.inf)))
+        parts[document] = part
+        filled[part] += tokens[document]
+    return parts
+
+
+def assign(
+    keys: np.ndarray,
+    tokens: np.ndarray,
+    heldout: np.ndarray,
+    *,
+    fraction: float | None,
+    shares: tuple[float, float, float],
+) -> np.ndarray:
+    """Return each document's partition, an index into PARTITIONS.
+
+    Args:
+        keys: seeded keys, uint64 `[documents]`.
+        tokens: token counts `[documents]`.
+        heldout: mask of the documents from held-out sources, bool `[documents]`.
+        fraction: share of all tokens to hold out, or None to use `heldout`.
+        shares: of calibration, controller and report in the held-out tokens.
+
+    Raises:
+        DataError: when a partition that should have text gets no document.
+    """
+    if fraction is not None:
+        heldout = hold_out(keys, tokens, fraction)
+    where = np.flatnonzero(heldout)
+    partition = np.full(len(keys), TRAIN, dtype=np.int8)
+    partition[where] = divide(keys[where], tokens[where], shares) + CALIBRATION
+    counts = np.bincount(partition, minlength=len(PARTITIONS))
+    for index, share in enumerate((1.0, *shares)):
+        if share > 0 and counts[index] == 0:
+            raise DataError(
+                f"the {PARTITIONS[index]} partition got no document: {len(keys)} documents in all, {len(where)} "
+                f"held out; give more documents, a larger heldout_fraction, or cut long ones with "
+                f"split_characters"
+            )
+    return partition
+
+
+def check_disjoint(digests: np.ndarray, partition: np.ndarray):
+    """Raise DataError if a document, known by its digest `[documents, 16]`, lies in two partitions."""
+    # As two numbers each, which sort several times faster than sixteen bytes.
+    halves = np.ascontiguousarray(digests).view(np.uint64)
+    order = np.lexsort(halves.T)
+    same = (halves[order][1:] == halves[order][:-1]).all(axis=1)
+    clash = np.flatnonzero(same & (partition[order][1:] != partition[order][:-1]))
+    if len(clash):
+        first, second = (PARTITIONS[partition[order[clash[0] + step]]] for step in (0, 1))
+        raise DataError(f"{len(clash)} documents lie in two partitions, one of them in {first} and {second}")

@@ -1,6 +1,12 @@
-"""Tokenising documents in several processes, in order."""
+"""Tokenising documents in several processes, in order: the pool of processes, and what runs in each of them.
+
+A process runs this file by its path: it starts fast, because neither `saf` nor torch is imported for it. Requests on
+its stdin: `<I` number of texts, `<Q` size of each in bytes, then the UTF-8 texts. Answers on its stdout: `<Q` number of
+tokens of each text, then all token ids as `<u4`. The end of stdin ends it.
+"""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,15 +16,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from saf.data.documents import Document
-from saf.errors import DataError
+if TYPE_CHECKING:
+    from saf.data.documents import Document
 
 BATCH_BYTES = 2**20
 BATCH_DOCUMENTS = 1024
-_WORKER = Path(__file__).with_name("encode_worker.py")
 
 
 def usable_cores() -> int:
@@ -38,7 +44,7 @@ class EncodeWorker:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), str(tokenizer_file)],
+            [sys.executable, "-P", __file__, str(tokenizer_file)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -53,6 +59,8 @@ class EncodeWorker:
             ends = np.cumsum(np.frombuffer(self._receive(8 * len(texts)), dtype="<u8"))
             ids = np.frombuffer(self._receive(4 * int(ends[-1])), dtype="<u4")
         except (BrokenPipeError, EOFError) as error:
+            from saf.errors import DataError  # here: the process that runs this file needs none of saf
+
             code = self.process.wait()
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
@@ -109,7 +117,7 @@ class EncodePool:
             self.workers.append(worker)
         return worker.encode(texts)
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, np.ndarray]]:
+    def encode(self, documents: Iterable["Document"]) -> Iterator[tuple["Document", np.ndarray]]:
         """Yield each document with its token ids (uint32), in the order given, a few batches ahead."""
         waiting: deque[tuple[list[Document], Future]] = deque()
         for batch in batches(documents):
@@ -121,7 +129,7 @@ class EncodePool:
             yield from zip(done, future.result(), strict=True)
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def batches(documents: Iterable["Document"]) -> Iterator[list["Document"]]:
     """Group documents into lists of about a mebibyte."""
     batch: list[Document] = []
     size = 0
@@ -133,3 +141,26 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def answer_requests(tokenizer_file: str):
+    """Tokenise what stdin asks for until it ends, in a process of its own."""
+    from tokenizers import Tokenizer
+
+    # Ctrl-C reaches the whole process group; the parent decides when its workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tokenizer = Tokenizer.from_file(tokenizer_file)
+    tokenizer.encode_special_tokens = True
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    while header := stdin.read(4):
+        sizes = np.frombuffer(stdin.read(8 * int.from_bytes(header, "little")), dtype="<u8")
+        texts = [stdin.read(int(size)).decode("utf-8") for size in sizes]
+        rows = [row.ids for row in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        stdout.write(np.array([len(row) for row in rows], dtype="<u8").tobytes())
+        for row in rows:
+            stdout.write(np.array(row, dtype="<u4").tobytes())
+        stdout.flush()
+
+
+if __name__ == "__main__":
+    answer_requests(sys.argv[1])

@@ -1,26 +1,37 @@
 """Text in, a data folder out: read, tokenise, divide into partitions, shuffle, write, publish."""
 
 import platform
+import sys
+import time
+from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from saf.data.config import PrepareConfig
-from saf.data.documents import Document, ReadingCounts, distinct_documents, limited_texts
+from saf.data.documents import (
+    DIGEST_BYTES,
+    PARTITIONS,
+    Document,
+    ReadingCounts,
+    assign,
+    check_disjoint,
+    distinct_documents,
+    limited_texts,
+)
 from saf.data.encoding import EncodePool
-from saf.data.folder import check_target, new_folder
-from saf.data.index import PARTITIONS, TOKENIZER_FILE, DataIndex, PartitionInfo, TokenizerInfo
-from saf.data.partitions import assign, check_disjoint
-from saf.data.progress import ReadingProgress
-from saf.data.shards import ShardWriter, chunks, token_dtype
+from saf.data.shards import PartitionInfo, ShardWriter, chunks, token_dtype
 from saf.data.sources import Source, resolve
-from saf.data.spool import Spool
-from saf.data.tokenizer import Tokenizer
-from saf.data.tokenizer_sample import choose_tokenizer
-from saf.errors import InputError
+from saf.data.token_data import INDEX_FILE, TOKENIZER_FILE, DataIndex, TokenizerInfo
+from saf.data.tokenizer import Tokenizer, choose_tokenizer
+from saf.errors import DataError, InputError
+from saf.records.folders import locked_beside, new_folder, restore_replaced_
 
 Names = str | Path | Sequence[str | Path]
 # Settings that say where things are or how fast to go, not what comes out.
@@ -54,7 +65,7 @@ def prepare(
     check_target(Path(out), overwrite=overwrite)
     train = [resolve(name) for name in _names(sources)]
     heldout = [resolve(name) for name in config.heldout]
-    with ReadingProgress(progress) as shown, new_folder(Path(out), overwrite=overwrite) as folder:
+    with ReadingProgress(progress) as shown, _prepared_folder(Path(out).resolve(), overwrite=overwrite) as folder:
         shown.stage("choosing the tokenizer")
         tokenizer, trained_on = choose_tokenizer(train, config)
         tokenizer.save(folder / TOKENIZER_FILE)
@@ -66,6 +77,28 @@ def prepare(
         index = reading.index(tokenizer, trained_on, partitions)
         index.save(folder)
     return index
+
+
+def check_target(out: Path, *, overwrite: bool):
+    """Raise DataError when a folder must not be written: finished already, or holding something else."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if (out / INDEX_FILE).is_file():
+        if not overwrite:
+            raise DataError(f"{out}: a finished data folder is there; choose another, or pass overwrite")
+    elif out.exists():
+        raise DataError(f"{out}: something that is not a data folder is there; choose another place")
+
+
+@contextmanager
+def _prepared_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `out`, which this process holds meanwhile."""
+    busy = DataError(f"{out}: another process is preparing this folder; wait for it or choose another")
+    with locked_beside(out, busy):
+        restore_replaced_(out)
+        check_target(out, overwrite=overwrite)
+        with new_folder(out, replace=overwrite) as folder:
+            yield folder
 
 
 def _names(names: Names) -> tuple[str, ...]:
@@ -82,7 +115,7 @@ class Reading:
         self._counts = {"train": ReadingCounts(), "heldout": ReadingCounts()}
         self._read_from_disk = 0
 
-    def tokenise(self, folder: Path, tokenizer: Tokenizer, shown: ReadingProgress) -> Spool:
+    def tokenise(self, folder: Path, tokenizer: Tokenizer, shown: "ReadingProgress") -> "Spool":
         """Read every document, tokenise it and put it aside in reading order."""
         sizes = [source.size for source in (*self._train, *self._heldout)]
         total = None if None in sizes else sum(size for size in sizes if size)
@@ -153,7 +186,7 @@ class Reading:
 
 
 def _write_partitions(
-    folder: Path, spool: Spool, tokenizer: Tokenizer, config: PrepareConfig
+    folder: Path, spool: "Spool", tokenizer: Tokenizer, config: PrepareConfig
 ) -> dict[str, PartitionInfo]:
     partition = assign(spool.keys, spool.tokens, spool.heldout, fraction=config.fraction, shares=config.shares)
     check_disjoint(spool.digests, partition)
@@ -169,3 +202,93 @@ def _write_partitions(
             documents=len(order), text_bytes=int(spool.bytes[order].sum()), digests=spool.digests[order]
         )
     return infos
+
+
+class Spool:
+    """Token ids in one temporary file; what is known of each document in memory, some 50 bytes each."""
+
+    def __init__(self, path: Path, dtype: np.dtype, eot_id: int):
+        self._path, self._dtype = path, dtype
+        self._eot = np.array([eot_id], dtype=dtype).tobytes()
+        self._file = open(path, "wb", buffering=2**20)  # noqa: SIM115 (closed by close)
+        self._digests = bytearray()
+        self._keys, self._tokens, self._bytes, self._heldout = array("Q"), array("q"), array("q"), array("b")
+
+    def add(self, document: Document, ids: np.ndarray):
+        """Append a document's tokens and an end-of-text token."""
+        self._file.write(ids.astype(self._dtype).tobytes())
+        self._file.write(self._eot)
+        self._digests += document.digest
+        self._keys.append(document.key)
+        self._tokens.append(len(ids) + 1)
+        self._bytes.append(len(document.data))
+        self._heldout.append(document.heldout)
+
+    def close(self):
+        """Flush the file and make the columns arrays; nothing can be added after."""
+        self._file.close()
+        self.keys = np.array(self._keys, dtype=np.uint64)
+        self.tokens = np.array(self._tokens, dtype=np.int64)
+        self.bytes = np.array(self._bytes, dtype=np.int64)
+        self.heldout = np.array(self._heldout, dtype=bool)
+        self.digests = np.frombuffer(bytes(self._digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        self._ends = np.cumsum(self.tokens)
+        self._map = np.memmap(self._path, dtype=self._dtype, mode="r")
+
+    def document(self, index: int) -> np.ndarray:
+        """Return one document's tokens, end-of-text included."""
+        end = self._ends[index]
+        return self._map[end - self.tokens[index] : end]
+
+    def remove(self):
+        """Delete the file."""
+        del self._map
+        self._path.unlink()
+
+
+class ReadingProgress(AbstractContextManager):
+    """Progress over text whose amount is known by bytes on disk or by a limit, or not at all."""
+
+    def __init__(self, show: bool | None):
+        """Show a bar if `show`; None means only when stderr is a terminal."""
+        self._shown = sys.stderr.isatty() if show is None else show
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not self._shown,
+        )
+
+    def __enter__(self) -> "ReadingProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *reason):
+        self._bar.stop()
+
+    def stage(self, name: str, total: float | None = None) -> "Stage":
+        """Begin a named stage; `total` is 1.0 when the share done will be known."""
+        for task in self._bar.tasks:
+            self._bar.update(task.id, total=1.0, completed=1.0, rate="")
+        return Stage(self._bar, self._bar.add_task(name, total=total, rate=""))
+
+
+class Stage:
+    """One line of the progress display."""
+
+    def __init__(self, bar: Progress, task):
+        self._bar, self._task = bar, task
+        self._start = self._last = time.monotonic()
+
+    def update(self, *, share: float | None, text_bytes: int, tokens: int):
+        """Show how far a stage is: share in [0, 1] if known, bytes of text and tokens so far."""
+        now = time.monotonic()
+        if now - self._last < 0.1:
+            return
+        self._last, seconds = now, now - self._start
+        rate = f"{text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds / 1e6:.2f} M tokens/s"
+        completed = min(share, 1.0) if share is not None else 0.0
+        self._bar.update(self._task, completed=completed, rate=rate)

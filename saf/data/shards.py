@@ -1,14 +1,34 @@
 """Token shards: raw little-endian integers on disk, one array to the reader."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from saf.data.index import FileInfo, PartitionInfo
-
 CHUNK_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One file of a partition: its name in the folder, its size in bytes and its SHA-256."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PartitionInfo:
+    """One partition: tokens (end-of-text included), documents, bytes of text, unigram entropy in nats."""
+
+    tokens: int
+    documents: int
+    bytes: int
+    unigram_entropy: float | None
+    shards: tuple[FileInfo, ...] = ()
+    digests: FileInfo | None = None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -1,19 +1,22 @@
-"""What a source name means, and the documents behind it."""
+"""What a source name means, and the documents behind it: files, a dataset of the Hub, or Python's own text."""
 
+import importlib
 import re
 import sys
+import sysconfig
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
-from saf.data.compression import Advance
-from saf.data.hub import stream_hub
-from saf.data.python_text import python_documents
-from saf.data.readers import reader_for
+from saf.data.readers import Advance, reader_for, text_field
 from saf.errors import DataError
 
 SUPPORTED = ".txt, .jsonl (each also as .gz or .zst) and .parquet"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
+# Tests are repetitive, `encodings` is tables of code pages, and the topics are read as text instead.
+_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,48 @@ def _files(name: str, files: list[Path], facts: dict) -> Source:
                 yield from reader(path, advance)
 
     return Source(name, read, size=sum(path.stat().st_size for path in files), facts=facts)
+
+
+def stream_hub(name: str, config: str | None, split: str) -> Iterator[str]:
+    """Yield the `text` of each row of a dataset, downloading as it goes.
+
+    Raises DataError when `datasets` is missing, the dataset cannot be reached, or a row has no text.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DataError(f"{name}: streaming a dataset needs a package: pip install datasets") from error
+    row = 0
+    try:
+        for row, record in enumerate(load_dataset(name, config, split=split, streaming=True), 1):
+            yield text_field(dict(record), f"{name} ({split}), row {row}")
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{name}: no such file or folder here, and as a Hugging Face dataset it failed after {row} rows "
+            f"({type(error).__name__}: {error}); check the name (owner/name:config:split) and the network"
+        ) from error
+
+
+def python_files() -> list[Path]:
+    """Return the standard library's source files, in an order that mixes the packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path.relative_to(root) for path in root.rglob("*.py")]
+    kept = [path for path in paths if not _LEFT_OUT & set(path.parts)]
+    return [root / path for path in sorted(kept, key=lambda path: blake2b(path.as_posix().encode()).digest())]
+
+
+def python_documents() -> Iterator[str]:
+    """Yield the help topics, then the modules, a document each.
+
+    Raises DataError when the installation carries no readable source.
+    """
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    yield from (topics[name] for name in sorted(topics))
+    files = python_files()
+    if not files:
+        raise DataError("this Python installation carries no source files; give text files instead")
+    for path in files:
+        with tokenize.open(path) as file:
+            yield file.read()

@@ -1,16 +1,98 @@
-"""A data folder opened for reading: checked, memory-mapped, a partition at a time."""
+"""A data folder: its index, and its tokens opened for reading, checked and memory-mapped, a partition at a time."""
 
+import json
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from saf.data.documents import DIGEST_BYTES
-from saf.data.index import PARTITIONS, TOKENIZER_FILE, DataIndex, FileInfo
-from saf.data.partitions import check_disjoint
-from saf.data.shards import ShardedTokens
+from saf.data.documents import DIGEST_BYTES, PARTITIONS, check_disjoint
+from saf.data.shards import FileInfo, PartitionInfo, ShardedTokens
 from saf.data.tokenizer import Tokenizer
 from saf.errors import DataError, InputError
+from saf.records.files import check_file, file_hash, read_json, write_json
+
+SCHEMA = "saf.data/1"
+INDEX_FILE = "index.json"
+TOKENIZER_FILE = "tokenizer.json"
+_AGAIN = "prepare it again"
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """The tokenizer: how it came about, SHA-256 of its file, tokens in its vocabulary, end-of-text id."""
+
+    kind: str
+    sha256: str
+    vocab_size: int
+    eot_id: int
+    trained_on: dict | None = None
+
+
+@dataclass(frozen=True)
+class DataIndex:
+    """Everything known about a data folder without reading its shards."""
+
+    dtype: str
+    tokenizer: TokenizerInfo
+    partitions: dict[str, PartitionInfo]
+    calibration_from: str = "heldout"
+    sources: list[dict] = field(default_factory=list)
+    heldout: list[dict] = field(default_factory=list)
+    duplicates: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+    versions: dict = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokenizer and of every token in order; paths play no part."""
+        facts = {name: info.shards for name, info in self.partitions.items()}
+        hashes = {name: [shard.sha256 for shard in shards] for name, shards in facts.items()}
+        text = json.dumps([SCHEMA, self.tokenizer.sha256, self.dtype, hashes], sort_keys=True)
+        return sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict:
+        """Return plain JSON types, as in index.json."""
+        facts = {"schema": SCHEMA, "fingerprint": self.fingerprint, **asdict(self)}
+        return json.loads(json.dumps(facts))
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "DataIndex":
+        """Build from `to_dict`'s output; raise KeyError, TypeError or ValueError on anything else."""
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA!r}")
+        names = cls.__dataclass_fields__
+        values = {name: value for name, value in data.items() if name in names}
+        values["tokenizer"] = TokenizerInfo(**data["tokenizer"])
+        values["partitions"] = {name: _partition(data["partitions"][name]) for name in PARTITIONS}
+        return cls(**values)
+
+    def save(self, folder: Path):
+        """Write index.json into a folder."""
+        write_json(folder / INDEX_FILE, self.to_dict())
+
+    @classmethod
+    def load(cls, folder: Path) -> "DataIndex":
+        """Read a folder's index.json; raise DataError when it is missing or damaged."""
+        path = folder / INDEX_FILE
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such data folder here; give --data, or make one with `saf data prepare`")
+        if not path.is_file():
+            raise DataError(f"{folder}: not a data folder, it has no {INDEX_FILE}; make one with `saf data prepare`")
+        record = read_json(path, error=DataError, advice=_AGAIN)
+        try:
+            return cls.from_dict(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise DataError(f"{path}: damaged or from another version ({problem}); {_AGAIN}") from error
+
+
+def _partition(data: dict) -> PartitionInfo:
+    values = dict(data)
+    values["shards"] = tuple(FileInfo(**shard) for shard in data["shards"])
+    values["digests"] = FileInfo(**data["digests"]) if data["digests"] else None
+    return PartitionInfo(**values)
 
 
 class TokenData:
@@ -38,7 +120,8 @@ class TokenData:
         _check_tokenizer(folder, index)
         _check_counts(folder, index)
         for info in _files(index):
-            _check_file(folder, info, verify=verify)
+            expected = info.sha256 if verify else None
+            check_file(folder / info.file, size=info.bytes, sha256=expected, error=DataError, advice=_AGAIN)
         data = cls(folder, index)
         _check_disjoint(data)
         return data
@@ -117,8 +200,8 @@ def _files(index: DataIndex) -> list[FileInfo]:
 def _check_tokenizer(folder: Path, index: DataIndex):
     path = folder / TOKENIZER_FILE
     if not path.is_file():
-        raise DataError(f"{folder}: its {TOKENIZER_FILE} is missing; prepare it again")
-    found = sha256(path.read_bytes()).hexdigest()
+        raise DataError(f"{folder}: its {TOKENIZER_FILE} is missing; {_AGAIN}")
+    found = file_hash(path)
     if found != index.tokenizer.sha256:
         raise DataError(
             f"{folder}: a data folder made with another tokenizer: {TOKENIZER_FILE} has SHA-256 {found[:12]}, "
@@ -131,22 +214,6 @@ def _check_counts(folder: Path, index: DataIndex):
         held = sum(shard.bytes for shard in info.shards) // np.dtype(index.dtype).itemsize
         if held != info.tokens:
             raise DataError(f"{folder}: damaged index, its {name} shards hold {held} tokens, not {info.tokens}")
-
-
-def _check_file(folder: Path, info: FileInfo, *, verify: bool):
-    path = folder / info.file
-    if not path.is_file():
-        raise DataError(f"{path}: missing; prepare the folder again")
-    size = path.stat().st_size
-    if size != info.bytes:
-        raise DataError(f"{path}: expected {info.bytes} bytes, got {size}; prepare the folder again")
-    if verify:
-        with open(path, "rb") as file:
-            digest = sha256()
-            while chunk := file.read(2**22):
-                digest.update(chunk)
-        if digest.hexdigest() != info.sha256:
-            raise DataError(f"{path}: damaged, its SHA-256 is not the one recorded; prepare the folder again")
 
 
 def _check_disjoint(data: TokenData):

@@ -1,18 +1,20 @@
-"""JSON and safetensors records that are either whole on disk or not there at all."""
+"""Files of JSON and of tensors: written whole or not at all, read with errors that name the file and say what to do."""
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import InputError, SafError
 
 
 def to_json(value: Any) -> Any:
@@ -81,17 +83,33 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return write_atomically(path, save(plain, metadata=dict(metadata) if metadata else None))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object; raise InputError naming the file when it is missing or not JSON."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
+def read_json(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, Any]:
+    """Read one JSON object.
+
+    Args:
+        path: The file.
+        error: The kind of error for a file that cannot be used: what a user would call it (a checkpoint, data).
+        advice: What to do about it, for the end of the message.
+
+    Raises:
+        SafError: Of kind `error`, naming the file: it is missing, unreadable, not JSON, or no object.
+    """
+    record = read_json_value(path, error=error, advice=advice)
     if not isinstance(record, dict):
-        raise InputError(f"{path} must hold a JSON object; got {type(record).__name__}")
+        raise error(_advised(f"{path} must hold a JSON object; got {type(record).__name__}", advice))
     return record
+
+
+def read_json_value(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> Any:
+    """Read one JSON value of any type; arguments and errors are those of `read_json`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(_advised(f"{path} does not exist", advice)) from None
+    except OSError as problem:
+        raise error(_advised(f"{path} cannot be read: {problem.strerror}", advice)) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise error(_advised(f"{path} is not valid JSON: {problem}", advice)) from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -110,15 +128,55 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read every tensor of a safetensors file; raise InputError naming the file when it cannot be read."""
+def read_tensors(
+    path: Path, *, device: torch.device | str = "cpu", error: type[SafError] = InputError, advice: str = ""
+) -> dict[str, Tensor]:
+    """Read every tensor of a safetensors file onto `device`; errors are those of `read_json`."""
+    with _open_tensors(path, device, error, advice) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def read_metadata(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, str]:
+    """Read the texts that a safetensors file holds beside its tensors; errors are those of `read_json`."""
+    with _open_tensors(path, "cpu", error, advice) as file:
+        return file.metadata() or {}
+
+
+@contextmanager
+def _open_tensors(path: Path, device: torch.device | str, error: type[SafError], advice: str) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is not a readable safetensors file: {error}") from None
+        raise error(_advised(f"{path} does not exist", advice)) from None
+    except (SafetensorError, OSError) as problem:
+        raise error(_advised(f"{path} is not a readable safetensors file: {problem}", advice)) from None
+
+
+def check_file(
+    path: Path,
+    *,
+    sha256: str | None = None,
+    size: int | None = None,
+    error: type[SafError] = InputError,
+    advice: str = "",
+) -> None:
+    """Compare a file with what was recorded of it; a size in bytes is compared first, as it costs no reading.
+
+    Raises:
+        SafError: Of kind `error`, naming the file with what was expected and what is there.
+    """
+    if not path.is_file():
+        expected = "" if size is None else f"; expected {size:,} bytes"
+        raise error(_advised(f"{path} is missing{expected}", advice))
+    if size is not None and (found := path.stat().st_size) != size:
+        raise error(_advised(f"{path} is damaged: expected {size:,} bytes, got {found:,}", advice))
+    if sha256 is not None and (actual := file_hash(path)) != sha256:
+        raise error(_advised(f"{path} is damaged: expected SHA-256 {sha256}, got {actual}", advice))
+
+
+def _advised(message: str, advice: str) -> str:
+    return f"{message}; {advice}" if advice else message
 
 
 class LineLog:

@@ -1,8 +1,9 @@
-"""Folders that are either whole on disk or not there at all."""
+"""Folders that are either whole on disk or not there at all, held by one process, and checked by a manifest."""
 
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
@@ -10,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from saf.errors import CheckpointError, InputError
-from saf.records.files import file_hash, flush, flush_folder
+from saf.errors import CheckpointError, InputError, SafError
+from saf.records.files import check_file, file_hash, flush, flush_folder, read_json, write_json
 
 TEMPORARY = ".writing-"
 DELETED = ".deleted-"
+REPLACED = ".replaced-"
 _NO_ROOM = {
     errno.ENOSPC: "no space left on the disk",
     errno.EDQUOT: "the quota on the disk is used up",
@@ -23,23 +25,36 @@ _NO_ROOM = {
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; flush and rename it on success, remove it on any error.
 
-    A process killed inside leaves only the temporary folder, which `remove_leftovers_` clears.
+    With `replace`, a folder that is there gives way at the rename. A process killed inside leaves only hidden folders
+    beside `path`, which the next `new_folder` of the same name or `remove_leftovers_` clears.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    temporary, replaced = (path.with_name(f"{prefix}{path.name}") for prefix in (TEMPORARY, REPLACED))
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         flush_folder(temporary)
+        if replace and path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        restore_replaced_(path)
         raise
     flush(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_replaced_(path: Path) -> None:
+    """Put a folder back that a replacement had moved aside when its process was killed between the two renames."""
+    replaced = path.with_name(f"{REPLACED}{path.name}")
+    if replaced.is_dir() and not path.exists():
+        replaced.rename(path)
 
 
 def remove_folder_(path: Path) -> None:
@@ -53,7 +68,9 @@ def remove_folder_(path: Path) -> None:
 
 def remove_leftovers_(parent: Path) -> None:
     """Clear what killed writes and removals left in `parent`; for the run that owns the folder."""
-    for path in [*parent.glob(f"{TEMPORARY}*"), *parent.glob(f"{DELETED}*")]:
+    for path in parent.glob(f"{REPLACED}*"):
+        restore_replaced_(parent / path.name.removeprefix(REPLACED))
+    for path in [found for prefix in (TEMPORARY, DELETED, REPLACED) for found in parent.glob(f"{prefix}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -65,19 +82,44 @@ def no_room(error: BaseException) -> str | None:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Return an open file that holds the folder until it is closed or the process ends, however it ends.
+    """Return an open file that holds a run's folder until it is closed or the process ends, however it ends.
 
     Raises:
         InputError: Another process trains in this folder.
     """
+    busy = InputError(f"another process trains in {folder}; wait for it or stop it, then resume")
+    return _lock(folder / ".lock", busy)
+
+
+@contextmanager
+def locked_beside(path: Path, busy: SafError) -> Iterator[None]:
+    """Hold the name of a folder that may not be there yet, by a lock file beside it that goes at the end.
+
+    Raises:
+        SafError: `busy`, while another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.with_name(f".{path.name}.lock")
+    with _lock(file, busy):
+        try:
+            yield
+        finally:
+            file.unlink()
+
+
+def _lock(path: Path, busy: SafError) -> IO[str]:
     import fcntl
 
-    file = open(folder / ".lock", "w")  # noqa: SIM115
+    file = open(path, "w")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever held it before may have removed the file after it was opened here: that lock holds nothing.
+        held = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino
     except BlockingIOError:
+        held = False
+    if not held:
         file.close()
-        raise InputError(f"another process trains in {folder}; wait for it or stop it, then resume") from None
+        raise busy from None
     return file
 
 
@@ -94,7 +136,7 @@ def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:
     files = {path.name: {"sha256": file_hash(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
     entries = {"schema": SCHEMA, "update": update, "parent": parent, "files": files}
     entries["hash"] = entries_hash(entries)
-    (folder / MANIFEST).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST, entries)
     return str(entries["hash"])
 
 
@@ -107,16 +149,12 @@ def entries_hash(entries: dict[str, Any]) -> str:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest; raise CheckpointError when it is missing or was changed."""
     path = folder / MANIFEST
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        recorded, computed = entries["hash"], entries_hash(entries)
-        known = entries["schema"] == SCHEMA
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from None
-    if not known:
-        raise CheckpointError(f"{path} has schema {entries['schema']!r}; expected {SCHEMA!r}")
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
+    entries = read_json(path, error=CheckpointError)
+    if entries.get("schema") != SCHEMA:
+        raise CheckpointError(f"{path} has schema {entries.get('schema')!r}; expected {SCHEMA!r}")
+    recorded, computed = entries.get("hash"), entries_hash(entries)
     if recorded != computed:
         raise CheckpointError(f"{path} is damaged: expected hash {recorded}, got {computed}")
     return entries
@@ -130,11 +168,6 @@ def verify(folder: Path, *, without: Collection[str] = ()) -> dict[str, Any]:
     """
     entries = read_manifest(folder)
     for name, recorded in entries["files"].items():
-        if name in without:
-            continue
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; the manifest expects {recorded['bytes']:,} bytes")
-        if (actual := file_hash(path)) != recorded["sha256"]:
-            raise CheckpointError(f"{path} is damaged: expected SHA-256 {recorded['sha256']}, got {actual}")
+        if name not in without:
+            check_file(folder / name, size=recorded["bytes"], sha256=recorded["sha256"], error=CheckpointError)
     return entries

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from saf.data import TokenData, prepare
-from saf.data.index import DataIndex
 from saf.data.shards import ShardedTokens, ShardWriter, chunks, entropy, token_dtype
+from saf.data.token_data import DataIndex
 from saf.data.tokenizer import train_bpe
 from saf.errors import DataError, InputError
 
@@ -99,14 +99,16 @@ def test_sizes_are_always_checked_and_hashes_on_request(folder):
     path = folder / "report-00000.bin"
     data = path.read_bytes()
     path.write_bytes(data[:-2])
-    with pytest.raises(DataError, match=rf"report-00000.bin: expected {len(data)} bytes, got {len(data) - 2}"):
+    with pytest.raises(
+        DataError, match=rf"report-00000.bin is damaged: expected {len(data):,} bytes, got {len(data) - 2:,}"
+    ):
         TokenData.open(folder)
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     TokenData.open(folder)
-    with pytest.raises(DataError, match=r"report-00000.bin: damaged, its SHA-256"):
+    with pytest.raises(DataError, match=r"report-00000.bin is damaged: expected SHA-256"):
         TokenData.open(folder, verify=True)
     path.unlink()
-    with pytest.raises(DataError, match=r"report-00000.bin: missing"):
+    with pytest.raises(DataError, match=r"report-00000.bin is missing"):
         TokenData.open(folder)
 
 
@@ -151,5 +153,5 @@ def test_folders_that_are_not_data_folders(tmp_path, folder):
     with pytest.raises(DataError, match=r"not a data folder, it has no index.json"):
         TokenData.open(tmp_path)
     (folder / "index.json").write_text("{")
-    with pytest.raises(DataError, match=r"index.json: damaged"):
+    with pytest.raises(DataError, match=r"index.json is not valid JSON.*; prepare it again"):
         TokenData.open(folder)

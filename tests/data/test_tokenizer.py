@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.data.config import PrepareConfig
-from saf.data.documents import order_key
-from saf.data.partitions import held_out_pool
+from saf.data.documents import held_out_pool, order_key
 from saf.data.sources import resolve
-from saf.data.tokenizer import EOT, Tokenizer, train_bpe
-from saf.data.tokenizer_sample import sample_text
+from saf.data.tokenizer import EOT, Tokenizer, sample_text, train_bpe
 from saf.errors import DataError, InputError
 
 

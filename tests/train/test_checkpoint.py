@@ -145,7 +145,7 @@ def test_messages_speak_of_earlier_checkpoints_only_where_there_are_some(tmp_pat
 def test_message_shows_expected_and_actual_sum(tmp_path, model, optimizer):
     path = write(tmp_path, 1, model, optimizer)
     recorded = module.read_manifest(path)["files"]["state.json"]["sha256"]
-    (path / "state.json").write_text("{}")
+    (path / "state.json").write_bytes((path / "state.json").read_bytes()[::-1])
     with pytest.raises(CheckpointError, match=rf"expected SHA-256 {recorded}, got [0-9a-f]{{64}}\.$"):
         open_checkpoint(path)
 

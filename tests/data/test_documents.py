@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.data.documents import order_key, split_text
-from saf.data.partitions import assign, check_disjoint, divide, held_out_pool, hold_out
+from saf.data.documents import assign, check_disjoint, divide, held_out_pool, hold_out, order_key, split_text
 from saf.errors import DataError
 
 THIRDS = (1 / 3, 1 / 3, 1 / 3)
