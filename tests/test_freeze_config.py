@@ -7,6 +7,7 @@ import torch
 
 import saf
 from saf.errors import InputError
+from saf.records.events import read_events
 from tests.freezing import make, tokens
 
 
@@ -25,7 +26,7 @@ def test_a_generator_gives_the_event_one_seed_that_is_kept(tmp_path):
     assert torch.equal(one.patterns.alpha, again.patterns.alpha)
     assert not torch.equal(one.patterns.alpha, other.patterns.alpha)
     one.save(tmp_path)
-    recorded = json.loads((tmp_path / "freeze.json").read_text())["config"]
+    recorded = read_events(tmp_path)[0].values["config"]
     assert torch.equal(saf.freeze_(make(2.0), [ids], saf.FreezeConfig(**recorded)).patterns.alpha, one.patterns.alpha)
     own = saf.FreezeConfig(pattern="gaussian", pattern_options={"seed": torch.Generator().manual_seed(1)})
     assert own.pattern_options == {"seed": first.seed}

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import saf
 from saf.estimates import PATTERNS, dense_pattern
+from saf.records.events import read_events
 from tests.freezing import LENGTH, make, tokens
 
 
@@ -46,7 +46,7 @@ def test_patterns_are_kept_in_canonical_form(pattern, tmp_path):
     frozen = [one for block in saf.load(tmp_path / "saved").blocks if block.attention.frozen is not None
               for one in block.attention.frozen.patterns]  # fmt: skip
     assert len(frozen) == 3
-    tensors = load_file(tmp_path / "freeze.safetensors")
+    tensors = read_events(tmp_path)[0].tensors()
     for number, one in enumerate(frozen):
         for name in ("alpha", "rho"):
             expected = getattr(one.canonical(), name)

@@ -1,15 +1,14 @@
 """What a freezing event leaves behind: its report, certificates of fits, and a model that loads again."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import saf
 from saf.errors import CheckpointError
 from saf.models import GPT
+from saf.records.events import read_events
 from tests.freezing import LENGTH, SHAPE, make, tokens
 
 
@@ -20,10 +19,10 @@ def test_the_report_prints_and_saves(tmp_path):
     assert repr(report) == "<FreezeReport: 3 of 12 heads frozen by variance; print() shows the table>"
     assert set(report.seconds) == {"capture", "statistics", "score", "select", "fit", "install"}
     report.save(tmp_path, update=7)
-    saved = json.loads((tmp_path / "freeze.json").read_text())
-    tensors = load_file(tmp_path / "freeze.safetensors")
-    assert saved["heads"] == report.heads.to_list()
-    assert saved["update"] == 7
+    (event,) = read_events(tmp_path)
+    tensors = event.tensors()
+    assert (event.kind, event.number, event.update) == ("freeze", 1, 7)
+    assert event.heads == report.heads.to_list()
     assert tensors["alpha"].shape == (3, LENGTH)
     assert tensors["eta_abs"].shape == (3, 4, LENGTH)
 
@@ -57,7 +56,7 @@ def test_the_certificate_of_every_fit_is_recorded(tmp_path):
     assert report.heads
     assert report.rejected
     report.save(tmp_path)
-    saved = json.loads((tmp_path / "freeze.json").read_text())["certificates"]
+    saved = read_events(tmp_path)[0].values["certificates"]
     records = {tuple(record["head"]): record for record in saved}
     assert set(records) == set(report.heads) | set(report.rejected)
     for number, head in enumerate(report.heads):

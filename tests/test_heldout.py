@@ -15,7 +15,7 @@ from saf.freezing.recipe import freeze_
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
-from saf.records.files import read_json
+from saf.records.events import read_events
 from saf.surgery import install_
 
 LENGTH = 24
@@ -123,7 +123,7 @@ def test_freezing_reports_it_when_asked(model, ids, tmp_path):
         head: (expected.own[head].item(), expected.other[head].item()) for head in report.heads
     }
     report.save(tmp_path)
-    record = read_json(tmp_path / "freeze.json")
+    record = read_events(tmp_path)[0].values
     assert {(layer, head) for layer, head, _, _ in record["heldout_kl"]} == set(report.heads)
     assert "the other half by" in " ".join(str(report).split())
     assert "heldout" in report.seconds

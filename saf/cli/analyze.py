@@ -18,7 +18,7 @@ from saf.cli.analyze_model import Geometry, JointCost, Profiles
 from saf.cli.analyze_one_head import OneHead
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.records.files import read_json
+from saf.records.events import read_events
 from saf.records.head import read_result, result_head
 from saf.records.table import Table
 from saf.report.analysis_figures import write_figure
@@ -69,16 +69,14 @@ class Stability(Written):
     """Two selections of one model: their overlap against what chance gives in each layer, and their ranks."""
 
     first: Annotated[Path, tyro.conf.Positional]
-    """A freeze.json, or the run or checkpoint that holds one."""
+    """An events.jsonl, or the run or checkpoint that holds one; its newest freeze counts."""
     second: Annotated[Path, tyro.conf.Positional]
     """Another one."""
 
     def run(self) -> dict[str, Any]:
         """Compare, show, write and return the record."""
         self.check()
-        records = [read_json(path / "freeze.json" if path.is_dir() else path) for path in (self.first, self.second)]
-        if any(not {"heads", "scores"} <= record.keys() for record in records):
-            raise InputError("expected two files freeze.json, with heads and scores of an event")
+        records = [_selection(path) for path in (self.first, self.second)]
         scores = (matrix(records[0]["scores"]), matrix(records[1]["scores"]))
         one, other = (HeadSet.from_list(record["heads"]) for record in records)
         found = selection_stability(one, other, num_heads=scores[0].shape[1], scores=scores)
@@ -107,6 +105,14 @@ class Draw:
         write_figure(read_result(self.record), self.out)
         print(self.out)
         return {"figure": str(self.out)}
+
+
+def _selection(path: Path) -> dict[str, Any]:
+    """Return the newest record of heads and scores in a file or folder; raise InputError when there is none."""
+    selections = [event.values for event in read_events(path) if {"heads", "scores"} <= event.values.keys()]
+    if not selections:
+        raise InputError(f"{path} has no event with heads and scores; expected events.jsonl, or a folder that holds it")
+    return selections[-1]
 
 
 def matrix(rows: list[list[float | None]]) -> Tensor:

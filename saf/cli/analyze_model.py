@@ -26,7 +26,7 @@ class JointCost(OnModel):
     """Freeze two head sets, each as a whole: their immediate costs on the same windows, and their overlap."""
 
     first: Heads
-    """Heads, as 0:3 1:11 or a JSON file of pairs (such as freeze.json)."""
+    """Heads, as 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
     second: Heads
     """The other set, written the same way."""
     windows: int = 16
@@ -57,7 +57,7 @@ class Profiles(OnModel):
     """How heads spread their attention, selected heads against unselected ones of the same layers."""
 
     selected: Heads = ()
-    """Heads to compare with the others, as 0:3 1:11 or a JSON file of pairs (such as freeze.json)."""
+    """Heads to compare with the others, as 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
     windows: int = 128
     """Windows of the controller partition to measure on."""
 

@@ -15,7 +15,7 @@ from saf.records.files import write_json
 from saf.records.table import Table
 from saf.selection import budget, ranking
 from saf.train.batches import heldout_batches
-from saf.train.gradients import recorded_gradient
+from saf.train.events import recorded_gradient
 
 
 @dataclass(kw_only=True)

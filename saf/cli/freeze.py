@@ -26,7 +26,7 @@ from saf.models import GPT
 from saf.surgery import finalize_
 from saf.train.batches import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
-from saf.train.gradients import recorded_gradient
+from saf.train.events import recorded_gradient
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class Freeze(FreezeOptions):
     rate: Float = None
     """Share of the original model's heads that this event freezes, chosen among those still live (0.25)."""
     out: Path
-    """The new checkpoint; freeze.json and freeze.safetensors are put beside its files."""
+    """The new checkpoint; the event is recorded beside its files, in events.jsonl."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on if not given."""
     sequences: int = 32

@@ -12,6 +12,7 @@ from saf.errors import InputError
 from saf.estimates import PATTERNS, Storage
 from saf.fit import FITTERS
 from saf.freezing.config import FreezeConfig
+from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json
 from saf.scores import SCORES
 
@@ -67,7 +68,7 @@ class FreezeOptions:
     strict: bool = False
     """Refuse when one of the lowest heads does not fit, instead of taking the next one."""
     heads: Heads = ()
-    """Exactly these heads, as 0:3 1:11 or a JSON file of pairs (such as freeze.json), whatever they score."""
+    """Exactly these heads, as 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""
     exclude: Heads = ()
     """Heads that stay live, written the same way (none)."""
     max_per_layer: Int = None
@@ -128,9 +129,12 @@ def read_heads(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 def _heads_of_file(name: str) -> list[tuple[int, int]]:
     path = Path(name)
+    if path.suffix == ".jsonl" or (path.is_dir() and read_events(path)):
+        return [(layer, head) for layer, head in heads_in_force(read_events(path))]
     if not path.is_file():
         raise InputError(
-            f"expected heads as LAYER:HEAD, such as 0:3, or a JSON file that lists them; there is no file {name!r}"
+            "expected heads as LAYER:HEAD, such as 0:3, or a file that lists them, such as events.jsonl; "
+            f"there is no file {name!r}"
         )
     try:
         text = path.read_text(encoding="utf-8").lstrip()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from saf.errors import InputError
+from saf.records.events import EventRecord, heads_in_force, read_events
 from saf.records.files import read_json, read_lines, read_tensors
 from saf.records.head import read_result
 
@@ -22,7 +23,7 @@ class Run:
     config: dict[str, Any]
     result: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
-    freeze: dict[str, Any] | None = None
+    events: list[EventRecord] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
@@ -38,17 +39,27 @@ class Run:
             config=read_json(folder / "config.json"),
             result=_optional(folder / "result.json", read_result),
             evaluation=_optional(folder / "evaluation.json", read_result),
-            freeze=_optional(folder / "freeze.json", read_json),
+            events=read_events(folder),
             metrics=_latest_by_update(read_lines(folder / "metrics.jsonl")),
             evaluations=read_lines(folder / "evaluations.jsonl"),
         )
+
+    @property
+    def newest_freeze(self) -> EventRecord | None:
+        """The newest event that froze heads; None without any."""
+        return next((event for event in reversed(self.events) if event.kind == "freeze"), None)
+
+    @property
+    def freeze(self) -> dict[str, Any] | None:
+        """What the newest freeze measured, chose and cost, as its report has it; None without any."""
+        return None if self.newest_freeze is None else self.newest_freeze.values
 
     @property
     def arm(self) -> str:
         """Return "frozen" when the run froze heads, else "ordinary"."""
         if self.result is not None:
             return str(self.result["arm"])
-        return "ordinary" if self.freeze is None and not self.config.get("freeze") else "frozen"
+        return "ordinary" if not self.events and not self.config.get("freeze") else "frozen"
 
     @property
     def num_heads(self) -> int:
@@ -58,23 +69,21 @@ class Run:
 
     @property
     def frozen_heads(self) -> list[list[int]]:
-        """Every head that is frozen in the final model, `[[layer, head], ...]`; the event's until the run ends."""
+        """Every head that is frozen in the final model, `[[layer, head], ...]`; the events' until the run ends."""
         provenance = (self.result or {}).get("provenance") or {}
-        heads = provenance.get("heads") or (self.freeze or {}).get("heads") or []
-        return [list(head) for head in heads]
+        return [list(head) for head in provenance.get("heads") or heads_in_force(self.events)]
 
     @property
     def freeze_update(self) -> int | None:
-        """The update after which heads were frozen, or None."""
+        """The update after which heads were first frozen, or None."""
         intervention = (self.result or {}).get("intervention") or {}
-        update = intervention.get("update", (self.freeze or {}).get("update"))
+        update = intervention.get("update", self.events[0].update if self.events else None)
         return None if update is None else int(update)
 
     @cached_property
     def freeze_tensors(self) -> dict[str, Tensor]:
-        """freeze.safetensors: patterns `[F, T]`, marginals `[L, H, T]`, scores `[L, H]`; empty without an event."""
-        path = self.folder / "freeze.safetensors"
-        return read_tensors(path) if self.freeze is not None and path.exists() else {}
+        """The newest freeze's patterns `[F, T]`, marginals `[L, H, T]`, statistics `[L, H]`; empty without any."""
+        return {} if self.newest_freeze is None else self.newest_freeze.tensors()
 
     def finished_result(self) -> dict[str, Any]:
         """Return result.json; raise InputError when the run has not ended."""

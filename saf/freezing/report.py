@@ -10,7 +10,7 @@ from torch import Tensor
 from saf.freezing.heldout import HeldOutFit
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
-from saf.records.files import write_json, write_tensors
+from saf.records.events import EventRecord, append_event
 from saf.records.table import Table
 from saf.statistics import AttentionStatistics
 
@@ -94,18 +94,20 @@ class FreezeReport:
             **halves,
         }
 
-    def save(self, folder: str | Path, **extra: Any) -> None:
-        """Write `freeze.json` (with `extra` values) and `freeze.safetensors` into an existing folder.
+    def tensors(self) -> dict[str, Tensor]:
+        """Return marginals `[L, H, T]`, statistics `[L, H]` and, of compact patterns, their logits and sums `[F, T]`.
 
         Dense patterns are left out; they are in the model's own checkpoint or sidecar.
         """
-        folder = Path(folder)
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
         if isinstance(self.patterns, CompactPattern):
             tensors |= {name: getattr(self.patterns, name).float() for name in ("alpha", "rho", "log_z")}
-        write_tensors(folder / "freeze.safetensors", tensors)
-        write_json(folder / "freeze.json", self.to_dict() | extra)
+        return tensors
+
+    def save(self, folder: str | Path, **extra: Any) -> EventRecord:
+        """Record this event, with `extra` values, in the `events.jsonl` of an existing folder, and its tensors."""
+        return append_event(Path(folder), "freeze", self.to_dict() | extra, self.tensors())
 
     def table(self) -> Table:
         """Return one row a layer: frozen heads, score range, worst fit; totals and seconds in the note."""

@@ -12,8 +12,7 @@ from saf.records.folders import no_room
 from saf.train.checkpoint import latest, prune_checkpoints_, save_checkpoint, step_name
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
-from saf.train.gradients import KEY, reads_gradient
-from saf.train.intervention import controller_loss, intervene_
+from saf.train.events import GRADIENT, carry_out_, controller_loss, reads_gradient
 from saf.train.random_state import capture_random_state
 from saf.train.results import finish
 from saf.train.signals import StopRequest
@@ -118,7 +117,7 @@ def _intervene_if_due(training: Training, *, saved: bool = False) -> None:
         if not (saved or carried_out):
             save(training)
         for event in events:
-            schedule.done(event, intervene_(training, event))
+            schedule.done(event, carry_out_(training, event))
             carried_out += 1
         if not (training.config.track_gradients or reads_gradient(training.config, schedule)):
             training.updater.gradient = None
@@ -141,7 +140,7 @@ def save(training: Training, *, after_freezing: bool = False) -> Path:
         "data_fingerprint": training.data.fingerprint,
         "tokenizer": training.data.index.tokenizer.sha256,
         "schedule": training.schedule.state_dict() if training.schedule else None,
-        KEY: training.updater.gradient.state_dict() if training.updater.gradient else None,
+        GRADIENT: training.updater.gradient.state_dict() if training.updater.gradient else None,
         "random": capture_random_state(),
     }
     with training.clock.paused():

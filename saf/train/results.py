@@ -3,13 +3,13 @@
 import hashlib
 import json
 import warnings
-from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
 from saf.errors import InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.records.files import file_hash, read_json, read_lines, write_json
+from saf.records.events import EventRecord, heads_in_force, read_events
+from saf.records.files import read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
 from saf.records.head import result_head
 from saf.surgery import pattern_parameters, state_of
@@ -45,7 +45,8 @@ def finish(training: Training) -> dict[str, Any]:
         checkpoints={"final": checkpoint_hash(final)},
     )
     metrics = read_lines(folder / "metrics.jsonl")
-    intervention = intervention_record(folder) if (folder / "freeze.json").exists() else None
+    events = read_events(folder)
+    intervention = intervention_record(events) if events else None
     if training.config.freeze is not None and intervention is None:
         warnings.warn(
             f"the run ended after update {training.update}, before its freezing point at update "
@@ -70,7 +71,7 @@ def finish(training: Training) -> dict[str, Any]:
     )
     head["provenance"] |= {
         "config_hash": config_hash(read_json(folder / "config.json")),
-        "patterns_hash": file_hash(folder / "freeze.safetensors") if intervention else None,
+        "patterns_hash": events[-1].tensors_hash() if events else None,
         "heads": frozen,
         "seed": training.config.seed,
     }
@@ -110,16 +111,21 @@ def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, 
     }
 
 
-def intervention_record(folder: Path) -> dict[str, Any]:
-    """Return when and which heads were frozen, its cost in seconds and the controller losses around it."""
-    freeze = read_json(folder / "freeze.json")
-    losses = {line["when"]: line["loss"] for line in read_lines(folder / "evaluations.jsonl")}
+def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
+    """Return what a run's events did together, at least one of them.
+
+    That is after which update the first one came, which heads they left frozen, what their parts cost in seconds, and
+    the controller losses before the first and after the last one (None where no run measured them).
+    """
+    seconds: dict[str, float] = {}
+    for event in events:
+        seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
     return {
-        "update": freeze["update"],
-        "heads": freeze["heads"],
-        "seconds": freeze["seconds"],
-        "loss_before": losses.get("before_freeze"),
-        "loss_after": losses.get("after_freeze"),
+        "update": events[0].update,
+        "heads": heads_in_force(events),
+        "seconds": seconds,
+        "loss_before": events[0].values.get("loss_before"),
+        "loss_after": events[-1].values.get("loss_after"),
     }
 
 

@@ -1,13 +1,11 @@
 """What a run's folder holds when its training starts or goes on."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-from saf.records.files import keep_lines_, read_json, write_json
+from saf.records.events import inherit_events, keep_events_
+from saf.records.files import keep_lines_, write_json
 from saf.train.config import TrainConfig
-
-EVENT_FILES = ("freeze.json", "freeze.safetensors")
 
 
 def write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, update: int, own: Path | None) -> None:
@@ -16,8 +14,7 @@ def write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, up
     _cut_logs(folder, config, update, after_event=own is not None and own.name.endswith("-frozen"))
     parent = record["parent"] or {}
     if own is None and config.freeze is None and "frozen_from" in parent:
-        for name in EVENT_FILES:
-            shutil.copyfile(Path(parent["path"]) / name, folder / name)
+        inherit_events(Path(parent["path"]), folder)
 
 
 def _cut_logs(folder: Path, config: TrainConfig, update: int, *, after_event: bool) -> None:
@@ -29,6 +26,11 @@ def _cut_logs(folder: Path, config: TrainConfig, update: int, *, after_event: bo
     keep_lines_(folder / "metrics.jsonl", lambda line: line["update"] <= update)
     keep_lines_(folder / "evaluations.jsonl", keep)
     (folder / "result.json").unlink(missing_ok=True)
-    freeze = folder / "freeze.json"
-    if config.freeze and freeze.exists() and not after_event and read_json(freeze)["update"] >= update:
-        freeze.unlink()
+    keep_events_(
+        folder,
+        lambda event: (
+            event.values.get("inherited", config.freeze is None)
+            or (event.update or 0) < update
+            or (event.update == update and after_event)
+        ),
+    )

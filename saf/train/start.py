@@ -13,6 +13,7 @@ from saf.machine.execution import Execution
 from saf.machine.peaks import flops_per_token, peak_flops
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
+from saf.records.events import read_events
 from saf.records.files import read_json
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.schedules import Proposer
@@ -20,14 +21,13 @@ from saf.train.batches import SAMPLERS, MicroBatches, check_heldout
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint
 from saf.train.clock import Clock
 from saf.train.config import TrainConfig
-from saf.train.gradients import start_gradient
-from saf.train.intervention import check_freeze
+from saf.train.events import check_freeze, start_gradient
 from saf.train.observer import Observer
 from saf.train.optimizer import build_optimizer
 from saf.train.progress import Progress
 from saf.train.random_state import restore_random_state
 from saf.train.run_config import check_same_run, model_config, run_config
-from saf.train.run_folder import EVENT_FILES, write_start
+from saf.train.run_folder import write_start
 from saf.train.training import Training
 from saf.train.updater import Updater
 
@@ -149,7 +149,7 @@ def _parent_record(
         )
     record = {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
     # `saf freeze` leaves the record of the event beside the checkpoint that it made from another one.
-    by_freeze = all((checkpoint.path / name).is_file() for name in EVENT_FILES)
+    by_freeze = bool(read_events(checkpoint.path))
     return {**record, "frozen_from": checkpoint.parent} if by_freeze else record
 
 

@@ -12,6 +12,7 @@ from saf.analysis.row_models import FAMILIES
 from saf.cli.analyze import matrix
 from saf.cli.analyze_base import Waiting
 from saf.estimates import PATTERNS
+from saf.records.events import read_events
 from saf.records.files import read_json
 from saf.scores import SCORES
 from saf.train import TrainConfig, pretrain
@@ -208,7 +209,7 @@ def test_figures(saf, arms, measured, tmp_path):
     code, _, err = saf("analyze", "profiles", checkpoint, "--figure", tmp_path / "x.png")
     assert code == 2
     assert "ending in .svg" in err
-    code, _, err = saf("analyze", "draw", arms[1] / "freeze.json", tmp_path / "x.svg")
+    code, _, err = saf("analyze", "draw", arms[1] / "events.jsonl", tmp_path / "x.svg")
     assert code == 2
     assert "saf.freezing.recipe/1" in err
 
@@ -229,9 +230,9 @@ def test_partial_spearman_reads_what_was_measured(saf_json, saf, measured, tmp_p
 
 def test_joint_cost_of_a_set_with_itself_and_of_files(saf_json, arms, tmp_path):
     checkpoint = arms[0] / "checkpoints" / "step-12"
-    sets = ("--first", arms[1] / "freeze.json", "--second", "0:0", "0:1", "1:2")
+    sets = ("--first", arms[1] / "events.jsonl", "--second", "0:0", "0:1", "1:2")
     told = saf_json("analyze", "joint-cost", checkpoint, *COMMON, "--windows", 3, *sets, "--out", tmp_path / "j.json")
-    assert told["heads"][0] == read_json(arms[1] / "freeze.json")["heads"]
+    assert told["heads"][0] == read_events(arms[1])[0].heads
     assert told["first"]["windows"] == 3
     same = saf_json("analyze", "joint-cost", checkpoint, *COMMON, "--first", "0:0", "1:1", "--second", "1:1", "0:0")
     assert same["difference"]["delta_ppl_percent"] == 0
@@ -240,7 +241,7 @@ def test_joint_cost_of_a_set_with_itself_and_of_files(saf_json, arms, tmp_path):
 
 def test_profiles_of_selected_heads(saf_json, saf, arms, measured):
     words = ("analyze", "profiles", arms[0] / "checkpoints" / "step-12", *COMMON)
-    told = saf_json(*words, "--windows", 6, "--selected", arms[1] / "freeze.json")
+    told = saf_json(*words, "--windows", 6, "--selected", arms[1] / "events.jsonl")
     assert told["profiles"] == read_json(measured / "profiles.json")["profiles"]
     assert set(told["matched"]) == {"entropy", "local_mass", "largest", "first_token"}
     # Windows of 32 tokens have no key further back than 64.
@@ -260,9 +261,9 @@ def test_head_sets_that_cannot_be_compared_are_refused_before_anything_is_measur
     for words, message in (
         (("profiles", checkpoint, "--selected", *whole), "nothing to compare"),
         (("profiles", checkpoint, "--selected", "0:1", "2:0"), "2 layers of 4 heads; got [[2, 0]]"),
-        (("profiles", arms[1], "--selected", arms[1] / "freeze.json"), "nothing to compare"),
+        (("profiles", arms[1], "--selected", arms[1] / "events.jsonl"), "nothing to compare"),
         (("joint-cost", checkpoint, "--first", "0:0", "--second", "0:4"), "do not exist: [[0, 4]]"),
-        (("joint-cost", arms[1], "--first", arms[1] / "freeze.json", "--second", "0:0"), "are frozen"),
+        (("joint-cost", arms[1], "--first", arms[1] / "events.jsonl", "--second", "0:0"), "are frozen"),
         (("geometry", checkpoint, "--rates", 0.25, 0.01), "at least one of 8 heads"),
         (("distributions", checkpoint, "--sequences", 8, "--rate", 0.01), "at least one of 8 heads"),
         (("distributions", checkpoint, "--sequences", 5), "to be fitted to and two others; got 3 of 5"),
@@ -274,13 +275,13 @@ def test_head_sets_that_cannot_be_compared_are_refused_before_anything_is_measur
 
 
 def test_stability_of_a_selection_with_itself(saf_json, saf, arms):
-    told = saf_json("analyze", "stability", arms[1], arms[1] / "freeze.json")
+    told = saf_json("analyze", "stability", arms[1], arms[1] / "events.jsonl")
     assert told["first"] == told["overlap"] == 2
     assert told["expected"] < 2
     assert told["rank_correlation"] == pytest.approx(1)
     code, _, err = saf("analyze", "stability", arms[1] / "config.json", arms[1])
     assert code == 2
-    assert "freeze.json" in err
+    assert "lists no heads" in err
 
 
 def test_geometry_and_costs(saf_json, saf, arms, tmp_path):

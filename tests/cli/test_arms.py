@@ -12,6 +12,7 @@ from saf.data import TokenData, prepare
 from saf.data.token_data import check_separate
 from saf.errors import DataError
 from saf.evaluate.runs import read_evaluation
+from saf.records.events import read_events
 from saf.records.files import read_json
 
 
@@ -168,7 +169,7 @@ def test_inspect_shows_tables(saf, arms, text_data):
 
 
 def test_inspect_tells_how_good_the_fits_are(saf, saf_json, arms, tmp_path):
-    event = read_json(arms[1] / "freeze.json")
+    event = read_events(arms[1])[0].values
     told = saf_json("inspect", arms[1])
     assert [record["head"] for record in told["certificates"]] == told["frozen"]
     assert told["fit_kl"] == event["fit_kl"]
@@ -178,6 +179,7 @@ def test_inspect_tells_how_good_the_fits_are(saf, saf_json, arms, tmp_path):
     # A record from before certificates were kept.
     old = shutil.copytree(arms[1], tmp_path / "old")
     del event["certificates"]
+    (old / "events.jsonl").unlink()
     (old / "freeze.json").write_text(json.dumps(event))
     _, out, _ = saf("inspect", old)
     assert worst in out
@@ -254,7 +256,7 @@ def test_freeze_writes_a_checkpoint_that_evaluates_and_continues(saf, saf_json, 
     assert len(told["heads"]) == 4
     seen = saf_json("inspect", tmp_path / "frozen")
     assert (seen["hash"], seen["parent"], seen["frozen"]) == (told["hash"], told["parent"], told["heads"])
-    assert read_json(tmp_path / "frozen" / "freeze.json")["update"] == 12
+    assert read_events(tmp_path / "frozen")[0].update == 12
     assert saf_json("evaluate", tmp_path / "frozen", "--limit", 2)["loss"] > 0
     code, _, err = saf("pretrain", "--parent", tmp_path / "frozen", "--out", tmp_path / "run", "--quiet")
     assert code == 0, err
@@ -283,7 +285,7 @@ def test_freezing_at_the_same_rate_chooses_what_the_run_chose(saf_json, arms, tm
     parent = arms[0] / "checkpoints" / "step-12"
     options = ("--rate", 0.25, "--sequences", 4, "--batch-size", 4, "--device", "cpu")
     told = saf_json("freeze", parent, "--out", tmp_path / "frozen", *options)
-    event = read_json(arms[1] / "freeze.json")
+    event = read_events(arms[1])[0].values
     assert told["heads"] == event["heads"]
     assert told["sequences_hash"] == event["sequences_hash"]
     assert told["scores"] == event["scores"]

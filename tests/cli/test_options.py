@@ -14,6 +14,7 @@ from saf.cli.options import FreezeOptions
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
+from saf.records.events import read_events
 from saf.records.files import read_json
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --storage dense --fitter adam --max-fit-kl 0.3 --strict
@@ -164,9 +165,9 @@ def test_freezing_a_checkpoint_by_scores_and_lists(saf, saf_json, arms, tmp_path
     told = saf_json("freeze", checkpoint, "--out", tmp_path / "cosine", "--score", "residual_cosine", *common)
     assert (told["score_name"], len(told["heads"])) == ("residual_cosine", 2)
     named = saf_json(
-        "freeze", checkpoint, "--out", tmp_path / "named", "--heads", tmp_path / "cosine" / "freeze.json", *common
+        "freeze", checkpoint, "--out", tmp_path / "named", "--heads", tmp_path / "cosine" / "events.jsonl", *common
     )
-    assert named["heads"] == told["heads"] == read_json(tmp_path / "named" / "freeze.json")["heads"]
+    assert named["heads"] == told["heads"] == read_events(tmp_path / "named")[0].heads
     code, _, err = saf("freeze", checkpoint, "--out", tmp_path / "gradient", "--score", "qk_gradient", *common)
     assert code == 2
     assert "--track-gradients" in err

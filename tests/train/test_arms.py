@@ -11,6 +11,7 @@ from saf.errors import DataError, InputError, UnsupportedError
 from saf.evaluate.arms import differences
 from saf.evaluate.runs import Run, read_evaluation
 from saf.freezing.config import FreezeConfig
+from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
 from saf.schedules import OneTime
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
@@ -79,11 +80,7 @@ def test_run_folder(settings):
     assert result["provenance"].keys() == PROVENANCE_KEYS
     assert json.loads(path(config, "result.json").read_text()) == json.loads(json.dumps(result))
     assert result["tokens"] == 12 * 4 * 2 * 32
-    assert (
-        result["provenance"]["heads"]
-        == result["intervention"]["heads"]
-        == read_json(path(config, "freeze.json"))["heads"]
-    )
+    assert result["provenance"]["heads"] == result["intervention"]["heads"] == read_events(config.out)[0].heads
     assert len(result["provenance"]["heads"]) == 2
     written = read_json(path(config, "config.json"))
     assert written["schema"] == "saf.run/1"
@@ -92,8 +89,11 @@ def test_run_folder(settings):
     assert written["train"]["length"] == 32
     assert "freeze" not in written["train"]
     assert written["data"]["folder"] == config.data
-    freeze = read_json(path(config, "freeze.json"))
-    assert (freeze["schema"], freeze["update"], freeze["num_sequences"]) == ("saf.freezing.recipe/1", 6, 4)
+    (event,) = read_events(config.out)
+    assert (event.number, event.kind, event.update, event.values["num_sequences"]) == (1, "freeze", 6, 4)
+    assert event.values["reason"] == "one_time: update 6 is done"
+    assert event.values["loss_before"] == result["intervention"]["loss_before"]
+    assert event.tensors()["alpha"].shape == (2, 32)
     metrics = read_lines(path(config, "metrics.jsonl"))
     assert [line["update"] for line in metrics] == list(range(1, 13))
     assert metrics[-1].keys() == {"update", "tokens", "loss", "lr", "grad_norm", "update_seconds"}

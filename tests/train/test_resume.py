@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import saf.train.intervention as intervention
+import saf.train.events as events
 import saf.train.loop as loop
 from saf.errors import CheckpointError, InputError
 from saf.freezing.config import FreezeConfig
@@ -66,7 +66,7 @@ def test_random_states_are_put_back(settings, monkeypatch):
     ("module", "name", "call"),
     [
         (loop, "run_update", 5),
-        (intervention, "freeze_", 1),
+        (events, "freeze_", 1),
         (loop, "run_update", 7),
         (loop, "run_update", 11),
         (loop, "finish", 1),

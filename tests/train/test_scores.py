@@ -1,16 +1,14 @@
 """Freezing by scores that read more than attention statistics: averages of gradients, held-out sequences, gates."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-import saf.train.intervention as intervention
+import saf.train.events as events
 import saf.train.loop as loop
 from saf.data import TokenData, sequential_windows
 from saf.errors import DataError, InputError
 from saf.freezing.config import FreezeConfig
-from saf.records.files import read_json
+from saf.records.events import read_events
 from saf.schedules import OneTime
 from saf.train import continue_from, open_checkpoint, pretrain
 from saf.train.batches import heldout_batches
@@ -24,12 +22,12 @@ def state(config, name):
 
 
 def freeze_of(config):
-    return read_json(Path(config.out) / "freeze.json")
+    return read_events(config.out)[0].values
 
 
 @pytest.mark.parametrize(
     ("module", "name", "call"),
-    [(loop, "run_update", 5), (intervention, "freeze_", 1), (loop, "run_update", 11)],
+    [(loop, "run_update", 5), (events, "freeze_", 1), (loop, "run_update", 11)],
     ids=["before", "during", "after"],
 )
 def test_resuming_with_a_gradient_average_is_exact(settings, outcome, monkeypatch, module, name, call):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import saf.train.intervention as intervention
+import saf.train.events as events
 import saf.train.loop as loop
 from saf.cli import main
 from saf.errors import InputError, UnsupportedError
 from saf.freezing.config import FreezeConfig
+from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
 from saf.surgery import pattern_parameters
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
@@ -43,7 +44,7 @@ def finished(data, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("module", "name", "call"),
-    [(intervention, "freeze_", 1), (loop, "run_update", 7), (loop, "run_update", 11), (loop, "finish", 1)],
+    [(events, "freeze_", 1), (loop, "run_update", 7), (loop, "run_update", 11), (loop, "finish", 1)],
     ids=["during", "right-after", "later", "evaluation"],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(settings, finished, outcome, monkeypatch, module, name, call):
@@ -59,7 +60,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(settings, finished, outcome, monke
 
 def test_a_run_says_that_patterns_train_and_how_many_parameters_they_have(settings, finished):
     folder = Path(finished(settings(freeze=FREEZE)))
-    event, written, result = (read_json(folder / f"{name}.json") for name in ("freeze", "config", "result"))
+    written, result = (read_json(folder / f"{name}.json") for name in ("config", "result"))
+    event = read_events(folder)[0].values
     assert event["config"]["trainable"] is written["freeze"]["trainable"] is True
     assert event["trainable_parameters"] == result["trainable_pattern_parameters"] == PARAMETERS
     layers = read_json(folder / "checkpoints" / "step-12" / "saf.json")["layers"]
@@ -69,11 +71,12 @@ def test_a_run_says_that_patterns_train_and_how_many_parameters_they_have(settin
 
 def test_patterns_move_from_their_fit_with_the_learning_rate_and_without_decay(settings, finished):
     folder = Path(finished(settings(freeze=FREEZE)))
-    tensors, event = load_file(folder / "freeze.safetensors"), read_json(folder / "freeze.json")
+    (event,) = read_events(folder)
+    tensors = event.tensors()
     model = load_model(folder / "checkpoints" / "step-12")
     assert sum(parameter.numel() for parameter in pattern_parameters(model)) == PARAMETERS
     limit = sum(line["lr"] for line in read_lines(folder / "metrics.jsonl")[6:])
-    for number, (layer, head) in enumerate(event["heads"]):
+    for number, (layer, head) in enumerate(event.heads):
         attention = model.blocks[layer].attention
         pattern = attention.frozen.patterns[attention.layout.frozen.index(head)]
         fit = torch.exp(tensors["alpha"][number] + tensors["rho"][number, 0] - tensors["log_z"][number])

@@ -1,0 +1,166 @@
+"""The record of a run's events: a line of events.jsonl each, and beside it one file of tensors each.
+
+An event is one change of the heads: a freeze, a prune or an undo. Its line says what kind it is, after which update it
+came and why, which heads it concerns, what it cost in seconds and what came of it: `loss_before` and `loss_after`, the
+controller losses around it, where a run carried it out; the rest depends on the kind. `saf freeze` writes the line of
+its event into the folder of the checkpoint that it makes.
+
+Earlier runs have the record of their only event in freeze.json and freeze.safetensors; it reads as the same.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.records.files import (
+    file_hash,
+    flush,
+    read_json,
+    read_lines,
+    read_tensors,
+    to_json,
+    write_atomically,
+    write_tensors,
+)
+
+EVENTS = "events.jsonl"
+SINGLE = "freeze.json"
+SINGLE_TENSORS = "freeze.safetensors"
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """Hold one event as it was recorded; `values` is its line, with whatever its kind adds."""
+
+    folder: Path
+    values: dict[str, Any]
+
+    @property
+    def number(self) -> int:
+        """Its number in the run, from 1."""
+        return int(self.values["number"])
+
+    @property
+    def kind(self) -> str:
+        """Return "freeze", "prune" or "undo"."""
+        return str(self.values["kind"])
+
+    @property
+    def update(self) -> int | None:
+        """After how many updates it came; None for an event outside of training."""
+        return self.values.get("update")
+
+    @property
+    def heads(self) -> list[list[int]]:
+        """Its heads, `[[layer, head], ...]`: frozen, removed, or live again."""
+        return [list(head) for head in self.values["heads"]]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What its parts cost in seconds."""
+        return dict(self.values.get("seconds", {}))
+
+    @property
+    def tensors_path(self) -> Path | None:
+        """The file of its tensors, None when it has none or the file is gone."""
+        name = self.values.get("tensors")
+        return self.folder / name if name and (self.folder / name).is_file() else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors by name; empty when it has none.
+
+        A freeze has the patterns' alpha, rho and log_z `[F, T]`, the marginals `[L, H, T]` and the statistics `[L, H]`.
+        """
+        return {} if self.tensors_path is None else read_tensors(self.tensors_path)
+
+    def tensors_hash(self) -> str | None:
+        """Return the SHA-256 of the file of its tensors; None without one."""
+        return None if self.tensors_path is None else file_hash(self.tensors_path)
+
+
+def read_events(path: Path | str) -> list[EventRecord]:
+    """Return the events recorded in a folder, in order; none where there are none.
+
+    The folder is a run's, or a checkpoint's that `saf freeze` wrote; `path` may also be the record itself, events.jsonl
+    or an earlier run's freeze.json. Raises InputError when the record cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        name = next((name for name in (EVENTS, SINGLE) if (path / name).is_file()), None)
+        if name is None:
+            return []
+        path = path / name
+    if path.suffix != ".jsonl":
+        return [_read_single(path)]
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; expected the events of a run, or the folder that holds them")
+    return [EventRecord(path.parent, line) for line in read_lines(path)]
+
+
+def _read_single(path: Path) -> EventRecord:
+    """Read the record that a run of one event had before there were lines; its losses are among the evaluations."""
+    record = read_json(path)
+    if "heads" not in record:
+        raise InputError(f"{path} is not the record of an event: it lists no heads")
+    losses = {line.get("when"): line.get("loss") for line in read_lines(path.parent / "evaluations.jsonl")}
+    around = {"loss_before": losses.get("before_freeze"), "loss_after": losses.get("after_freeze")}
+    return EventRecord(path.parent, {"number": 1, "kind": "freeze", "tensors": SINGLE_TENSORS, **around, **record})
+
+
+def heads_in_force(events: Iterable[EventRecord]) -> list[list[int]]:
+    """Return the heads that events froze or removed and none made live again, `[[layer, head], ...]`, sorted."""
+    heads: set[tuple[int, int]] = set()
+    for event in events:
+        those = {(layer, head) for layer, head in event.heads}
+        heads = heads - those if event.kind == "undo" else heads | those
+    return [list(head) for head in sorted(heads)]
+
+
+def append_event(
+    folder: Path, kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> EventRecord:
+    """Record one more event in an existing folder: its tensors first, then its line; return the record."""
+    number = 1 + max((event.number for event in read_events(folder)), default=0)
+    line: dict[str, Any] = {"number": number, "kind": kind}
+    if tensors:
+        line["tensors"] = f"event-{number}.safetensors"
+        write_tensors(folder / line["tensors"], tensors)
+    event = EventRecord(folder, to_json({**line, **values}))
+    with open(folder / EVENTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(event.values, allow_nan=False) + "\n")
+    flush(folder / EVENTS)
+    flush(folder)
+    return event
+
+
+def keep_events_(folder: Path, keep: Callable[[EventRecord], bool]) -> None:
+    """Forget the events of a folder that `keep` refuses, with their tensors; an earlier run's record becomes lines."""
+    events = read_events(folder)
+    if not events:
+        return
+    kept = [event for event in events if keep(event)]
+    _write(folder, kept)
+    (folder / SINGLE).unlink(missing_ok=True)
+    for event in events:
+        if event not in kept and event.tensors_path is not None:
+            event.tensors_path.unlink()
+
+
+def inherit_events(source: Path, folder: Path) -> None:
+    """Record in `folder`, instead of what it had, the events of `source`, marked as `inherited`."""
+    keep_events_(folder, lambda event: False)
+    inherited = [EventRecord(folder, {**event.values, "inherited": True}) for event in read_events(source)]
+    for event in read_events(source):
+        if event.tensors_path is not None:
+            write_atomically(folder / event.tensors_path.name, event.tensors_path.read_bytes())
+    _write(folder, inherited)
+
+
+def _write(folder: Path, events: list[EventRecord]) -> None:
+    lines = [json.dumps(event.values, allow_nan=False) + "\n" for event in events]
+    write_atomically(folder / EVENTS, "".join(lines).encode())

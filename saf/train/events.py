@@ -1,0 +1,197 @@
+"""What a run does when its schedule proposes an event: freeze heads, or make them live again, and record it.
+
+`CARRY_OUT` holds one function a kind of event. Each changes the model and its optimiser between two updates and returns
+what is recorded; the controller losses around it, the new graphs and the line of events.jsonl are the same for all.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saf.calibration import QKGradient, plan_calibration
+from saf.errors import InputError, UnsupportedError
+from saf.evaluate.perplexity import evaluate_perplexity
+from saf.freezing.choice import scores_collect
+from saf.freezing.recipe import freeze_
+from saf.heads import HeadSet
+from saf.machine.execution import Execution
+from saf.machine.stopwatch import Stopwatch
+from saf.ops.backends import choose_backend
+from saf.records.events import append_event, read_events
+from saf.schedules import Event, Freeze, Outcome, Proposer, Prune, Undo
+from saf.scores import HOW_TO_COLLECT, score_name
+from saf.surgery import uninstall_
+from saf.train.batches import calibration_batches, heldout_batches
+from saf.train.config import TrainConfig
+from saf.train.training import Training
+
+GRADIENT = "qk_gradient"
+"""Name of the Q/K-gradient average in a checkpoint's state.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Hold what an event changed, as it is recorded."""
+
+    heads: HeadSet
+    """The heads it froze, or made live again."""
+    told: str
+    """The same in words, for people."""
+    seconds: dict[str, float]
+    """What its parts cost."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What its kind adds to the line of events.jsonl."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def carry_out_(training: Training, event: Event) -> Outcome:
+    """Carry an event out between two updates and record it, with the controller loss before and after.
+
+    The place in the training data does not move. Raises UnsupportedError for an event that runs cannot carry out, and
+    what the surgery raises; nothing is recorded then.
+    """
+    before = controller_loss(training, f"before_{event.kind}")
+    change = CARRY_OUT[event.kind](training, event)
+    training.updater.compile_()
+    after = controller_loss(training, f"after_{event.kind}")
+    seconds = sum(change.seconds.values())
+    record = append_event(
+        training.folder,
+        event.kind,
+        {
+            **{"update": training.update, "reason": event.reason, "heads": change.heads.to_list()},
+            **{"loss_before": before, "loss_after": after, "seconds": change.seconds},
+            **change.values,
+        },
+        change.tensors,
+    )
+    training.observer.progress.say(f"update {training.update}: {change.told}; took {seconds:.1f} s")
+    return Outcome(number=record.number, heads=change.heads, loss_before=before, loss_after=after, seconds=seconds)
+
+
+def controller_loss(training: Training, when: str) -> float:
+    """Return the loss (nats per token) on the controller partition, recorded as `when`."""
+    record = evaluate_perplexity(
+        training.model,
+        training.data,
+        partition="controller",
+        length=training.length,
+        batch_size=training.config.batch_size,
+        limit=training.config.eval_windows,
+        precision=training.execution.precision,
+    )
+    training.observer.evaluated(training.update, record["loss"], when)
+    return record["loss"]
+
+
+def _freeze_(training: Training, event: Freeze) -> Change:
+    """Freeze the event's share of heads by the recipe that the run's settings describe."""
+    config, freeze = training.config, training.config.freeze
+    assert freeze is not None
+    batches = calibration_batches(training.data, config, length=training.length)
+    heldout = None
+    if "outputs" in freeze.needs:
+        count, size = config.heldout_sequences, config.batch_size
+        heldout = heldout_batches(training.data, length=training.length, count=count, batch_size=size)
+    needed = {"gradient": training.updater.gradient} if training.updater.gradient else None
+    with training.execution.autocast():
+        plan = plan_calibration(training.model, batches, collect=scores_collect(freeze, needed or {}))
+        training.observer.progress.say(f"update {training.update}: {plan}")
+        report = freeze_(
+            training.model,
+            batches,
+            replace(freeze, rate=event.rate),
+            optimizer=training.updater.optimizer,
+            heldout=heldout,
+            needed=needed,
+        )
+    return Change(
+        heads=report.heads, told=report.told, seconds=report.seconds, values=report.to_dict(), tensors=report.tensors()
+    )
+
+
+def _undo_(training: Training, event: Undo) -> Change:
+    """Make the heads of an earlier freeze of this run live again, with the rows and moments that they had then."""
+    frozen = {record.number: record for record in read_events(training.folder) if record.kind == Freeze.kind}
+    if event.event not in frozen:
+        raise InputError(f"a run undoes a freeze of its own, one of events {sorted(frozen)}; got event {event.event}")
+    heads = HeadSet.from_list(frozen[event.event].heads)
+    watch = Stopwatch(training.execution.device)
+    with watch("uninstall"):
+        uninstall_(training.model, heads, optimizer=training.updater.optimizer)
+    told = f"{len(heads)} heads frozen by event {event.event} are live again"
+    return Change(heads=heads, told=told, seconds=watch.seconds, values={"undoes": event.event})
+
+
+def _prune_(training: Training, event: Prune) -> Change:
+    """Refuse: this is where removing heads plugs in."""
+    raise UnsupportedError(
+        f"a run cannot prune heads yet ({event.rate:.0%} were proposed after update {training.update}); "
+        "choose a schedule that freezes them"
+    )
+
+
+CARRY_OUT: Mapping[str, Callable[[Training, Any], Change]] = {
+    Freeze.kind: _freeze_,
+    Undo.kind: _undo_,
+    Prune.kind: _prune_,
+}
+"""What carries an event out, by its kind."""
+
+
+def check_freeze(config: TrainConfig, execution: Execution) -> None:
+    """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
+    freeze = config.freeze
+    if freeze is None:
+        return
+    dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
+    choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
+    if unknown := sorted(freeze.needs - HOW_TO_COLLECT.keys()):
+        raise InputError(
+            f"score {score_name(freeze.score)!r} needs {', '.join(unknown)}, which a run cannot give; "
+            f"it gives {', '.join(sorted(HOW_TO_COLLECT))}"
+        )
+
+
+def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient | None:
+    """Return the Q/K-gradient average that a checkpoint's `state` holds; None when its run kept none."""
+    if state.get(GRADIENT) is None:
+        return None
+    gradient = QKGradient(model)
+    gradient.load_state_dict(state[GRADIENT])
+    return gradient
+
+
+def reads_gradient(config: TrainConfig, schedule: Proposer | None) -> bool:
+    """Return whether an event that may still come freezes by Q/K gradients."""
+    expected = schedule is not None and not schedule.finished
+    return expected and config.freeze is not None and "gradient" in config.freeze.needs
+
+
+def start_gradient(
+    model: nn.Module,
+    config: TrainConfig,
+    schedule: Proposer | None,
+    *,
+    state: Mapping[str, Any] | None,
+    update: int,
+) -> QKGradient | None:
+    """Return the average that a run keeps from `update` on; None when neither a score nor a later arm needs it.
+
+    Raises InputError when heads are to be frozen right away by gradients that nobody kept.
+    """
+    reads = reads_gradient(config, schedule)
+    if not (reads or config.track_gradients):
+        return None
+    found = recorded_gradient(model, state or {})
+    moment = config.freeze_update
+    if reads and found is None and moment is not None and moment <= update:
+        kept = "the checkpoint to start from holds none" if update else "nothing was trained yet"
+        raise InputError(
+            f"a score reads an average of Q/K gradients, and {kept}. Train its run with --track-gradients "
+            f"(track_gradients=True), or freeze after some updates of this one (freeze_at above {update})"
+        )
+    return QKGradient(model) if found is None else found

@@ -1,0 +1,85 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from saf.errors import InputError
+from saf.records.events import append_event, heads_in_force, inherit_events, keep_events_, read_events
+
+
+def freeze(folder, heads, update=6, **more):
+    return append_event(folder, "freeze", {"update": update, "heads": heads, **more}, {"alpha": torch.ones(2, 3)})
+
+
+def earlier_run(folder):
+    """Write the record of a run of one event as it once was."""
+    folder.mkdir()
+    (folder / "freeze.json").write_text(json.dumps({"heads": [[0, 1]], "update": 6, "seconds": {"fit": 0.5}}))
+    save_file({"alpha": torch.zeros(1, 3)}, folder / "freeze.safetensors")
+    lines = [{"when": "before_freeze", "loss": 3.0}, {"when": "after_freeze", "loss": 3.5}]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_events_are_numbered_lines_with_a_file_of_tensors_each(tmp_path):
+    assert read_events(tmp_path) == []
+    assert freeze(tmp_path, [[0, 1]], reason="because", seconds={"fit": 1.5}).number == 1
+    append_event(tmp_path, "undo", {"update": 7, "heads": [[0, 1]], "loss_after": float("nan")})
+    first, second = read_events(tmp_path)
+    assert (first.number, first.kind, first.update, first.heads) == (1, "freeze", 6, [[0, 1]])
+    assert (first.seconds, first.values["reason"]) == ({"fit": 1.5}, "because")
+    assert torch.equal(first.tensors()["alpha"], torch.ones(2, 3))
+    assert len(first.tensors_hash()) == 64
+    assert (second.number, second.kind, second.tensors(), second.tensors_hash()) == (2, "undo", {}, None)
+    assert second.values["loss_after"] is None
+    assert read_events(tmp_path / "events.jsonl") == [first, second]
+
+
+def test_heads_in_force_are_those_that_nothing_made_live_again(tmp_path):
+    freeze(tmp_path, [[1, 0], [0, 1]])
+    freeze(tmp_path, [[0, 2]])
+    append_event(tmp_path, "undo", {"heads": [[1, 0]]})
+    assert heads_in_force(read_events(tmp_path)) == [[0, 1], [0, 2]]
+
+
+def test_an_earlier_runs_record_reads_as_the_same_and_becomes_lines(tmp_path):
+    earlier_run(tmp_path / "run")
+    (event,) = read_events(tmp_path / "run")
+    assert read_events(tmp_path / "run" / "freeze.json") == [event]
+    assert (event.number, event.kind, event.update, event.heads) == (1, "freeze", 6, [[0, 1]])
+    assert (event.values["loss_before"], event.values["loss_after"]) == (3.0, 3.5)
+    assert torch.equal(event.tensors()["alpha"], torch.zeros(1, 3))
+    keep_events_(tmp_path / "run", lambda event: True)
+    assert not (tmp_path / "run" / "freeze.json").exists()
+    assert read_events(tmp_path / "run") == [event]
+    assert freeze(tmp_path / "run", [[0, 0]]).number == 2
+
+
+def test_events_that_are_not_kept_go_with_their_tensors(tmp_path):
+    freeze(tmp_path, [[0, 1]], update=3)
+    freeze(tmp_path, [[0, 2]], update=6)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"number": 3, "ki')
+    keep_events_(tmp_path, lambda event: event.update < 6)
+    assert [event.update for event in read_events(tmp_path)] == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["event-1.safetensors", "events.jsonl"]
+    assert freeze(tmp_path, [[0, 3]]).number == 2
+
+
+def test_inherited_events_are_marked_and_replace_what_was_there(tmp_path):
+    earlier_run(tmp_path / "parent")
+    (tmp_path / "child").mkdir()
+    freeze(tmp_path / "child", [[0, 3]])
+    inherit_events(tmp_path / "parent", tmp_path / "child")
+    (event,) = read_events(tmp_path / "child")
+    assert (event.heads, event.values["inherited"], event.values["loss_before"]) == ([[0, 1]], True, 3.0)
+    assert torch.equal(event.tensors()["alpha"], torch.zeros(1, 3))
+    assert not (tmp_path / "child" / "event-1.safetensors").exists()
+
+
+def test_what_is_no_record_of_events_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config\.json is not the record of an event: it lists no heads"):
+        read_events(tmp_path / "config.json")
+    with pytest.raises(InputError, match=r"events\.jsonl does not exist"):
+        read_events(tmp_path / "events.jsonl")

@@ -1,0 +1,184 @@
+"""Runs of several events, and what undoes or refuses one."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+import saf.train.loop as loop
+from saf.errors import InputError, UnsupportedError
+from saf.freezing.config import FreezeConfig
+from saf.records.events import read_events
+from saf.records.files import read_json, write_json
+from saf.records.folders import write_manifest
+from saf.schedules import Freeze, Prune, Undo
+from saf.surgery import state_of
+from saf.train import latest, load_model, pretrain
+from tests.train.killed import Killed, die_at
+
+FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Propose the events of a list, each at its update."""
+
+    name: ClassVar[str] = "listed"
+    events: tuple = ()
+
+    def first_update(self, updates):
+        return self.events[0][0]
+
+    def start(self, *, updates, rate):
+        return Proposer(self.events)
+
+
+class Proposer:
+    def __init__(self, events):
+        self.events, self.count, self.heard = events, 0, []
+
+    @property
+    def finished(self):
+        return self.count == len(self.events)
+
+    def observe(self, update, loss):
+        assert loss > 0
+
+    def propose(self, update):
+        return [] if self.finished or self.events[self.count][0] > update else [self.events[self.count][1]]
+
+    def done(self, event, outcome):
+        self.count += 1
+        self.heard.append((event, outcome))
+
+    def state_dict(self):
+        return {"name": "listed", "count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def frozen(path):
+    return sum(len(layer["frozen"]) for layer in state_of(load_model(path))[0]["layers"])
+
+
+SEVERAL = Listed(
+    (
+        (3, Freeze(rate=0.25, reason="first")),
+        (6, Freeze(rate=0.125, reason="second")),
+        (6, Undo(event=1, reason="too much")),
+        (9, Freeze(rate=0.125, reason="third")),
+    )
+)
+
+
+@pytest.mark.parametrize("call", [None, 5, 8, 11])
+def test_a_run_has_any_number_of_events_and_resumes_among_them(settings, outcome, monkeypatch, call):
+    whole = settings("whole", freeze=FREEZE, schedule=SEVERAL, keep=0)
+    result = pretrain(whole)
+    events = read_events(whole.out)
+    assert [(e.number, e.kind, e.update, len(e.heads)) for e in events] == [
+        (1, "freeze", 3, 2),
+        (2, "freeze", 6, 1),
+        (3, "undo", 6, 2),
+        (4, "freeze", 9, 1),
+    ]
+    assert [e.values["reason"] for e in events] == ["first", "second", "too much", "third"]
+    assert events[2].heads == events[0].heads
+    assert events[2].values["undoes"] == 1
+    assert all(e.values["loss_before"] > 0 and e.values["loss_after"] > 0 for e in events)
+    assert [frozen(f"{whole.out}/checkpoints/step-{n}") for n in (3, 6, 9, 12)] == [0, 2, 1, 2]
+    intervention = result["intervention"]
+    assert (intervention["update"], len(intervention["heads"])) == (3, 2)
+    assert intervention["heads"] == result["provenance"]["heads"]
+    assert intervention["seconds"]["fit"] == pytest.approx(sum(e.seconds.get("fit", 0) for e in events))
+    assert (intervention["loss_before"], intervention["loss_after"]) == (
+        events[0].values["loss_before"],
+        events[3].values["loss_after"],
+    )
+    if call is None:
+        return
+    config = settings("killed", freeze=FREEZE, schedule=SEVERAL, keep=0)
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", call)
+        with pytest.raises(Killed):
+            pretrain(config)
+    pretrain(config, resume=True)
+    assert outcome(config.out) == outcome(whole.out)
+    assert [(e.kind, e.update, e.heads) for e in read_events(config.out)] == [
+        (e.kind, e.update, e.heads) for e in events
+    ]
+
+
+def test_a_schedule_hears_what_came_of_its_proposals(settings, monkeypatch):
+    made = []
+    start = Listed.start
+    monkeypatch.setattr(Listed, "start", lambda self, **more: made.append(start(self, **more)) or made[-1])
+    pretrain(settings(freeze=FREEZE, schedule=SEVERAL))
+    heard = made[0].heard
+    assert [event for event, _ in heard] == [event for _, event in SEVERAL.events]
+    assert [outcome.number for _, outcome in heard] == [1, 2, 3, 4]
+    assert [len(outcome.heads) for _, outcome in heard] == [2, 1, 2, 1]
+    assert all(outcome.seconds > 0 and outcome.loss_before > 0 for _, outcome in heard)
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "message"),
+    [
+        (Prune(rate=0.25), UnsupportedError, r"cannot prune heads yet \(25% were proposed after update 3\)"),
+        (Undo(event=1), InputError, r"undoes a freeze of its own, one of events \[\]; got event 1"),
+    ],
+)
+def test_an_event_that_cannot_be_carried_out_leaves_no_record(settings, event, error, message):
+    config = settings(freeze=FREEZE, schedule=Listed(((3, event),)))
+    with pytest.raises(error, match=message):
+        pretrain(config)
+    assert read_events(config.out) == []
+    assert latest(f"{config.out}/checkpoints").name == "step-3"
+
+
+def as_an_earlier_version_wrote_it(folder: Path) -> None:
+    """Rewrite a run as it lay on the disk when a run had one event and a schedule's moment was a setting of its own."""
+
+    def earlier(settings):
+        settings["freeze_at"] = settings["schedule"]["at"]
+        settings["schedule"] = settings["schedule"]["name"]
+        settings.pop("task", None)
+
+    config = read_json(folder / "config.json")
+    earlier(config["settings"])
+    write_json(folder / "config.json", config)
+    for path in (folder / "checkpoints").iterdir():
+        state = read_json(path / "state.json")
+        parent = read_json(path / "manifest.json")["parent"]
+        earlier(state["settings"])
+        if state["schedule"]:
+            state["schedule"] = {"schedule": state["schedule"].pop("name"), **state["schedule"]}
+        (path / "state.json").write_text(json.dumps(state))
+        (path / "manifest.json").unlink()
+        write_manifest(path, update=state["update"], parent=parent)
+    for event in read_events(folder):
+        (folder / "event-1.safetensors").rename(folder / "freeze.safetensors")
+        (folder / "events.jsonl").unlink()
+        apart = ("number", "kind", "reason", "tensors", "loss_before", "loss_after")
+        values = {name: value for name, value in event.values.items() if name not in apart}
+        write_json(folder / "freeze.json", values)
+
+
+@pytest.mark.parametrize("call", [5, 8, 11], ids=["before", "right-after", "later"])
+def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(settings, outcome, monkeypatch, call):
+    whole, config = settings("whole", freeze=FREEZE), settings("killed", freeze=FREEZE)
+    result = pretrain(whole)
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", call)
+        with pytest.raises(Killed):
+            pretrain(config)
+    as_an_earlier_version_wrote_it(Path(config.out))
+    assert Path(config.out, "freeze.json").exists() == (call > 6)
+    again = pretrain(config, resume=True)
+    assert outcome(config.out) == outcome(whole.out)
+    for name in ("update", "heads", "loss_before", "loss_after"):
+        assert again["intervention"][name] == result["intervention"][name]
+    assert [event.kind for event in read_events(config.out)] == ["freeze"]
