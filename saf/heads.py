@@ -10,7 +10,7 @@ Head = tuple[int, int]
 
 
 class HeadSet:
-    """An immutable set of `(layer, head)` pairs, iterated in that order; ids are the original model's.
+    """Hold an immutable set of `(layer, head)` pairs, iterated in that order; ids are the original model's.
 
     >>> heads = HeadSet([(1, 0), (0, 2)])
     >>> list(heads), heads.in_layer(0)
@@ -84,7 +84,7 @@ class HeadSet:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """One layer's execution order: live heads first, then frozen ones, each in ascending original id.
+    """Give one layer's execution order: live heads first, then frozen ones, each in ascending original id.
 
     >>> HeadLayout(4, 4, frozen=(1,)).slots
     (0, 2, 3, 1)
@@ -105,32 +105,32 @@ class HeadLayout:
 
     @cached_property
     def live(self) -> tuple[int, ...]:
-        """Original ids of the heads that compute ordinary attention."""
+        """Return the original ids of the heads that compute ordinary attention."""
         return tuple(head for head in range(self.num_heads) if head not in set(self.frozen))
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Original head id of each execution slot."""
+        """Return the original head id of each slot."""
         return self.live + self.frozen
 
     @property
     def num_live(self) -> int:
-        """How many heads compute ordinary attention."""
+        """Return how many heads compute ordinary attention."""
         return self.num_heads - len(self.frozen)
 
     @property
     def num_frozen(self) -> int:
-        """How many heads use a fixed pattern."""
+        """Return how many heads use a fixed pattern."""
         return len(self.frozen)
 
     @property
     def grouped(self) -> bool:
-        """Whether several query heads share one KV head."""
+        """Return whether several query heads share one KV head."""
         return self.num_kv_heads != self.num_heads
 
     @property
     def kv_head(self) -> tuple[int, ...]:
-        """The value head that each slot reads; without grouped queries values are already in slot order."""
+        """Return the value head that each slot reads; without grouped queries values are already in slot order."""
         if not self.grouped:
             return tuple(range(self.num_heads))
         group = self.num_heads // self.num_kv_heads

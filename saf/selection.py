@@ -69,7 +69,7 @@ def budget(rate: float, num_heads: int) -> int:
 
 
 class Chooser:
-    """Proposes units in order while a total and limits by layer allow; what is rejected makes room for the next.
+    """Propose units in order while a total and limits by layer allow; what is rejected makes room for the next.
 
     Proposing many at a time chooses the same heads as one by one, as long as units are single heads: limits on
     disjoint layers and a total form a matroid, where leaving an element out never displaces an earlier choice.

@@ -41,7 +41,7 @@ diagonal) those of every sequence.
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStatistics:
-    """Statistics of the attention patterns of `N` calibration sequences of `T` tokens; NaN for frozen heads.
+    """Hold statistics of the attention patterns of `N` calibration sequences of `T` tokens; NaN for frozen heads.
 
     The mean pattern is floored at 1e-9 and row-normalised before the last three are taken. Statistics of different
     sequences cannot be merged (the variance of a union is not a sum); those of different heads can, see `join`.
@@ -69,7 +69,7 @@ class AttentionStatistics:
 
     @property
     def measured(self) -> Tensor:
-        """`[L, H]` whether a head was measured."""
+        """Return whether each head was measured, `[L, H]`."""
         return ~self.variance.isnan()
 
     def take(self, name: str, heads: Iterable[tuple[int, int]]) -> Tensor:

@@ -23,6 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from saf.data.documents import Document
 
+# What a worker gets at once: large enough that the pipe costs nothing beside it, small enough to share text out evenly.
 BATCH_BYTES = 2**20
 BATCH_DOCUMENTS = 1024
 
@@ -33,7 +34,7 @@ def usable_cores() -> int:
 
 
 class EncodeWorker:
-    """One tokenising process and the two pipes to it.
+    """Hold one tokenising process and the two pipes to it.
 
     A process of its own rather than a fork, which is unsafe once threads run, or `multiprocessing`'s spawn,
     which imports the caller's main script again.
@@ -89,7 +90,7 @@ class EncodeWorker:
 
 
 class EncodePool:
-    """Up to `workers` tokenising processes, started as they are needed; a context manager."""
+    """Run up to `workers` tokenising processes, started as they are needed; a context manager."""
 
     def __init__(self, tokenizer_file: Path, workers: int | None):
         self._file = tokenizer_file

@@ -108,7 +108,7 @@ def _names(names: Names) -> tuple[str, ...]:
 
 
 class Reading:
-    """Both kinds of source, read and tokenised once, with counts of what was taken and left out."""
+    """Read both kinds of source and tokenise them once, with counts of what was taken and left out."""
 
     def __init__(self, train: list[Source], heldout: list[Source], config: PrepareConfig):
         self._train, self._heldout, self._config = train, heldout, config
@@ -205,7 +205,7 @@ def _write_partitions(
 
 
 class Spool:
-    """Token ids in one temporary file; what is known of each document in memory, some 50 bytes each."""
+    """Keep token ids in one temporary file; what is known of each document in memory, some 50 bytes each."""
 
     def __init__(self, path: Path, dtype: np.dtype, eot_id: int):
         self._path, self._dtype = path, dtype
@@ -247,7 +247,7 @@ class Spool:
 
 
 class ReadingProgress(AbstractContextManager):
-    """Progress over text whose amount is known by bytes on disk or by a limit, or not at all."""
+    """Show progress over text whose amount is known by bytes on disk or by a limit, or not at all."""
 
     def __init__(self, show: bool | None):
         """Show a bar if `show`; None means only when stderr is a terminal."""
@@ -277,7 +277,7 @@ class ReadingProgress(AbstractContextManager):
 
 
 class Stage:
-    """One line of the progress display."""
+    """Show one line of the progress display."""
 
     def __init__(self, bar: Progress, task):
         self._bar, self._task = bar, task

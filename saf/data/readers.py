@@ -123,7 +123,7 @@ def read_parquet(path: Path, advance: Advance) -> Iterator[str]:
 
 
 class CountingFile(io.FileIO):
-    """A file that reports how many bytes were read from it."""
+    """Report how many bytes were read from a file."""
 
     def __init__(self, path: Path, advance: Advance):
         super().__init__(path, "rb")
@@ -137,7 +137,7 @@ class CountingFile(io.FileIO):
 
 
 class ZstdReader(io.RawIOBase):
-    """Decompressed bytes of a zstandard file; unlike the package's own reader it notices a cut-off end."""
+    """Read a zstandard file; unlike the package's own reader it notices a cut-off end."""
 
     def __init__(self, file: BinaryIO, new_frame: Callable):
         self._file, self._new_frame = file, new_frame

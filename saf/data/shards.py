@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 CHUNK_TOKENS = 2**20
+"""Tokens that are counted and hashed at once: enough that a call costs nothing beside its work, at most 4 MiB."""
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One file of a partition: its name in the folder, its size in bytes and its SHA-256."""
+    """Describe one file of a partition: its name in the folder, its size in bytes and its SHA-256."""
 
     file: str
     bytes: int
@@ -21,7 +22,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class PartitionInfo:
-    """One partition: tokens (end-of-text included), documents, bytes of text, unigram entropy in nats."""
+    """Describe one partition: tokens (end-of-text included), documents, bytes of text, unigram entropy in nats."""
 
     tokens: int
     documents: int
@@ -37,7 +38,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ShardedTokens:
-    """A partition's tokens as one read-only 1-D array over memory-mapped shards; slices come out as int64."""
+    """Show a partition's tokens as one read-only 1-D array over memory-mapped shards; slices come out as int64."""
 
     def __init__(self, paths: Sequence[Path], dtype: np.dtype, *, name: str = "the partition"):
         self.name = name
@@ -79,7 +80,7 @@ class ShardedTokens:
 
 
 class ShardWriter:
-    """Writes one partition's tokens to `NAME-00000.bin`, `NAME-00001.bin`, ..., counting and hashing them."""
+    """Write one partition's tokens to `NAME-00000.bin`, `NAME-00001.bin`, ..., counting and hashing them."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, *, vocab_size: int, shard_tokens: int):
         self._folder, self._name, self._dtype, self._limit = folder, name, dtype, shard_tokens

@@ -21,7 +21,7 @@ _LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "encodings", "py
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from: `read(advance)` yields them, `size` is their bytes on disk if known."""
+    """Say where documents come from: `read(advance)` yields them, `size` is their bytes on disk if known."""
 
     name: str
     read: Callable[[Advance], Iterator[str]]

@@ -21,7 +21,7 @@ _AGAIN = "prepare it again"
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer: how it came about, SHA-256 of its file, tokens in its vocabulary, end-of-text id."""
+    """Describe the tokenizer: how it came about, SHA-256 of its file, tokens in its vocabulary, end-of-text id."""
 
     kind: str
     sha256: str
@@ -32,7 +32,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class DataIndex:
-    """Everything known about a data folder without reading its shards."""
+    """Hold everything known about a data folder without reading its shards."""
 
     dtype: str
     tokenizer: TokenizerInfo
@@ -46,7 +46,7 @@ class DataIndex:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer and of every token in order; paths play no part."""
+        """Return the SHA-256 of the tokenizer and of every token in order; paths play no part."""
         facts = {name: info.shards for name, info in self.partitions.items()}
         hashes = {name: [shard.sha256 for shard in shards] for name, shards in facts.items()}
         text = json.dumps([SCHEMA, self.tokenizer.sha256, self.dtype, hashes], sort_keys=True)
@@ -96,7 +96,7 @@ def _partition(data: dict) -> PartitionInfo:
 
 
 class TokenData:
-    """The tokens of a prepared data folder.
+    """Open the tokens of a prepared data folder.
 
     Use `TokenData.open(folder)`; `tokens("train")` is then a 1-D array-like of token ids.
     """
@@ -128,22 +128,22 @@ class TokenData:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer and of every token in order."""
+        """Return the SHA-256 of the tokenizer and of every token in order."""
         return self.index.fingerprint
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, the end-of-text token included."""
+        """Return the number of token ids, the end-of-text token included."""
         return self.index.tokenizer.vocab_size
 
     @property
     def eot_id(self) -> int:
-        """Id of the token that ends every document."""
+        """Return the id of the token that ends every document."""
         return self.index.tokenizer.eot_id
 
     @property
     def calibration_source(self) -> str:
-        """The partition that calibration text is drawn from: `calibration` or `train`."""
+        """Return the partition that calibration text is drawn from: `calibration` or `train`."""
         return "train" if self.index.calibration_from == "train" else "calibration"
 
     def tokenizer(self) -> Tokenizer:

@@ -17,6 +17,7 @@ _EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence�
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _GPT2_REPOSITORY = "openai-community/gpt2"
 PIECE_CHARACTERS = 2**16
+"""Longest piece that is drawn as a whole, so that one large file cannot be most of the sample."""
 # A sample is drawn from the beginning of a large source, not from all of it: this many times its own size.
 LOOK_AHEAD = 16
 
@@ -30,7 +31,7 @@ def tokenizers_package():
 
 
 class Tokenizer:
-    """Text to token ids and back. Text that spells a special token is ordinary text, never that token."""
+    """Turn text into token ids and back. Text that spells a special token is ordinary text, never that token."""
 
     def __init__(self, data: bytes, *, name: str = "tokenizer.json"):
         """Build from the bytes of a tokenizer.json; raise DataError when they are not one."""

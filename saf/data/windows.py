@@ -16,14 +16,14 @@ from saf.errors import DataError, InputError
 
 
 class Tokens(Protocol):
-    """A 1-D array of token ids: anything with a length whose slices turn into NumPy arrays."""
+    """Give token ids in one dimension: anything with a length whose slices turn into NumPy arrays."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, key: slice, /) -> Any: ...
 
 
 class _Stream(IntEnum):
-    """Separate random streams of one seed: the uses never see each other's numbers."""
+    """Name the separate random streams of one seed: the uses never see each other's numbers."""
 
     SHUFFLED = 0
     RANDOM = 1
@@ -57,7 +57,7 @@ def _read(tokens: Tokens, starts: np.ndarray, size: int) -> Tensor:
 
 
 class ShuffledWindows:
-    """Non-overlapping windows, each once an epoch, in an order drawn from (seed, epoch).
+    """Give non-overlapping windows, each once an epoch, in an order drawn from (seed, epoch).
 
     >>> windows = ShuffledWindows(torch.arange(9), length=2, seed=0)
     >>> windows.num_windows, windows.batch(0, 3).shape
@@ -89,7 +89,7 @@ class ShuffledWindows:
 
 
 class RandomWindows:
-    """Windows that start anywhere, each start drawn from (seed, position); an epoch is only a count of tokens."""
+    """Give windows that start anywhere, each start drawn from (seed, position); an epoch is only a count of tokens."""
 
     def __init__(self, tokens: Tokens, *, length: int, seed: int):
         """Raise DataError when there are fewer tokens than one window."""

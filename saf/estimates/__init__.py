@@ -23,7 +23,7 @@ Storage = Literal["compact", "dense"]
 
 
 class PatternKind(NamedTuple):
-    """How to make one kind of pattern from statistics and a head set, both ways, and what to collect for each."""
+    """Say how to make one kind of pattern, dense and compact, and what to collect for each."""
 
     dense: Callable[..., Tensor]
     """`(statistics, heads, **options)` to the pattern, `[F, T, T]`."""

@@ -9,7 +9,7 @@ from saf.statistics import FLOOR
 
 
 class Target(NamedTuple):
-    """What a compact pattern is fitted to: marginals `[F, T]` and row-averaged entropy `[F]` (nats), float64."""
+    """Hold what a compact pattern is fitted to: marginals `[F, T]` and row-averaged entropy `[F]` (nats), float64."""
 
     eta_abs: Tensor
     eta_rel: Tensor

@@ -12,7 +12,7 @@ from saf.ops.heads import flat_heads
 
 
 class LiveAttention(nn.Module):
-    """Mixing of a layer with live heads; a module of its own so that hooks can see queries and keys."""
+    """Mix a layer's values by its live heads; a module of its own so that hooks can see queries and keys."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class LiveAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections and mixing. Frozen heads have no rows in `q_proj` and `k_proj`."""
+    """Project and mix one layer's heads. Frozen heads have no rows in `q_proj` and `k_proj`."""
 
     def __init__(self, hidden_size: int, num_heads: int):
         super().__init__()

@@ -8,7 +8,7 @@ from saf.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Shape of a pre-LayerNorm decoder without biases; raises InputError when it does not fit together."""
+    """Hold the shape of a pre-LayerNorm decoder without biases; raises InputError when it does not fit together."""
 
     vocab_size: int = 50_304
     """Rows of the embedding, tied with the output."""
@@ -35,7 +35,7 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
+        """Return the channels of one head."""
         return self.hidden_size // self.num_heads
 
     def to_dict(self) -> dict[str, Any]:

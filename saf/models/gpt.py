@@ -19,7 +19,7 @@ INIT_STD = 0.02
 
 
 class MLP(nn.Module):
-    """Two matrices with a GELU between them: `[B, T, C]` to `[B, T, C]`."""
+    """Apply two matrices with a GELU between them: `[B, T, C]` to `[B, T, C]`."""
 
     def __init__(self, hidden_size: int, ratio: int):
         super().__init__()
@@ -32,7 +32,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer."""
+    """Apply one decoder layer."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A causal language model whose attention heads can be frozen."""
+    """Model text causally with attention heads that can be frozen."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()

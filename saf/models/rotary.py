@@ -10,7 +10,7 @@ BASE = 10_000.0
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of every position, float32 whatever the model is cast to."""
+    """Hold cosines and sines of every position, float32 whatever the model is cast to."""
 
     cos: Tensor
     sin: Tensor
@@ -41,7 +41,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient turns back: no scattered slices, and no float32 copy in memory, in a compiled backward pass."""
+    """Turn the gradient back: no scattered slices, and no float32 copy in memory, in a compiled backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def _advised(message: str, advice: str) -> str:
 
 
 class LineLog:
-    """Appends one JSON object a line and hands every line to the system at once."""
+    """Append one JSON object a line and hand every line to the system at once."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """A table (`tab:...` in the paper's source) or section, and the conditions of its numbers."""
+    """Name a table (`tab:...` in the paper's source) or section, and the conditions of its numbers."""
 
     label: str
     conditions: str
@@ -18,7 +18,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Quoted:
-    """One number as the paper gives it, and where."""
+    """Hold one number as the paper gives it, and where."""
 
     text: str
     source: Source

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOutputs:
-    """Measured by `saf.calibration.head_outputs` on held-out sequences; float64, NaN for frozen heads.
+    """Hold what `saf.calibration.head_outputs` measures on held-out sequences; float64, NaN for frozen heads.
 
     The S samples are pairs of a sequence and a query position. C is a head's contribution to the residual stream
     `[S, d]`, D the change of it when the head's pattern is replaced, O the layer's attention output and Y the residual
@@ -29,5 +29,5 @@ class HeadOutputs:
 
     @property
     def num_samples(self) -> int:
-        """S."""
+        """Return S, the number of samples."""
         return self.residual.shape[-1]
