@@ -2,12 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from saf.adapters import adapter_for
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
-from saf.models import GPT
 
 
 class LastToken(nn.Module):
@@ -16,12 +14,11 @@ class LastToken(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
+        self._adapter = adapter_for(model)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits of the token after the prompt."""
-        if not isinstance(self.model, GPT):
-            return self.model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
-        return F.linear(self.model.hidden(input_ids)[:, -1:], self.model.embed.weight)
+        return self._adapter.last_logits(input_ids)
 
 
 class Prefill:
@@ -42,7 +39,8 @@ class Prefill:
             InputError: A length that the model does not take.
         """
         self._shape = (batch_size, length)
-        device, longest = next(model.parameters()).device, adapter_for(model).max_length
+        adapter = adapter_for(model)
+        device, longest = adapter.device, adapter.max_length
         if device.type != "cuda":
             raise UnsupportedError(f"a CUDA graph needs a model on CUDA; it is on {device}: call the model itself")
         if batch_size < 1 or not 1 <= length <= (longest or length):

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from saf.adapters import Adapter, adapter_for
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig
 from saf.records.files import file_hash, write_json, write_tensors
 from saf.surgery import apply_, restore_, state_of, weight_sums
-from saf.surgery.attention_settings import attention_settings, differing_settings
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
@@ -32,14 +32,15 @@ def save(model: nn.Module, folder: str | Path) -> None:
         raise InputError(f"{folder} is a file; save writes a folder")
     state, tensors = state_of(model)
     written = [folder / TENSORS]
-    if isinstance(model, GPT):
+    adapter = adapter_for(model)
+    if adapter.saves_weights:
         _check_free(folder)
-        written.append(write_tensors(folder / WEIGHTS, model.state_dict()))
-        write_json(folder / CONFIG, {"schema": SCHEMA, "model": model.config.to_dict()})
+        written.append(write_tensors(folder / WEIGHTS, adapter.model.state_dict()))
+        write_json(folder / CONFIG, {"schema": SCHEMA, "model": adapter.model.config.to_dict()})
     else:
         for layer, sums in zip(state["layers"], weight_sums(model), strict=True):
             layer["weights"] = sums
-        state["attention"] = attention_settings(model)
+        state["attention"] = adapter.attention_settings()
     write_tensors(folder / TENSORS, tensors)
     write_json(folder / STATE, state | {"sha256": {path.name: file_hash(path) for path in written}})
 
@@ -83,11 +84,11 @@ def load(
             )
         model = GPT.undrawn(GPTConfig.from_dict(read_json(source / CONFIG)["model"]), torch.get_default_device())
     tensors = read_tensors(source / TENSORS)
-    if not isinstance(model, GPT):
+    if not adapter_for(model).saves_weights:
         apply_(model, state, tensors, backend=backend)
-        if told := differing_settings(model, state.get("attention", {})):
+        if differing := _differing_settings(adapter_for(model), state.get("attention", {})):
             warnings.warn(
-                f"the model's live heads attend otherwise than those saved ({'; '.join(told)}): open it with the "
+                f"the model's live heads attend otherwise than those saved ({'; '.join(differing)}): open it with the "
                 "configuration it had",
                 SafWarning,
                 stacklevel=2,
@@ -105,6 +106,14 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"the weights do not fit the model: {error}") from error
+
+
+def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]:
+    """Return "name: here, saved there" for every setting that is another one; earlier files have saved none."""
+    own = adapter.attention_settings()
+    return [
+        f"{name}: {own[name]}, saved {value}" for name, value in saved.items() if name in own and own[name] != value
+    ]
 
 
 def _has_sums(folder: Path) -> bool:

@@ -1,15 +1,19 @@
-"""How to find and edit attention in each supported model family."""
+"""What the project asks of a model, answered for each family: `adapter` says what, a file a family answers.
+
+Nothing else tests the class of a model. A new family is one file here and one entry of `ADAPTERS`.
+"""
 
 from torch import nn
 
+from saf.adapters.adapter import Adapter, LanguageModel, Site
 from saf.adapters.gpt import GPTAdapter
 from saf.adapters.llama import LlamaAdapter
-from saf.adapters.site import Adapter, Site
+from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 
 ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter, LlamaAdapter)
 
-__all__ = ["ADAPTERS", "Adapter", "Site", "adapter_for", "unwrap"]
+__all__ = ["ADAPTERS", "Adapter", "LanguageModel", "Site", "adapter_for", "language_model", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -24,8 +28,17 @@ def unwrap(model: nn.Module) -> nn.Module:
 def adapter_for(model: nn.Module) -> Adapter:
     """Return the adapter of a model; raise UnsupportedError for a family nobody has described."""
     inner = unwrap(model)
-    for adapter in ADAPTERS:
-        if (found := adapter.of(inner)) is not None:
-            return found
-    names = ", ".join(adapter.family for adapter in ADAPTERS)
-    raise UnsupportedError(f"{type(inner).__name__} is not a supported model; families known here: {names}")
+    if (found := _known(inner)) is None:
+        names = ", ".join(adapter.family for adapter in ADAPTERS)
+        raise UnsupportedError(f"{type(inner).__name__} is not a supported model; families known here: {names}")
+    return found
+
+
+def language_model(model: nn.Module) -> LanguageModel:
+    """Return what evaluates a model: its adapter, or any other causal model in the manner of transformers."""
+    inner = unwrap(model)
+    return _known(inner) or TransformersModel(inner)
+
+
+def _known(model: nn.Module) -> Adapter | None:
+    return next((found for adapter in ADAPTERS if (found := adapter.of(model)) is not None), None)

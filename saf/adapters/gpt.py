@@ -1,9 +1,14 @@
 """The project's own decoder."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from saf.adapters.site import Sink
+from saf.adapters.adapter import Adapter, Removed, Sink
 from saf.heads import HeadLayout
 from saf.models import GPT
 from saf.models.attention import Attention
@@ -27,8 +32,8 @@ class GPTSite:
         return self.attention.frozen
 
     @property
-    def removed(self) -> dict[int, dict[str, Tensor]]:
-        """Rows taken out at freezing."""
+    def removed(self) -> Removed:
+        """Rows kept for undoing."""
         return self.attention.removed
 
     @property
@@ -43,9 +48,9 @@ class GPTSite:
     def check(self, layout: HeadLayout) -> None:
         """Every layout can be executed."""
 
-    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
-        """Take another layout with its frozen heads."""
-        self.attention.layout, self.attention.frozen = layout, frozen
+    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
+        """Take another layout, its frozen heads and rows for undoing."""
+        self.attention.layout, self.attention.frozen, self.attention.removed = layout, frozen, dict(removed)
         for linear in self.attention.children():
             if isinstance(linear, nn.Linear):
                 linear.out_features, linear.in_features = linear.weight.shape
@@ -54,19 +59,26 @@ class GPTSite:
         """Let live heads run on an SDPA kernel by name."""
         self.attention.live.kernel = kernel
 
-    def capture(self, sink: Sink) -> torch.utils.hooks.RemovableHandle:
-        """Call `sink(query, key)` on every forward pass that has live heads here."""
-        return self.attention.live.register_forward_pre_hook(lambda _, inputs: sink(inputs[0], inputs[1]))
+    @contextmanager
+    def capture(self, sink: Sink) -> Iterator[None]:
+        """Call `sink(query, key)` on every forward pass that has live heads here, while it is open."""
+        handle = self.attention.live.register_forward_pre_hook(lambda _, inputs: sink(inputs[0], inputs[1]))
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
-class GPTAdapter:
+class GPTAdapter(Adapter):
     """`saf.models.GPT`."""
 
     family = "gpt (this project's decoder)"
     keep_live = 0
+    saves_weights = True
+    one_graph = True
 
     def __init__(self, model: GPT):
-        self.model = model
+        self.model: GPT = model
 
     @classmethod
     def of(cls, model: nn.Module) -> "GPTAdapter | None":
@@ -74,9 +86,31 @@ class GPTAdapter:
         return cls(model) if isinstance(model, GPT) else None
 
     @property
+    def device(self) -> torch.device:
+        """The device of the embedding."""
+        return self.model.embed.weight.device
+
+    @property
     def max_length(self) -> int:
         """The longest input in tokens."""
         return self.model.config.max_length
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows of the embedding."""
+        return self.model.config.vocab_size
+
+    def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`."""
+        return self.model(input_ids, targets)
+
+    def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return log p of every target, `[B, T]` float32, in nats."""
+        return self.model.token_log_probs(input_ids, targets)
+
+    def last_logits(self, input_ids: Tensor) -> Tensor:
+        """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`."""
+        return F.linear(self.model.hidden(input_ids)[:, -1:], self.model.embed.weight)
 
     def sites(self) -> list[GPTSite]:
         """Return the attention layers in order."""
@@ -85,3 +119,7 @@ class GPTAdapter:
     def run(self, input_ids: Tensor) -> None:
         """Run the layers without the output layer."""
         self.model.hidden(input_ids)
+
+    def attention_settings(self) -> dict[str, Any]:
+        """Return nothing: the configuration is saved with the weights."""
+        return {}

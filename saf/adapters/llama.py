@@ -4,14 +4,17 @@ Their own forward pass stays. It reads the number of heads off the projections' 
 to the attention function, which is ours (`saf.adapters.llama_attention`).
 """
 
+import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from saf.adapters.llama_attention import NAME, HeadState, check_function, register
-from saf.adapters.site import Sink
+from saf.adapters.adapter import Adapter, Removed, Sink
+from saf.adapters.llama_attention import NAME, attach_state, detach_idle_state, layout_of, register, state_of
+from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads
@@ -19,34 +22,33 @@ from saf.ops import FrozenHeads
 ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen3Attention")
 """Attention classes whose forward pass is known to fit."""
 ROLES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "sliding_window", "layer_types")
+"""Fields of a configuration that shape attention beside the weights."""
 
 
 class LlamaSite:
-    """An attention layer; its heads' state is a submodule, `saf`."""
+    """An attention layer; while heads of it are frozen, their state is a submodule of it, `saf`."""
 
     def __init__(self, adapter: "LlamaAdapter", attention: Any):
         self._adapter = adapter
         self.attention = attention
-        if not hasattr(attention, "saf"):
-            config = attention.config
-            attention.saf = HeadState(HeadLayout(config.num_attention_heads, config.num_key_value_heads))
-            attention.register_forward_pre_hook(check_function)
-        self._state: HeadState = attention.saf
 
     @property
     def layout(self) -> HeadLayout:
         """Order of the heads."""
-        return self._state.layout
+        return layout_of(self.attention)
 
     @property
     def frozen(self) -> FrozenHeads | None:
-        """The frozen heads' tables."""
-        return self._state.frozen
+        """What executes the frozen heads."""
+        state = state_of(self.attention)
+        return None if state is None else state.frozen
 
     @property
-    def removed(self) -> dict[int, dict[str, Tensor]]:
-        """Rows taken out at freezing."""
-        return self._state.removed
+    def removed(self) -> Removed:
+        """Rows kept for undoing."""
+        state = state_of(self.attention)
+        return {} if state is None else state.removed
 
     @property
     def head_dim(self) -> int:
@@ -70,35 +72,43 @@ class LlamaSite:
                 "leave its heads out with exclude, and keep inputs within the window"
             )
 
-    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
-        """Take another layout with its frozen heads; the model attends through our function while it has any."""
-        self._state.take(layout, frozen, self.attention.q_proj.weight.device)
+    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
+        """Take another layout; the model attends through our function while any layer has frozen heads."""
+        attach_state(self.attention).take(layout, frozen, removed, self.attention.q_proj.weight.device)
         for name in ROLES.values():
             linear = getattr(self.attention, name)
             linear.out_features, linear.in_features = linear.weight.shape
-        self._adapter.settle()
+        self._adapter.choose_function()
+        detach_idle_state(self.attention)
 
     def pin(self, kernel: str) -> None:
         """Let live heads run on an SDPA kernel by name, where the model attends through our function."""
-        self._state.kernel = kernel
+        attach_state(self.attention).kernel = kernel
+        detach_idle_state(self.attention)
 
-    def capture(self, sink: Sink) -> torch.utils.hooks.RemovableHandle:
+    @contextmanager
+    def capture(self, sink: Sink) -> Iterator[None]:
         """Call `sink(query, key)` in every pass of `LlamaAdapter.run`, or of a model that has frozen heads."""
-        handle = torch.utils.hooks.RemovableHandle(self._state.sinks)
-        self._state.sinks[handle.id] = sink
-        return handle
+        sinks = attach_state(self.attention).sinks
+        handle = RemovableHandle(sinks)
+        sinks[handle.id] = sink
+        try:
+            yield
+        finally:
+            handle.remove()
+            detach_idle_state(self.attention)
 
 
-class LlamaAdapter:
+class LlamaAdapter(TransformersModel, Adapter):
     """Llama, Mistral and Qwen3 of transformers."""
 
     family = "llama-like (Llama, Mistral and Qwen3 of transformers)"
     keep_live = 1
+    saves_weights = False
 
     def __init__(self, model: Any):
-        self.model = model
+        super().__init__(model)
         self._attention = [module for module in model.modules() if type(module).__name__ in ATTENTION]
-        register()
         for attention in self._attention:
             linears = [getattr(attention, name) for name in ROLES.values()]
             if strange := [type(linear) for linear in linears if type(linear) is not nn.Linear]:
@@ -118,44 +128,40 @@ class LlamaAdapter:
         known = text and hasattr(model, "set_attn_implementation")
         return cls(model) if known and any(type(m).__name__ in ATTENTION for m in model.modules()) else None
 
-    @property
-    def max_length(self) -> int:
-        """The longest input in tokens."""
-        return self.model.config.max_position_embeddings
-
     def sites(self) -> list[LlamaSite]:
         """Return the attention layers in order."""
         return [LlamaSite(self, attention) for attention in self._attention]
 
     def run(self, input_ids: Tensor) -> None:
-        """Run the layers without the output layer."""
-        with self._attending(NAME):
+        """Run the layers through our function, without the output layer."""
+        before = self.model.config._attn_implementation
+        self.attend_by(NAME)
+        try:
             self.model.base_model(input_ids=input_ids, use_cache=False)
+        finally:
+            self.attend_by(before)
 
-    def settle(self) -> None:
+    def attention_settings(self) -> dict[str, Any]:
+        """Return those of `SETTINGS` that the configuration has, as plain values for JSON."""
+        values = self.model.config.to_dict()
+        return json.loads(json.dumps({name: values[name] for name in SETTINGS if name in values}))
+
+    def choose_function(self) -> None:
         """Let the model attend through our function while heads are frozen, and as before once none is."""
-        states: list[HeadState] = [attention.saf for attention in self._attention if hasattr(attention, "saf")]
-        before = states[0].before
+        states = [state for attention in self._attention if (state := state_of(attention)) is not None]
+        before = next((state.before for state in states if state.before is not None), None)
         if any(state.frozen is not None for state in states):
-            current = self.model.config._attn_implementation
             for state in states:
-                state.before = state.before or current
-            self.attend(NAME)
+                state.before = before or self.model.config._attn_implementation
+            self.attend_by(NAME)
         elif before is not None:
             for state in states:
                 state.before = None
-            self.attend(before)
+            self.attend_by(before)
 
-    def attend(self, name: str) -> None:
+    def attend_by(self, name: str) -> None:
         """Let the model attend through the function of this name in transformers."""
+        if name == NAME:
+            register()
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
-
-    @contextmanager
-    def _attending(self, name: str):
-        before = self.model.config._attn_implementation
-        self.attend(name)
-        try:
-            yield
-        finally:
-            self.attend(before)

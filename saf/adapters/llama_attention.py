@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters.site import Sink
+from saf.adapters.adapter import Removed, Sink
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, live_attention, mixed_attention
@@ -23,7 +23,7 @@ class HeadState(nn.Module):
         super().__init__()
         self.layout = layout
         self.frozen: FrozenHeads | None = None
-        self.removed: dict[int, dict[str, Tensor]] = {}
+        self.removed: Removed = {}
         self.sinks: OrderedDict[int, Sink] = OrderedDict()
         self.kernel = "auto"
         """SDPA kernel of live heads, see `mixed_attention`."""
@@ -32,9 +32,14 @@ class HeadState(nn.Module):
         self.used: Tensor | None
         self.register_buffer("used", None, persistent=False)
 
-    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, device: torch.device) -> None:
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left that the layer would do otherwise than without this state."""
+        return self.frozen is None and not self.sinks and self.kernel == "auto"
+
+    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed, device: torch.device) -> None:
         """Take another layout; `used` then holds the key heads that some live head reads, None for all."""
-        self.layout, self.frozen = layout, frozen
+        self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
         read = sorted(set(layout.kv_head[: layout.num_live])) if layout.grouped else []
         some = 0 < len(read) < layout.num_kv_heads
         self.used = torch.tensor(read, device=device) if some else None
@@ -88,6 +93,35 @@ def padding_mask(
     return mask
 
 
+def state_of(attention: nn.Module) -> HeadState | None:
+    """Return the state that an attention layer carries; None where nothing of it is frozen, watched or pinned."""
+    return getattr(attention, "saf", None)
+
+
+def attach_state(attention: Any) -> HeadState:
+    """Return the state of an attention layer, given to it as submodule `saf` if it has none yet."""
+    if (state := state_of(attention)) is not None:
+        return state
+    attention.saf = HeadState(layout_of(attention))
+    attention.register_forward_pre_hook(check_function)
+    return attention.saf
+
+
+def detach_idle_state(attention: Any) -> None:
+    """Leave an attention layer as it was before `attach_state` once its state is idle."""
+    if (state := state_of(attention)) is not None and state.idle:
+        del attention.saf
+        for number, hook in list(attention._forward_pre_hooks.items()):
+            if hook is check_function:
+                del attention._forward_pre_hooks[number]
+
+
+def layout_of(attention: Any) -> HeadLayout:
+    """Return the order of an attention layer's heads."""
+    state, config = state_of(attention), attention.config
+    return HeadLayout(config.num_attention_heads, config.num_key_value_heads) if state is None else state.layout
+
+
 def check_function(module: Any, _: Any) -> None:
     """Raise UnsupportedError where a layer with frozen heads is about to attend through another function."""
     name = module.config._attn_implementation
@@ -122,7 +156,7 @@ def attend(
         RuntimeError: In compiled code, several sequences in one row.
     """
     # Models built from one config share the choice of this function; the others have no state of ours.
-    state: HeadState | None = getattr(module, "saf", None)
+    state = state_of(module)
     if dropout:
         raise UnsupportedError(f"frozen heads have no attention dropout; set config.attention_dropout to 0 ({dropout})")
     if output_attentions:

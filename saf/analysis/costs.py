@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import unwrap
+from saf.adapters import adapter_for, unwrap
 from saf.calibration.capture import evaluation_mode
 from saf.errors import InputError
-from saf.evaluate.perplexity import token_log_probs
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.surgery import install_, uninstall_
@@ -37,12 +36,12 @@ class CostMeter:
             return self._log_probs()
 
     def _log_probs(self) -> Tensor:
-        device = next(self._model.parameters()).device
+        adapter = adapter_for(self._model)
         rows = []
         with torch.no_grad(), evaluation_mode(self._model):
             for batch in self.windows.split(self.batch_size):
-                batch = batch.to(device)
-                rows.append(token_log_probs(self._model, batch[:, :-1], batch[:, 1:]).float().cpu())
+                batch = batch.to(adapter.device)
+                rows.append(adapter.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu())
         return torch.cat(rows)
 
 

@@ -45,7 +45,7 @@ def joint_cost(
     Heads count whatever their fit KL: the sets are taken as given. Raises InputError for heads that are not live.
     """
     config = config or FreezeConfig()
-    check_heads(adapter_for(model).sites(), first | second)
+    check_heads(adapter_for(model), first | second)
     made = make_patterns(model, read_batches(batches), statistics, first | second, config, Stopwatch())
     patterns = {head: each.pattern for head, each in made.items()}
     meter = CostMeter(model, windows, batch_size=batch_size)

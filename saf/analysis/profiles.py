@@ -56,10 +56,9 @@ def attention_profiles(
 
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer, site in enumerate(sites):
-            handle = site.capture(lambda query, key, layer=layer, site=site: sink(layer, site, query, key))
-            stack.callback(handle.remove)
+            stack.enter_context(site.capture(lambda query, key, layer=layer, site=site: sink(layer, site, query, key)))
         for number, batch in enumerate(ids, 1):
-            adapter.run(batch.to(sites[0].projections()["query"][0].device))
+            adapter.run(batch.to(adapter.device))
             if progress is not None:
                 progress(sum(map(len, ids[:number])))
     return dict(zip(PROFILES, total / (sum(map(len, ids)) * len(rows)), strict=True))

@@ -111,7 +111,7 @@ def _qwen3(
     adapter = adapter_for(model)
     assert isinstance(adapter, LlamaAdapter)
     # Ordinary arms too: the same function, without frozen heads.
-    adapter.attend(NAME)
+    adapter.attend_by(NAME)
     return model
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saf.adapters import adapter_for
 from saf.bench.arms import Arm
 from saf.bench.grids import Point
 from saf.bench.models import ModelPlan, build_model
@@ -16,7 +17,6 @@ from saf.bench.work import Work, prefill_work
 from saf.errors import InputError
 from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
 from saf.machine.execution import Execution
-from saf.models import GPT
 from saf.prefill import LastToken
 
 PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
@@ -47,7 +47,7 @@ class PrefillSubject:
         vocabulary = plan.shape.vocab_size
         tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
         self._tokens = tokens[0][0].contiguous()
-        self._forward = self._execution.callable(LastToken(model), fullgraph=isinstance(model, GPT))
+        self._forward = self._execution.callable(LastToken(model), fullgraph=adapter_for(model).one_graph)
         self._calls: dict[str, tuple[Call, int, int]] = {}
 
     def _call(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +39,11 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     return ids
 
 
-def check_vocabulary(model: nn.Module, ids: Sequence[Tensor]) -> None:
+def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
     """Raise InputError for a token id that the model has no embedding of; on a device that would be an assertion."""
-    known = getattr(getattr(model, "config", None), "vocab_size", None)
+    known = adapter.vocab_size
     low, high = min(int(one.min()) for one in ids), max(int(one.max()) for one in ids)
-    if low < 0 or (isinstance(known, int) and high >= known):
+    if low < 0 or (known is not None and high >= known):
         raise InputError(f"token ids must lie in [0, {known}); got {low if low < 0 else high}")
 
 
@@ -63,14 +63,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def live_heads(sites: Sequence[Site]) -> HeadSet:
-    """Return the heads of a model that compute ordinary attention."""
-    return HeadSet((layer, head) for layer, site in enumerate(sites) for head in site.layout.live)
-
-
-def check_heads(sites: Sequence[Site], heads: Iterable[Head] | None) -> HeadSet:
+def check_heads(adapter: Adapter, heads: Iterable[Head] | None) -> HeadSet:
     """Return the heads to measure, all live ones for None; raise InputError for one that is not live."""
-    live = live_heads(sites)
+    live = adapter.live_heads()
     chosen = live if heads is None else HeadSet(heads)
     if len(missing := chosen - live):
         raise InputError(f"only live heads can be measured; these are frozen or do not exist: {missing.to_list()}")
@@ -110,16 +105,13 @@ def capture(adapter: Adapter, wanted: Mapping[int, Wanted], ids: Sequence[Tensor
     Each is copied into its place as it comes, so that no more is held than what is returned and one forward pass.
     """
     sites = adapter.sites()
-    device = sites[0].projections()["query"][0].device
     count = sum(map(len, ids))
     kept = {layer: (_Kept(parts.queries, count), _Kept(parts.keys, count)) for layer, parts in wanted.items()}
-    handles = [sites[layer].capture(_sink(*both)) for layer, both in kept.items()]
-    try:
+    with ExitStack() as stack:
+        for layer, both in kept.items():
+            stack.enter_context(sites[layer].capture(_sink(*both)))
         for tokens in ids:
-            adapter.run(tokens.to(device))
-    finally:
-        for handle in handles:
-            handle.remove()
+            adapter.run(tokens.to(adapter.device))
     return {layer: (query.taken(), key.taken()) for layer, (query, key) in kept.items()}
 
 

@@ -70,8 +70,8 @@ def calibrate(
     adapter = adapter_for(model)
     sites = adapter.sites()
     ids = read_batches(batches)
-    check_vocabulary(model, ids)
-    chosen = check_heads(sites, heads)
+    check_vocabulary(adapter, ids)
+    chosen = check_heads(adapter, heads)
     plan = plan_calibration(model, ids, collect=collect, heads=chosen, positions=positions, capture_bytes=capture_bytes)
     dtype = torch.float64 if sites[0].projections()["query"][0].dtype == torch.float64 else torch.float32
     kept = Collection(

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from saf.adapters import Site, adapter_for, unwrap
+from saf.adapters import Adapter, Site, adapter_for
 from saf.calibration.capture import Batch, evaluation_mode, read_batches
 from saf.errors import InputError
-from saf.models import GPT
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -26,20 +24,20 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
         model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
         batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`. Sequences are run one by one,
             since the absolute value is taken of each one's gradient.
-        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; `next_token_loss` if not given.
+        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; that of the next token if not given.
 
     Raises:
         InputError: Batches that cannot be used, as in `calibrate`.
     """
-    sites = adapter_for(model).sites()
-    inner = unwrap(model)
+    adapter = adapter_for(model)
+    sites = adapter.sites()
     weights = [site.projections()["output"][0] for site in sites]
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
     count = 0
     with torch.enable_grad(), evaluation_mode(model), requiring_gradients(weights):
         for batch in read_batches(batches):
-            for sequence in batch.to(weights[0].device).split(1):
-                value = (loss or next_token_loss)(inner, sequence)
+            for sequence in batch.to(adapter.device).split(1):
+                value = _next_token_loss(adapter, sequence) if loss is None else loss(adapter.model, sequence)
                 gradients = torch.autograd.grad(value, weights)
                 total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
                 count += 1
@@ -56,14 +54,11 @@ def gate_gradient(site: Site, gradient: Tensor) -> Tensor:
     return torch.zeros_like(by_slot).index_copy_(0, torch.tensor(site.layout.slots, device=by_slot.device), by_slot)
 
 
-def next_token_loss(model: Any, ids: Tensor) -> Tensor:
+def _next_token_loss(adapter: Adapter, ids: Tensor) -> Tensor:
     """Return the mean negative log-likelihood (nats per token) of `ids[:, 1:]` given what precedes each."""
     if ids.shape[1] < 2:
         raise InputError(f"a next-token loss needs sequences of two tokens or more; got {ids.shape[1]}")
-    if isinstance(model, GPT):
-        return model(ids[:, :-1], ids[:, 1:])
-    logits = model(ids[:, :-1]).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    return adapter.next_token_loss(ids[:, :-1], ids[:, 1:])
 
 
 @contextmanager

@@ -46,20 +46,20 @@ def plan_calibration(
     Raises:
         InputError: Queries and keys of a single layer, or all that is held at once, do not fit.
     """
-    sites = adapter_for(model).sites()
+    adapter = adapter_for(model)
+    sites, device, dtype = adapter.sites(), adapter.device, adapter.dtype
     ids = read_batches(batches)
-    chosen = check_heads(sites, heads)
-    weight = sites[0].projections()["query"][0]
+    chosen = check_heads(adapter, heads)
+    itemsize = 8 if dtype == torch.float64 else 4
     sequences, length = sum(map(len, ids)), ids[0].shape[1]
-    lowered = lowered_dtype(weight.device) if weight.dtype == torch.float32 else None
-    dtype = lowered or weight.dtype
+    dtype = (lowered_dtype(device) if dtype == torch.float32 else None) or dtype
     layers = sorted({layer for layer, _ in chosen})
     each = {layer: _layer_bytes(sites[layer], chosen.in_layer(layer), sequences * length, dtype) for layer in layers}
     widest = max((len(chosen.in_layer(layer)) for layer in layers), default=0)
     forward = _forward_bytes(sites[0], max(map(len, ids)) * length, dtype)
     dim = sites[0].head_dim
-    if obstacle(weight.device, (dtype, dtype), dim, strips_wanted=bool(collect)):
-        statistics = strip_bytes(sequences, widest, length, dim, dtype=dtype, device=weight.device)
+    if obstacle(device, (dtype, dtype), dim, strips_wanted=bool(collect)):
+        statistics = strip_bytes(sequences, widest, length, dim, dtype=dtype, device=device)
     else:
         statistics = TILE_SUMS + 4 * sequences * widest * length
     collected = collection_bytes(
@@ -68,20 +68,20 @@ def plan_calibration(
         sequences=sequences,
         length=length,
         positions=len(latter_half(length) if positions is None else positions),
-        itemsize=8 if weight.dtype == torch.float64 else 4,
+        itemsize=itemsize,
     )
-    free = free_bytes(weight.device)
+    free = free_bytes(device)
     plan = CalibrationPlan(
         heads=chosen,
         sequences=sequences,
         length=length,
-        groups=_groups(layers, each, _budget(weight.device, free, each, capture_bytes)),
+        groups=_groups(layers, each, _budget(device, free, each, capture_bytes)),
         layer_bytes=each,
         forward_bytes=forward,
         statistics_bytes=statistics,
         collected_bytes=collected,
         free_bytes=free,
-        device=weight.device,
+        device=device,
     )
     _check(plan, capture_bytes)
     return plan
@@ -89,8 +89,7 @@ def plan_calibration(
 
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
     """Return of how many heads `collect` can be kept at once on the CPU, in half of what is free; one at least."""
-    weight = adapter_for(model).sites()[0].projections()["query"][0]
-    itemsize = 8 if weight.dtype == torch.float64 else 4
+    itemsize = 8 if adapter_for(model).dtype == torch.float64 else 4
     each = collection_bytes(collect, heads=1, sequences=sequences, length=length, itemsize=itemsize)
     free = free_bytes(torch.device("cpu"))
     limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))

@@ -65,6 +65,6 @@ def watch_layer(site: Site, modules: LayerModules, sink: Callable[[LayerInputs],
     stack = ExitStack()
     for module, name in ((modules.block, "residual"), (modules.attention, "normed")):
         stack.callback(module.register_forward_pre_hook(keep_input(name), with_kwargs=True).remove)
-    stack.callback(site.capture(lambda query, key: seen.update(query=query.detach(), key=key.detach())).remove)
+    stack.enter_context(site.capture(lambda query, key: seen.update(query=query.detach(), key=key.detach())))
     stack.callback(modules.attention.register_forward_hook(attention_output).remove)
     return stack

@@ -36,7 +36,7 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
         raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics lack them")
     if ids[0].shape[1] != statistics.length:
         raise InputError(f"expected sequences of {statistics.length} tokens, as calibrated; got {ids[0].shape[1]}")
-    device = sites[0].projections()["output"][0].device
+    device = adapter.device
     found = [layer_modules(unwrap(model), site) for site in sites]
     layers = [
         _Layer(site, modules, number, statistics, device)

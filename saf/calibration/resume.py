@@ -80,8 +80,8 @@ def inputs_of(
     positions: Sequence[int],
 ) -> dict[str, Any]:
     """Return what a calibration's numbers depend on, as JSON values."""
-    weight = adapter_for(model).sites()[0].projections()["query"][0]
-    lowered = lowered_dtype(weight.device)
+    device = adapter_for(model).device
+    lowered = lowered_dtype(device)
     return {
         "sequences": hash_of(torch.cat(list(ids))),
         "num_sequences": sum(map(len, ids)),
@@ -91,7 +91,7 @@ def inputs_of(
         "heads": heads.to_list(),
         "collect": sorted(collect),
         "positions": list(positions),
-        "device": weight.device.type,
+        "device": device.type,
         "autocast": None if lowered is None else str(lowered),
         "float32_products": float32_products(),
     }

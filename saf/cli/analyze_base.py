@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
+from saf.adapters import adapter_for
 from saf.cli.models import Source, open_data, open_source
 from saf.cli.output import show
 from saf.data import TokenData, calibration_windows, sequential_windows
@@ -126,7 +127,7 @@ class Opened:
     @property
     def device_name(self) -> str:
         """The accelerator's name, or the processor's architecture."""
-        return device_name(next(self.model.parameters()).device)
+        return device_name(adapter_for(self.model).device)
 
 
 def say(text: str) -> None:

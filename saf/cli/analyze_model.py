@@ -36,7 +36,7 @@ class JointCost(OnModel):
         """Measure, show, write and return the record."""
         opened = self.open()
         first, second = (HeadSet(read_heads(words)) for words in (self.first, self.second))
-        check_heads(adapter_for(opened.model).sites(), first | second)
+        check_heads(adapter_for(opened.model), first | second)
         ids, windows = self.calibration(opened), opened.windows(self.windows)
         with opened.autocast:
             statistics = calibrate(opened.model, ids)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from saf.adapters import language_model
 from saf.calibration.capture import evaluation_mode
 from saf.data import PARTITIONS, TokenData, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
@@ -54,12 +54,12 @@ def evaluate_perplexity(
     """
     length = _check_settings(model, data, partition=partition, length=length, batch_size=batch_size, limit=limit)
     windows = sequential_windows(data.tokens(partition), length, limit)
-    device = next(model.parameters()).device
-    rows = []
+    language = language_model(model)
+    rows, device = [], language.device
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
         for batch in windows.split(batch_size):
             batch = batch.to(device)
-            rows.append(token_log_probs(model, batch[:, :-1], batch[:, 1:]).float().cpu())
+            rows.append(language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu())
             if progress:
                 progress(sum(len(row) for row in rows), len(windows))
     log_probs = torch.cat(rows)
@@ -109,14 +109,6 @@ def hash_windows(windows: Tensor) -> str:
     return digest.hexdigest()
 
 
-def token_log_probs(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return log p(target) `[B, T]`; Hugging Face models give logits, the project's GPT the values themselves."""
-    if isinstance(getattr(model, "token_log_probs", None), Callable):
-        return model.token_log_probs(inputs, targets)
-    logits = model(input_ids=inputs, use_cache=False).logits.float()
-    return -functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-
-
 def _check_settings(
     model: Any, data: TokenData, *, partition: str, length: int | None, batch_size: int, limit: int | None
 ) -> int:
@@ -126,15 +118,16 @@ def _check_settings(
     for name, value in (("batch_size", batch_size), ("limit", limit), ("length", length)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1; got {value}")
-    longest = getattr(model.config, "max_length", None) or getattr(model.config, "max_position_embeddings", None)
+    language = language_model(model)
+    longest, known = language.max_length, language.vocab_size
     length = length or longest
     if length is None:
         raise InputError("the model does not tell its maximum length; pass length=")
     if longest is not None and length > longest:
         raise InputError(f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}")
-    if data.vocab_size > model.config.vocab_size:
+    if known is not None and data.vocab_size > known:
         raise DataError(
-            f"the data's tokenizer has {data.vocab_size:,} ids, the model only {model.config.vocab_size:,}; "
+            f"the data's tokenizer has {data.vocab_size:,} ids, the model only {known:,}; "
             "evaluate with data prepared by the tokenizer the model was trained with"
         )
     return length

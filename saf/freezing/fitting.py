@@ -47,7 +47,7 @@ def make_patterns(
     for some in _chunks(heads, size):
         found = calibrate(model, ids, collect=names, heads=some, watch=watch) if names else statistics
         with watch("fit"):
-            made |= _make(found, some, config, adapter_for(model).sites()[0].projections()["query"][0].device)
+            made |= _make(found, some, config, adapter_for(model).device)
     return made
 
 
@@ -80,4 +80,5 @@ def stack(patterns: Sequence[Pattern]) -> Pattern | None:
     """Join patterns of one kind over `[F]`; None when there are none."""
     if not patterns:
         return None
-    return type(patterns[0]).stack(patterns)
+    kind: Any = type(patterns[0])
+    return kind.stack(patterns)

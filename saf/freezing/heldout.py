@@ -59,7 +59,7 @@ def fit_heldout(
     chosen = None if heads is None else HeadSet(heads)
     measured = [calibrate(model, half, heads=chosen, collect=collect_for(pattern)) for half in halves]
     chosen = HeadSet((layer, head) for layer, head in measured[0].measured.nonzero().tolist())
-    device = adapter_for(model).sites()[0].projections()["query"][0].device
+    device = adapter_for(model).device
     goals = [_target(statistics, chosen, pattern, device) for statistics in measured]
     found = {}
     for name, options in fits.items():

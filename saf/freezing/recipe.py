@@ -23,9 +23,8 @@ from saf.heads import Head, HeadSet
 from saf.machine.processes import done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.scores import score
-from saf.surgery import install_
-from saf.surgery.editing import check_unwrapped
-from saf.surgery.rows import check_optimizer, unwrap_optimizer
+from saf.surgery import check_unwrapped, install_
+from saf.surgery.optimizer import check_optimizer, unwrap_optimizer
 
 
 def freeze_(
@@ -75,7 +74,7 @@ def freeze_(
     adapter = adapter_for(model)
     for site in adapter.sites():  # now, not after the whole measurement
         check_optimizer(unwrap_optimizer(optimizer), [parameter for parameter, _ in site.projections().values()])
-    watch = Stopwatch(adapter.sites()[0].projections()["query"][0].device)
+    watch = Stopwatch(adapter.device)
     report = done_once(
         lambda: _decide(
             model, batches, config, heldout, needed or {}, watch, adapter.max_length, progress,

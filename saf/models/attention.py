@@ -1,5 +1,7 @@
 """Multi-head attention whose heads may be frozen; weights lie in slot order, live heads first."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,7 +52,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.live = LiveAttention()
         self.frozen: FrozenHeads | None = None
-        self.removed: dict[int, dict[str, Tensor]] = {}
+        self.removed: Mapping[int, Mapping[str, Tensor]] = {}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the projections' weights by role."""

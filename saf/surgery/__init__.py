@@ -1,10 +1,21 @@
-"""Editing a model in place: install and undo fixed patterns, with the optimiser's state carried along."""
+"""Editing a model in place: install and undo fixed patterns, with the optimiser's state carried along.
 
-from saf.surgery.apply import apply_
-from saf.surgery.install import install_
-from saf.surgery.pattern_group import pattern_parameters
-from saf.surgery.state import restore_, state_of
-from saf.surgery.uninstall import finalize_, uninstall_
-from saf.surgery.weight_sums import weight_sums
+`edit` is the sequence that every edit goes through; `install` freezes heads and undoes it; `rows` and `optimizer` move
+weights and moments; `state` is what of it files hold.
+"""
 
-__all__ = ["apply_", "finalize_", "install_", "pattern_parameters", "restore_", "state_of", "uninstall_", "weight_sums"]
+from saf.surgery.edit import check_unwrapped
+from saf.surgery.install import finalize_, install_, pattern_parameters, uninstall_
+from saf.surgery.state import apply_, restore_, state_of, weight_sums
+
+__all__ = [
+    "apply_",
+    "check_unwrapped",
+    "finalize_",
+    "install_",
+    "pattern_parameters",
+    "restore_",
+    "state_of",
+    "uninstall_",
+    "weight_sums",
+]

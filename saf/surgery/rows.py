@@ -1,43 +1,14 @@
 """Rearranging the head rows of a parameter together with its optimiser state; the parameter stays the same object."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from saf.errors import InputError, UnsupportedError
-from saf.surgery.stale_moments import remember_optimizer, watch_stale_moments
+from saf.surgery.optimizer import remember_optimizer, watch_stale_moments
 
 Plan = Sequence[int | dict[str, Tensor]]
 """For each head of the result: the old slot it comes from, or rows to put back, by name (`weight`, moments)."""
-
-
-def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the PyTorch optimiser under wrappers such as accelerate's."""
-    while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        if not hasattr(optimizer, "optimizer"):
-            raise InputError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Iterable[Tensor]) -> None:
-    """Raise unless the optimiser holds the parameters' training state in a form that can be carried by rows."""
-    if optimizer is None:
-        return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in parameters:
-        if parameter.requires_grad and id(parameter) not in held:
-            raise InputError(
-                "this optimizer does not hold the model's attention weights; pass the one that trains them"
-            )
-        for name, state in optimizer.state.get(parameter, {}).items():
-            if isinstance(state, Tensor) and state.dim() > 0 and state.shape != parameter.shape:
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__} keeps {name!r} of shape {tuple(state.shape)} for a weight of shape "
-                    f"{tuple(parameter.shape)}; only state of the weight's own shape can be carried by heads"
-                )
 
 
 def moments(parameter: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -1,19 +1,29 @@
-"""The frozen heads of a model as plain data: what checkpoints and sidecars store beside the weights."""
+"""The frozen heads of a model as plain data: what checkpoints and sidecars store beside the weights, and its way back.
 
-from collections.abc import Mapping
+`state_of` makes it. `restore_` shapes a model for the saved weights, which are loaded afterwards; `apply_` freezes a
+model that has its weights. `weight_sums` tell the weights that were saved from others.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for
-from saf.errors import CheckpointError
+from saf.errors import CheckpointError, SafWarning
+from saf.heads import HeadSet
 from saf.patterns import KINDS, Pattern, pattern_from_state
-from saf.surgery.editing import editing
-from saf.surgery.layout import prepare_heads
+from saf.surgery.edit import editing, heads_with_rows, plan_edit
+from saf.surgery.install import install_, uninstall_
 from saf.surgery.rows import replace_data_
 
 SCHEMA = "saf.heads/1"
+Sums = dict[str, dict[str, str]]
+"""dtype and SHA-256 of one layer's projections, by role."""
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -50,30 +60,127 @@ def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tens
     CheckpointError when the state is of another schema or of another shape of model, or lacks a pattern; the model is
     unchanged then.
     """
-    changes = []
+    edits = {}
     for number, site, layer in matching_layers(model, state):
         if not layer["frozen"]:
             continue
         layout = replace(site.layout, frozen=tuple(layer["frozen"]))
         trained = layer.get("trainable", ())
         patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
-        changes.append((number, site, layout, prepare_heads(site, layout, patterns, backend)))
-    for number, site, layout, heads in changes:
-        for role in ("query",) if layout.grouped else ("query", "key"):
+        edits[number] = plan_edit(site, layout, patterns, backend=backend, optimizer=None)
+    for number, edit in edits.items():
+        site = edit.site
+        for role, heads in heads_with_rows(edit.layout).items():
             parameter, dimension = site.projections()[role]
-            replace_data_(parameter, parameter.data.narrow(dimension, 0, layout.num_live * site.head_dim).clone())
-        site.assign(layout, heads)
-        restore_removed_(number, site, tensors)
+            replace_data_(parameter, parameter.data.narrow(dimension, 0, len(heads) * site.head_dim).clone())
+        site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout.frozen, tensors))
 
 
-def restore_removed_(number: int, site: Site, tensors: Mapping[str, Tensor]) -> None:
-    """Keep for undoing, of a layer's frozen heads, the rows that were saved and no others: none of a final freeze."""
-    site.removed.clear()
-    for head in site.layout.frozen:
+def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
+    """Install the frozen heads of `state_of` in a model that has all its weights, as `install_` does.
+
+    Rows kept for undoing are those that were saved. The model's attention weights should be the saved ones, too. Where
+    those rows, or the sums of the weights that stay (`weight_sums`, as `weights` of each layer; earlier files have
+    none), tell that they are not, a warning names them and says to load the others. Raises CheckpointError for another
+    schema or shape of model; it is unchanged then.
+    """
+    layers = matching_layers(model, state)
+    differing = {number: _other_rows(number, site, layer["frozen"], tensors) for number, site, layer in layers}
+    events = []
+    for trainable in (False, True):
+        heads = HeadSet(
+            (number, head)
+            for number, _, layer in layers
+            for head in layer["frozen"]
+            if (head in layer.get("trainable", ())) is trainable
+        )
+        # As stored, without training yet: `install_` makes them trainable.
+        events.append((heads, [read_pattern(tensors, f"{number}.{head}.", False) for number, head in heads], trainable))
+    for heads, patterns, trainable in events:
+        try:
+            install_(model, heads, patterns, backend=backend, trainable=trainable)
+        except Exception:
+            uninstall_(model)
+            raise
+    for number, site, layer in layers:
+        if layer["frozen"]:  # rows that were saved, not this model's: undoing gives back what was frozen
+            site.assign(site.layout, site.frozen, _saved_rows(number, site.layout.frozen, tensors))
+        differing[number] |= differing_roles(site, layer.get("weights", {}))
+    if listed := _listed(differing):
+        warnings.warn(
+            f"the model's weights differ from those saved with the frozen heads ({listed}): load the state dict of the "
+            "frozen model now",
+            SafWarning,
+            stacklevel=3,
+        )
+
+
+def _other_rows(number: int, site: Site, heads: list[int], tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return {"query"} when a layer's rows are not those kept for undoing; raise CheckpointError for another shape."""
+    weight = site.projections()["query"][0].detach().cpu()
+    found = set()
+    for head in heads:
+        kept = tensors.get(f"{number}.{head}.removed.query.weight")
+        if kept is None:
+            continue
+        own = weight[head * site.head_dim : (head + 1) * site.head_dim]
+        if own.shape != kept.shape:
+            raise CheckpointError(
+                f"layer {number}: the frozen heads have query rows {list(kept.shape)}, this model's are "
+                f"{list(own.shape)}"
+            )
+        narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(own.to(narrower), kept.to(narrower)):
+            found.add("query")
+    return found
+
+
+def _listed(differing: dict[int, set[str]], most: int = 3) -> str:
+    """Return "layer 0: query, value; ...": the first layers, and how many more; nothing when none differs."""
+    listed = [f"layer {number}: {', '.join(sorted(roles))}" for number, roles in differing.items() if roles]
+    more = [f"and {len(listed) - most} more"] if len(listed) > most else []
+    return "; ".join(listed[:most] + more)
+
+
+def weight_sums(model: nn.Module) -> list[Sums]:
+    """Return the sums of every layer's projections as they are: without removed rows, heads in slot order."""
+    return [
+        {
+            role: {"dtype": str(weight.dtype).removeprefix("torch."), "sha256": _sum(weight)}
+            for role, (weight, _) in site.projections().items()
+        }
+        for site in adapter_for(model).sites()
+    ]
+
+
+def differing_roles(site: Site, sums: Sums) -> set[str]:
+    """Return the roles whose weights are not those of `sums`, compared in the dtype that these were taken in.
+
+    Weights of a narrower dtype cannot be compared, and are not named.
+    """
+    found = set()
+    for role, recorded in sums.items():
+        weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
+        comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
+        if comparable and _sum(weight.to(dtype)) != recorded["sha256"]:
+            found.add(role)
+    return found
+
+
+def _sum(weight: Tensor) -> str:
+    """Return the SHA-256 of a weight's bytes."""
+    return hashlib.sha256(weight.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _saved_rows(number: int, heads: Iterable[int], tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Return the rows of a layer's frozen heads that were saved for undoing, by head: none of a final freeze."""
+    rows: dict[int, dict[str, Tensor]] = {}
+    for head in heads:
         prefix = f"{number}.{head}.removed."
-        rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        if rows:
-            site.removed[head] = rows
+        found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if found:
+            rows[head] = found
+    return rows
 
 
 def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, dict[str, Any]]]:

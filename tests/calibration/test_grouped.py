@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import saf
+from saf.adapters import Adapter
 from saf.adapters.gpt import GPTSite
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.calibration.gates import gate_gradient
@@ -75,8 +76,12 @@ class Grouped(nn.Module):
         return x @ self.embed.weight.T
 
 
-class Adapter:
+class GroupedAdapter(Adapter):
     family = "grouped"
+    keep_live, saves_weights, one_graph = 0, True, True
+    max_length = vocab_size = None
+    device = torch.device("cpu")
+    next_token_loss = token_log_probs = last_logits = attention_settings = None
 
     def __init__(self, model):
         self.model = model
@@ -94,7 +99,7 @@ class Adapter:
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr("saf.adapters.ADAPTERS", (Adapter,))
+    monkeypatch.setattr("saf.adapters.ADAPTERS", (GroupedAdapter,))
     made = Grouped().double()
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from saf.adapters import adapter_for
-from saf.adapters.site import frozen_heads
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
@@ -85,7 +84,7 @@ def test_installed_model_computes_the_fixed_patterns():
     expected = by_hand(model, tokens, SOME, patterns(6))
     install_(model, SOME, patterns(6), optimizer=trainer)
     torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
-    assert frozen_heads(adapter_for(model)) == SOME
+    assert adapter_for(model).frozen_heads() == SOME
     assert model.blocks[1].attention.q_proj.weight.shape == (0, 32)
 
 

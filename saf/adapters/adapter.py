@@ -1,0 +1,140 @@
+"""What the rest of the project asks of a model: `LanguageModel`, `Adapter` with its `Site`s, and nothing of its class.
+
+An adapter only looks: making one, asking it and measuring through it leave the model as it was. `Site.assign` and
+`Site.pin` alone change a model.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from saf.heads import HeadLayout, HeadSet
+from saf.ops import FrozenHeads
+
+Sink = Callable[[Tensor, Tensor], None]
+Removed = Mapping[int, Mapping[str, Tensor]]
+"""Rows taken out of a layer at freezing, on the CPU: by head, then by name, as `query.weight` or `key.exp_avg`."""
+
+
+class Site(Protocol):
+    """One attention layer: its projections, by role, and its frozen heads."""
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Order of the heads."""
+        ...
+
+    @property
+    def frozen(self) -> FrozenHeads | None:
+        """What executes the frozen heads; None where there are none."""
+        ...
+
+    @property
+    def removed(self) -> Removed:
+        """Rows kept for undoing."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        ...
+
+    def projections(self) -> dict[str, tuple[Tensor, int]]:
+        """Return parameters named `query`, `key`, `value`, `output`, each with the dimension along which heads lie."""
+        ...
+
+    def check(self, layout: HeadLayout) -> None:
+        """Raise UnsupportedError for a layout that this layer cannot execute."""
+        ...
+
+    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
+        """Take another layout, its frozen heads and rows for undoing, once the projections are rearranged to it."""
+        ...
+
+    def pin(self, kernel: str) -> None:
+        """Let live heads run on an SDPA kernel by name, see `live_attention`."""
+        ...
+
+    def capture(self, sink: Sink) -> AbstractContextManager[None]:
+        """Call `sink(query, key)` with the rotated `[B, L, T, D]` and `[B, K, T, D]` of every pass while it is open."""
+        ...
+
+
+class LanguageModel(ABC):
+    """A causal language model that can be evaluated, whether or not its attention is known."""
+
+    model: Any
+    """The model itself, without wrappers."""
+    one_graph: ClassVar[bool]
+    """Whether the model is written to compile as one graph."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the model takes token ids."""
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int | None:
+        """The longest input in tokens; None when the model sets no limit."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int | None:
+        """How many token ids the model knows; None when it does not tell."""
+
+    @abstractmethod
+    def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, in nats per token, with its gradient."""
+
+    @abstractmethod
+    def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return log p of every target, `[B, T]` float32, in nats."""
+
+    @abstractmethod
+    def last_logits(self, input_ids: Tensor) -> Tensor:
+        """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`; other positions have none computed."""
+
+
+class Adapter(LanguageModel):
+    """A model family whose attention is known: which models belong to it, and where its attention layers are."""
+
+    family: ClassVar[str]
+    keep_live: ClassVar[int]
+    """Heads of every layer that cannot be frozen, whichever they are."""
+    saves_weights: ClassVar[bool]
+    """Whether `saf.save` writes the weights beside the frozen heads; else their own library keeps them."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, model: nn.Module) -> "Adapter | None":
+        """Return the adapter of a model of this family, None for any other model."""
+
+    @abstractmethod
+    def sites(self) -> Sequence[Site]:
+        """Return the attention layers in order."""
+
+    @abstractmethod
+    def run(self, input_ids: Tensor) -> None:
+        """Run the layers on `input_ids [B, T]`, without the output layer."""
+
+    @abstractmethod
+    def attention_settings(self) -> dict[str, Any]:
+        """Return what shapes attention beside the saved weights, as values for JSON; nothing where all is saved."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the attention weights: that of queries and keys outside autocast."""
+        return self.sites()[0].projections()["query"][0].dtype
+
+    def frozen_heads(self) -> HeadSet:
+        """Return the heads that are frozen already."""
+        return HeadSet((layer, head) for layer, site in enumerate(self.sites()) for head in site.layout.frozen)
+
+    def live_heads(self) -> HeadSet:
+        """Return the heads that compute ordinary attention."""
+        return HeadSet((layer, head) for layer, site in enumerate(self.sites()) for head in site.layout.live)

@@ -1,0 +1,49 @@
+"""A causal language model as transformers calls it: token ids in, an object with `logits` out, a `config` beside."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from saf.adapters.adapter import LanguageModel
+
+
+class TransformersModel(LanguageModel):
+    """A causal language model of transformers, or one that is called alike."""
+
+    one_graph = False
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter, the embedding's."""
+        return next(self.model.parameters()).device
+
+    @property
+    def max_length(self) -> int | None:
+        """The number of positions in the configuration."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of token ids in the configuration."""
+        return getattr(self.model.config, "vocab_size", None)
+
+    def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, from float32 logits."""
+        return F.cross_entropy(self._logits(input_ids).flatten(0, 1), targets.flatten())
+
+    def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return log p of every target, `[B, T]` float32, in nats."""
+        return -F.cross_entropy(self._logits(input_ids).transpose(1, 2), targets, reduction="none")
+
+    def last_logits(self, input_ids: Tensor) -> Tensor:
+        """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`."""
+        return self.model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
+
+    def _logits(self, input_ids: Tensor) -> Tensor:
+        """Return float32 logits `[B, T, V]`."""
+        return self.model(input_ids=input_ids, use_cache=False).logits.float()

@@ -1,0 +1,120 @@
+"""Looking at a model and measuring it change nothing in it: weights, configuration, methods, hooks, attributes."""
+
+import copy
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for, language_model
+from saf.errors import UnsupportedError
+from saf.heads import HeadSet
+from saf.machine.execution import device_name
+
+SHAPE = {"vocab_size": 61, "num_layers": 3, "num_heads": 4, "hidden_size": 48, "max_length": 32}
+
+
+def build(family):
+    """Return a small model and calibration tokens for it."""
+    if family == "gpt":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return saf.GPT(saf.GPTConfig(**SHAPE)).eval(), torch.randint(3, 61, (4, 32))
+    pytest.importorskip("transformers")
+    from tests.transformers_models import make, tokens
+
+    return make(family), tokens()
+
+
+def traces(model):
+    """Return everything about a model that looking could leave behind, apart from tensors' values."""
+    found = {}
+    for name, module in model.named_modules():
+        found[name] = {
+            "attributes": sorted(vars(module)),
+            "forward": module.forward,
+            "children": list(module._modules),
+            "parameters": {
+                key: None if one is None else (id(one), one.requires_grad, one.grad)
+                for key, one in module._parameters.items()
+            },
+            "buffers": {key: id(one) for key, one in module._buffers.items()},
+            "hooks": [
+                dict(hooks)
+                for key, hooks in vars(module).items()
+                if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+            ],
+            "training": module.training,
+        }
+    config = model.config
+    found["config"] = (copy.deepcopy(config.to_dict()), {key: repr(value) for key, value in vars(config).items()})
+    return found
+
+
+@pytest.fixture(params=["gpt", "qwen3", "llama", "llama-grouped", "mistral"])
+def looked_at(request):
+    """Yield a model and tokens, and check afterwards that it is as it was."""
+    model, ids = build(request.param)
+    before, weights = traces(model), copy.deepcopy(model.state_dict())
+    yield model, ids
+    assert traces(model) == before
+    after = model.state_dict()
+    assert after.keys() == weights.keys()
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
+
+
+def test_an_adapter_and_its_answers(looked_at):
+    model, ids = looked_at
+    adapter = adapter_for(model)
+    assert adapter.model is model
+    assert (adapter.max_length, adapter.vocab_size) == (32, 61)
+    assert (adapter.device, adapter.dtype) == (torch.device("cpu"), torch.float32)
+    assert not len(adapter.frozen_heads())
+    assert len(adapter.live_heads()) == 12
+    for site in adapter.sites():
+        assert (site.layout.frozen, site.frozen, dict(site.removed)) == ((), None, {})
+        assert site.projections().keys() == {"query", "key", "value", "output"}
+        site.check(site.layout)
+    with torch.no_grad():
+        log_probs = adapter.token_log_probs(ids[:, :-1], ids[:, 1:])
+        torch.testing.assert_close(adapter.next_token_loss(ids[:, :-1], ids[:, 1:]), -log_probs.mean())
+        following = adapter.last_logits(ids[:, :-1]).log_softmax(-1)[:, 0]
+        torch.testing.assert_close(following.gather(1, ids[:, -1:])[:, 0], log_probs[:, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_measuring(looked_at):
+    model, ids = looked_at
+    statistics = saf.calibrate(model, [ids], collect=("mean_rows",))
+    assert not statistics.variance.isnan().any()
+    assert not saf.head_outputs(model, [ids], statistics).gram.isnan().any()
+    assert not saf.gate_gradients(model, [ids]).isnan().any()
+    saf.fit_heldout(model, [ids], HeadSet([(0, 1)]))
+
+
+@pytest.mark.parametrize("looked_at", ["qwen3", "llama", "llama-grouped", "mistral"], indirect=True)
+def test_freezing_that_is_undone(looked_at):
+    model, ids = looked_at
+    report = saf.freeze_(model, [ids], saf.FreezeConfig(count=3, max_fit_kl=9))
+    assert adapter_for(model).frozen_heads() == report.heads
+    saf.uninstall_(model)
+
+
+def test_pinned_kernels_that_are_released(looked_at):
+    model, _ = looked_at
+    for kernel in ("math", "auto"):
+        for site in adapter_for(model).sites():
+            site.pin(kernel)
+
+
+def test_other_causal_models_are_evaluated_but_not_edited():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 61, "n_positions": 32}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    language = language_model(model)
+    ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(language.token_log_probs(ids[:, :-1], ids[:, 1:]), expected)
+    assert (language.max_length, language.vocab_size, device_name(language.device)[:3]) == (32, 61, "cpu")
+    with pytest.raises(UnsupportedError, match="GPT2LMHeadModel is not a supported model"):
+        adapter_for(model)
