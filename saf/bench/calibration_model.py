@@ -1,7 +1,7 @@
 """The model, optimiser and sequences of a measured intervention."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,12 @@ def build(settings: CalibrationSettings, point: Point, device: torch.device) -> 
     """
     if settings.model_folder is None:
         plan = ModelPlan.of(ModelSettings(model=settings.model, seed=settings.seed), point.length)
-        model = build_model(plan, Arm("auto"), device=device)
-        assert isinstance(model, GPT)
+        model = cast(GPT, build_model(plan, Arm("auto"), device=device))
         structure_(model, torch.Generator().manual_seed(settings.seed))
         return model, SYNTHETIC
     folder = Path(settings.model_folder)
-    model = _open(folder, device)
-    if not isinstance(model, GPT) or model.config.max_length < point.length:
+    model = cast(GPT, _open(folder, device))
+    if model.config.max_length < point.length:
         raise InputError(f"{folder} holds no decoder that takes {point.length} tokens; give shorter --points")
     return model, f"trained: {folder}"
 

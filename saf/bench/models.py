@@ -108,10 +108,8 @@ def _qwen3(
         raise UnsupportedError("flex is measured in this project's decoder only")
     sizes = plan.shape.qwen3()
     model = random_qwen3(max_length=plan.max_length, device=device, dtype=dtype, generator=generator, **sizes)
-    adapter = adapter_for(model)
-    assert isinstance(adapter, LlamaAdapter)
     # Ordinary arms too: the same function, without frozen heads.
-    adapter.attend_by(NAME)
+    LlamaAdapter(model).attend_by(NAME)
     return model
 
 
