@@ -7,8 +7,8 @@ from saf.bench.arms import Comparison, default_backends, default_kernels, defaul
 from saf.bench.recorder import Recorder
 from saf.bench.runner import PointRunner
 from saf.bench.settings import Settings
-from saf.bench.work import Peak, peak_of
 from saf.machine.execution import Execution
+from saf.machine.peaks import Peak, peak_of
 
 
 class Context:

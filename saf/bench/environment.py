@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from saf.bench.work import peak_of
+from saf.machine.peaks import peak_of
 
 
 def environment(device: torch.device, device_name: str) -> dict[str, Any]:

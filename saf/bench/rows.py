@@ -5,7 +5,8 @@ from typing import Any
 
 from saf.bench.arms import Arm, Comparison
 from saf.bench.pairs import Pair, refused, summary
-from saf.bench.work import Peak, Work
+from saf.bench.work import Work
+from saf.machine.peaks import Peak
 
 Taken = Mapping[tuple[Comparison, str], list[Pair]]
 """Pairs by comparison and variant."""

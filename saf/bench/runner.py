@@ -13,7 +13,7 @@ from saf.bench.recorder import Recorder
 from saf.bench.rows import Taken, WorkOf, line_of, make_rows
 from saf.bench.settings import Settings
 from saf.bench.told import told
-from saf.bench.work import Peak
+from saf.machine.peaks import Peak
 
 
 class Subject(Protocol):

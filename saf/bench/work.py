@@ -4,30 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saf.bench.shape import ModelShape
-
-
-@dataclass(frozen=True)
-class Peak:
-    """What a device reaches: bf16 FLOP/s and bytes/s, and how that is known."""
-
-    flops: float
-    bandwidth: float
-    source: str
-
-
-PEAKS = {
-    "GH200": Peak(989e12, 4.0e12, "data sheet"),
-    "H200": Peak(790e12, 4.3e12, "measured: 8192-cube product, 8.6 GB copy"),
-    "H100": Peak(989e12, 3.35e12, "data sheet"),
-    "A100": Peak(312e12, 2.0e12, "data sheet"),
-    "L40S": Peak(362e12, 0.864e12, "data sheet"),
-}
-"""By a part of the device's name; the first that fits."""
-
-
-def peak_of(device_name: str) -> Peak | None:
-    """Return the peaks of a device; None when they are not known here."""
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
+from saf.machine.peaks import Peak
 
 
 @dataclass(frozen=True)

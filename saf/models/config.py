@@ -38,6 +38,17 @@ class GPTConfig:
         """Return the channels of one head."""
         return self.hidden_size // self.num_heads
 
+    def flops_per_token(self, length: int) -> float:
+        """Return FLOPs of forward and backward per token of a model whose heads are all live, at so many tokens.
+
+        6 per weight of every matrix product (the tied embedding counts once, as the output), and 6 * length per
+        channel and layer for causal attention. Frozen heads count as live, so that a faster update shows as a higher
+        utilisation.
+        """
+        width = self.hidden_size
+        weights = self.num_layers * (4 + 2 * self.mlp_ratio) * width**2 + self.vocab_size * width
+        return 6.0 * weights + 6.0 * self.num_layers * width * length
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)

@@ -10,7 +10,7 @@ from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.freezing.choice import check_heads
 from saf.machine.execution import Execution
-from saf.machine.peaks import flops_per_token, peak_flops
+from saf.machine.peaks import rated_flops
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.records.events import read_events
@@ -199,6 +199,6 @@ def _observer(
         tensorboard=config.tensorboard,
         purge_from=update + 1,
         tokens_per_update=tokens,
-        flops_per_update=tokens * flops_per_token(shape, length),
-        peak_flops=peak_flops(execution.device_name, execution.precision),
+        flops_per_update=tokens * shape.flops_per_token(length),
+        peak_flops=rated_flops(execution.device_name, execution.precision),
     )

@@ -7,8 +7,9 @@ from saf.bench.arms import Arm, plan
 from saf.bench.recorder import Recorder
 from saf.bench.runner import PointRunner
 from saf.bench.settings import UpdateSettings
-from saf.bench.work import Peak, Work
+from saf.bench.work import Work
 from saf.errors import InputError
+from saf.machine.peaks import Peak
 
 COMPARISONS = plan(kernels=["auto"], others=[], backends=["toeplitz"], rates=[0.5], free=False)
 FROZEN = "50%_toeplitz_auto"

@@ -4,8 +4,9 @@ from saf.bench.grids import Point, points_of, rates_of
 from saf.bench.profiling import kernel_seen
 from saf.bench.settings import OpSettings, PrefillSettings, UpdateSettings
 from saf.bench.shape import ModelShape
-from saf.bench.work import attention_work, peak_of, update_work
+from saf.bench.work import attention_work, update_work
 from saf.errors import InputError
+from saf.machine.peaks import peak_of
 from saf.models import preset
 
 

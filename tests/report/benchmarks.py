@@ -13,7 +13,8 @@ from saf.bench.recorder import Recorder
 from saf.bench.runner import PointRunner
 from saf.bench.settings import PrefillSettings, Settings, UpdateSettings
 from saf.bench.timing import Budget
-from saf.bench.work import Peak, Work
+from saf.bench.work import Work
+from saf.machine.peaks import Peak
 
 POINT = Point(4096, 8, 4)
 TIMES = {
