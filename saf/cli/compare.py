@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from saf.cli.output import show
-from saf.evaluate.arms import compare_runs
+from saf.evaluate.compare import compare_runs
 from saf.records.quantities import change_percent, gibibytes, seconds, signed
 from saf.records.table import Table
 from saf.report.sections import timing_is_clear

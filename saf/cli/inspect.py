@@ -13,9 +13,9 @@ from saf.cli.inspect_words import fit_words, head_words, kind_words, layer_table
 from saf.cli.output import show
 from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.runs import Run
 from saf.records.files import read_json, read_tensors
 from saf.records.folders import verify
+from saf.records.run import RecordedRun
 from saf.records.table import Table
 from saf.sidecar import check_sums
 from saf.train.checkpoint import checkpoints, is_checkpoint
@@ -88,7 +88,7 @@ def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
 
 def run_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """Describe a run and verify each of its checkpoints."""
-    run = Run.open(path)
+    run = RecordedRun.open(path)
     kept = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
     final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
     result = {

@@ -14,8 +14,8 @@ from saf.calibration.capture import evaluation_mode
 from saf.data import PARTITIONS, TokenData, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
 from saf.machine.execution import autocast, device_name, resolve_precision
-from saf.records.files import write_json, write_tensors
-from saf.records.head import result_head
+from saf.records.files import read_tensors, write_json, write_tensors
+from saf.records.head import read_result, result_head
 
 WRITTEN = ("evaluation.json", "log_probs.safetensors")
 
@@ -92,6 +92,17 @@ def evaluate_perplexity(
         write_tensors(values, {"log_probs": log_probs}, {"windows_hash": record["windows_hash"]})
         write_json(table, record)
     return record
+
+
+def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
+    """Return evaluation.json and its log-probabilities `[windows, T]`, nats; raise InputError if they disagree."""
+    table, values = (Path(folder) / name for name in WRITTEN)
+    record, log_probs = read_result(table), read_tensors(values).get("log_probs")
+    expected = [record.get("windows"), record.get("length")]
+    if log_probs is None or list(log_probs.shape) != expected:
+        got = "nothing" if log_probs is None else list(log_probs.shape)
+        raise InputError(f"{folder}: {table.name} tells of log-probabilities {expected}, {values.name} holds {got}")
+    return record, log_probs
 
 
 def perplexity_of(loss: float) -> float:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from saf.errors import SafError
-from saf.evaluate.arms import compare_runs
-from saf.evaluate.runs import Run
+from saf.evaluate.compare import compare_runs
 from saf.records.head import read_result
+from saf.records.run import RecordedRun
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Comparison:
     """A frozen run beside the report's ordinary run; `record` is None when they could not be compared."""
 
     name: str
-    ordinary: Run
-    frozen: Run
+    ordinary: RecordedRun
+    frozen: RecordedRun
     record: dict[str, Any] | None
     reason: str | None = None
 
 
-def compare_all(runs: Sequence[Run], names: Sequence[str]) -> list[Comparison]:
+def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Comparison]:
     """Compare every frozen run with the first ordinary one; differences and failures are kept to be shown."""
     ordinary = next((run for run in runs if run.arm == "ordinary"), None)
     if ordinary is None:
@@ -40,7 +40,7 @@ def compare_all(runs: Sequence[Run], names: Sequence[str]) -> list[Comparison]:
     return found
 
 
-def recorded(ordinary: Run, frozen: Run) -> dict[str, Any] | None:
+def recorded(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any] | None:
     """Return what `saf compare` once wrote into the frozen run's folder, if it is about these two results.
 
     Archived runs keep their results but not the log-probabilities of every token.
@@ -55,7 +55,7 @@ def recorded(ordinary: Run, frozen: Run) -> dict[str, Any] | None:
     return record
 
 
-def arm_names(runs: Sequence[Run]) -> list[str]:
+def arm_names(runs: Sequence[RecordedRun]) -> list[str]:
     """Return a name for each run: its folder's, with as much of the path before it as makes all names differ."""
     parts = [run.folder.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=1) + 1):

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saf.evaluate.runs import Run
 from saf.patterns import CompactPattern
+from saf.records.run import RecordedRun
 
 CURVE_POINTS = 512
 PATTERN_POINTS = 256
@@ -16,7 +16,7 @@ MARGINAL_POINTS = 128
 _SCORES = ("variance", "forward_kl")
 
 
-def arm_data(run: Run, name: str) -> dict[str, Any]:
+def arm_data(run: RecordedRun, name: str) -> dict[str, Any]:
     """Return one arm's training curve (nats by update), controller evaluations and kind."""
     updates = np.array([m["update"] for m in run.metrics], dtype=float)
     losses = np.array([np.nan if m["loss"] is None else m["loss"] for m in run.metrics], dtype=float)
@@ -34,7 +34,7 @@ def arm_data(run: Run, name: str) -> dict[str, Any]:
     }
 
 
-def gap_data(ordinary: Run, frozen: Run, name: str) -> dict[str, Any] | None:
+def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str) -> dict[str, Any] | None:
     """Return the frozen arm's train loss minus the ordinary one's, update by update (same batches), smoothed."""
     left, right = ({m["update"]: m["loss"] for m in run.metrics if m["loss"] is not None} for run in (ordinary, frozen))
     after = frozen.freeze_update or 0
@@ -52,7 +52,7 @@ def gap_data(ordinary: Run, frozen: Run, name: str) -> dict[str, Any] | None:
     }
 
 
-def freeze_data(run: Run, name: str) -> dict[str, Any] | None:
+def freeze_data(run: RecordedRun, name: str) -> dict[str, Any] | None:
     """Return a frozen run's head map: scores, marks, patterns, measured marginals; None without an event."""
     if run.freeze is None:
         return None
@@ -80,7 +80,7 @@ def freeze_data(run: Run, name: str) -> dict[str, Any] | None:
     }
 
 
-def smoothing_window(run: Run, share: float) -> int:
+def smoothing_window(run: RecordedRun, share: float) -> int:
     """Return how many updates a smoothed curve averages: a share of the whole schedule, the same for every arm."""
     schedule = (run.config.get("train") or {}).get("updates") or len(run.metrics)
     return max(5, round(share * schedule))

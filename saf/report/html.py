@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
-from saf.evaluate.runs import Run
 from saf.records.files import write_atomically
+from saf.records.run import RecordedRun
 from saf.report.comparisons import Comparison, arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
 from saf.report.page import page, section, text
@@ -27,13 +27,13 @@ def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     """
     if not runs:
         raise InputError("a report needs at least one run folder")
-    opened = [Run.open(folder) for folder in runs]
+    opened = [RecordedRun.open(folder) for folder in runs]
     out = Path(out)
     target = out if out.suffix == ".html" else out / "report.html"
     return write_atomically(target, render(opened).encode())
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RecordedRun]) -> str:
     """Return the page as text."""
     names = arm_names(runs)
     comparisons = compare_all(runs, names)
@@ -51,7 +51,7 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def report_data(runs: Sequence[Run], names: Sequence[str], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def report_data(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return everything that the page draws, as plain JSON values."""
     named = list(zip(runs, names, strict=True))
     paired = [c for c in comparisons if c.record and not c.record["differences"]]
@@ -65,7 +65,7 @@ def report_data(runs: Sequence[Run], names: Sequence[str], comparisons: Sequence
 
 
 def _sections(
-    runs: Sequence[Run], names: Sequence[str], comparisons: Sequence[Comparison], data: dict[str, Any]
+    runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison], data: dict[str, Any]
 ) -> str:
     parts = []
     if data["freezes"]:
@@ -78,7 +78,7 @@ def _sections(
     return "\n".join(parts)
 
 
-def _footer(runs: Sequence[Run]) -> str:
+def _footer(runs: Sequence[RecordedRun]) -> str:
     dates = [(run.result or {}).get("provenance", {}).get("date") for run in runs]
     last = max((date for date in dates if date), default=None)
     return f"Last run ended {text(last)}. " if last else ""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
-from saf.evaluate.runs import Run
 from saf.records.files import write_atomically
 from saf.records.quantities import number
+from saf.records.run import RecordedRun
 from saf.report.comparisons import arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
 from saf.report.sections import headline
@@ -31,10 +31,10 @@ def write_picture(runs: Sequence[Path | str], out: Path | str) -> Path:
     out = Path(out)
     if out.suffix != ".svg":
         raise InputError(f"the picture is an SVG; expected a name ending in .svg, got {out.name}")
-    return write_atomically(out, picture([Run.open(folder) for folder in runs]).encode())
+    return write_atomically(out, picture([RecordedRun.open(folder) for folder in runs]).encode())
 
 
-def picture(runs: Sequence[Run]) -> str:
+def picture(runs: Sequence[RecordedRun]) -> str:
     """Return the SVG; raise InputError when no run froze heads."""
     names = arm_names(runs)
     comparisons = compare_all(runs, names)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
-from saf.evaluate.runs import Run
 from saf.records.files import read_json, write_atomically
 from saf.records.head import is_result, with_head
+from saf.records.run import RecordedRun
 from saf.report.analyses import is_analysis
 from saf.report.analysis_figures import FIGURES, analysis_figure
 from saf.report.bars_svg import bars_picture
@@ -76,14 +76,14 @@ def render_results(results: Path, beside: Path, *, name: str = "results.md") -> 
     return {name: "\n\n".join(parts) + "\n", **pictures}
 
 
-def find(results: Path) -> tuple[dict[Path, list[Run]], list[File]]:
+def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     """Return the runs by the folder that holds them, and every other JSON record, in order."""
     if not results.is_dir():
         raise InputError(f"{results} is not a folder of results")
     folders = sorted({path.parent for path in results.rglob("config.json")}, key=_natural)
-    trainings: dict[Path, list[Run]] = {}
+    trainings: dict[Path, list[RecordedRun]] = {}
     for folder in folders:
-        trainings.setdefault(folder.parent, []).append(Run.open(folder))
+        trainings.setdefault(folder.parent, []).append(RecordedRun.open(folder))
     files = []
     for path in sorted(results.rglob("*.json"), key=_natural):
         if not any(folder in path.parents for folder in folders):

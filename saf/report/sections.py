@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from saf.evaluate.runs import Run
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
+from saf.records.run import RecordedRun
 from saf.records.table import Cell, Table
 from saf.report.comparisons import Comparison
 from saf.report.page import text
 
 
-def headline(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
+def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
     """Return the main finding as one sentence of HTML."""
     done = next((c.record for c in comparisons if c.record), None)
     if done:
@@ -35,7 +35,7 @@ def timing_is_clear(record: dict[str, Any]) -> bool:
     return spreads[0][1] < spreads[1][0]
 
 
-def dek(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
+def dek(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
     """Return the paragraph under the headline: the same finding with its uncertainty and its conditions."""
     found = next((c for c in comparisons if c.record), None)
     if found is None or found.record is None:
@@ -70,7 +70,7 @@ def warning(comparisons: Sequence[Comparison]) -> str:
     return f'<div class="warning" role="note"><strong>Read with care</strong><ul>{items}</ul></div>' if lines else ""
 
 
-def comparison_table(runs: Sequence[Run], names: Sequence[str], comparisons: Sequence[Comparison]) -> str:
+def comparison_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> str:
     """Return one row an arm: perplexity, change, update time, memory, intervention."""
     compared = {c.name: c.record for c in comparisons if c.record}
     base = next((c.ordinary for c in comparisons), None)
@@ -99,7 +99,7 @@ def comparison_table(runs: Sequence[Run], names: Sequence[str], comparisons: Seq
     return Table.of("Arms side by side", columns, rows).html()
 
 
-def probe_sentence(runs: Sequence[Run]) -> str:
+def probe_sentence(runs: Sequence[RecordedRun]) -> str:
     """Return what freezing cost at once on the controller's text, before any recovery; else nothing."""
     for run in runs:
         event = (run.result or {}).get("intervention") or {}
@@ -112,7 +112,7 @@ def probe_sentence(runs: Sequence[Run]) -> str:
     return ""
 
 
-def provenance_table(runs: Sequence[Run], names: Sequence[str]) -> str:
+def provenance_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """Return hashes, versions, seed, device, commit and command of every run."""
     records = [_provenance(run) for run in runs]
     keys = list(dict.fromkeys(key for record in records for key in record))
@@ -120,7 +120,7 @@ def provenance_table(runs: Sequence[Run], names: Sequence[str]) -> str:
     return Table.of("Where these numbers come from", ["", *names], rows).html()
 
 
-def _provenance(run: Run) -> dict[str, Any]:
+def _provenance(run: RecordedRun) -> dict[str, Any]:
     told = dict((run.result or {}).get("provenance") or {})
     versions = told.pop("versions", None) or {}
     checkpoints, data = told.pop("checkpoints", {}), told.pop("data", {})
@@ -143,14 +143,14 @@ def _interval(record: dict[str, Any]) -> Cell:
     return Cell(text=signed(record["delta_ppl_percent"]), aside=f"({signed(low)} to {signed(high)})")
 
 
-def _median_update(run: Run, record: dict[str, Any] | None) -> float | None:
+def _median_update(run: RecordedRun, record: dict[str, Any] | None) -> float | None:
     """Return the median over the compared updates where there are such, else the run's own."""
     if record:
         return record["update_seconds_frozen"]
     return ((run.result or {}).get("update_seconds") or {}).get("median")
 
 
-def _last_update(run: Run) -> int:
+def _last_update(run: RecordedRun) -> int:
     return run.metrics[-1]["update"] if run.metrics else 0
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from saf.evaluate.runs import Run
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
+from saf.records.run import RecordedRun
 from saf.report.comparisons import Comparison
 from saf.report.page import text
 from saf.report.sections import timing_is_clear
@@ -12,7 +12,7 @@ from saf.report.sections import timing_is_clear
 _WIDTH = 200
 
 
-def tiles(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
+def tiles(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
     """Return up to four key figures; those without a measurement are left out."""
     run = next((run for run in runs if run.arm == "frozen"), runs[0])
     found = next((c for c in comparisons if c.record), None)
@@ -58,7 +58,7 @@ def _memory(record: dict[str, Any]) -> str:
     return tile("Peak memory", signed(change, 1), f"{_arrow(*map(gibibytes, pair))} during an update", bars(*pair))
 
 
-def _heads(run: Run) -> str:
+def _heads(run: RecordedRun) -> str:
     count, freeze = len(run.frozen_heads), run.freeze or {}
     if not count or not run.num_heads:
         return ""
@@ -71,7 +71,7 @@ def _heads(run: Run) -> str:
     return tile("Heads frozen", f"{100 * count / run.num_heads:.0f}%", note, drawing)
 
 
-def _single(run: Run) -> list[str]:
+def _single(run: RecordedRun) -> list[str]:
     """Return the tiles of a run that is not compared with another."""
     result = run.result or {}
     parts = []

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from saf.evaluate.runs import Run
 from saf.records import paper
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
+from saf.records.run import RecordedRun
 from saf.records.table import Table
 from saf.report.comparisons import Comparison, arm_names, compare_all
 from saf.report.origin import device_and_versions, link, source
 
 
-def training(folder: Path, runs: Sequence[Run], beside: Path) -> str:
+def training(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> str:
     """Return Markdown about the runs of one folder, the ordinary arm first."""
     runs = sorted(runs, key=lambda run: (len(run.frozen_heads), run.folder.name))
     names = arm_names(runs)
@@ -31,7 +31,7 @@ _HEAD = ["arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interva
 _HEAD += ["median update", "peak memory", "paper's memory", "freezing took", "paper's freezing"]
 
 
-def _cells(run: Run, name: str, comparison: Comparison | None, quoted: list[Quoted | None]) -> list[str]:
+def _cells(run: RecordedRun, name: str, comparison: Comparison | None, quoted: list[Quoted | None]) -> list[str]:
     result, record = run.result or {}, comparison.record if comparison else None
     model, length, sequences = _shape(run)
     rate = len(run.frozen_heads) / run.num_heads if run.num_heads else 0.0
@@ -80,12 +80,12 @@ def _memory(comparison: Comparison | None, result: dict[str, Any]) -> str:
     return gibibytes(peak) + (f" ({signed(change)})" if change is not None else "")
 
 
-def _shape(run: Run) -> tuple[str | None, int | None, int | None]:
+def _shape(run: RecordedRun) -> tuple[str | None, int | None, int | None]:
     settings, train = run.config.get("settings") or {}, run.config.get("train") or {}
     return settings.get("model"), train.get("length"), train.get("batch_size")
 
 
-def _conditions(folder: Path, runs: Sequence[Run], beside: Path) -> str:
+def _conditions(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> str:
     origins = [(run.result or {}).get("provenance") or {} for run in runs]
     machines = "; ".join(dict.fromkeys(device_and_versions(each) for each in origins))
     codes = "; ".join(dict.fromkeys(source(each) for each in origins))
@@ -127,6 +127,6 @@ def _paper_notes(quoted: Sequence[Quoted | None]) -> list[str]:
     return [f"Paper, {note}" for note in footnotes(quoted)]
 
 
-def _command(run: Run) -> str:
+def _command(run: RecordedRun) -> str:
     provenance = (run.result or {}).get("provenance") or {}
     return str(provenance.get("command") or f"# {run.folder.name}: command not recorded")

@@ -11,7 +11,7 @@ from saf.cli.models import Source, open_data, open_source
 from saf.data import TokenData, prepare
 from saf.data.token_data import check_separate
 from saf.errors import DataError
-from saf.evaluate.runs import read_evaluation
+from saf.evaluate.perplexity import read_evaluation
 from saf.records.events import read_events
 from saf.records.files import read_json
 

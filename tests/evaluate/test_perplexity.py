@@ -8,8 +8,7 @@ from torch import nn
 
 from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
-from saf.evaluate.perplexity import evaluate_perplexity, hash_windows
-from saf.evaluate.runs import read_evaluation
+from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, read_evaluation
 from saf.machine.execution import resolve_precision
 from saf.models import GPT, GPTConfig
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.evaluate.arms import compare_runs
-from saf.evaluate.runs import Run
+from saf.evaluate.compare import compare_runs
+from saf.records.run import RecordedRun
 from saf.report.comparisons import compare_all
 from saf.report.figures import arm_data, curve, freeze_data, gap_data, log_bins, moving_mean, rounded
 from tests.report.synthetic import Shape, edit, patterns, write_pair, write_run
@@ -47,7 +47,7 @@ def test_rounding_goes_through_lists_and_turns_nan_into_none():
 
 def test_the_gap_shows_the_planted_cost(tmp_path):
     shape = Shape(updates=400, freeze_update=200)
-    ordinary, frozen = (Run.open(folder) for folder in write_pair(tmp_path, shape, cost=0.02))
+    ordinary, frozen = (RecordedRun.open(folder) for folder in write_pair(tmp_path, shape, cost=0.02))
     gap = gap_data(ordinary, frozen, "frozen")
     assert gap["updates"] == [201, 400]
     assert gap["window"] == round(0.042 * 400)
@@ -58,13 +58,13 @@ def test_both_arms_are_smoothed_alike_even_when_one_starts_later(tmp_path):
     ordinary, frozen = write_pair(tmp_path, Shape(updates=600, freeze_update=300))
     path = frozen / "metrics.jsonl"
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[300:]))
-    arms = [arm_data(Run.open(folder), folder.name) for folder in (ordinary, frozen)]
+    arms = [arm_data(RecordedRun.open(folder), folder.name) for folder in (ordinary, frozen)]
     assert arms[0]["window"] == arms[1]["window"] == 12
     assert arms[1]["updates"] == [301, 600]
 
 
 def test_a_frozen_heads_curves_give_back_its_pattern(tmp_path):
-    run = Run.open(write_run(tmp_path / "run", frozen=True))
+    run = RecordedRun.open(write_run(tmp_path / "run", frozen=True))
     data = freeze_data(run, "run")
     shape, (layer, head) = Shape(), data["frozen"][0]
     curves = data["patterns"]["curves"][f"{layer},{head}"]
@@ -82,7 +82,7 @@ def test_a_frozen_heads_curves_give_back_its_pattern(tmp_path):
 
 def test_marginals_are_mean_attention_over_the_pairs_of_a_bin(tmp_path):
     shape = Shape(length=300)
-    data = freeze_data(Run.open(write_run(tmp_path / "run", shape, frozen=True)), "run")
+    data = freeze_data(RecordedRun.open(write_run(tmp_path / "run", shape, frozen=True)), "run")
     eta = patterns(shape)["eta_rel"][1, 2].numpy()
     edges = log_bins(300, 128)
     last = slice(edges[-2], edges[-1])
@@ -93,7 +93,9 @@ def test_marginals_are_mean_attention_over_the_pairs_of_a_bin(tmp_path):
 
 
 def test_long_patterns_are_thinned_with_their_range(tmp_path):
-    data = freeze_data(Run.open(write_run(tmp_path / "run", Shape(layers=1, heads=4, length=600), frozen=True)), "run")
+    data = freeze_data(
+        RecordedRun.open(write_run(tmp_path / "run", Shape(layers=1, heads=4, length=600), frozen=True)), "run"
+    )
     (curves,) = data["patterns"]["curves"].values()
     assert len(data["patterns"]["position"]) <= 256
     low, mean, high = (np.array(curves["alpha"][key]) for key in ("low", "mean", "high"))
@@ -106,13 +108,13 @@ def test_heads_frozen_before_have_no_score(tmp_path):
     scores = json.loads((folder / "freeze.json").read_text())["scores"]
     scores[0][0] = None
     edit(folder / "freeze.json", scores=scores)
-    data = freeze_data(Run.open(folder), "run")
+    data = freeze_data(RecordedRun.open(folder), "run")
     assert data["scores"]["variance"][0][0] is None
     json.dumps(data, allow_nan=False)
 
 
 def test_an_ordinary_run_has_no_head_map(tmp_path):
-    assert freeze_data(Run.open(write_run(tmp_path / "run")), "run") is None
+    assert freeze_data(RecordedRun.open(write_run(tmp_path / "run")), "run") is None
 
 
 def test_an_archived_pair_is_compared_by_its_record(tmp_path):
@@ -120,7 +122,7 @@ def test_an_archived_pair_is_compared_by_its_record(tmp_path):
     record = compare_runs(ordinary, frozen, out=frozen)
     for folder in (ordinary, frozen):
         (folder / "log_probs.safetensors").unlink()
-    runs = [Run.open(folder) for folder in (ordinary, frozen)]
+    runs = [RecordedRun.open(folder) for folder in (ordinary, frozen)]
     (found,) = compare_all(runs, ["ordinary", "frozen"])
     assert found.record is not None
     assert found.record["delta_ppl_percent"] == record["delta_ppl_percent"]

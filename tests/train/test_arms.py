@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from saf.errors import DataError, InputError, UnsupportedError
-from saf.evaluate.arms import differences
-from saf.evaluate.runs import Run, read_evaluation
+from saf.evaluate.compare import differences
+from saf.evaluate.perplexity import read_evaluation
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
+from saf.records.run import RecordedRun
 from saf.schedules import OneTime
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 
@@ -259,4 +260,4 @@ def test_the_checkpoint_at_the_freezing_point_stays_known_once_it_is_gone(settin
     arm = continue_from(path(config, "checkpoints") / "step-6", out=settings("arm").out, freeze=FREEZE)
     pretrain(arm)
     shutil.rmtree(path(config, "checkpoints"))
-    assert differences(Run.open(config.out), Run.open(arm.out)) == []
+    assert differences(RecordedRun.open(config.out), RecordedRun.open(arm.out)) == []

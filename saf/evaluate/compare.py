@@ -1,18 +1,23 @@
 """Comparing two finished runs, an ordinary and a frozen arm: what freezing cost and what it saved."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saf.errors import CompareError, InputError
 from saf.evaluate.paired import paired_delta_ppl
-from saf.evaluate.runs import Run
+from saf.evaluate.perplexity import read_evaluation
 from saf.records.files import read_json, write_json
 from saf.records.head import result_head
+from saf.records.run import RecordedRun
 
-SETTLE_UPDATES = 10
-MINIMUM_TIMED_UPDATES = 5
+# The first updates after an event or a resumption compile and let the allocator grow: ten, in runs long enough.
+_UNTIMED_UPDATES = 10
+# The median of fewer says nothing about updates whose times spread by some percent.
+_MINIMUM_TIMED_UPDATES = 5
 _TIMING = (
     "update_seconds_ordinary",
     "update_seconds_frozen",
@@ -43,7 +48,7 @@ def compare_runs(
             windows), or two ordinary arms.
         InputError: A run that has not ended or was not evaluated, or whose evaluation is not that of its end.
     """
-    arms = Run.open(ordinary), Run.open(frozen)
+    arms = RecordedRun.open(ordinary), RecordedRun.open(frozen)
     results = [run.finished_result() for run in arms]
     if arms[1].arm != "frozen":
         raise CompareError(f"{frozen} froze no heads; expected the ordinary arm first and the frozen arm second")
@@ -54,7 +59,7 @@ def compare_runs(
             f"these runs differ in more than the freezing:\n  {listed}\n"
             "Run both arms with the same settings, or allow the differences explicitly (--allow-differences)"
         )
-    (record_o, log_probs_o), (record_f, log_probs_f) = (run.final_evaluation() for run in arms)
+    (record_o, log_probs_o), (record_f, log_probs_f) = map(_final_evaluation, arms)
     hashes = record_o["windows_hash"], record_f["windows_hash"]
     delta = paired_delta_ppl(log_probs_o, log_probs_f, windows_hash=hashes, resamples=resamples, seed=seed)
     intervention = results[1].get("intervention") or {}
@@ -84,7 +89,7 @@ def compare_runs(
     return comparison
 
 
-def differences(ordinary: Run, frozen: Run) -> list[str]:
+def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     """Return every difference of two runs that is not the freezing, a line each; empty when they are comparable."""
     lines = []
     left, right = _settings(ordinary.config), _settings(frozen.config)
@@ -103,7 +108,7 @@ def differences(ordinary: Run, frozen: Run) -> list[str]:
     return lines
 
 
-def compare_update_times(ordinary: Run, frozen: Run) -> dict[str, Any]:
+def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
     """Return median update seconds of both arms over the same updates after the event, and ordinary / frozen.
 
     A spread is the 20th and 80th percentile; where the two overlap, the ratio says little. The first updates after
@@ -112,7 +117,7 @@ def compare_update_times(ordinary: Run, frozen: Run) -> dict[str, Any]:
     """
     begin = max(frozen.freeze_update or 0, *(_ends(run)[0] - 1 for run in (ordinary, frozen)))
     last = min(_ends(run)[1] for run in (ordinary, frozen))
-    start = begin + min(SETTLE_UPDATES, max(0, last - begin) // 4)
+    start = begin + min(_UNTIMED_UPDATES, max(0, last - begin) // 4)
     seconds = [
         {m["update"]: m["update_seconds"] for m in run.metrics if m["update"] > start} for run in (ordinary, frozen)
     ]
@@ -120,7 +125,7 @@ def compare_update_times(ordinary: Run, frozen: Run) -> dict[str, Any]:
     if not common:
         return dict.fromkeys(_TIMING)
     (low_o, median_o, high_o), (low_f, median_f, high_f) = (quantiles([arm[u] for u in common]) for arm in seconds)
-    ratio = median_o / median_f if len(common) >= MINIMUM_TIMED_UPDATES else None
+    ratio = median_o / median_f if len(common) >= _MINIMUM_TIMED_UPDATES else None
     spans = [low_o, high_o], [low_f, high_f], [common[0], common[-1]]
     return dict(zip(_TIMING, (median_o, median_f, ratio, *spans), strict=True))
 
@@ -133,7 +138,20 @@ def quantiles(seconds: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _ends(run: Run) -> tuple[int, int]:
+def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], Tensor]:
+    """Return what `read_evaluation` does; raise InputError unless its loss is that of result.json."""
+    expected = run.finished_result()["report_loss"]
+    record, log_probs = read_evaluation(run.folder)
+    if not math.isclose(record["loss"], expected, rel_tol=1e-6):
+        raise InputError(
+            f"{run.folder}/evaluation.json tells of another model or text than the run's end: its loss is "
+            f"{record['loss']:.6f}, that of result.json {expected:.6f}. `saf evaluate` the run's last checkpoint "
+            "into another folder, and copy both files here"
+        )
+    return record, log_probs
+
+
+def _ends(run: RecordedRun) -> tuple[int, int]:
     if not run.metrics:
         raise InputError(f"{run.folder}/metrics.jsonl is missing or empty; update times cannot be compared")
     return int(run.metrics[0]["update"]), int(run.metrics[-1]["update"])
@@ -149,7 +167,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in _IRRELEVANT}
 
 
-def _parent_difference(ordinary: Run, frozen: Run) -> list[str]:
+def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     """Return a line unless both arms start from the same weights, or the frozen one from a checkpoint of the other."""
     parents = [run.config.get("parent") or {} for run in (ordinary, frozen)]
     hashes = [parent.get("hash") for parent in parents]
@@ -160,7 +178,7 @@ def _parent_difference(ordinary: Run, frozen: Run) -> list[str]:
     return [f"parent: the ordinary arm starts from {shown[0]}, the frozen arm from {shown[1]}"]
 
 
-def _checkpoint_hashes(run: Run) -> set[str]:
+def _checkpoint_hashes(run: RecordedRun) -> set[str]:
     """Return the hashes of a run's checkpoints, that at its freezing point even when it was removed."""
     manifests = (run.folder / "checkpoints").glob("*/manifest.json")
     branch = run.result["provenance"]["checkpoints"].get("branch") if run.result else None

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from saf.errors import CompareError, InputError
-from saf.evaluate.arms import compare_runs, compare_update_times, differences, quantiles
-from saf.evaluate.runs import Run
+from saf.evaluate.compare import compare_runs, compare_update_times, differences, quantiles
+from saf.records.run import RecordedRun
 from tests.report.synthetic import Shape, edit, write_pair, write_run
 
 
@@ -47,13 +47,13 @@ def test_a_difference_that_is_not_the_freezing_is_refused_unless_allowed(tmp_pat
 def test_every_difference_is_listed_at_once(tmp_path):
     ordinary, frozen = write_pair(tmp_path)
     edit(frozen / "config.json", train__lr=1e-3, train__seed=2, model__hidden_size=32)
-    assert len(differences(Run.open(ordinary), Run.open(frozen))) == 3
+    assert len(differences(RecordedRun.open(ordinary), RecordedRun.open(frozen))) == 3
 
 
 def test_the_folder_of_the_data_may_differ(tmp_path):
     ordinary, frozen = write_pair(tmp_path)
     edit(frozen / "config.json", data__folder="elsewhere")
-    assert differences(Run.open(ordinary), Run.open(frozen)) == []
+    assert differences(RecordedRun.open(ordinary), RecordedRun.open(frozen)) == []
 
 
 def test_a_frozen_arm_may_start_from_a_checkpoint_of_the_ordinary_one(tmp_path):
@@ -62,7 +62,7 @@ def test_a_frozen_arm_may_start_from_a_checkpoint_of_the_ordinary_one(tmp_path):
     checkpoint = ordinary / "checkpoints" / "step-30"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text(json.dumps({"hash": "f" * 64}))
-    assert differences(Run.open(ordinary), Run.open(frozen)) == []
+    assert differences(RecordedRun.open(ordinary), RecordedRun.open(frozen)) == []
 
 
 def test_other_windows_are_refused_even_when_differences_are_allowed(tmp_path):
@@ -102,13 +102,13 @@ def test_an_evaluation_of_another_checkpoint_is_refused(tmp_path):
 
 def test_compilation_after_the_event_is_not_timed(tmp_path):
     ordinary, frozen = write_pair(tmp_path, speedup=1.25)
-    times = compare_update_times(Run.open(ordinary), Run.open(frozen))
+    times = compare_update_times(RecordedRun.open(ordinary), RecordedRun.open(frozen))
     assert times["update_seconds_frozen"] == pytest.approx(0.4, rel=0.02)
 
 
 def test_too_few_updates_give_no_ratio(tmp_path):
     ordinary, frozen = write_pair(tmp_path, Shape(updates=34))
-    times = compare_update_times(Run.open(ordinary), Run.open(frozen))
+    times = compare_update_times(RecordedRun.open(ordinary), RecordedRun.open(frozen))
     assert times["timed_updates"] == [32, 34]
     assert times["update_time_ratio"] is None
 
@@ -119,23 +119,23 @@ def test_a_resumed_run_counts_each_update_once_and_a_torn_last_line_is_ignored(t
     lines = path.read_text().splitlines()
     again = json.dumps(json.loads(lines[-1]) | {"loss": 1.5})
     path.write_text("\n".join([*lines, again, '{"update": 61, "lo']))
-    metrics = Run.open(folder).metrics
+    metrics = RecordedRun.open(folder).metrics
     assert len(metrics) == 60
     assert metrics[-1]["loss"] == 1.5
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(InputError, match="holds no config"):
-        Run.open(tmp_path)
+        RecordedRun.open(tmp_path)
     with pytest.raises(InputError, match="is not a folder"):
-        Run.open(tmp_path / "absent")
+        RecordedRun.open(tmp_path / "absent")
 
 
 def test_arms_without_common_updates_have_no_times(tmp_path):
     ordinary, frozen = write_pair(tmp_path)
     path = ordinary / "metrics.jsonl"
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:20]))
-    times = compare_update_times(Run.open(ordinary), Run.open(frozen))
+    times = compare_update_times(RecordedRun.open(ordinary), RecordedRun.open(frozen))
     assert set(times.values()) == {None}
 
 

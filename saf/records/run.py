@@ -1,6 +1,5 @@
-"""Reading the folder of one run: settings, metrics, the freezing event, evaluation and final numbers."""
+"""A run as its folder records it: settings, metrics, the freezing event, evaluation and final numbers."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.records.events import EventRecord, heads_in_force, read_events
-from saf.records.files import read_json, read_lines, read_tensors
+from saf.records.files import read_json, read_lines
 from saf.records.head import read_result
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What a run folder holds; parts that the run did not write are None or empty."""
 
     folder: Path
@@ -28,7 +27,7 @@ class Run:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def open(cls, folder: Path | str) -> "Run":
+    def open(cls, folder: Path | str) -> "RecordedRun":
         """Read a run folder; raise InputError when it is none or a file in it cannot be read."""
         folder = Path(folder)
         if not (folder / "config.json").is_file():
@@ -90,32 +89,6 @@ class Run:
         if self.result is None:
             raise InputError(f"{self.folder} has no result.json: the run has not ended. Resume it first")
         return self.result
-
-    def final_evaluation(self) -> tuple[dict[str, Any], Tensor]:
-        """Return what `read_evaluation` does; raise InputError unless its loss is that of result.json."""
-        expected = self.finished_result()["report_loss"]
-        record, log_probs = read_evaluation(self.folder)
-        if not math.isclose(record["loss"], expected, rel_tol=1e-6):
-            raise InputError(
-                f"{self.folder}/evaluation.json tells of another model or text than the run's end: its loss is "
-                f"{record['loss']:.6f}, that of result.json {expected:.6f}. `saf evaluate` the run's last checkpoint "
-                "into another folder, and copy both files here"
-            )
-        return record, log_probs
-
-
-def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
-    """Return evaluation.json and its log-probabilities `[windows, T]`; raise InputError if they disagree."""
-    folder = Path(folder)
-    record = read_result(folder / "evaluation.json")
-    log_probs = read_tensors(folder / "log_probs.safetensors").get("log_probs")
-    expected = [record.get("windows"), record.get("length")]
-    if log_probs is None or list(log_probs.shape) != expected:
-        got = "nothing" if log_probs is None else list(log_probs.shape)
-        raise InputError(
-            f"{folder}: evaluation.json tells of log-probabilities {expected}, log_probs.safetensors holds {got}"
-        )
-    return record, log_probs
 
 
 def _optional(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
