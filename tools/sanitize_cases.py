@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from saf.calibration.triton_tiles import measure_by_kernel
+from saf.calibration.tiles import measure_by_kernel
 from saf.ops.decoder.gelu_kernel import gelu, gelu_backward
 from saf.ops.decoder.loss_kernel import softmax_gradient
 from saf.ops.fused.launch import choose_fused_config, fused_backward, fused_forward

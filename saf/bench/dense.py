@@ -13,8 +13,8 @@ from saf.bench.intervention import Interventions
 from saf.bench.timing import Budget, wait_for
 from saf.calibration import dense_collection, plan_calibration
 from saf.calibration.capture import Captured, Wanted, capture, evaluation_mode
-from saf.calibration.memory import free_bytes
-from saf.calibration.tiles import LayerStatistics
+from saf.calibration.layer import LayerStatistics
+from saf.calibration.plan import free_bytes
 from saf.statistics import AttentionStatistics
 
 HELD = 6

@@ -3,11 +3,9 @@
 from saf.calibration.collect import collection_bytes, latter_half
 from saf.calibration.dense import dense_collection, dense_statistics
 from saf.calibration.driver import calibrate
-from saf.calibration.gates import gate_gradients
-from saf.calibration.gradients import QKGradient
-from saf.calibration.memory import heads_at_a_time, plan_calibration
+from saf.calibration.gradients import QKGradient, gate_gradients
 from saf.calibration.outputs import head_outputs
-from saf.calibration.plan import CalibrationPlan
+from saf.calibration.plan import CalibrationPlan, heads_at_a_time, plan_calibration
 
 __all__ = [
     "CalibrationPlan",

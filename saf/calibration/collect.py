@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from saf.calibration.tiles import Strip, Take, diagonal_sums, floor_rows
+from saf.calibration.layer import Strip, Take, diagonal_sums, floor_rows
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.statistics import COLLECTIONS

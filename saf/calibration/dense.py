@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.calibration.tiles import LayerStatistics, diagonal_sums, floor_rows
+from saf.calibration.layer import LayerStatistics, diagonal_sums, floor_rows
 from saf.statistics import FLOOR
 
 

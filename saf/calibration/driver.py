@@ -18,10 +18,9 @@ from saf.calibration.capture import (
     read_batches,
 )
 from saf.calibration.collect import COLLECT_BYTES, Collection
-from saf.calibration.memory import plan_calibration
-from saf.calibration.plan import CalibrationPlan
+from saf.calibration.layer import LayerStatistics, measure_layer
+from saf.calibration.plan import CalibrationPlan, plan_calibration
 from saf.calibration.resume import LayerFolder, inputs_of
-from saf.calibration.tiles import LayerStatistics, measure_layer
 from saf.errors import DivergenceError
 from saf.heads import Head, HeadSet
 from saf.machine.stopwatch import Stopwatch

@@ -1,15 +1,18 @@
-"""What heads write into the residual stream of held-out sequences, and how that changes with their mean pattern."""
+"""What heads write into the residual stream of held-out sequences, and how that changes with their mean pattern.
 
-from collections.abc import Iterable
+The layer is seen through hooks on the modules around its projections: its input, its output, the residual stream.
+"""
+
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for, unwrap
 from saf.calibration.capture import Batch, evaluation_mode, live_kv_index, read_batches
-from saf.calibration.modules import LayerInputs, LayerModules, layer_modules, watch_layer
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.scores.outputs import HeadOutputs
 from saf.statistics import AttentionStatistics
 
@@ -37,14 +40,14 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     if ids[0].shape[1] != statistics.length:
         raise InputError(f"expected sequences of {statistics.length} tokens, as calibrated; got {ids[0].shape[1]}")
     device = adapter.device
-    found = [layer_modules(unwrap(model), site) for site in sites]
+    found = [_modules_of(unwrap(model), site) for site in sites]
     layers = [
         _Layer(site, modules, number, statistics, device)
         for number, (site, modules) in enumerate(zip(sites, found, strict=True))
     ]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(watch_layer(layer.site, layer.modules, layer.take))
+            stack.enter_context(_watch(layer.site, layer.modules, layer.take))
         for batch in ids:
             adapter.run(batch.to(device))
     samples = sum(len(batch) for batch in ids) * len(statistics.positions)
@@ -58,11 +61,71 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     )
 
 
+class _Modules(NamedTuple):
+    """The attention module that holds the output projection, the block that holds it, and the values' bias."""
+
+    attention: nn.Module
+    block: nn.Module
+    value_bias: Tensor | None
+
+
+def _modules_of(model: nn.Module, site: Site) -> _Modules:
+    """Find a site's modules by the parameters of its projections; raise UnsupportedError when they are not its own."""
+    owners = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), name)
+    value, dimension = site.projections()["value"]
+    output = site.projections()["output"][0]
+    if id(value) not in owners or id(output) not in owners:
+        raise UnsupportedError("this attention layer keeps values or output projection in no parameter of their own")
+    path = owners[id(output)].split(".")
+    bias = getattr(model.get_submodule(owners[id(value)]), "bias", None)
+    if len(path) < 3 or (bias is not None and bias.shape != value.shape[dimension : dimension + 1]):
+        raise UnsupportedError(f"expected block.attention.projection with its own values; got {'.'.join(path)}")
+    return _Modules(model.get_submodule(".".join(path[:-1])), model.get_submodule(".".join(path[:-2])), bias)
+
+
+class _Seen(NamedTuple):
+    """What one forward pass shows of a layer: rotated `[B, heads, T, D]`, and `[B, T, channels]`."""
+
+    query: Tensor
+    key: Tensor
+    normed: Tensor
+    """X, the input of the projections."""
+    residual: Tensor
+    output: Tensor
+
+
+def _watch(site: Site, modules: _Modules, sink: Callable[[_Seen], None]) -> ExitStack:
+    """Call `sink` at the end of every pass through the layer's attention; closing the result ends it."""
+    seen: dict[str, Tensor] = {}
+
+    def keep_input(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[name] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+        return hook
+
+    def attention_output(_module: nn.Module, _args: Any, output: Any) -> None:
+        seen["output"] = (output if isinstance(output, Tensor) else output[0]).detach()
+        if "query" in seen:
+            sink(_Seen(**seen))
+        seen.clear()
+
+    stack = ExitStack()
+    for module, name in ((modules.block, "residual"), (modules.attention, "normed")):
+        stack.callback(module.register_forward_pre_hook(keep_input(name), with_kwargs=True).remove)
+    stack.enter_context(site.capture(lambda query, key: seen.update(query=query.detach(), key=key.detach())))
+    stack.callback(modules.attention.register_forward_hook(attention_output).remove)
+    return stack
+
+
 class _Layer:
     """Adds up one layer, sequence by sequence."""
 
     def __init__(
-        self, site: Site, modules: LayerModules, number: int, statistics: AttentionStatistics, device: torch.device
+        self, site: Site, modules: _Modules, number: int, statistics: AttentionStatistics, device: torch.device
     ):
         self.site, self.modules = site, modules
         self.live = list(site.layout.live)
@@ -80,7 +143,7 @@ class _Layer:
         self.gram = torch.zeros(len(self.live), len(self.live), dtype=torch.float64, device=device)
         self.change, self.residual_change, self.residual, self.output = [], [], [], []
 
-    def take(self, seen: LayerInputs) -> None:
+    def take(self, seen: _Seen) -> None:
         """Add the sequences of one forward pass."""
         groups = list(self.site.layout.kv_head[: len(self.live)])
         keys = live_kv_index(self.site)

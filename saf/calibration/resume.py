@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for, unwrap
 from saf.calibration.capture import hash_of
-from saf.calibration.memory import lowered_dtype
+from saf.calibration.plan import lowered_dtype
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet
 from saf.ops.toeplitz.operator import float32_products

@@ -1,19 +1,21 @@
 """Which heads a freezing event takes: what its scores need, whom they propose, and whose fit is accepted."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from saf.calibration.needed import collect_for_score
+from saf.calibration import QKGradient, gate_gradients, head_outputs
+from saf.calibration.capture import Batch
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import FreezeConfig
 from saf.freezing.fitting import Made
 from saf.heads import Head, HeadLayout, HeadSet
-from saf.scores import Score, score_name
+from saf.scores import Score, needed_by, score_name
 from saf.selection import Chooser, chooser, existing, select
+from saf.statistics import AttentionStatistics
 
 
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
@@ -42,7 +44,37 @@ def check_ranks(name: str | Score, values: Tensor, *, num_sequences: int) -> Non
 def scores_collect(config: FreezeConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what the first calibration keeps beside the statistics, for scores that read more than `given` brings."""
     names = {name for name in (config.score, config.match) if name is not None}
-    return tuple(sorted({kept for name in names for kept in collect_for_score(name, given)}))
+    return tuple(sorted({kept for name in names for kept in _collect_for_score(name, given)}))
+
+
+def _collect_for_score(name: str | Score, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what `calibrate(collect=...)` must keep for a score, unless what it serves is given already."""
+    return ("mean_rows",) if "outputs" in needed_by(name) and "outputs" not in given else ()
+
+
+def gather(
+    model: nn.Module,
+    ids: list[Tensor],
+    statistics: AttentionStatistics,
+    name: str | Score,
+    *,
+    given: Mapping[str, Any],
+    heldout: Iterable[Batch] | None,
+) -> dict[str, Any]:
+    """Return what a score needs: from `given`, or measured here where sequences suffice.
+
+    `gates` are taken on the calibration sequences (paper, appendix C), `outputs` on `heldout` ones. What only training
+    can measure, and `outputs` without held-out sequences, is left to `score` to miss.
+    """
+    found: dict[str, Any] = {}
+    for key in needed_by(name):
+        if key in given:
+            found[key] = given[key].scores() if isinstance(given[key], QKGradient) else given[key]
+        elif key == "gates":
+            found[key] = gate_gradients(model, ids)
+        elif key == "outputs" and heldout is not None:
+            found[key] = head_outputs(model, heldout, statistics)
+    return found
 
 
 def choose_by(

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for
 from saf.calibration import calibrate
 from saf.calibration.capture import Batch, read_batches
-from saf.calibration.needed import gather
 from saf.errors import InputError, SafWarning
-from saf.freezing.choice import accept, check_heads, check_ranks, choose_by, scores_collect
+from saf.freezing.choice import accept, check_heads, check_ranks, choose_by, gather, scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.fitting import Made, make_patterns, stack
 from saf.freezing.heldout import HeldOutFit, fit_heldout

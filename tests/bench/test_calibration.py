@@ -221,7 +221,7 @@ def test_without_time_everything_is_left_out():
 
 
 def test_what_does_not_fit_is_left_out_with_its_knob(monkeypatch):
-    monkeypatch.setattr("saf.calibration.memory.free_bytes", lambda device: 1)
+    monkeypatch.setattr("saf.calibration.plan.free_bytes", lambda device: 1)
     found = measure_calibration(settings(), say=lambda _: None)
     assert found["rows"] == []
     assert "not enough memory" in found["left_out"][0]["why"]

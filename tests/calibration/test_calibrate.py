@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.calibration import calibrate, dense_collection, dense_statistics
-from saf.calibration.tiles import diagonal_sums, measure_layer
+from saf.calibration.layer import diagonal_sums, measure_layer
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig

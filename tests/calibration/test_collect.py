@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saf.calibration import calibrate, collection_bytes, latter_half
-from saf.calibration.tiles import measure_layer
+from saf.calibration.layer import measure_layer
 from saf.errors import DivergenceError, InputError
 from saf.estimates import target_of
 from saf.heads import HeadSet

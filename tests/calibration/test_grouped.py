@@ -8,7 +8,7 @@ import saf
 from saf.adapters import Adapter
 from saf.adapters.gpt import GPTSite
 from saf.calibration import calibrate, gate_gradients, head_outputs
-from saf.calibration.gates import gate_gradient
+from saf.calibration.gradients import gate_gradient
 from saf.heads import HeadLayout, HeadSet
 
 LENGTH, DIM = 16, 4

@@ -69,20 +69,20 @@ def far_operands(count, length, dim):
 
 def interpreted(case: dict) -> dict:
     """Return errors relative to the largest entry, and the largest score."""
-    from saf.calibration import dense, triton_tiles
+    from saf.calibration import dense, tiles
 
     shape = {name: case[name] for name in ("count", "length", "dim", "spread", "dtype") if name in case}
     query, key = far_operands(**shape) if case.get("far") else operands(**shape)
     block_m, block_n = case.get("blocks", (64, 32))
-    config = triton_tiles.TileConfig(block_m=block_m, block_n=block_n)
+    config = tiles.TileConfig(block_m=block_m, block_n=block_n)
     kv_head = [1, 0, 0, 1]
-    usual = triton_tiles.FLOOR, dense.FLOOR
-    triton_tiles.FLOOR = dense.FLOOR = case.get("floor", usual[0])
+    usual = tiles.FLOOR, dense.FLOOR
+    tiles.FLOOR = dense.FLOOR = case.get("floor", usual[0])
     try:
-        run = triton_tiles.measure_by_kernel(query, key, kv_head=kv_head, config=config, **case.get("options", {}))
+        run = tiles.measure_by_kernel(query, key, kv_head=kv_head, config=config, **case.get("options", {}))
         exact = dense.dense_statistics(query, key, kv_head=kv_head)
     finally:
-        triton_tiles.FLOOR, dense.FLOOR = usual
+        tiles.FLOOR, dense.FLOOR = usual
     errors = {}
     for name, found, expected in zip(exact._fields, run, exact, strict=True):
         assert found.shape == expected.shape
@@ -95,7 +95,7 @@ def interpreted(case: dict) -> dict:
 
 def poisoned() -> dict:
     """Return which statistics notice a query that is not a number."""
-    from saf.calibration.triton_tiles import TileConfig, measure_by_kernel
+    from saf.calibration.tiles import TileConfig, measure_by_kernel
 
     query, key = operands(2, 37, 16)
     query[1, 0, 20, 3] = torch.nan
@@ -111,9 +111,8 @@ def compiled() -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from saf.calibration.lse_kernel import UNSPECIALIZED, lse_kernel
-    from saf.calibration.tile_config import choose_tile_config, tile_constants
-    from saf.calibration.tile_kernel import tile_kernel
+    from saf.calibration.kernels import UNSPECIALIZED, lse_kernel, tile_kernel
+    from saf.calibration.tiles import choose_tile_config, tile_constants
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not program.exists():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.analysis.geometry import pattern_distances
-from saf.calibration.tiles import measure_layer
+from saf.calibration.layer import measure_layer
 from saf.estimates import PATTERNS, dense_pattern
 
 

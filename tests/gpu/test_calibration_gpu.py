@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saf.calibration import calibrate, plan_calibration
-from saf.calibration.tiles import measure_layer
+from saf.calibration.layer import measure_layer
 from saf.errors import UnsupportedError
 from saf.models import GPT, GPTConfig, preset
 

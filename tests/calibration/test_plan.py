@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from saf.adapters import adapter_for
-from saf.calibration import calibrate, heads_at_a_time, memory, plan_calibration
+from saf.calibration import calibrate, heads_at_a_time, plan_calibration
+from saf.calibration import plan as planning
 from saf.calibration.capture import Wanted, capture
-from saf.calibration.tiles import measure_layer, strip_bytes
+from saf.calibration.layer import measure_layer, strip_bytes
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig, preset
@@ -52,36 +53,36 @@ def test_what_does_not_fit_is_refused_before_the_model_runs(monkeypatch):
     made = model()
     made.blocks[0].register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
     needed = plan_calibration(made, [tokens()]).device_bytes
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(planning, "free_bytes", lambda device: needed - 1)
     with pytest.raises(InputError, match=r"not enough memory: calibration of 12 heads on 5 x 40 tokens.*capture_bytes"):
         calibrate(made, [tokens()])
     plan_calibration(made, [tokens()], capture_bytes=1 << 20)
     plan_calibration(made, [tokens(4)])
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
+    monkeypatch.setattr(planning, "free_bytes", lambda device: needed)
     plan_calibration(made, [tokens()])
 
 
 def test_half_of_free_memory_is_taken_by_default(monkeypatch):
     each = 2 * 5 * 40 * 32 * 4
     for free, layers in ((10**9, 3), (4 * each + 10, 2), (2 * each, 1)):
-        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
-        monkeypatch.setattr(memory, "_check", lambda *_: None)
+        monkeypatch.setattr(planning, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(planning, "_check", lambda *_: None)
         assert len(plan_calibration(model(), [tokens()]).groups[0]) == layers
-    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    monkeypatch.setattr(planning, "free_bytes", lambda device: None)
     assert "free" not in str(plan_calibration(model(), [tokens()]))
 
 
 def test_collections_must_fit_beside_it(monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 26)
-    monkeypatch.setattr(memory, "collection_bytes", lambda *_, **__: (1 << 26) + 1)
+    monkeypatch.setattr(planning, "free_bytes", lambda device: 1 << 26)
+    monkeypatch.setattr(planning, "collection_bytes", lambda *_, **__: (1 << 26) + 1)
     with pytest.raises(InputError, match=r"67.11 MB are to be collected, 67.11 MB are free on the CPU; .*heads="):
         plan_calibration(model(), [tokens()], collect=("mean",))
 
 
 def test_as_many_heads_at_a_time_as_half_of_free_memory_holds(monkeypatch):
     each = 40 * 40 * 4
-    for free, heads in ((2 * 3 * each + 1, 3), (each, 1), (None, memory.COLLECT_BYTES // each)):
-        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+    for free, heads in ((2 * 3 * each + 1, 3), (each, 1), (None, planning.COLLECT_BYTES // each)):
+        monkeypatch.setattr(planning, "free_bytes", lambda device, free=free: free)
         assert heads_at_a_time(model(), ("mean",), sequences=5, length=40) == heads
         assert heads_at_a_time(model().double(), ("mean",), sequences=5, length=40) == max(1, heads // 2)
 

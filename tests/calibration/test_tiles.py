@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from saf.calibration.tiles import measure_layer
+from saf.calibration.layer import measure_layer
 from saf.errors import InputError, UnsupportedError
 
 FOLDER = Path(__file__).parent
@@ -101,7 +101,7 @@ def test_a_backend_is_taken_or_refused_by_name(generator):
 
 def test_kernels_refuse_operands_that_they_cannot_take(generator):
     pytest.importorskip("triton")
-    from saf.calibration.triton_tiles import TileConfig, measure_by_kernel
+    from saf.calibration.tiles import TileConfig, measure_by_kernel
 
     query, key = torch.randn(2, 2, 2, 20, 8, generator=generator)
     with pytest.raises(InputError, match="float64"):
