@@ -20,7 +20,7 @@ from saf.machine.execution import autocast, device_name, pick_device
 from saf.records.files import write_json
 from saf.records.head import result_head
 from saf.report.analysis_figures import check_figure, write_figure
-from saf.train.progress import duration
+from saf.train.observer import duration
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from saf.freezing.config import FreezeConfig
 from saf.records.files import write_json
 from saf.records.table import Table
 from saf.selection import budget, ranking
-from saf.train.batches import heldout_batches
+from saf.tasks.text import heldout_batches
 from saf.train.events import recorded_gradient
 
 

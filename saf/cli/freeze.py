@@ -24,7 +24,7 @@ from saf.freezing.recipe import freeze_
 from saf.machine.execution import autocast, pick_device
 from saf.models import GPT
 from saf.surgery import finalize_
-from saf.train.batches import heldout_batches
+from saf.tasks.text import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
 from saf.train.events import recorded_gradient
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from saf.train.progress import duration
+from saf.train.observer import duration
 
 EVERY = 10.0
 """Seconds between plain lines."""

@@ -121,7 +121,7 @@ class Pretrain:
     def config(self) -> "TrainConfig":
         """Return the run's settings from the options, the parent, or the run to resume."""
         from saf.train import TrainConfig, continue_from
-        from saf.train.run_config import recorded_config
+        from saf.train.config import recorded_config
 
         given = self._given()
         if self.resume and (self.out / "config.json").exists():

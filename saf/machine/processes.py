@@ -14,6 +14,11 @@ PATIENCE = timedelta(days=7)
 """How long processes wait for the first one's work; a group's own limit, 10 minutes for NCCL, is for messages."""
 
 
+def is_first() -> bool:
+    """Return whether this process is the first of its group, the one that writes; true without a group."""
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
 def done_once(work: Callable[[], Outcome]) -> Outcome:
     """Do the work in the group's first process and return its outcome in every one; without a group, just do it.
 

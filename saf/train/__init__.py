@@ -1,8 +1,7 @@
-"""Pretraining: configuration, the loop, exact checkpoints and the freezing event."""
+"""Pretraining: configuration, the loop, exact checkpoints and the events."""
 
-from saf.train.arms import continue_from
 from saf.train.checkpoint import latest, load_model, open_checkpoint
-from saf.train.config import TrainConfig
+from saf.train.config import TrainConfig, continue_from
 from saf.train.loop import EXIT_STOPPED, pretrain
 
 __all__ = ["EXIT_STOPPED", "TrainConfig", "continue_from", "latest", "load_model", "open_checkpoint", "pretrain"]

@@ -1,18 +1,34 @@
-"""Every setting of a training run."""
+"""Every setting of a training run, and config.json: what was asked for, and what that resolved to."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
-from saf.machine.execution import Device, Precision, Switch
+from saf.machine.execution import Device, Execution, Precision, Switch
+from saf.models import GPTConfig, preset
 from saf.ops.live import KERNELS
+from saf.records.files import read_json, to_json
 from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dict
+from saf.tasks import TASKS, Task
+from saf.train.checkpoint import open_checkpoint
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
 CalibrationSource = Literal["auto", "calibration", "train"]
+
+
+SCHEMA = "saf.run/1"
+VOCABULARY_MULTIPLE = 64
+_ARITHMETIC = (
+    *("batch_size", "accumulation", "updates", "peak_lr", "min_lr_ratio", "warmup", "lr_by", "lr_start"),
+    *("time_budget_seconds", "betas", "weight_decay", "clip", "seed", "sampler"),
+)
+_FREE_ON_RESUME = frozenset(
+    ("out", "data", "device", "eval_every", "save_every", "keep", "log_every", "tensorboard", "quiet")
+)
 
 
 @dataclass(kw_only=True)
@@ -23,6 +39,8 @@ class TrainConfig:
     """Folder of prepared data."""
     out: str
     """Folder of the run; new, or the one to resume."""
+    task: str = "text"
+    """What the run trains on and is judged by, a name in `saf.tasks.TASKS`: text is pretraining on every token."""
     parent: str | None = None
     """Checkpoint to start from: weights, optimiser, place in the data and in the schedule."""
     model: str = "tiny"
@@ -117,6 +135,7 @@ class TrainConfig:
         if self.schedule is not None:
             self.schedule.first_update(self.updates)
         self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
+        self._require("task", self.task in TASKS, f"one of {sorted(TASKS)}")
         known = sorted(KERNELS)
         self._require("kernel", self.kernel in ("auto", *known), f"auto or one of {', '.join(known)}")
         alone = self.freeze is None or self.freeze.backend != "fused"
@@ -165,13 +184,114 @@ class TrainConfig:
 def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as `TrainConfig.to_dict` gives them now, from a run of any age.
 
-    Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule.
+    Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
+    task, when text was the only one.
     """
-    values = dict(settings)
+    values = {"task": "text", **settings}
     if "freeze_at" in values:
         moment, name = values.pop("freeze_at"), values.pop("schedule", OneTime.name)
         values["schedule"] = None if moment is None else {"name": name, "at": moment}
     return values
+
+
+def context_length(config: TrainConfig) -> int:
+    """Return the context in tokens that a run trains on: its own, or the longest that its model takes."""
+    return config.length or preset(config.model, **config.model_overrides).max_length
+
+
+def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
+    """Return the model's shape: the preset, the task's `vocab_size`, the run's length, then the overrides.
+
+    Raises:
+        InputError: The vocabulary or the positions are too few for the data.
+    """
+    rounded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    length = {} if config.length is None else {"max_length": config.length}
+    shape = preset(config.model, **{"vocab_size": rounded, **length, **config.model_overrides})
+    if shape.vocab_size < vocab_size:
+        raise InputError(f"vocab_size {shape.vocab_size} is less than the tokenizer's {vocab_size}")
+    if config.length is not None and shape.max_length < config.length:
+        raise InputError(f"max_length {shape.max_length} is less than the run's length {config.length}")
+    return shape
+
+
+def run_config(
+    config: TrainConfig, *, model: GPTConfig, task: Task, execution: Execution, parent: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the contents of config.json; `train` holds what decides the arithmetic of an update."""
+    settings = config.to_dict()
+    train = {
+        "length": task.length,
+        **{name: settings[name] for name in _ARITHMETIC},
+        "precision": execution.precision,
+        "compile": execution.compile,
+    }
+    freeze = None
+    if config.freeze is not None:
+        names = ("schedule", "calibration_sequences", "calibration_source", "heldout_sequences")
+        freeze = {**settings["freeze"], "freeze_at": config.freeze_update, **{name: settings[name] for name in names}}
+    return {
+        "schema": SCHEMA,
+        "model": asdict(model),
+        "train": train,
+        "freeze": freeze,
+        "data": task.description(),
+        "parent": parent,
+        "device": execution.device_name,
+        "settings": settings,
+    }
+
+
+def recorded_config(folder: Path | str) -> TrainConfig:
+    """Return the settings of the run in `folder`, to resume it; raise InputError when there is no run."""
+    return TrainConfig.from_dict(read_json(Path(folder) / "config.json")["settings"])
+
+
+def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
+    """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
+    asked, before = to_json(config.to_dict()), in_present_form(before)
+    kept = sorted(asked.keys() - _FREE_ON_RESUME)
+    if shown := "; ".join(told for key in kept for told in _changes(key, before.get(key), asked[key])):
+        raise InputError(
+            f"cannot resume with other settings ({shown}). Leave them out, or start another run with parent="
+        )
+
+
+def _changes(name: str, before: Any, asked: Any) -> Iterator[str]:
+    """Say what differs, of settings that have settings of their own only those."""
+    if isinstance(before, dict) and isinstance(asked, dict):
+        for key in sorted({*before, *asked}):
+            yield from _changes(f"{name}.{key}", before.get(key), asked.get(key))
+    elif before != asked:
+        yield f"{name}: the run has {before!r}, got {asked!r}"
+
+
+def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> TrainConfig:
+    """Return the settings of a run that starts at checkpoint `parent`: those of its run, but for `changes`.
+
+    With `freeze=` and no `schedule=`, heads are frozen right there. `track_gradients` is not taken over.
+
+    >>> continue_from("runs/ordinary/checkpoints/step-2500", out="runs/frozen",
+    ...               freeze=FreezeConfig(rate=0.25))  # doctest: +SKIP
+
+    Raises:
+        CheckpointError: `parent` is no whole checkpoint.
+        InputError: Freezing before the parent, or an unknown setting.
+    """
+    checkpoint = open_checkpoint(parent)
+    settings = TrainConfig.from_dict({**checkpoint.state["settings"], "freeze": None}).to_dict()
+    if unknown := sorted(changes.keys() - settings.keys()):
+        raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
+    freeze = changes.get("freeze")
+    moment = {} if freeze is None else {"schedule": OneTime(at=checkpoint.update)}
+    settings |= {"out": str(out), "parent": str(parent), "freeze": None, "track_gradients": False, **moment, **changes}
+    config = TrainConfig.from_dict(settings)
+    if freeze is not None and (config.freeze_update or 0) < checkpoint.update:
+        raise InputError(
+            f"{config.schedule} freezes after update {config.freeze_update}, before the parent's {checkpoint.update}; "
+            "choose a later moment (freeze_at) or an earlier parent"
+        )
+    return config
 
 
 _AT_LEAST_ONE = (

@@ -13,23 +13,17 @@ from torch import Tensor, nn
 
 from saf.calibration import QKGradient, plan_calibration
 from saf.errors import InputError, UnsupportedError
-from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freezing.choice import scores_collect
 from saf.freezing.recipe import freeze_
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.machine.stopwatch import Stopwatch
 from saf.ops.backends import choose_backend
-from saf.records.events import append_event, read_events
 from saf.schedules import Event, Freeze, Outcome, Proposer, Prune, Undo
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.surgery import uninstall_
-from saf.train.batches import calibration_batches, heldout_batches
 from saf.train.config import TrainConfig
-from saf.train.training import Training
-
-GRADIENT = "qk_gradient"
-"""Name of the Q/K-gradient average in a checkpoint's state.json."""
+from saf.train.run import GRADIENT, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,64 +41,39 @@ class Change:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-def carry_out_(training: Training, event: Event) -> Outcome:
+def carry_out_(run: Run, event: Event) -> Outcome:
     """Carry an event out between two updates and record it, with the controller loss before and after.
 
     The place in the training data does not move. Raises UnsupportedError for an event that runs cannot carry out, and
     what the surgery raises; nothing is recorded then.
     """
-    before = controller_loss(training, f"before_{event.kind}")
-    change = CARRY_OUT[event.kind](training, event)
-    training.updater.compile_()
-    after = controller_loss(training, f"after_{event.kind}")
+    before = run.controller_loss(f"before_{event.kind}")
+    change = CARRY_OUT[event.kind](run, event)
+    run.updater.compile_()
+    after = run.controller_loss(f"after_{event.kind}")
+    losses = {"loss_before": before, "loss_after": after}
+    values = {**losses, "seconds": change.seconds, **change.values}
+    number = run.record_event(event, change.heads, values, change.tensors)
     seconds = sum(change.seconds.values())
-    record = append_event(
-        training.folder,
-        event.kind,
-        {
-            **{"update": training.update, "reason": event.reason, "heads": change.heads.to_list()},
-            **{"loss_before": before, "loss_after": after, "seconds": change.seconds},
-            **change.values,
-        },
-        change.tensors,
-    )
-    training.observer.progress.say(f"update {training.update}: {change.told}; took {seconds:.1f} s")
-    return Outcome(number=record.number, heads=change.heads, loss_before=before, loss_after=after, seconds=seconds)
+    run.say(f"{change.told}; took {seconds:.1f} s")
+    return Outcome(number=number, heads=change.heads, seconds=seconds, **losses)
 
 
-def controller_loss(training: Training, when: str) -> float:
-    """Return the loss (nats per token) on the controller partition, recorded as `when`."""
-    record = evaluate_perplexity(
-        training.model,
-        training.data,
-        partition="controller",
-        length=training.length,
-        batch_size=training.config.batch_size,
-        limit=training.config.eval_windows,
-        precision=training.execution.precision,
-    )
-    training.observer.evaluated(training.update, record["loss"], when)
-    return record["loss"]
-
-
-def _freeze_(training: Training, event: Freeze) -> Change:
+def _freeze_(run: Run, event: Freeze) -> Change:
     """Freeze the event's share of heads by the recipe that the run's settings describe."""
-    config, freeze = training.config, training.config.freeze
+    freeze = run.config.freeze
     assert freeze is not None
-    batches = calibration_batches(training.data, config, length=training.length)
-    heldout = None
-    if "outputs" in freeze.needs:
-        count, size = config.heldout_sequences, config.batch_size
-        heldout = heldout_batches(training.data, length=training.length, count=count, batch_size=size)
-    needed = {"gradient": training.updater.gradient} if training.updater.gradient else None
-    with training.execution.autocast():
-        plan = plan_calibration(training.model, batches, collect=scores_collect(freeze, needed or {}))
-        training.observer.progress.say(f"update {training.update}: {plan}")
+    batches = run.task.calibration()
+    heldout = run.task.heldout() if "outputs" in freeze.needs else None
+    needed = {"gradient": run.updater.gradient} if run.updater.gradient else None
+    with run.execution.autocast():
+        plan = plan_calibration(run.model, batches, collect=scores_collect(freeze, needed or {}))
+        run.say(str(plan))
         report = freeze_(
-            training.model,
+            run.model,
             batches,
             replace(freeze, rate=event.rate),
-            optimizer=training.updater.optimizer,
+            optimizer=run.updater.optimizer,
             heldout=heldout,
             needed=needed,
         )
@@ -113,28 +82,28 @@ def _freeze_(training: Training, event: Freeze) -> Change:
     )
 
 
-def _undo_(training: Training, event: Undo) -> Change:
+def _undo_(run: Run, event: Undo) -> Change:
     """Make the heads of an earlier freeze of this run live again, with the rows and moments that they had then."""
-    frozen = {record.number: record for record in read_events(training.folder) if record.kind == Freeze.kind}
+    frozen = {record.number: record for record in run.events if record.kind == Freeze.kind}
     if event.event not in frozen:
         raise InputError(f"a run undoes a freeze of its own, one of events {sorted(frozen)}; got event {event.event}")
     heads = HeadSet.from_list(frozen[event.event].heads)
-    watch = Stopwatch(training.execution.device)
+    watch = Stopwatch(run.execution.device)
     with watch("uninstall"):
-        uninstall_(training.model, heads, optimizer=training.updater.optimizer)
+        uninstall_(run.model, heads, optimizer=run.updater.optimizer)
     told = f"{len(heads)} heads frozen by event {event.event} are live again"
     return Change(heads=heads, told=told, seconds=watch.seconds, values={"undoes": event.event})
 
 
-def _prune_(training: Training, event: Prune) -> Change:
+def _prune_(run: Run, event: Prune) -> Change:
     """Refuse: this is where removing heads plugs in."""
     raise UnsupportedError(
-        f"a run cannot prune heads yet ({event.rate:.0%} were proposed after update {training.update}); "
+        f"a run cannot prune heads yet ({event.rate:.0%} were proposed after update {run.update}); "
         "choose a schedule that freezes them"
     )
 
 
-CARRY_OUT: Mapping[str, Callable[[Training, Any], Change]] = {
+CARRY_OUT: Mapping[str, Callable[[Run, Any], Change]] = {
     Freeze.kind: _freeze_,
     Undo.kind: _undo_,
     Prune.kind: _prune_,
@@ -165,16 +134,16 @@ def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient 
     return gradient
 
 
-def reads_gradient(config: TrainConfig, schedule: Proposer | None) -> bool:
+def reads_gradient(config: TrainConfig, proposer: Proposer | None) -> bool:
     """Return whether an event that may still come freezes by Q/K gradients."""
-    expected = schedule is not None and not schedule.finished
+    expected = proposer is not None and not proposer.finished
     return expected and config.freeze is not None and "gradient" in config.freeze.needs
 
 
 def start_gradient(
     model: nn.Module,
     config: TrainConfig,
-    schedule: Proposer | None,
+    proposer: Proposer | None,
     *,
     state: Mapping[str, Any] | None,
     update: int,
@@ -183,7 +152,7 @@ def start_gradient(
 
     Raises InputError when heads are to be frozen right away by gradients that nobody kept.
     """
-    reads = reads_gradient(config, schedule)
+    reads = reads_gradient(config, proposer)
     if not (reads or config.track_gradients):
         return None
     found = recorded_gradient(model, state or {})

@@ -1,23 +1,24 @@
-"""Pretraining from the first update, or the last checkpoint, to the final numbers."""
+"""Training from the first update, or the last checkpoint, to the final numbers, and how a signal stops it politely."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from saf.errors import CheckpointError, DivergenceError
+from saf.machine.processes import done_once
 from saf.records.folders import no_room
-from saf.train.checkpoint import latest, prune_checkpoints_, save_checkpoint, step_name
-from saf.train.clock import Clock
+from saf.train.checkpoint import latest
 from saf.train.config import TrainConfig
-from saf.train.events import GRADIENT, carry_out_, controller_loss, reads_gradient
-from saf.train.random_state import capture_random_state
+from saf.train.events import carry_out_, reads_gradient
 from saf.train.results import finish
-from saf.train.signals import StopRequest
-from saf.train.start import start_training
-from saf.train.training import Training
+from saf.train.run import Clock, Run
+from saf.train.start import start_run
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped after saving: start it again with `--resume`."""
@@ -37,72 +38,73 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     """
     clock = Clock()
     with StopRequest() as stop:
-        training = start_training(config, resume=resume, clock=clock)
+        run = start_run(config, resume=resume, clock=clock)
         try:
-            with _full_disk_explained(training, "logs"):
-                finished = _train(training, stop)
+            with _full_disk_explained(run, "logs"):
+                finished = _train(run, stop)
         except DivergenceError as error:
-            raise DivergenceError(f"{error}. {_last_good(training)}, with a lower peak_lr") from None
+            raise DivergenceError(f"{error}. {run.last_good()}, with a lower peak_lr") from None
         finally:
-            training.close()
+            run.close()
     if not finished:
-        return {"stopped_at": training.update, "checkpoint": str(latest(training.checkpoints))}
-    with _full_disk_explained(training, "result"):
-        return finish(training)
+        return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
+    with _full_disk_explained(run, "result"):
+        return done_once(lambda: finish(run))
 
 
 @contextmanager
-def _full_disk_explained(training: Training, files: str) -> Iterator[None]:
+def _full_disk_explained(run: Run, files: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if (reason := no_room(error)) is None:
             raise
         raise CheckpointError(
-            f"{reason}: the run's {files} could not be written. {_last_good(training)}; "
+            f"{reason}: the run's {files} could not be written. {run.last_good()}; "
             "nothing up to there is lost: make room, then resume"
         ) from error
 
 
-def _train(training: Training, stop: StopRequest) -> bool:
+def _train(run: Run, stop: "StopRequest") -> bool:
     """Run updates to the end; return False when a signal stopped them."""
-    config = training.config
-    training.model.train()
-    _intervene_if_due(training, saved=training.update == training.start and training.parent_hash is not None)
-    finished = training.finished()
+    config = run.config
+    run.model.train()
+    _carry_out_what_is_due(run, saved=run.update == run.start and run.parent_hash is not None)
+    finished = run.finished()
     while not finished:
-        if training.updater.compiling:
-            training.observer.progress.compiling(training.update + 1)
-        record = run_update(training)
-        training.observer.updated(record)
-        if training.schedule:
-            training.schedule.observe(training.update, record["loss"])
-        if config.eval_every and training.update % config.eval_every == 0:
-            controller_loss(training, "periodic")
-        finished = training.finished()
-        periodic = config.save_every and training.update % config.save_every == 0
+        if run.observer and run.updater.compiling:
+            run.observer.progress.compiling(run.update + 1)
+        record = run_update(run)
+        if run.observer:
+            run.observer.updated(record)
+        if run.proposer:
+            run.proposer.observe(run.update, record["loss"])
+        if config.eval_every and run.update % config.eval_every == 0:
+            run.controller_loss("periodic")
+        finished = run.finished()
+        periodic = config.save_every and run.update % config.save_every == 0
         # Looked at once: a signal that comes while this line runs waits for the next update, which it then saves.
         stopping = stop.requested and not finished
-        if periodic or finished or stopping or training.update == config.freeze_update:
-            save(training)
+        if periodic or finished or stopping or run.update == config.freeze_update:
+            run.save()
         if stopping:
             return False
-        _intervene_if_due(training)
+        _carry_out_what_is_due(run)
     return True
 
 
-def run_update(training: Training) -> dict[str, Any]:
+def run_update(run: Run) -> dict[str, Any]:
     """Do one update and return its line for metrics.jsonl; raise DivergenceError as `Updater.update` does."""
-    cuda = training.execution.device.type == "cuda"
+    cuda = run.execution.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    rate = training.next_learning_rate()
-    done = training.updater.update(rate)
-    if cuda and training.update >= training.timed_from:
-        training.peak_memory = max(training.peak_memory or 0, torch.cuda.max_memory_allocated())
+    rate = run.next_learning_rate()
+    done = run.updater.update(rate)
+    if cuda and run.update >= run.timed_from:
+        run.peak_memory = max(run.peak_memory or 0, torch.cuda.max_memory_allocated())
     return {
-        "update": training.update,
-        "tokens": training.update * training.tokens_per_update,
+        "update": run.update,
+        "tokens": run.tokens,
         "loss": done.loss,
         "lr": rate,
         "grad_norm": done.grad_norm,
@@ -110,49 +112,66 @@ def run_update(training: Training) -> dict[str, Any]:
     }
 
 
-def _intervene_if_due(training: Training, *, saved: bool = False) -> None:
+def _carry_out_what_is_due(run: Run, *, saved: bool = False) -> None:
     """Carry out the events that are due, after a checkpoint of the state before them (unless the parent is it)."""
-    schedule, carried_out = training.schedule, 0
-    while schedule and (events := schedule.propose(training.update)):
+    proposer, carried_out = run.proposer, 0
+    while proposer and (events := proposer.propose(run.update)):
         if not (saved or carried_out):
-            save(training)
+            run.save()
         for event in events:
-            schedule.done(event, carry_out_(training, event))
+            proposer.done(event, carry_out_(run, event))
             carried_out += 1
-        if not (training.config.track_gradients or reads_gradient(training.config, schedule)):
-            training.updater.gradient = None
-    if carried_out and training.finished():
-        save(training, after_freezing=True)
+        if not (run.config.track_gradients or reads_gradient(run.config, proposer)):
+            run.updater.gradient = None
+    if carried_out and run.finished():
+        run.save(after_freezing=True)
 
 
-def save(training: Training, *, after_freezing: bool = False) -> Path:
-    """Save a checkpoint, unless it is there already, and remove the oldest ones that need not be kept."""
-    path = training.checkpoints / step_name(training.update, after_freezing=after_freezing)
-    if path.exists():
-        return path
-    state = {
-        "update": training.update,
-        "tokens": training.update * training.tokens_per_update,
-        "sampler_position": training.update * training.windows_per_update,
-        "elapsed_seconds": training.clock.elapsed,
-        "model": training.model.config.to_dict(),
-        "settings": training.config.to_dict(),
-        "data_fingerprint": training.data.fingerprint,
-        "tokenizer": training.data.index.tokenizer.sha256,
-        "schedule": training.schedule.state_dict() if training.schedule else None,
-        GRADIENT: training.updater.gradient.state_dict() if training.updater.gradient else None,
-        "random": capture_random_state(),
-    }
-    with training.clock.paused():
-        save_checkpoint(path, training.model, training.updater.optimizer, state=state, parent=training.parent_hash)
-        branch = training.config.freeze_update
-        protect = set() if branch is None else {step_name(branch)}
-        prune_checkpoints_(training.checkpoints, keep=training.config.keep, protect=protect)
-    return path
+_HANGUP: int | None = getattr(signal, "SIGHUP", None)
+"""Sent when the terminal of a run is closed; unknown to some platforms."""
 
 
-def _last_good(training: Training) -> str:
-    good = latest(training.checkpoints) or training.config.parent
-    if good is None:
-        return "There is no checkpoint yet: start again"
-    return f"The last good checkpoint is {good}: continue from it"
+class StopRequest:
+    """Context in which SIGINT, SIGTERM and SIGHUP set `requested`; a second one raises KeyboardInterrupt at once.
+
+    Outside the main thread handlers cannot be set, and nothing is caught. A SIGHUP that the process was started to
+    ignore (`nohup`) stays ignored.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            for number in _asking():
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == _HANGUP:
+            _silence_lost_terminal_()
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+
+def _asking() -> list[int]:
+    hangup = [] if _HANGUP is None or signal.getsignal(_HANGUP) is signal.SIG_IGN else [_HANGUP]
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
+def _silence_lost_terminal_() -> None:
+    """Send standard output and error nowhere where their terminal is gone: telling of the stop must not prevent it."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

@@ -1,5 +1,6 @@
-"""AdamW: which parameters decay, and its state by parameter name."""
+"""AdamW: which parameters decay, its learning rate over the schedule, and its state by parameter name."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from saf.errors import CheckpointError
+from saf.errors import CheckpointError, InputError
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 
@@ -31,6 +32,42 @@ def build_optimizer(model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.95
 
 def _adamw(groups: list[dict[str, Any]], betas: Sequence[float]) -> AdamW:
     return AdamW([g for g in groups if g["params"]], lr=0.0, betas=(betas[0], betas[1]), fused=True)
+
+
+def learning_rate(progress: float, *, peak: float, min_ratio: float = 0.1, warmup: float = 0.0) -> float:
+    """Return the learning rate at `progress` in [0, 1]; below 0 and above 1 it stays at the ends.
+
+    `warmup` is the share of the schedule that rises linearly from 0 to `peak`; the rest is half a cosine from
+    `peak` to `peak * min_ratio`.
+
+    >>> [round(learning_rate(p, peak=1.0, warmup=0.1), 3) for p in (0.05, 0.1, 0.55, 1.0)]
+    [0.5, 1.0, 0.55, 0.1]
+    """
+    if not 0 <= warmup < 1:
+        raise InputError(f"warm-up is a share of the schedule in [0, 1); got {warmup}")
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup:
+        return peak * progress / warmup
+    decay = (progress - warmup) / (1 - warmup)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * decay)))
+
+
+def progress_by_update(update: int, *, updates: int, start: int = 0) -> float:
+    """Return the progress of update number `update` (1-based) in a schedule over updates `start + 1 ... updates`.
+
+    >>> progress_by_update(3, updates=4), progress_by_update(3, updates=4, start=2)
+    (0.75, 0.5)
+    """
+    return (update - start) / (updates - start)
+
+
+def progress_by_time(elapsed: float, *, budget: float, begin: float = 0.0) -> float:
+    """Return the progress after `elapsed` of `budget` seconds in a run that began at progress `begin`.
+
+    >>> progress_by_time(30.0, budget=60.0, begin=0.5)
+    0.75
+    """
+    return begin + (1 - begin) * min(elapsed / budget, 1.0)
 
 
 def set_learning_rate_(optimizer: AdamW, rate: float) -> None:

@@ -7,17 +7,16 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from saf.errors import InputError, SafWarning
-from saf.evaluate.perplexity import evaluate_perplexity
-from saf.records.events import EventRecord, heads_in_force, read_events
+from saf.records.events import EventRecord, heads_in_force
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
 from saf.records.head import result_head
 from saf.surgery import pattern_parameters, state_of
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
-from saf.train.training import Training
+from saf.train.run import Run
 
 
-def finish(training: Training) -> dict[str, Any]:
+def finish(run: Run) -> dict[str, Any]:
     """Evaluate the reporting partition, write result.json and return it.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `total_seconds` counts updates
@@ -27,66 +26,55 @@ def finish(training: Training) -> dict[str, Any]:
     Raises:
         InputError: The time was over before the first update.
     """
-    folder = training.folder
-    final = latest(training.checkpoints)
+    folder = run.folder
+    final = latest(run.checkpoints)
     if final is None:
         raise InputError(
-            f"time_budget_seconds={training.config.time_budget_seconds:g} was over before the first update "
-            f"({training.clock.elapsed:.1f} s went into setting the run up); allow more time, in another folder"
+            f"time_budget_seconds={run.config.time_budget_seconds:g} was over before the first update "
+            f"({run.clock.elapsed:.1f} s went into setting the run up); allow more time, in another folder"
         )
-    record = evaluate_perplexity(
-        training.model,
-        training.data,
-        partition="report",
-        length=training.length,
-        batch_size=training.config.batch_size,
-        precision=training.execution.precision,
-        out=folder,
-        checkpoints={"final": checkpoint_hash(final)},
-    )
+    report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
     metrics = read_lines(folder / "metrics.jsonl")
-    events = read_events(folder)
+    events = run.events
     intervention = intervention_record(events) if events else None
-    if training.config.freeze is not None and intervention is None:
+    if run.config.freeze is not None and intervention is None:
         warnings.warn(
-            f"the run ended after update {training.update}, before its freezing point at update "
-            f"{training.config.freeze_update}: no heads were frozen. Allow more time, or freeze earlier (freeze_at)",
+            f"the run ended after update {run.update}, before its freezing point at update "
+            f"{run.config.freeze_update}: no heads were frozen. Allow more time, or freeze earlier (freeze_at)",
             SafWarning,
             stacklevel=3,
         )
-    last = metrics[-max(1, min(100, training.config.updates // 20)) :]
+    last = metrics[-max(1, min(100, run.config.updates // 20)) :]
     seconds = sum(line["update_seconds"] for line in metrics)
     seconds += sum(intervention["seconds"].values()) if intervention else 0.0
-    frozen = _frozen_heads(training)
+    frozen = _frozen_heads(run)
     head = result_head(
         "run",
-        training.config.to_dict(),
-        device=training.execution.device_name,
+        run.config.to_dict(),
+        device=run.execution.device_name,
         checkpoints={
-            "parent": training.parent_hash,
-            "branch": _branch_hash(training),
+            "parent": run.parent_hash,
+            "branch": _branch_hash(run),
             "final": checkpoint_hash(final),
         },
-        data={"train": training.data.fingerprint, "report": training.data.fingerprint},
+        data={"train": run.task.fingerprint, "report": run.task.fingerprint},
     )
     head["provenance"] |= {
         "config_hash": config_hash(read_json(folder / "config.json")),
         "patterns_hash": events[-1].tensors_hash() if events else None,
         "heads": frozen,
-        "seed": training.config.seed,
+        "seed": run.config.seed,
     }
     result = {
         **head,
         "arm": "frozen" if intervention or frozen else "ordinary",
-        "updates": training.update,
-        "tokens": training.update * training.tokens_per_update,
-        "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(training.model)),
+        "updates": run.update,
+        "tokens": run.tokens,
+        "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
         "train_loss": fmean(line["loss"] for line in last) if last else None,
-        "report_loss": record["loss"],
-        "report_perplexity": record["perplexity"],
-        "unigram_entropy": training.data.unigram_entropy("report"),
-        "update_seconds": update_seconds(metrics, training.timed_from),
-        "peak_memory_bytes": training.peak_memory,
+        **report,
+        "update_seconds": update_seconds(metrics, run.timed_from),
+        "peak_memory_bytes": run.peak_memory,
         "total_seconds": seconds,
         "intervention": intervention,
         "checkpoint": str(final),
@@ -137,13 +125,13 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def _branch_hash(training: Training) -> str | None:
+def _branch_hash(run: Run) -> str | None:
     """Return the hash of the checkpoint at the freezing point: it stays known when the folder is thinned out."""
-    update = training.config.freeze_update
-    path = None if update is None else training.checkpoints / step_name(update)
+    update = run.config.freeze_update
+    path = None if update is None else run.checkpoints / step_name(update)
     return checkpoint_hash(path) if path is not None and (path / MANIFEST).is_file() else None
 
 
-def _frozen_heads(training: Training) -> list[list[int]]:
-    layers = state_of(training.model)[0]["layers"]
+def _frozen_heads(run: Run) -> list[list[int]]:
+    layers = state_of(run.model)[0]["layers"]
     return [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]

@@ -1,58 +1,54 @@
-"""Setting a run up: new, from a parent's checkpoint, or resumed."""
+"""How a run begins: new, from a parent's checkpoint, or resumed; and what its folder then holds."""
 
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.optim import AdamW
 
 from saf.adapters import adapter_for
-from saf.data import TokenData
 from saf.errors import CheckpointError, InputError
 from saf.freezing.choice import check_heads
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
+from saf.machine.processes import is_first
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
-from saf.records.events import read_events
-from saf.records.files import read_json
+from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
+from saf.records.files import keep_lines_, read_json, write_json
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.schedules import Proposer
-from saf.train.batches import SAMPLERS, MicroBatches, check_heldout
-from saf.train.checkpoint import Checkpoint, latest, open_checkpoint
-from saf.train.clock import Clock
-from saf.train.config import TrainConfig
+from saf.tasks import TASKS, Task
+from saf.train.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
+from saf.train.config import TrainConfig, check_same_run, context_length, model_config, run_config
 from saf.train.events import check_freeze, start_gradient
-from saf.train.observer import Observer
+from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
-from saf.train.progress import Progress
-from saf.train.random_state import restore_random_state
-from saf.train.run_config import check_same_run, model_config, run_config
-from saf.train.run_folder import write_start
-from saf.train.training import Training
+from saf.train.run import Clock, Run
 from saf.train.updater import Updater
 
 
-def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Training:
-    """Open the data, build or restore model and optimiser, write config.json and open the logs.
+def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
+    """Open the task, build or restore model and optimiser, write config.json and open the logs.
 
     Raises:
         InputError: A run is there already (without `resume`), or has other settings.
         CheckpointError: The checkpoint is damaged, or is of other data or another model.
+        DataError: The data cannot be used, or are too few.
+        UnsupportedError: The backend or kernel asked for cannot run here.
     """
     folder = Path(config.out)
     lock = _lock_run(folder, config, resume=resume)
-    execution, data = (
-        Execution.of(config.device, precision=config.precision, compile=config.compile),
-        TokenData.open(config.data),
-    )
-    shape = model_config(config, data)
-    length = config.length or shape.max_length
-    check_heldout(data, config, length=length)
+    execution = Execution.of(config.device, precision=config.precision, compile=config.compile)
+    task: Task = TASKS[config.task](config, length=context_length(config))
+    shape = model_config(config, vocab_size=task.vocab_size)
+    freeze = config.freeze
+    task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
     check_freeze(config, execution)
     with pinned(config.kernel, execution.device):
         pass  # raises now what it would raise in the first update
     own = latest(folder / "checkpoints") if resume else None
-    checkpoint = _open(own or config.parent, shape, data)
+    checkpoint = _open(own or config.parent, shape, task)
     state, update = (checkpoint.state, checkpoint.update) if checkpoint else (None, 0)
     parent = _parent_record(config, folder, checkpoint, resumed=own is not None)
     model, optimizer = _build(config, shape, execution, checkpoint)
@@ -60,36 +56,35 @@ def start_training(config: TrainConfig, *, resume: bool, clock: Clock) -> Traini
         site.pin(config.kernel)
     if own and state:
         clock.advance(state["elapsed_seconds"])
-    schedule = _schedule(config, state["schedule"] if own and state else None)
-    if config.freeze and schedule and not schedule.finished:
-        check_heads(config.freeze, [site.layout for site in adapter_for(model).sites()])
-    gradient = start_gradient(model, config, schedule, state=state, update=update)
+    proposer = _proposer(config, state["schedule"] if own and state else None)
+    if freeze and proposer and not proposer.finished:
+        check_heads(freeze, [site.layout for site in adapter_for(model).sites()])
+    gradient = start_gradient(model, config, proposer, state=state, update=update)
     # Settings that cannot be used leave no folder behind.
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    lock = lock or lock_folder(folder)
-    remove_leftovers_(folder / "checkpoints")
-    record = run_config(config, model=shape, data=data, execution=execution, parent=parent)
-    write_start(folder, config, record, update=update, own=own)
-    return Training(
+    if is_first():
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        lock = lock or lock_folder(folder)
+        record = run_config(config, model=shape, task=task, execution=execution, parent=parent)
+        _write_start(folder, config, record, update=update, own=own)
+    return Run(
         config=config,
         folder=folder,
         lock=lock,
         execution=execution,
-        data=data,
-        length=length,
+        task=task,
         updater=Updater(
             model=model,
             optimizer=optimizer,
-            batches=_batches(config, data, length, update, execution),
+            batches=task.training(update, execution.device),
             execution=execution,
             accumulation=config.accumulation,
             clip=config.clip,
             gradient=gradient,
             done=update,
         ),
-        schedule=schedule,
+        proposer=proposer,
         clock=clock,
-        observer=_observer(config, folder, execution, shape, length, update, clock),
+        observer=_observer(config, execution, shape, task, update, clock) if is_first() else None,
         start=parent["update"] if parent else 0,
         parent_hash=parent["hash"] if parent else None,
     )
@@ -99,48 +94,36 @@ def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | N
     """Lock a folder that holds a run, which must be the one to resume; None when it holds none."""
     if not (folder / "config.json").exists():
         return None
-    lock = lock_folder(folder)
+    lock = lock_folder(folder) if is_first() else None
     if not resume:
         raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
     check_same_run(config, read_json(folder / "config.json")["settings"])
     return lock
 
 
-def _open(path: str | Path | None, shape: GPTConfig, data: TokenData) -> Checkpoint | None:
+def _open(path: str | Path | None, shape: GPTConfig, task: Task) -> Checkpoint | None:
     """Open the checkpoint that training goes on from, if there is one, and take over its random state."""
-    checkpoint = open_checkpoint(path) if path else None
-    if checkpoint:
-        _check_fits(checkpoint, shape, data)
-        restore_random_state(checkpoint.state["random"])
-    return checkpoint
-
-
-def _check_fits(checkpoint: Checkpoint, shape: GPTConfig, data: TokenData) -> None:
+    if not path:
+        return None
+    checkpoint = open_checkpoint(path)
     if checkpoint.state["model"] != shape.to_dict():
         raise CheckpointError(
             f"{checkpoint.path} holds a model of shape {checkpoint.state['model']}; the settings ask for {shape}"
         )
-    if checkpoint.state["data_fingerprint"] != data.fingerprint:
-        raise CheckpointError(
-            f"{checkpoint.path} was trained on data with fingerprint {checkpoint.state['data_fingerprint'][:16]}; "
-            f"the data folder has {data.fingerprint[:16]}. Use the folder it was trained on"
-        )
+    task.check_continues(checkpoint.state, checkpoint.path)
+    restore_random_state(checkpoint.state["random"])
+    return checkpoint
 
 
 def _parent_record(
     config: TrainConfig, folder: Path, checkpoint: Checkpoint | None, *, resumed: bool
 ) -> dict[str, Any] | None:
+    """Return what config.json says of the parent; None without one. Raises InputError when it left nothing to do."""
     if not config.parent:
         return None
     if resumed:
         return read_json(folder / "config.json")["parent"]
     assert checkpoint is not None
-    position = checkpoint.state["sampler_position"]
-    if position != checkpoint.update * config.batch_size * config.accumulation:
-        raise InputError(
-            f"the parent used {position // max(checkpoint.update, 1)} windows an update, this run "
-            f"{config.batch_size} x {config.accumulation}; keep their product so that the data go on where they stopped"
-        )
     ended = checkpoint.update >= config.updates if config.freeze is None else checkpoint.update > config.updates
     if ended and config.time_budget_seconds is None:
         raise InputError(
@@ -148,12 +131,14 @@ def _parent_record(
             "very first; ask for more, or choose an earlier parent"
         )
     record = {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
-    # `saf freeze` leaves the record of the event beside the checkpoint that it made from another one.
-    by_freeze = bool(read_events(checkpoint.path))
-    return {**record, "frozen_from": checkpoint.parent} if by_freeze else record
+    # `saf freeze` leaves the record of its event beside the checkpoint that it made from another one.
+    return {**record, "frozen_from": checkpoint.parent} if read_events(checkpoint.path) else record
 
 
-def _build(config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoint: Checkpoint | None):
+def _build(
+    config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoint: Checkpoint | None
+) -> tuple[GPT, AdamW]:
+    """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed."""
     if checkpoint:
         backend = config.freeze.backend if config.freeze else "auto"
         model = checkpoint.model(execution.device, backend=backend)
@@ -164,41 +149,59 @@ def _build(config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoi
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
 
 
-def _schedule(config: TrainConfig, state: dict[str, Any] | None) -> Proposer | None:
+def _proposer(config: TrainConfig, state: dict[str, Any] | None) -> Proposer | None:
+    """Return the schedule's state machine, where a run of this checkpoint `state` left it; None without freezing."""
     if config.freeze is None or config.schedule is None:
         return None
-    schedule = config.schedule.start(updates=config.updates, rate=config.freeze.rate)
+    proposer = config.schedule.start(updates=config.updates, rate=config.freeze.rate)
     if state is not None:
-        # Checkpoints once kept a schedule's name as "schedule".
-        schedule.load_state_dict({"name": state["schedule"], **state} if "schedule" in state else state)
-    return schedule
-
-
-def _batches(config: TrainConfig, data: TokenData, length: int, update: int, execution: Execution) -> MicroBatches:
-    windows = SAMPLERS[config.sampler](data.tokens("train"), length=length, seed=config.seed)
-    position = update * config.batch_size * config.accumulation
-    return MicroBatches(windows, size=config.batch_size, position=position, device=execution.device)
+        # Earlier checkpoints kept a schedule's name as "schedule".
+        proposer.load_state_dict({"name": state["schedule"], **state} if "schedule" in state else state)
+    return proposer
 
 
 def _observer(
-    config: TrainConfig,
-    folder: Path,
-    execution: Execution,
-    shape: GPTConfig,
-    length: int,
-    update: int,
-    clock: Clock,
+    config: TrainConfig, execution: Execution, shape: GPTConfig, task: Task, update: int, clock: Clock
 ) -> Observer:
+    """Open the logs of a run that stands after `update` updates."""
     budget = config.time_budget_seconds
     left = None if budget is None else budget - clock.elapsed
     progress = Progress(done=update, total=config.updates, budget=left, every=config.log_every, quiet=config.quiet)
-    tokens = config.batch_size * config.accumulation * length
+    tokens = task.targets_per_update
     return Observer(
-        folder,
+        Path(config.out),
         progress,
         tensorboard=config.tensorboard,
         purge_from=update + 1,
         tokens_per_update=tokens,
-        flops_per_update=tokens * shape.flops_per_token(length),
+        flops_per_update=tokens * shape.flops_per_token(task.length),
         peak_flops=rated_flops(execution.device_name, execution.precision),
     )
+
+
+def _write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, update: int, own: Path | None) -> None:
+    """Write config.json, cut the logs back to `update`, and take over the event that `saf freeze` carried out.
+
+    `own` is the run's checkpoint that training goes on from; its update's events will be met again, unless it is the
+    state after them.
+    """
+    remove_leftovers_(folder / "checkpoints")
+    write_json(folder / "config.json", record)
+    after_event = own is not None and own.name.endswith("-frozen")
+
+    def keep_line(line: dict[str, Any]) -> bool:
+        return line["update"] < update or (line["update"] == update and (after_event or line["when"] == "periodic"))
+
+    def keep_event(event: EventRecord) -> bool:
+        # A run that freezes nothing has inherited ones alone; earlier versions did not mark them.
+        if event.values.get("inherited", config.freeze is None):
+            return True
+        return (event.update or 0) < update or (event.update == update and after_event)
+
+    keep_lines_(folder / "metrics.jsonl", lambda line: line["update"] <= update)
+    keep_lines_(folder / "evaluations.jsonl", keep_line)
+    keep_events_(folder, keep_event)
+    (folder / "result.json").unlink(missing_ok=True)
+    parent = record["parent"] or {}
+    if own is None and config.freeze is None and "frozen_from" in parent:
+        inherit_events(Path(parent["path"]), folder)

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,8 @@ from saf.calibration import QKGradient
 from saf.errors import DivergenceError
 from saf.machine.execution import Execution
 from saf.models import GPT
+from saf.tasks import MicroBatches
 from saf.train.optimizer import set_learning_rate_, step_if_finite_
-
-
-class MicroBatches(Protocol):
-    """Hand out micro-batches, one after the other."""
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return the next inputs and targets, each `[sequences, length]`, on the device; -100 is no target."""
-        ...
 
 
 class Updated(NamedTuple):

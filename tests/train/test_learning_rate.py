@@ -3,7 +3,7 @@ import math
 import pytest
 
 from saf.errors import InputError
-from saf.train.learning_rate import learning_rate, progress_by_time, progress_by_update
+from saf.train.optimizer import learning_rate, progress_by_time, progress_by_update
 
 
 def paper_rate(update: int) -> float:

@@ -2,8 +2,7 @@ import pytest
 
 from saf.freezing.config import FreezeConfig
 from saf.train import pretrain
-from saf.train.observer import Observer
-from saf.train.progress import Progress, duration
+from saf.train.observer import Observer, Progress, duration
 
 
 def tell(folder, updates: int, peak_flops: float | None = None, **options) -> None:

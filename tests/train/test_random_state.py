@@ -4,7 +4,7 @@ import random
 import numpy as np
 import torch
 
-from saf.train.random_state import capture_random_state, restore_random_state
+from saf.train.checkpoint import capture_random_state, restore_random_state
 
 
 def draw() -> list[float]:

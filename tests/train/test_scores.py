@@ -10,8 +10,8 @@ from saf.errors import DataError, InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
 from saf.schedules import OneTime
+from saf.tasks.text import heldout_batches
 from saf.train import continue_from, open_checkpoint, pretrain
-from saf.train.batches import heldout_batches
 from tests.train.killed import Killed, die_at
 
 GRADIENT = FreezeConfig(rate=0.25, score="qk_gradient", max_fit_kl=10.0)

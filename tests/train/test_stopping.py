@@ -11,17 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import saf.train.clock
 import saf.train.loop as loop
 import saf.train.observer
 import saf.train.results
+import saf.train.run
 import saf.train.updater
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
-from saf.train.loop import run_update
-from saf.train.signals import StopRequest
+from saf.train.loop import StopRequest, run_update
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -29,10 +28,10 @@ def test_signal_saves_and_stops_after_the_current_update(settings, outcome, monk
     pretrain(settings("whole", save_every=5))
     config = settings(save_every=5)
 
-    def interrupted(training):
-        if training.update == 6:
+    def interrupted(run):
+        if run.update == 6:
             os.kill(os.getpid(), number)
-        return run_update(training)
+        return run_update(run)
 
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
@@ -92,7 +91,7 @@ def test_a_closed_terminal_stops_a_run_that_goes_on_telling():
     code = """
 import fcntl, sys, termios, time
 fcntl.ioctl(2, termios.TIOCSCTTY, 0)
-from saf.train.signals import StopRequest
+from saf.train.loop import StopRequest
 with StopRequest() as stop:
     print("ready", file=sys.stderr, flush=True)
     while not stop.requested:
@@ -133,16 +132,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, monkeypatch, bad):
     config = settings()
     kept = {}
 
-    def poisoned(training):
-        if training.update == 7:
-            forward = training.updater.forward
-            training.updater.forward = lambda *arguments, **options: forward(*arguments, **options) * bad
-            kept.update({name: tensor.clone() for name, tensor in training.model.state_dict().items()})
+    def poisoned(run):
+        if run.update == 7:
+            forward = run.updater.forward
+            run.updater.forward = lambda *arguments, **options: forward(*arguments, **options) * bad
+            kept.update({name: tensor.clone() for name, tensor in run.model.state_dict().items()})
         try:
-            return run_update(training)
+            return run_update(run)
         finally:
             if kept:
-                assert all(torch.equal(kept[n], t) for n, t in training.model.state_dict().items())
+                assert all(torch.equal(kept[n], t) for n, t in run.model.state_dict().items())
 
     monkeypatch.setattr(loop, "run_update", poisoned)
     with pytest.raises(
@@ -171,7 +170,7 @@ def test_diverging_from_a_parent_names_it(settings, monkeypatch):
     pretrain(settings("parent"))
     parent = f"{settings('parent').out}/checkpoints/step-6"
 
-    def diverged(training):
+    def diverged(run):
         raise DivergenceError("update 7 was not applied")
 
     monkeypatch.setattr(loop, "run_update", diverged)
@@ -189,7 +188,7 @@ def second_per_look(monkeypatch):
         return now[0]
 
     fake = SimpleNamespace(perf_counter=look)
-    monkeypatch.setattr(saf.train.clock, "time", fake)
+    monkeypatch.setattr(saf.train.run, "time", fake)
     monkeypatch.setattr(saf.train.updater, "time", fake)
     return now
 

@@ -1,0 +1,100 @@
+"""What a run asks of its task: what it trains on, what freezing calibrates on, and what the model is judged by.
+
+Nothing of a run assumes text: where it stands in the data, what must be the same to go on from a checkpoint, and what a
+loss is of are the task's to say.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from saf.machine.execution import Execution
+from saf.models import GPT
+
+
+class MicroBatches(Protocol):
+    """Hand out micro-batches, one after the other."""
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the next inputs and targets, each `[sequences, length]`, on the device; -100 is no target."""
+        ...
+
+
+class TaskSettings(Protocol):
+    """Name what a task may read of a run's settings, `saf.train.TrainConfig`, which describes each and its default."""
+
+    data: str
+    batch_size: int
+    accumulation: int
+    seed: int
+    sampler: Any
+    eval_windows: int
+    calibration_sequences: int
+    calibration_source: Any
+    heldout_sequences: int
+
+
+class Task(Protocol):
+    """Say what a run trains on and is judged by."""
+
+    name: ClassVar[str]
+    """Its name in the registry and in settings."""
+    length: int
+    """Tokens of a sequence that the model is given."""
+    vocab_size: int
+    """Token ids that inputs and targets may have: from 0 to below this."""
+    fingerprint: str
+    """SHA-256 of all data, training and judging; results name it."""
+    targets_per_update: int
+    """Target tokens of one update, those that are not counted included."""
+
+    def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
+        """Raise DataError now, not in the middle of training, for data too few for their use.
+
+        `calibrates` says that events will measure attention, `scores_outputs` that their scores read held-out windows.
+        """
+        ...
+
+    def training(self, update: int, device: torch.device) -> MicroBatches:
+        """Return the micro-batches that follow `update` updates."""
+        ...
+
+    def calibration(self) -> list[Tensor]:
+        """Return the calibration sequences as LongTensors `[<= batch_size, length]`, the same for every arm."""
+        ...
+
+    def heldout(self) -> list[Tensor]:
+        """Return the sequences that output-aware scores read, as LongTensors `[<= batch_size, length]`."""
+        ...
+
+    def controller_loss(self, model: GPT, execution: Execution) -> float:
+        """Return the loss on the controller's windows, nats per counted target: what decisions during a run read."""
+        ...
+
+    def report(
+        self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
+    ) -> dict[str, Any]:
+        """Judge the trained model and return the entries for result.json, `report_loss` among them.
+
+        Writes its own files into `folder`, with the hashes of `checkpoints` by role.
+        """
+        ...
+
+    def description(self) -> dict[str, Any]:
+        """Return what config.json says of the data, its `fingerprint` among them."""
+        ...
+
+    def state(self, update: int) -> dict[str, Any]:
+        """Return what a checkpoint after `update` updates holds of the task, as JSON values beside the run's own."""
+        ...
+
+    def check_continues(self, state: dict[str, Any], path: Path) -> None:
+        """Raise unless training can go on from the checkpoint at `path`, whose state.json is `state`.
+
+        Raises:
+            CheckpointError: It was trained on other data.
+            InputError: The data could not go on where they stopped.
+        """
+        ...

@@ -1,0 +1,192 @@
+"""What lasts while a model is trained: the run's folder and its lock, clock, logs, events and checkpoints.
+
+Everything that a run writes goes through `Run`, and only the first process of several writes.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from saf.heads import HeadSet
+from saf.machine.execution import Execution
+from saf.machine.processes import done_once
+from saf.models import GPT
+from saf.records.events import EventRecord, append_event, read_events
+from saf.schedules import Event, Proposer
+from saf.tasks import Task
+from saf.train.checkpoint import (
+    capture_random_state,
+    latest,
+    prune_checkpoints_,
+    save_checkpoint,
+    step_name,
+)
+from saf.train.config import TrainConfig
+from saf.train.observer import Observer
+from saf.train.optimizer import learning_rate, progress_by_time, progress_by_update
+from saf.train.updater import Updater
+
+GRADIENT = "qk_gradient"
+"""Name of the Q/K-gradient average in a checkpoint's state.json."""
+
+
+class Clock:
+    """Count the seconds since the run began, over all its processes; writing checkpoints does not count."""
+
+    def __init__(self, elapsed: float = 0.0):
+        """Start now, `elapsed` seconds in."""
+        self._origin = time.perf_counter() - elapsed
+
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds so far."""
+        return time.perf_counter() - self._origin
+
+    def advance(self, seconds: float) -> None:
+        """Add what an earlier process of the same run had spent."""
+        self._origin -= seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time spent inside."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._origin += time.perf_counter() - began
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Hold one training from its start to its end, and write what is kept of it."""
+
+    config: TrainConfig
+    folder: Path
+    lock: IO[str] | None
+    """Held while the run goes on; None in a process that writes nothing."""
+    execution: Execution
+    task: Task
+    updater: Updater
+    proposer: Proposer | None
+    """What decides when events come; None for a run that changes no heads."""
+    clock: Clock
+    observer: Observer | None
+    """Writes logs and shows progress; None in a process that writes nothing."""
+    start: int
+    """Update of the checkpoint that the run began at; 0 for a new one."""
+    parent_hash: str | None
+    peak_memory: int | None = None
+    """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
+
+    @property
+    def model(self) -> GPT:
+        """Return the model that is trained."""
+        return self.updater.model
+
+    @property
+    def update(self) -> int:
+        """Return how many updates are done."""
+        return self.updater.done
+
+    @property
+    def tokens(self) -> int:
+        """Return how many target tokens were trained on."""
+        return self.update * self.task.targets_per_update
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the folder of the run's checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """Return the events recorded so far, inherited ones first."""
+        return read_events(self.folder)
+
+    @property
+    def timed_from(self) -> int:
+        """Return the first update whose time and memory count: past the first event, compilation and warm caches."""
+        begin = max(self.start, self.config.freeze_update or 0)
+        begin = begin if begin < self.config.updates else self.start
+        # Ten updates, or a quarter of a short run's: the allocator and the kernels' caches have grown by then.
+        return begin + 1 + min(10, (self.config.updates - begin) // 4)
+
+    def next_learning_rate(self) -> float:
+        """Return the learning rate of the update to come."""
+        config = self.config
+        progress = progress_by_update(self.update + 1, updates=config.updates, start=config.lr_start)
+        if config.time_budget_seconds is not None:
+            begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
+            spent = self.clock.elapsed + self.updater.expected_seconds
+            progress = progress_by_time(spent, budget=config.time_budget_seconds, begin=max(begin, 0.0))
+        return learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+
+    def finished(self) -> bool:
+        """Return whether the updates are done or the next one would exceed the time allowance."""
+        if self.config.time_budget_seconds is None:
+            return self.update >= self.config.updates
+        return self.clock.elapsed + self.updater.expected_seconds > self.config.time_budget_seconds
+
+    def say(self, text: str) -> None:
+        """Show people a line about this moment of the run."""
+        if self.observer:
+            self.observer.progress.say(f"update {self.update}: {text}")
+
+    def controller_loss(self, when: str) -> float:
+        """Return the task's controller loss, nats per target, and log it as `when`."""
+        loss = done_once(lambda: self.task.controller_loss(self.model, self.execution))
+        if self.observer:
+            self.observer.evaluated(self.update, loss, when)
+        return loss
+
+    def record_event(self, event: Event, heads: HeadSet, values: dict[str, Any], tensors: dict[str, Any]) -> int:
+        """Add a line to events.jsonl for an event that was carried out, and return its number."""
+        line = {"update": self.update, "reason": event.reason, "heads": heads.to_list(), **values}
+        return done_once(lambda: append_event(self.folder, event.kind, line, tensors).number)
+
+    def save(self, *, after_freezing: bool = False) -> Path:
+        """Save a checkpoint, unless it is there already, and remove the oldest ones that need not be kept.
+
+        Raises:
+            CheckpointError: There is no room for it.
+        """
+        path = self.checkpoints / step_name(self.update, after_freezing=after_freezing)
+        if path.exists():
+            return path
+        state = {
+            "update": self.update,
+            "tokens": self.tokens,
+            "elapsed_seconds": self.clock.elapsed,
+            "model": self.model.config.to_dict(),
+            "settings": self.config.to_dict(),
+            "schedule": self.proposer.state_dict() if self.proposer else None,
+            GRADIENT: self.updater.gradient.state_dict() if self.updater.gradient else None,
+            "random": capture_random_state(),
+            **self.task.state(self.update),
+        }
+        with self.clock.paused():
+            done_once(lambda: self._write(path, state))
+        return path
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        save_checkpoint(path, self.model, self.updater.optimizer, state=state, parent=self.parent_hash)
+        branch = self.config.freeze_update
+        protect = set() if branch is None else {step_name(branch)}
+        prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
+
+    def last_good(self) -> str:
+        """Return a sentence that says from which checkpoint to go on after an error."""
+        good = latest(self.checkpoints) or self.config.parent
+        if good is None:
+            return "There is no checkpoint yet: start again"
+        return f"The last good checkpoint is {good}: continue from it"
+
+    def close(self) -> None:
+        """Close the logs and let go of the folder."""
+        if self.observer:
+            self.observer.close()
+        if self.lock:
+            self.lock.close()
