@@ -21,26 +21,26 @@ Removed = Mapping[int, Mapping[str, Tensor]]
 
 
 class Site(Protocol):
-    """One attention layer: its projections, by role, and its frozen heads."""
+    """Say what a site is: one attention layer with its projections, by role, and its frozen heads."""
 
     @property
     def layout(self) -> HeadLayout:
-        """Order of the heads."""
+        """Return the order of the heads."""
         ...
 
     @property
     def frozen(self) -> FrozenHeads | None:
-        """What executes the frozen heads; None where there are none."""
+        """Return what executes the frozen heads; None where there are none."""
         ...
 
     @property
     def removed(self) -> Removed:
-        """Rows kept for undoing."""
+        """Return the rows kept for undoing."""
         ...
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
+        """Return the channels of one head."""
         ...
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
@@ -65,7 +65,7 @@ class Site(Protocol):
 
 
 class LanguageModel(ABC):
-    """A causal language model that can be evaluated, whether or not its attention is known."""
+    """Answer for a causal language model that can be evaluated, whether or not its attention is known."""
 
     model: Any
     """The model itself, without wrappers."""
@@ -75,17 +75,17 @@ class LanguageModel(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the model takes token ids."""
+        """Return where the model takes token ids."""
 
     @property
     @abstractmethod
     def max_length(self) -> int | None:
-        """The longest input in tokens; None when the model sets no limit."""
+        """Return the longest input in tokens; None when the model sets no limit."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int | None:
-        """How many token ids the model knows; None when it does not tell."""
+        """Return how many token ids the model knows; None when it does not tell."""
 
     @abstractmethod
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class LanguageModel(ABC):
 
 
 class Adapter(LanguageModel):
-    """A model family whose attention is known: which models belong to it, and where its attention layers are."""
+    """Answer for a model whose attention is known: whether it is of the family, and where its attention layers are."""
 
     family: ClassVar[str]
     keep_live: ClassVar[int]
@@ -128,7 +128,7 @@ class Adapter(LanguageModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the attention weights: that of queries and keys outside autocast."""
+        """Return the dtype of the attention weights: that of queries and keys outside autocast."""
         return self.sites()[0].projections()["query"][0].dtype
 
     def frozen_heads(self) -> HeadSet:

@@ -16,29 +16,29 @@ from saf.ops import FrozenHeads
 
 
 class GPTSite:
-    """An attention layer of `saf.models.GPT`."""
+    """Show an attention layer of `saf.models.GPT` as a site."""
 
     def __init__(self, attention: Attention):
         self.attention = attention
 
     @property
     def layout(self) -> HeadLayout:
-        """Order of the heads."""
+        """Return the order of the heads."""
         return self.attention.layout
 
     @property
     def frozen(self) -> FrozenHeads | None:
-        """The frozen heads' tables."""
+        """Return the frozen heads' tables."""
         return self.attention.frozen
 
     @property
     def removed(self) -> Removed:
-        """Rows kept for undoing."""
+        """Return the rows kept for undoing."""
         return self.attention.removed
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
+        """Return the channels of one head."""
         return self.attention.head_dim
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
@@ -46,7 +46,7 @@ class GPTSite:
         return {role: (weight, int(role == "output")) for role, weight in self.attention.weights().items()}
 
     def check(self, layout: HeadLayout) -> None:
-        """Every layout can be executed."""
+        """Accept every layout: all of them can be executed."""
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout, its frozen heads and rows for undoing."""
@@ -70,7 +70,7 @@ class GPTSite:
 
 
 class GPTAdapter(Adapter):
-    """`saf.models.GPT`."""
+    """Answer for `saf.models.GPT`."""
 
     family = "gpt (this project's decoder)"
     keep_live = 0
@@ -87,17 +87,17 @@ class GPTAdapter(Adapter):
 
     @property
     def device(self) -> torch.device:
-        """The device of the embedding."""
+        """Return the device of the embedding."""
         return self.model.embed.weight.device
 
     @property
     def max_length(self) -> int:
-        """The longest input in tokens."""
+        """Return the longest input in tokens."""
         return self.model.config.max_length
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the embedding."""
+        """Return the number of rows of the embedding."""
         return self.model.config.vocab_size
 
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:

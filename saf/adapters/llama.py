@@ -27,7 +27,7 @@ SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "slidin
 
 
 class LlamaSite:
-    """An attention layer; while heads of it are frozen, their state is a submodule of it, `saf`."""
+    """Show an attention layer as a site; while heads of it are frozen, their state is a submodule of it, `saf`."""
 
     def __init__(self, adapter: "LlamaAdapter", attention: Any):
         self._adapter = adapter
@@ -35,24 +35,24 @@ class LlamaSite:
 
     @property
     def layout(self) -> HeadLayout:
-        """Order of the heads."""
+        """Return the order of the heads."""
         return layout_of(self.attention)
 
     @property
     def frozen(self) -> FrozenHeads | None:
-        """What executes the frozen heads."""
+        """Return what executes the frozen heads."""
         state = state_of(self.attention)
         return None if state is None else state.frozen
 
     @property
     def removed(self) -> Removed:
-        """Rows kept for undoing."""
+        """Return the rows kept for undoing."""
         state = state_of(self.attention)
         return {} if state is None else state.removed
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
+        """Return the channels of one head."""
         return self.attention.head_dim
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
@@ -100,7 +100,7 @@ class LlamaSite:
 
 
 class LlamaAdapter(TransformersModel, Adapter):
-    """Llama, Mistral and Qwen3 of transformers."""
+    """Answer for Llama, Mistral and Qwen3 of transformers."""
 
     family = "llama-like (Llama, Mistral and Qwen3 of transformers)"
     keep_live = 1

@@ -17,7 +17,7 @@ NAME = "saf"
 
 
 class HeadState(nn.Module):
-    """Which heads of one attention layer are frozen, and what is known of them."""
+    """Hold which heads of one attention layer are frozen, and what is known of them."""
 
     def __init__(self, layout: HeadLayout):
         super().__init__()
@@ -34,7 +34,7 @@ class HeadState(nn.Module):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left that the layer would do otherwise than without this state."""
+        """Return whether nothing is left that the layer would do otherwise than without this state."""
         return self.frozen is None and not self.sinks and self.kernel == "auto"
 
     def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed, device: torch.device) -> None:

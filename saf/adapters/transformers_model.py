@@ -10,7 +10,7 @@ from saf.adapters.adapter import LanguageModel
 
 
 class TransformersModel(LanguageModel):
-    """A causal language model of transformers, or one that is called alike."""
+    """Answer for a causal language model of transformers, or one that is called alike."""
 
     one_graph = False
 
@@ -19,17 +19,17 @@ class TransformersModel(LanguageModel):
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter, the embedding's."""
+        """Return the device of the first parameter, the embedding's."""
         return next(self.model.parameters()).device
 
     @property
     def max_length(self) -> int | None:
-        """The number of positions in the configuration."""
+        """Return the number of positions in the configuration."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def vocab_size(self) -> int | None:
-        """The number of token ids in the configuration."""
+        """Return the number of token ids in the configuration."""
         return getattr(self.model.config, "vocab_size", None)
 
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:

@@ -9,8 +9,11 @@ from saf.heads import HeadSet
 from saf.statistics import AttentionStatistics
 
 SCALE = 16.0
+"""What the moment estimate of the concentration is multiplied by, as in the paper."""
 BOUNDS = (1e-2, 1e6)
+"""Of the concentration: from draws of nearly a single key to draws equal to the mean within about a thousandth."""
 PARAMETER_FLOOR = 1e-6
+"""The paper's, for numerical sampling."""
 # A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
 # concentration would be a quotient of rounding errors.
 NEAR_DETERMINISTIC = 1e-6

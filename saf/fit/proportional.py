@@ -60,7 +60,7 @@ def fit_proportional(
 
 @dataclass
 class _Heads:
-    """The heads still being fitted: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps."""
+    """Hold the heads still being fitted: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps."""
 
     eta_abs: Tensor
     eta_rel: Tensor

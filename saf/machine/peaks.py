@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Peak:
-    """What a device reaches in bf16, and how that is known."""
+    """Say what a device reaches in bf16, and how that is known."""
 
     flops: float
     """FLOP/s that no version of a benchmark runs above: measured where somebody did, else the data sheet's."""

@@ -8,7 +8,7 @@ import torch
 
 
 class Stopwatch:
-    """Adds up wall-clock seconds by name; waits for the device, so asynchronous work is counted where it was asked.
+    """Add up wall-clock seconds by name; waits for the device, so asynchronous work is counted where it was asked.
 
     >>> watch = Stopwatch()
     >>> with watch("fit"):

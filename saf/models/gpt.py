@@ -16,6 +16,7 @@ from saf.ops.decoder.loss import linear_cross_entropy, linear_log_probs
 from saf.ops.positions import check_start, left_padding
 
 INIT_STD = 0.02
+"""Standard deviation of initial weights, GPT-2's."""
 
 
 class MLP(nn.Module):

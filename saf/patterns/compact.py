@@ -17,7 +17,7 @@ _FIRST_ORDINARY_KEY = 64
 
 @dataclass(frozen=True, eq=False)
 class CompactPattern:
-    """Patterns `P(i, j) = exp(alpha_j + rho_{i-j} - log_z_i)` for j <= i, Eq. (3).
+    """Hold patterns `P(i, j) = exp(alpha_j + rho_{i-j} - log_z_i)` for j <= i, Eq. (3).
 
     `alpha` (by key position), `rho` (by distance) and `log_z` (by query position) have shape `[..., T]`; the
     leading dimensions are free. `alpha += a + c*j, rho += b + c*δ, log_z += a + b + c*i` leaves P as it is.
@@ -70,12 +70,12 @@ class CompactPattern:
 
     @property
     def length(self) -> int:
-        """T, in tokens."""
+        """Return T, in tokens."""
         return self.alpha.shape[-1]
 
     @property
     def shape(self) -> torch.Size:
-        """The leading dimensions, without T."""
+        """Return the leading dimensions, without T."""
         return self.alpha.shape[:-1]
 
     def __getitem__(self, index: Any) -> "CompactPattern":

@@ -16,7 +16,7 @@ _ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 
 
 @dataclass(frozen=True, eq=False)
 class DensePattern:
-    """Patterns given entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows summing to one.
+    """Hold patterns entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows summing to one.
 
     Row sums may miss one by 1e-8 in float64, 1e-4 in float32, 2e-2 in bfloat16, 5e-3 in float16.
     """
@@ -53,12 +53,12 @@ class DensePattern:
 
     @property
     def length(self) -> int:
-        """T, in tokens."""
+        """Return T, in tokens."""
         return self.weights.shape[-1]
 
     @property
     def shape(self) -> torch.Size:
-        """The leading dimensions, without T, T."""
+        """Return the leading dimensions, without T, T."""
         return self.weights.shape[:-2]
 
     def __getitem__(self, index: Any) -> "DensePattern":

@@ -14,6 +14,8 @@ from torch import Tensor
 from saf.errors import InputError
 
 DEFAULT_BLOCK = 128
+"""Positions a block: a tile of 128 x 128 float64 numbers, 128 KiB, stays in a CPU core's cache."""
+# Block offsets that a GPU takes in one product: enough to fill it.
 _GPU_OFFSETS = 32
 # Tile elements held at once; heads beyond that wait their turn.
 _HELD_ELEMENTS = 1 << 27

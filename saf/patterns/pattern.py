@@ -14,7 +14,7 @@ from saf.errors import InputError
 
 
 class Pattern(Protocol):
-    """A causal matrix `[T, T]` whose rows sum to one, or several of them along leading dimensions."""
+    """Give a causal matrix `[T, T]` whose rows sum to one, or several of them along leading dimensions."""
 
     kind: ClassVar[str]
     """The name of this kind of pattern, by which `KINDS` knows it."""
@@ -25,7 +25,7 @@ class Pattern(Protocol):
 
     @property
     def length(self) -> int:
-        """T, in tokens."""
+        """Return T, in tokens."""
         ...
 
     def prefix(self, length: int) -> "Pattern":

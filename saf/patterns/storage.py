@@ -11,7 +11,7 @@ from saf.heads import Head, HeadSet
 
 @dataclass(frozen=True)
 class StorageReport:
-    """Bytes of one set of patterns in each form; printed in GB (1e9 bytes)."""
+    """Hold the bytes of one set of patterns in each form; printed in GB (1e9 bytes)."""
 
     dense_by_layer: int
     """A `[H, T, T]` buffer in every layer with a frozen head, as the paper's dense implementation has it."""
@@ -22,7 +22,7 @@ class StorageReport:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller compact is than packed dense."""
+        """Return how many times smaller compact is than packed dense."""
         return self.dense_packed / self.compact if self.compact else 1.0
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from saf.patterns.pattern import Pattern
 
 
 class TrainablePattern(nn.Module):
-    """Key logits `alpha [T]` and distance logits `rho [T]` of one head as parameters; they keep their dtype when cast.
+    """Hold key logits `alpha [T]` and distance logits `rho [T]` of one head as parameters; casting keeps their dtype.
 
     The normalisers are no parameters: they are computed from these whenever the head is executed, Eq. (3).
     """
@@ -49,7 +49,7 @@ class TrainablePattern(nn.Module):
 
     @property
     def length(self) -> int:
-        """T, in tokens."""
+        """Return T, in tokens."""
         return self.alpha.shape[0]
 
     def compact(self) -> CompactPattern:

@@ -52,7 +52,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class LayerEdit:
-    """A layer's next layout, checked, with what executes its frozen heads."""
+    """Hold a layer's next layout, checked, with what executes its frozen heads."""
 
     site: Site
     layout: HeadLayout

@@ -49,7 +49,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Iterabl
 
 
 class StaleMoments:
-    """Parameters edited without their optimiser, held weakly, until the first step that is in order.
+    """Hold parameters edited without their optimiser, weakly, until the first step that is in order.
 
     PyTorch offers no other place to see an optimiser that was not passed than a hook before every optimiser's step.
     It is registered by the first such edit and does nothing while no parameter is watched.
@@ -182,5 +182,5 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scheduler of PyTorch was made for the optimiser; it marks the step it watches."""
+    """Return whether a scheduler of PyTorch was made for the optimiser; it marks the step it watches."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
