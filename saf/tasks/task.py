@@ -43,12 +43,21 @@ class Task(Protocol):
     """Its name in the registry and in settings."""
     length: int
     """Tokens of a sequence that the model is given."""
-    vocab_size: int
-    """Token ids that inputs and targets may have: from 0 to below this."""
-    fingerprint: str
-    """SHA-256 of all data, training and judging; results name it."""
-    targets_per_update: int
-    """Target tokens of one update, those that are not counted included."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Return how many token ids inputs and targets may have."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of all data, for training and judging; results name it."""
+        ...
+
+    @property
+    def targets_per_update(self) -> int:
+        """Return how many target tokens one update has, those that are not counted included."""
+        ...
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
         """Raise DataError now, not in the middle of training, for data too few for their use.

@@ -20,17 +20,6 @@ LearningRateBy = Literal["update", "elapsed"]
 CalibrationSource = Literal["auto", "calibration", "train"]
 
 
-SCHEMA = "saf.run/1"
-VOCABULARY_MULTIPLE = 64
-_ARITHMETIC = (
-    *("batch_size", "accumulation", "updates", "peak_lr", "min_lr_ratio", "warmup", "lr_by", "lr_start"),
-    *("time_budget_seconds", "betas", "weight_decay", "clip", "seed", "sampler"),
-)
-_FREE_ON_RESUME = frozenset(
-    ("out", "data", "device", "eval_every", "save_every", "keep", "log_every", "tensorboard", "quiet")
-)
-
-
 @dataclass(kw_only=True)
 class TrainConfig:
     """Settings of one arm; raises InputError naming the field that cannot be used."""
@@ -181,6 +170,20 @@ class TrainConfig:
             raise InputError(f"not a training configuration: {error}") from error
 
 
+_AT_LEAST_ONE = (
+    *("batch_size", "accumulation", "updates", "eval_windows", "log_every"),
+    *("calibration_sequences", "heldout_sequences"),
+)
+_CHOICES = {
+    "sampler": Sampler,
+    "lr_by": LearningRateBy,
+    "device": Device,
+    "precision": Precision,
+    "compile": Switch,
+    "calibration_source": CalibrationSource,
+}
+
+
 def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as `TrainConfig.to_dict` gives them now, from a run of any age.
 
@@ -192,6 +195,21 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
         moment, name = values.pop("freeze_at"), values.pop("schedule", OneTime.name)
         values["schedule"] = None if moment is None else {"name": name, "at": moment}
     return values
+
+
+SCHEMA = "saf.run/1"
+"""Of config.json."""
+VOCABULARY_MULTIPLE = 64
+"""The output's matrix product runs at full speed where its width, the vocabulary, is a multiple of this."""
+_ARITHMETIC = (
+    *("batch_size", "accumulation", "updates", "peak_lr", "min_lr_ratio", "warmup", "lr_by", "lr_start"),
+    *("time_budget_seconds", "betas", "weight_decay", "clip", "seed", "sampler"),
+)
+"""Settings that decide what an update computes: both arms of a comparison must share them."""
+_FREE_ON_RESUME = frozenset(
+    ("out", "data", "device", "eval_every", "save_every", "keep", "log_every", "tensorboard", "quiet")
+)
+"""Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""
 
 
 def context_length(config: TrainConfig) -> int:
@@ -283,26 +301,13 @@ def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> Tra
     if unknown := sorted(changes.keys() - settings.keys()):
         raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
     freeze = changes.get("freeze")
-    moment = {} if freeze is None else {"schedule": OneTime(at=checkpoint.update)}
-    settings |= {"out": str(out), "parent": str(parent), "freeze": None, "track_gradients": False, **moment, **changes}
-    config = TrainConfig.from_dict(settings)
-    if freeze is not None and (config.freeze_update or 0) < checkpoint.update:
+    schedule = {} if freeze is None else {"schedule": OneTime(at=checkpoint.update)}
+    settings |= {"out": str(out), "parent": str(parent), "freeze": None, "track_gradients": False}
+    config = TrainConfig.from_dict({**settings, **schedule, **changes})
+    first = config.freeze_update
+    if freeze is not None and first is not None and first < checkpoint.update:
         raise InputError(
-            f"{config.schedule} freezes after update {config.freeze_update}, before the parent's {checkpoint.update}; "
+            f"{config.schedule} freezes after update {first}, before the parent's {checkpoint.update}; "
             "choose a later moment (freeze_at) or an earlier parent"
         )
     return config
-
-
-_AT_LEAST_ONE = (
-    *("batch_size", "accumulation", "updates", "eval_windows", "log_every"),
-    *("calibration_sequences", "heldout_sequences"),
-)
-_CHOICES = {
-    "sampler": Sampler,
-    "lr_by": LearningRateBy,
-    "device": Device,
-    "precision": Precision,
-    "compile": Switch,
-    "calibration_source": CalibrationSource,
-}

@@ -69,6 +69,8 @@ class Run:
     """Held while the run goes on; None in a process that writes nothing."""
     execution: Execution
     task: Task
+    model: GPT
+    """What is trained; the updater's."""
     updater: Updater
     proposer: Proposer | None
     """What decides when events come; None for a run that changes no heads."""
@@ -80,11 +82,6 @@ class Run:
     parent_hash: str | None
     peak_memory: int | None = None
     """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
-
-    @property
-    def model(self) -> GPT:
-        """Return the model that is trained."""
-        return self.updater.model
 
     @property
     def update(self) -> int:

@@ -72,6 +72,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         lock=lock,
         execution=execution,
         task=task,
+        model=model,
         updater=Updater(
             model=model,
             optimizer=optimizer,

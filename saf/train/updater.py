@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from saf.calibration import QKGradient
 from saf.errors import DivergenceError
 from saf.machine.execution import Execution
-from saf.models import GPT
 from saf.tasks import MicroBatches
 from saf.train.optimizer import set_learning_rate_, step_if_finite_
 
@@ -36,7 +35,7 @@ class Updater:
     Call `compile_` whenever heads were frozen or made live again: graphs compiled for the old shapes are of no use.
     """
 
-    model: GPT
+    model: nn.Module
     optimizer: AdamW
     batches: MicroBatches
     execution: Execution

@@ -182,3 +182,20 @@ def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(settings, outcome, monk
     for name in ("update", "heads", "loss_before", "loss_after"):
         assert again["intervention"][name] == result["intervention"][name]
     assert [event.kind for event in read_events(config.out)] == ["freeze"]
+
+
+def test_only_the_first_process_writes(settings, monkeypatch):
+    """Another one builds the same run, trains and saves nothing."""
+    import saf.train.run as run_module
+    import saf.train.start as start
+
+    config = settings(freeze=FREEZE)
+    monkeypatch.setattr(start, "is_first", lambda: False)
+    run = start.start_run(config, resume=False, clock=run_module.Clock())
+    assert (run.lock, run.observer) == (None, None)
+    run.say("nobody hears this")
+    record = loop.run_update(run)
+    assert record["update"] == 1
+    assert run.controller_loss("periodic") > 0
+    run.close()
+    assert not Path(config.out).exists()

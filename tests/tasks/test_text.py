@@ -1,0 +1,110 @@
+"""What the text task gives a run, and from where in the data."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from saf.data import TokenData, prepare, sequential_windows
+from saf.errors import CheckpointError, DataError, InputError
+from saf.evaluate.perplexity import evaluate_perplexity
+from saf.machine.execution import Execution
+from saf.models import GPT, preset
+from saf.tasks import TASKS, TextTask
+from saf.train import TrainConfig
+
+CPU = torch.device("cpu")
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    drawn = random.Random(0)
+    (root / "text").mkdir()
+    for number in range(30):
+        words = (drawn.choice(["head", "token", "window", "loss"]) for _ in range(400))
+        (root / "text" / f"{number}.txt").write_text(" ".join(words))
+    prepare([str(root / "text")], root / "data", vocab_size=270, heldout_fraction=0.3, workers=1, progress=False)
+    return str(root / "data")
+
+
+@pytest.fixture
+def settings(folder):
+    return TrainConfig(
+        data=folder, out="unused", batch_size=2, accumulation=3, calibration_sequences=4, heldout_sequences=3,
+        eval_windows=5, seed=3,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def task(settings):
+    return TASKS[settings.task](settings, length=LENGTH)
+
+
+def test_micro_batches_go_on_where_updates_ended(task):
+    whole = task.training(0, CPU)
+    batches = [whole.take() for _ in range(9)]
+    assert all(inputs.shape == targets.shape == (2, LENGTH) for inputs, targets in batches)
+    assert torch.equal(batches[0][0][:, 1:], batches[0][1][:, :-1])
+    later = task.training(2, CPU)
+    for inputs, targets in batches[6:]:
+        again = later.take()
+        assert torch.equal(again[0], inputs)
+        assert torch.equal(again[1], targets)
+    assert task.targets_per_update == 2 * 3 * LENGTH
+
+
+def test_calibration_and_heldout_windows_come_in_batches_of_their_own_partitions(task, folder):
+    assert [len(batch) for batch in task.calibration()] == [2, 2]
+    assert [len(batch) for batch in task.heldout()] == [2, 1]
+    last = sequential_windows(TokenData.open(folder).tokens("controller"), LENGTH)[-3:, :-1]
+    assert torch.equal(torch.cat(task.heldout()), last)
+    for again, batch in zip(task.calibration(), task.calibration(), strict=True):
+        assert torch.equal(again, batch)
+
+
+def test_losses_are_those_of_their_partitions(task, tmp_path):
+    model = GPT(preset("tiny", vocab_size=320, num_layers=1, hidden_size=32, max_length=LENGTH))
+    execution = Execution.of("cpu")
+    expected = evaluate_perplexity(model, task.data, partition="controller", length=LENGTH, limit=5)
+    assert task.controller_loss(model, execution) == pytest.approx(expected["loss"], rel=1e-6)
+    report = task.report(model, execution, folder=tmp_path, checkpoints={})
+    assert report["report_loss"] == pytest.approx(
+        evaluate_perplexity(model, task.data, partition="report", length=LENGTH)["loss"], rel=1e-6
+    )
+    assert report.keys() == {"report_loss", "report_perplexity", "unigram_entropy"}
+    assert {path.name for path in tmp_path.iterdir()} == {"evaluation.json", "log_probs.safetensors"}
+
+
+def test_goes_on_only_from_its_own_data_and_updates_of_its_size(task, settings, tmp_path):
+    state = {"update": 4, **task.state(4)}
+    assert state["sampler_position"] == 24
+    task.check_continues(state, tmp_path)
+    with pytest.raises(CheckpointError, match="was trained on data with fingerprint 0000"):
+        task.check_continues({**state, "data_fingerprint": "0" * 64}, tmp_path)
+    other = TextTask(replace(settings, batch_size=5), length=LENGTH)
+    with pytest.raises(InputError, match=r"used 6 windows an update, this run 5 x 3; keep their product"):
+        other.check_continues(state, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"calibration_sequences": 100_000}, "calibration needs 100000 windows"),
+        ({"heldout_sequences": 100_000}, "were to read 100000 windows"),
+    ],
+)
+def test_too_few_data_are_told_before_training(settings, changes, message):
+    task = TextTask(replace(settings, **changes), length=LENGTH)
+    task.check(calibrates=False, scores_outputs=False)
+    with pytest.raises(DataError, match=message):
+        task.check(calibrates=True, scores_outputs=True)
+
+
+def test_what_a_run_records_of_it(task, folder):
+    described = task.description()
+    assert described["folder"] == folder
+    assert described["fingerprint"] == task.fingerprint == task.state(0)["data_fingerprint"]
+    assert described["tokenizer"] == task.state(0)["tokenizer"]
