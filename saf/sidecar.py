@@ -1,19 +1,17 @@
 """`save` and `load`: the frozen heads of a model as two small files beside its weights."""
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, adapter_for
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig
-from saf.records.files import file_hash, write_json, write_tensors
+from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
 from saf.surgery import apply_, restore_, state_of, weight_sums
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
@@ -74,7 +72,7 @@ def load(
         if model is None:
             return checkpoint.model(torch.get_default_device(), backend=backend)
         source = found
-    state = read_json(source / STATE)
+    state = read_json(source / STATE, error=CheckpointError)
     check_sums(source, state)
     if model is None:
         if "sha256" in state and WEIGHTS not in state["sha256"]:
@@ -82,8 +80,9 @@ def load(
                 f"{source} holds the frozen heads of a model that keeps its own weights, as those of transformers do; "
                 "open that model, then saf.load(model, folder)"
             )
-        model = GPT.undrawn(GPTConfig.from_dict(read_json(source / CONFIG)["model"]), torch.get_default_device())
-    tensors = read_tensors(source / TENSORS)
+        config = GPTConfig.from_dict(read_json(source / CONFIG, error=CheckpointError)["model"])
+        model = GPT.undrawn(config, torch.get_default_device())
+    tensors = read_tensors(source / TENSORS, error=CheckpointError)
     if not adapter_for(model).saves_weights:
         apply_(model, state, tensors, backend=backend)
         if differing := _differing_settings(adapter_for(model), state.get("attention", {})):
@@ -94,7 +93,7 @@ def load(
                 stacklevel=2,
             )
         return model
-    weights = read_tensors(source / WEIGHTS)
+    weights = read_tensors(source / WEIGHTS, error=CheckpointError)
     restore_(model, state, tensors, backend=backend)
     load_weights_(model, weights)
     return model
@@ -118,7 +117,7 @@ def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]
 
 def _has_sums(folder: Path) -> bool:
     """Whether `save` wrote the folder, whatever else it holds; a checkpoint has its sums in the manifest."""
-    return (folder / STATE).is_file() and "sha256" in read_json(folder / STATE)
+    return (folder / STATE).is_file() and "sha256" in read_json(folder / STATE, error=CheckpointError)
 
 
 def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
@@ -131,12 +130,7 @@ def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(sums, dict):
         raise CheckpointError(f"{folder / STATE} is damaged: sha256 must name files and their sums")
     for name, expected in sums.items():
-        try:
-            actual = file_hash(folder / name)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {folder / name}: {error}") from error
-        if actual != expected:
-            raise CheckpointError(f"{folder / name} is damaged: expected SHA-256 {expected}, got {actual}")
+        check_file(folder / name, sha256=expected, error=CheckpointError)
     return sums
 
 
@@ -144,31 +138,12 @@ def _check_free(folder: Path) -> None:
     """Raise InputError when writing a whole model would overwrite what `save` did not write."""
     for name in (CONFIG, "manifest.json"):
         path = folder / name
-        if path.is_file() and not (name == CONFIG and _schema(path) == SCHEMA):
+        if path.is_file() and not (name == CONFIG and _is_own(path)):
             raise InputError(f"{path} was not written by saf.save and the folder is left as it is; take another folder")
 
 
-def _schema(path: Path) -> Any:
+def _is_own(path: Path) -> bool:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["schema"]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def read_json(path: Path) -> dict:
-    """Read a JSON file; raise CheckpointError when it is missing or damaged."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: expected an object, got {type(found).__name__}")
-    return found
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; raise CheckpointError when it is missing or damaged."""
-    try:
-        return load_file(path)
-    except Exception as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        return read_json(path).get("schema") == SCHEMA
+    except InputError:
+        return False

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet
-from saf.records.files import write_tensors
+from saf.records.files import read_metadata, read_tensors, write_tensors
 
 SCHEMA = "saf.statistics/1"
 FLOOR = 1e-9
@@ -129,12 +128,9 @@ class AttentionStatistics:
     @classmethod
     def load(cls, path: str | Path) -> "AttentionStatistics":
         """Read a file written by `save`; raise CheckpointError when it is missing, damaged or another kind of file."""
-        try:
-            with safe_open(path, "pt") as file:
-                meta = json.loads((file.metadata() or {}).get("saf", "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{path} is not a readable file of attention statistics: {error}") from None
+        advice = "expected a file that AttentionStatistics.save wrote"
+        tensors = read_tensors(Path(path), error=CheckpointError, advice=advice)
+        meta = json.loads(read_metadata(Path(path)).get("saf", "{}"))
         if meta.pop("schema", None) != SCHEMA:
             raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
         meta["collected_heads"] = HeadSet.from_list(meta.get("collected_heads", ()))

@@ -70,7 +70,7 @@ def test_a_saved_model_may_be_saved_over(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (None, "expected an object, got list"),
+        (None, "must hold a JSON object; got list"),
         ({"sha256": None}, "sha256 must name files"),
         ({"schema": None}, "expected frozen heads of schema"),
         ({"layers": None}, "layers, or what each must say, is missing"),

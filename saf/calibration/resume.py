@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for, unwrap
 from saf.calibration.capture import hash_of
 from saf.calibration.plan import lowered_dtype
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError
 from saf.heads import HeadSet
 from saf.ops.toeplitz.operator import float32_products
-from saf.records.files import file_hash, read_json, read_tensors, write_json, write_tensors
+from saf.records.files import check_file, file_hash, read_json, read_tensors, to_json, write_json, write_tensors
 
 SCHEMA = "saf.calibration/1"
 INDEX = "calibration.json"
+_OTHER_FOLDER = "remove it, or name a new folder"
 
 
 class LayerFolder:
@@ -39,8 +40,8 @@ class LayerFolder:
             if self.folder.exists() and (not self.folder.is_dir() or any(map(_counts, self.folder.iterdir()))):
                 raise CheckpointError(f"{self.folder} holds something that is no calibration; name a new folder")
             write_json(index, {"schema": SCHEMA, **inputs})
-        found = _read(index)
-        expected = json.loads(json.dumps({"schema": SCHEMA, **inputs}))
+        found = read_json(index, error=CheckpointError, advice=_OTHER_FOLDER)
+        expected = to_json({"schema": SCHEMA, **inputs})
         differing = [name for name in expected if found.get(name) != expected[name]]
         if differing:
             listed = "; ".join(f"{n}: {_short(found.get(n))} there, {_short(expected[n])} now" for n in differing)
@@ -60,12 +61,10 @@ class LayerFolder:
     def read(self, layer: int) -> dict[str, Tensor]:
         """Return a finished layer's tensors; raise CheckpointError naming a file that is missing or damaged."""
         path = self._path(layer, ".safetensors")
-        expected = _read(self._path(layer, ".json")).get("sha256")
-        if not path.is_file() or file_hash(path) != expected:
-            raise CheckpointError(
-                f"{path} is missing or damaged; remove {path.stem}.json to have layer {layer} measured again"
-            )
-        return read_tensors(path)
+        recorded = read_json(self._path(layer, ".json"), error=CheckpointError, advice=_OTHER_FOLDER)
+        advice = f"remove {path.stem}.json to have layer {layer} measured again"
+        check_file(path, sha256=recorded.get("sha256", ""), error=CheckpointError, advice=advice)
+        return read_tensors(path, error=CheckpointError, advice=advice)
 
     def _path(self, layer: int, ending: str) -> Path:
         return self.folder / f"layer-{layer:03d}{ending}"
@@ -115,13 +114,6 @@ def model_hash(model: nn.Module) -> str:
 def _counts(path: Path) -> bool:
     # What a killed write leaves behind begins with a dot.
     return not path.name.startswith(".")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except InputError as error:
-        raise CheckpointError(f"{error}; remove it, or name a new folder") from None
 
 
 def _short(value: Any) -> str:

@@ -13,7 +13,7 @@ from saf.estimates import PATTERNS, Storage
 from saf.fit import FITTERS
 from saf.freezing.config import FreezeConfig
 from saf.records.events import heads_in_force, read_events
-from saf.records.files import read_json
+from saf.records.files import read_json_value
 from saf.scores import SCORES
 
 
@@ -137,8 +137,8 @@ def _heads_of_file(name: str) -> list[tuple[int, int]]:
             f"there is no file {name!r}"
         )
     try:
-        text = path.read_text(encoding="utf-8").lstrip()
-        pairs = json.loads(text) if text.startswith("[") else read_json(path)["heads"]
+        found = read_json_value(path)
+        pairs = found if isinstance(found, list) else found["heads"]
         return [(int(layer), int(head)) for layer, head in pairs]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(

@@ -8,7 +8,6 @@ its event into the folder of the checkpoint that it makes.
 Earlier runs have the record of their only event in freeze.json and freeze.safetensors; it reads as the same.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,14 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.records.files import (
+    append_line,
     file_hash,
-    flush,
     read_json,
     read_lines,
     read_tensors,
     to_json,
     write_atomically,
+    write_lines,
     write_tensors,
 )
 
@@ -131,10 +131,7 @@ def append_event(
         line["tensors"] = f"event-{number}.safetensors"
         write_tensors(folder / line["tensors"], tensors)
     event = EventRecord(folder, to_json({**line, **values}))
-    with open(folder / EVENTS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(event.values, allow_nan=False) + "\n")
-    flush(folder / EVENTS)
-    flush(folder)
+    append_line(folder / EVENTS, event.values)
     return event
 
 
@@ -162,5 +159,4 @@ def inherit_events(source: Path, folder: Path) -> None:
 
 
 def _write(folder: Path, events: list[EventRecord]) -> None:
-    lines = [json.dumps(event.values, allow_nan=False) + "\n" for event in events]
-    write_atomically(folder / EVENTS, "".join(lines).encode())
+    write_lines(folder / EVENTS, [event.values for event in events])

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ class LineLog:
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line."""
-        self._file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
+        self._file.write(_line(record))
         self._file.flush()
 
     def close(self) -> None:
@@ -196,8 +196,24 @@ class LineLog:
         self._file.close()
 
 
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line to a JSON-lines file and wait until it is on the disk; create the file when absent."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(_line(record))
+    flush(path)
+    flush(path.parent)
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    """Write a JSON-lines file, whole or not at all, in place of what was there."""
+    return write_atomically(path, "".join(map(_line, records)).encode())
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(to_json(record), allow_nan=False) + "\n"
+
+
 def keep_lines_(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a JSON-lines file with the lines that `keep` accepts; one cut short by a crash goes."""
     if path.exists():
-        kept = [json.dumps(record) + "\n" for record in read_lines(path) if keep(record)]
-        write_atomically(path, "".join(kept).encode())
+        write_lines(path, filter(keep, read_lines(path)))

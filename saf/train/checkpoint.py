@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
 from saf.errors import CheckpointError, InputError
 from saf.models import GPT, GPTConfig
+from saf.records.files import read_json, read_tensors
 from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
 from saf.surgery import restore_, state_of
 from saf.train.optimizer import optimizer_state, restore_optimizer
@@ -41,9 +42,9 @@ class Checkpoint:
     def model(self, device: torch.device | str = "cpu", *, backend: str = "auto") -> GPT:
         """Build the model with its frozen heads and weights, on `device`."""
         model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
-        heads = json.loads((self.path / "saf.json").read_text(encoding="utf-8"))
-        restore_(model, heads, load_file(self.path / "saf.safetensors"), backend=backend)
-        weights = load_file(self.path / "model.safetensors", device=str(device))
+        heads = read_json(self.path / "saf.json", error=CheckpointError)
+        restore_(model, heads, self._tensors("saf.safetensors"), backend=backend)
+        weights = self._tensors("model.safetensors", device)
         try:
             model.load_state_dict(weights)
         except RuntimeError as error:
@@ -52,8 +53,10 @@ class Checkpoint:
 
     def optimizer(self, model: GPT) -> AdamW:
         """Build the optimiser of `model` with its moments."""
-        tensors = load_file(self.path / OPTIMIZER)
-        return restore_optimizer(model, self.state["optimizer_groups"], tensors)
+        return restore_optimizer(model, self.state["optimizer_groups"], self._tensors(OPTIMIZER))
+
+    def _tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        return read_tensors(self.path / name, device=device, error=CheckpointError)
 
 
 def step_name(update: int, *, after_freezing: bool = False) -> str:
@@ -113,7 +116,7 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     except CheckpointError as error:
         advice = f"To go on from it, move {path.name} away" if latest(path.parent) == path else ""
         raise CheckpointError(f"{error}. {_previous(path, advice)}".rstrip()) from None
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = read_json(path / "state.json", error=CheckpointError)
     return Checkpoint(path, manifest["hash"], manifest["parent"], state)
 
 

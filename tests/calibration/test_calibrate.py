@@ -204,8 +204,8 @@ def test_statistics_join_over_heads_save_and_load(tmp_path):
     with pytest.raises(CheckpointError, match="does not hold attention statistics"):
         AttentionStatistics.load(tmp_path / "other.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "statistics.safetensors").read_bytes()[:-100])
-    for name in ("cut", "missing"):
-        with pytest.raises(CheckpointError, match=f"{name}.safetensors is not a readable file"):
+    for name, reason in (("cut", "is not a readable safetensors file"), ("missing", "does not exist")):
+        with pytest.raises(CheckpointError, match=f"{name}.safetensors {reason}.*AttentionStatistics.save"):
             AttentionStatistics.load(tmp_path / f"{name}.safetensors")
 
 

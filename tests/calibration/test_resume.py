@@ -185,7 +185,7 @@ def test_damage_is_told_by_name(tmp_path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"layer-002.safetensors is missing or damaged; remove layer-002.json"):
+    with pytest.raises(CheckpointError, match=r"layer-002.safetensors is damaged: .*; remove layer-002.json"):
         calibrate(model(), batches(), folder=tmp_path)
     (tmp_path / "layer-002.json").unlink()
     assert same(calibrate(model(), batches(), folder=tmp_path), calibrate(model(), batches()))
