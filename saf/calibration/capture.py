@@ -73,14 +73,14 @@ def check_heads(adapter: Adapter, heads: Iterable[Head] | None) -> HeadSet:
 
 
 def live_kv_index(site: Site) -> list[int]:
-    """For each live slot, which of the captured key heads it reads."""
+    """Return for each live slot which of the captured key heads it reads."""
     used = site.layout.kv_head[: site.layout.num_live]
     order = sorted(set(used))
     return [order.index(head) for head in used]
 
 
 class Wanted(NamedTuple):
-    """What is kept of a layer: which of its live queries and keys, and the kept key that each kept query reads."""
+    """Say what is kept of a layer: which live queries and keys, and the kept key that each kept query reads."""
 
     queries: list[int]
     keys: list[int]
@@ -124,7 +124,7 @@ def _sink(queries: "_Kept", keys: "_Kept") -> Callable[[Tensor, Tensor], None]:
 
 
 class _Kept:
-    """Some heads of all sequences; positions outside heads in memory, as models store them."""
+    """Hold some heads of all sequences; positions outside heads in memory, as models store them."""
 
     def __init__(self, heads: list[int], count: int):
         self._heads, self._count, self._filled = heads, count, 0

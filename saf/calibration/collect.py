@@ -11,7 +11,9 @@ from saf.heads import HeadSet
 from saf.statistics import COLLECTIONS
 
 COLLECT_BYTES = 16 << 30
+"""Memory that collected tensors may take unless the caller allows more: a request beyond it is more often a mistake."""
 NUM_POSITIONS = 64
+"""Query positions whose rows are kept where the caller names none: neighbouring rows say nearly the same."""
 
 
 def collection_bytes(
@@ -45,7 +47,7 @@ def latter_half(length: int, count: int = NUM_POSITIONS) -> tuple[int, ...]:
 
 
 class Collection:
-    """The tensors asked for, for all heads; `layer` gives the part that the strips of one layer fill."""
+    """Hold the tensors asked for, for all heads; `layer` gives the part that the strips of one layer fill."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 class QKGradient:
-    """Exponential average of each head's relative query and key gradient norm, Eq. (9).
+    """Average each head's relative query and key gradient norm exponentially, Eq. (9).
 
     Call `update()` after `backward` and before the optimiser's step. Norms are taken on the device and nothing waits
     for them. Factors common to all heads (clipping, loss scaling, accumulation) cancel; an update whose gradients are

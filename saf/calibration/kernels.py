@@ -12,6 +12,7 @@ import triton.language as tl
 FAR = tl.constexpr(1e4)
 """A logit of minus this is nothing in float32, and unlike infinity its differences are numbers."""
 TINY = tl.constexpr(1e-37)
+"""Just above the smallest normal float32: no logarithm is taken of less."""
 NOTHING = tl.constexpr(-126.0)
 """Below the logarithm of TINY."""
 UNSPECIALIZED = ["N", "H", "T", "scale", "floor", "first", "num_i", "num_j", "offset", "num_tiles"]
@@ -20,7 +21,7 @@ UNSPECIALIZED = ["N", "H", "T", "scale", "floor", "first", "num_i", "num_j", "of
 
 @triton.jit
 def load_rows(pointer, start, stride, T, D: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr):
-    """Rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
+    """Load rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
     o_r = tl.arange(0, ROWS)
     o_d = tl.arange(0, DP)
     p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
@@ -60,7 +61,7 @@ def lse_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Row log-sum-exps of one (sequence, head, query block), float32 [N, H, T]."""
+    """Compute the row log-sum-exps of one (sequence, head, query block), float32 [N, H, T]."""
     # One pattern's blocks are neighbours and share its keys in cache; those with the longest sum come first.
     blocks = tl.cdiv(T, BM)
     i0 = (blocks - 1 - tl.program_id(0) % blocks) * BM
@@ -93,7 +94,7 @@ def _products(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Query-key products [BM, BN] of one sequence."""
+    """Multiply the queries and keys of one sequence: [BM, BN]."""
     b_q = load_rows(q_ptr, i0, q_stride_t, T, D, BM, D0, EVEN_Q)
     b_k = load_rows(k_ptr, j0, k_stride_t, T, D, BN, D0, EVEN_K)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -106,7 +107,7 @@ def _products(
 
 @triton.jit
 def _place(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
-    """Row and key block of tile t at or past row block `first`: on the diagonal, or else wholly below it."""
+    """Find row and key block of tile t at or past row block `first`: on the diagonal, or else wholly below it."""
     if DIAGONAL:
         i = first + t // RATIO
         j = i * RATIO + t % RATIO
@@ -157,7 +158,7 @@ def tile_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head, all sequences; deviations are from the first sequence's pattern, held in registers.
+    """Sum one tile of one head over all sequences; deviations are from the first one's pattern, held in registers.
 
     Writes sums over the tile: of squared deviations from the mean and of A log(A / mean), `scalar [2, H, tiles]`;
     of rows F and F log F of the floored mean, `row [2, H, J, rows]`; of its columns, each row times its weight,

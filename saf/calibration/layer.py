@@ -24,7 +24,7 @@ STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 class LayerStatistics(NamedTuple):
-    """The fields of `AttentionStatistics` for the live heads of one layer: `[heads]` or `[heads, T]`, float64."""
+    """Hold the fields of `AttentionStatistics` for the live heads of one layer: `[heads]` or `[heads, T]`, float64."""
 
     variance: Tensor
     forward_kl: Tensor
@@ -34,7 +34,7 @@ class LayerStatistics(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all."""
+    """Hold query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all."""
 
     start: int
     end: int

@@ -62,7 +62,7 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
 
 
 class _Modules(NamedTuple):
-    """The attention module that holds the output projection, the block that holds it, and the values' bias."""
+    """Hold the attention module with the output projection, the decoder layer around it, and the values' bias."""
 
     attention: nn.Module
     block: nn.Module
@@ -87,7 +87,7 @@ def _modules_of(model: nn.Module, site: Site) -> _Modules:
 
 
 class _Seen(NamedTuple):
-    """What one forward pass shows of a layer: rotated `[B, heads, T, D]`, and `[B, T, channels]`."""
+    """Hold what one forward pass shows of a layer: rotated `[B, heads, T, D]`, and `[B, T, channels]`."""
 
     query: Tensor
     key: Tensor
@@ -122,7 +122,7 @@ def _watch(site: Site, modules: _Modules, sink: Callable[[_Seen], None]) -> Exit
 
 
 class _Layer:
-    """Adds up one layer, sequence by sequence."""
+    """Add up one layer, sequence by sequence."""
 
     def __init__(
         self, site: Site, modules: _Modules, number: int, statistics: AttentionStatistics, device: torch.device

@@ -26,7 +26,7 @@ TOLERANCE = 5e-6
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """How the loop is cut.
+    """Say how the loop is cut into programs.
 
     Attributes:
         block_m: Query rows of a tile.
@@ -82,7 +82,7 @@ def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int |
 
 
 class Sums(NamedTuple):
-    """Sums over the tiles of a band of row blocks; R = block_m / block_n, J key blocks."""
+    """Hold sums over the tiles of a band of row blocks; R = block_m / block_n, J key blocks."""
 
     scalar: Tensor
     """`[2, heads]` float64: squared deviations from the mean; A log2(A / mean)."""
@@ -161,7 +161,7 @@ def measure_by_kernel(
 
 
 class _Loop:
-    """The operands of one layer, and the launches over them."""
+    """Hold the operands of one layer, and launch over them."""
 
     def __init__(self, query: Tensor, key: Tensor, kv_head: Sequence[int], scale: float, config: TileConfig):
         query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))

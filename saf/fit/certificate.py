@@ -16,7 +16,7 @@ MEANINGFUL_PROBABILITY = 1e-7
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """Marginal residuals of fitted patterns; at the optimum of the convex Eq. (4) all of them are zero.
+    """Hold marginal residuals of fitted patterns; at the optimum of the convex Eq. (4) all of them are zero.
 
     All tensors have the patterns' leading shape `[...]`.
     """
@@ -38,12 +38,12 @@ class Certificate:
 
     @property
     def max_relative(self) -> Tensor:
-        """The larger of the two relative errors."""
+        """Return the larger of the two relative errors."""
         return torch.maximum(self.max_relative_abs, self.max_relative_rel)
 
     @property
     def converged(self) -> Tensor:
-        """Whether both relative errors and the L1 residual are within the tolerance, `[...]` bool."""
+        """Return whether both relative errors and the L1 residual are within the tolerance, `[...]` bool."""
         return torch.maximum(self.max_relative, self.l1) <= self.tolerance
 
     def to_dicts(self) -> list[dict[str, Any]]:

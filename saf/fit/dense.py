@@ -34,7 +34,7 @@ def fit_dense(
 
 @dataclass(frozen=True)
 class _DenseModel:
-    """One head: parameters are alpha of the free keys (the last one may stand for a whole tail), then rho."""
+    """Model one head: parameters are alpha of the free keys (the last one may stand for a whole tail), then rho."""
 
     basis: Tensor  # [T, free], one-hot: the parameter of each key
     target: Tensor  # [free + T], its marginals

@@ -19,7 +19,7 @@ SCHEMA = "saf.freezing.recipe/1"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FreezeReport:
-    """The result of `freeze_`; `print(report)` shows a table, `save` writes JSON and safetensors."""
+    """Hold the result of `freeze_`; `print(report)` shows a table, `save` writes JSON and safetensors."""
 
     heads: HeadSet
     patterns: CompactPattern | DensePattern | None
@@ -43,12 +43,12 @@ class FreezeReport:
 
     @property
     def frozen_in_all(self) -> int:
-        """How many heads are frozen after this event, with those of events before it."""
+        """Return how many heads are frozen after this event, with those of events before it."""
         return len(self.heads) + int((~self.statistics.measured).sum())
 
     @property
     def told(self) -> str:
-        """How many heads were frozen, of how many and by what; after an earlier event also how many are in all."""
+        """Say how many heads were frozen, of how many and by what; after an earlier event also how many are in all."""
         by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
         more, in_all = "", ""
         if self.frozen_in_all > len(self.heads):
@@ -56,17 +56,17 @@ class FreezeReport:
         return f"{len(self.heads)}{more} of {self.scores.numel()} heads frozen {by}{in_all}"
 
     def __repr__(self) -> str:
-        """One line: its tensors would fill a notebook."""
+        """Return one line: its tensors would fill a notebook."""
         return f"<FreezeReport: {self.told}; print() shows the table>"
 
     @property
     def trainable_parameters(self) -> int:
-        """How many key and distance logits are trained on, `2 * F * T`; 0 for fixed patterns."""
+        """Return how many key and distance logits are trained on, `2 * F * T`; 0 for fixed patterns."""
         return 2 * len(self.heads) * self.statistics.length if self.config["trainable"] else 0
 
     @property
     def heldout_kl(self) -> dict[Head, tuple[float, float]]:
-        """KL of each frozen head's fit on one half to that half and to the other, nats; empty unless asked for."""
+        """Return the KL of each head's fit on one half to that half and to the other, nats; empty unless asked for."""
         if self.heldout is None:
             return {}
         return {head: (float(self.heldout.own[head]), float(self.heldout.other[head])) for head in self.heads}

@@ -16,7 +16,7 @@ from saf.records.head import read_result
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run folder holds; parts that the run did not write are None or empty."""
+    """Hold what a run folder holds; parts that the run did not write are None or empty."""
 
     folder: Path
     config: dict[str, Any]
@@ -45,12 +45,12 @@ class RecordedRun:
 
     @property
     def newest_freeze(self) -> EventRecord | None:
-        """The newest event that froze heads; None without any."""
+        """Return the newest event that froze heads; None without any."""
         return next((event for event in reversed(self.events) if event.kind == "freeze"), None)
 
     @property
     def freeze(self) -> dict[str, Any] | None:
-        """What the newest freeze measured, chose and cost, as its report has it; None without any."""
+        """Return what the newest freeze measured, chose and cost, as its report has it; None without any."""
         return None if self.newest_freeze is None else self.newest_freeze.values
 
     @property
@@ -62,26 +62,26 @@ class RecordedRun:
 
     @property
     def num_heads(self) -> int:
-        """How many heads the whole model has, frozen ones included."""
+        """Return how many heads the whole model has, frozen ones included."""
         model = self.config.get("model") or {}
         return int(model.get("num_layers", 0)) * int(model.get("num_heads", 0))
 
     @property
     def frozen_heads(self) -> list[list[int]]:
-        """Every head that is frozen in the final model, `[[layer, head], ...]`; the events' until the run ends."""
+        """Return every head frozen in the final model, `[[layer, head], ...]`; the events' until the run ends."""
         provenance = (self.result or {}).get("provenance") or {}
         return [list(head) for head in provenance.get("heads") or heads_in_force(self.events)]
 
     @property
     def freeze_update(self) -> int | None:
-        """The update after which heads were first frozen, or None."""
+        """Return the update after which heads were first frozen, or None."""
         intervention = (self.result or {}).get("intervention") or {}
         update = intervention.get("update", self.events[0].update if self.events else None)
         return None if update is None else int(update)
 
     @cached_property
     def freeze_tensors(self) -> dict[str, Tensor]:
-        """The newest freeze's patterns `[F, T]`, marginals `[L, H, T]`, statistics `[L, H]`; empty without any."""
+        """Return the newest freeze's patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]`, if any."""
         return {} if self.newest_freeze is None else self.newest_freeze.tensors()
 
     def finished_result(self) -> dict[str, Any]:

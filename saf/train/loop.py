@@ -132,7 +132,7 @@ _HANGUP: int | None = getattr(signal, "SIGHUP", None)
 
 
 class StopRequest:
-    """Context in which SIGINT, SIGTERM and SIGHUP set `requested`; a second one raises KeyboardInterrupt at once.
+    """Let SIGINT, SIGTERM and SIGHUP set `requested` in this context; a second one raises KeyboardInterrupt at once.
 
     Outside the main thread handlers cannot be set, and nothing is caught. A SIGHUP that the process was started to
     ignore (`nohup`) stays ignored.
