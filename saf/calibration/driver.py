@@ -19,7 +19,7 @@ from saf.calibration.capture import (
 )
 from saf.calibration.collect import COLLECT_BYTES, Collection
 from saf.calibration.layer import LayerStatistics, measure_layer
-from saf.calibration.plan import CalibrationPlan, plan_calibration
+from saf.calibration.plan import CalibrationPlan, plan_for
 from saf.calibration.resume import LayerFolder, inputs_of
 from saf.errors import DivergenceError
 from saf.heads import Head, HeadSet
@@ -71,8 +71,8 @@ def calibrate(
     ids = read_batches(batches)
     check_vocabulary(adapter, ids)
     chosen = check_heads(adapter, heads)
-    plan = plan_calibration(model, ids, collect=collect, heads=chosen, positions=positions, capture_bytes=capture_bytes)
-    dtype = torch.float64 if sites[0].projections()["query"][0].dtype == torch.float64 else torch.float32
+    plan = plan_for(adapter, ids, chosen, collect=collect, positions=positions, capture_bytes=capture_bytes)
+    dtype = torch.float64 if adapter.dtype == torch.float64 else torch.float32
     kept = Collection(
         collect,
         chosen,

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from saf.adapters import Site, adapter_for
+from saf.adapters import Adapter, Site, adapter_for
 from saf.calibration.capture import Batch, Wanted, check_heads, read_batches
 from saf.calibration.collect import COLLECT_BYTES, collection_bytes, latter_half
 from saf.calibration.layer import obstacle, strip_bytes
@@ -102,9 +102,21 @@ def plan_calibration(
         InputError: Queries and keys of a single layer, or all that is held at once, do not fit.
     """
     adapter = adapter_for(model)
+    ids, chosen = read_batches(batches), check_heads(adapter, heads)
+    return plan_for(adapter, ids, chosen, collect=collect, positions=positions, capture_bytes=capture_bytes)
+
+
+def plan_for(
+    adapter: Adapter,
+    ids: Sequence[Tensor],
+    chosen: HeadSet,
+    *,
+    collect: Sequence[str],
+    positions: Sequence[int] | None,
+    capture_bytes: int | None,
+) -> CalibrationPlan:
+    """Return the plan of `plan_calibration` for sequences and heads that are checked already."""
     sites, device, dtype = adapter.sites(), adapter.device, adapter.dtype
-    ids = read_batches(batches)
-    chosen = check_heads(adapter, heads)
     itemsize = 8 if dtype == torch.float64 else 4
     sequences, length = sum(map(len, ids)), ids[0].shape[1]
     dtype = (lowered_dtype(device) if dtype == torch.float32 else None) or dtype

@@ -29,11 +29,12 @@ class PatternKind(NamedTuple):
     """`(statistics, heads, **options)` to the pattern, `[F, T, T]`."""
     collect: tuple[str, ...] = ()
     """What `dense` reads beside the statistics, names of `saf.statistics.COLLECTIONS`."""
-    compact: Callable[..., Target | CompactPattern] | None = None
-    """`(statistics, heads, **options)` to what a compact pattern is fitted to, or to the pattern itself when it is
-    compact by nature; None: from the dense pattern."""
+    compact: Callable[..., Target] | None = None
+    """`(statistics, heads, **options)` to what a compact pattern is fitted to; None: from the dense pattern."""
     collect_compact: tuple[str, ...] = ()
     """What `compact` reads beside the statistics."""
+    exact: Callable[..., CompactPattern] | None = None
+    """`(statistics, heads, **options)` to the pattern itself, `[F]`, where it is compact by nature and needs no fit."""
 
 
 PATTERNS: dict[str, PatternKind] = {
@@ -41,7 +42,7 @@ PATTERNS: dict[str, PatternKind] = {
     "sharp_mean": PatternKind(dense_sharp_mean, ("logit_mean",), sharp_mean, SHARP_MARGINALS),
     "gaussian": PatternKind(gaussian, ("logit_mean", "logit_variance")),
     "dirichlet": PatternKind(dirichlet, ("mean", "row_variance")),
-    "structured_random": PatternKind(dense_structured_random, (), structured_random),
+    "structured_random": PatternKind(dense_structured_random, exact=structured_random),
 }
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Target",
     "collect_for",
     "dense_pattern",
+    "exact_pattern",
     "target",
     "target_of",
 ]
@@ -62,10 +64,8 @@ def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
     return kind.collect_compact if storage == "compact" and kind.compact is not None else kind.collect
 
 
-def target(
-    statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any
-) -> Target | CompactPattern:
-    """Return what a pattern's compact form is fitted to, for `heads` in order; or that form, where it is exact.
+def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
+    """Return what a pattern's compact form is fitted to, for `heads` in order.
 
     Options are those of the pattern: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. A seed may also be
     a `torch.Generator`, which draws one for all heads: what a head draws depends on the seed, its layer and its id
@@ -77,6 +77,17 @@ def target(
         return kind.compact(statistics, heads, **given)
     rows = [target_of(kind.dense(statistics, HeadSet([head]), **given)) for head in heads]
     return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
+
+
+def exact_pattern(
+    statistics: AttentionStatistics, heads: Iterable[Head], name: str, **options: Any
+) -> CompactPattern | None:
+    """Return the patterns of `heads` where this kind is compact by nature; None where it must be fitted.
+
+    Options and errors are those of `target`.
+    """
+    kind, given = _kind(name), check_options(name, options)
+    return None if kind.exact is None else kind.exact(statistics, _some(heads), **given)
 
 
 def dense_pattern(

@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from saf.errors import InputError, SafWarning
-from saf.fit.acceptance import MAX_FIT_KL, accepted
 from saf.fit.adam import fit_adam
 from saf.fit.certificate import Certificate, certify
 from saf.fit.dense import fit_dense
-from saf.fit.objective import check_targets, fit_kl, fit_loss, marginals
+from saf.fit.objective import MAX_FIT_KL, accepted, check_targets, fit_kl, fit_loss, marginals
 from saf.fit.proportional import fit_proportional
-from saf.fit.variants import CONSTANT_AFTER, check_constant_after, fit_variants
+from saf.fit.structured import CONSTANT_AFTER, check_constant_after, fit_variants
 from saf.patterns import CompactPattern
 
 __all__ = [

@@ -1,5 +1,7 @@
 """The fit objective of Eq. (4), its sufficient statistics, and how far a fitted pattern is from its target."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,8 @@ from saf.errors import InputError
 from saf.patterns import CompactPattern
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums
 
+MAX_FIT_KL = 0.2
+"""Largest KL of a fit that is installed: the paper's tolerance, nats per row."""
 # Marginals measured in float32 or by a few tiles at a time miss their sums by far less than this, relatively;
 # marginals of two different patterns by more.
 _CONSISTENCY = 1e-3
@@ -90,3 +94,13 @@ def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entrop
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     loss = fit_loss(pattern.alpha.double(), pattern.rho.double(), pattern.log_z.double(), eta_abs, eta_rel)
     return loss - row_entropy.double()
+
+
+def accepted(kl: Tensor, *, max_fit_kl: float = MAX_FIT_KL) -> Tensor:
+    """Return which fits pass, bool in the shape of `kl` (nats per row, of `fit_kl`); NaN never passes.
+
+    Raises InputError for a tolerance that is not a positive number.
+    """
+    if math.isnan(max_fit_kl) or max_fit_kl <= 0:
+        raise InputError(f"max_fit_kl must be positive, in nats per row; got {max_fit_kl}")
+    return kl <= max_fit_kl

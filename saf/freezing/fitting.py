@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.calibration import calibrate, heads_at_a_time
-from saf.estimates import collect_for, dense_pattern, target
+from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
 from saf.freezing.config import FreezeConfig
 from saf.heads import Head, HeadSet
@@ -64,11 +64,10 @@ def _make(
     if config.storage == "dense":
         patterns = dense_pattern(statistics, heads, config.pattern, dtype=torch.bfloat16, **options)
         return {head: Made(patterns[number]) for number, head in enumerate(heads)}
-    goal = target(statistics, heads, config.pattern, **options)
-    if isinstance(goal, CompactPattern):
-        goal = goal.canonical()
-        return {head: Made(goal[number]) for number, head in enumerate(heads)}
-    goal = [part.to(device) for part in goal]
+    if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
+        exact = exact.canonical()
+        return {head: Made(exact[number]) for number, head in enumerate(heads)}
+    goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
     fitted, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **config.fitter_options)
     warn_of_missed(certificate, config.fitter)
     kls, certificates = fit_kl(fitted, *goal).tolist(), certificate.to_dicts()

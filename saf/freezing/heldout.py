@@ -88,9 +88,8 @@ def halves_of(ids: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _target(statistics: Any, heads: HeadSet, pattern: str, device: torch.device) -> Target:
-    goal = target(statistics, heads, pattern)
-    assert isinstance(goal, Target)
-    return Target(*(part.to(device) for part in goal))
+    """Return what the half's fits are made to, on the device that fits them."""
+    return Target(*(part.to(device) for part in target(statistics, heads, pattern)))
 
 
 def _by_head(values: Tensor, heads: HeadSet, like: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ from saf.heads import Head, HeadSet
 from saf.machine.processes import done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.scores import score
-from saf.surgery import check_unwrapped, install_
-from saf.surgery.optimizer import check_optimizer, unwrap_optimizer
+from saf.surgery import check_editable, install_
 
 
 def freeze_(
@@ -69,10 +68,8 @@ def freeze_(
     config = FreezeConfig() if config is None else config
     if not isinstance(config, FreezeConfig):
         raise InputError(f"config must be a saf.FreezeConfig, as FreezeConfig(rate=0.25); got {config!r}")
-    check_unwrapped(model)
+    check_editable(model, optimizer)  # now, not after the whole measurement
     adapter = adapter_for(model)
-    for site in adapter.sites():  # now, not after the whole measurement
-        check_optimizer(unwrap_optimizer(optimizer), [parameter for parameter, _ in site.projections().values()])
     watch = Stopwatch(adapter.device)
     report = done_once(
         lambda: _decide(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
-from saf.models.projection import plain_weight
 from saf.models.rotary import rotate
 from saf.ops import FrozenHeads, frozen_attention, live_attention, projected_attention
 from saf.ops.heads import flat_heads
@@ -81,3 +81,21 @@ class Attention(nn.Module):
     def _project(self, mixed: Tensor) -> Tensor:
         """Project all heads, `[B, H, T, D]` to `[B, T, C]`."""
         return self.o_proj(flat_heads(mixed))
+
+
+def plain_weight(projection: nn.Module) -> Tensor:
+    """Return a projection's weight `[O, I]`.
+
+    Raises UnsupportedError for what would be passed over without its own forward pass: a wrapper in place of the
+    projection, and hooks on it.
+    """
+    if type(projection) is not nn.Linear:
+        raise UnsupportedError(
+            f"a projection must be a plain nn.Linear, got {type(projection).__module__}.{type(projection).__name__}; "
+            "merge adapters into the weights"
+        )
+    if projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks:
+        raise UnsupportedError(
+            "projections are computed together with others: its hooks would not run; hook the layer instead"
+        )
+    return projection.weight

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saf.errors import InputError
-from saf.models.attention import Attention
+from saf.models.attention import Attention, plain_weight
 from saf.models.config import GPTConfig
-from saf.models.projection import plain_weight
 from saf.models.rotary import Rotary
 from saf.ops.decoder.gelu import gelu_linear
 from saf.ops.decoder.loss import linear_cross_entropy, linear_log_probs

@@ -4,13 +4,13 @@
 weights and moments; `state` is what of it files hold.
 """
 
-from saf.surgery.edit import check_unwrapped
+from saf.surgery.edit import check_editable
 from saf.surgery.install import finalize_, install_, pattern_parameters, uninstall_
 from saf.surgery.state import apply_, restore_, state_of, weight_sums
 
 __all__ = [
     "apply_",
-    "check_unwrapped",
+    "check_editable",
     "finalize_",
     "install_",
     "pattern_parameters",

@@ -9,18 +9,18 @@ weights with the optimiser's moments and gradients, keeps those that leave for u
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from saf.adapters import Site
+from saf.adapters import Site, adapter_for
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads
 from saf.patterns import Pattern, trained_logits
-from saf.surgery.optimizer import add_logits_, check_optimizer, drop_logits_
+from saf.surgery.optimizer import add_logits_, check_optimizer, drop_logits_, unwrap_optimizer
 from saf.surgery.rows import rearrange_, take_rows
 
 Arguments = ParamSpec("Arguments")
@@ -48,6 +48,14 @@ def check_unwrapped(model: nn.Module) -> None:
                 "they are; pass its .module, then wrap that again"
             )
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+
+
+def check_editable(model: nn.Module, optimizer: Any = None) -> None:
+    """Raise what an edit of any layer would raise for the model's wrapper and the optimiser, before work is put in."""
+    check_unwrapped(model)
+    inner = unwrap_optimizer(optimizer)
+    for site in adapter_for(model).sites():
+        check_optimizer(inner, [parameter for parameter, _ in site.projections().values()])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from saf.estimates import dense_pattern, target
+from saf.estimates import dense_pattern, exact_pattern
 from saf.estimates.dirichlet import concentration, dirichlet
 from saf.estimates.gaussian import gaussian
 
@@ -88,11 +88,13 @@ def test_rows_that_are_nearly_deterministic_or_never_vary_are_their_mean(make_lo
 
 
 def test_structured_random_parameters_are_normal_and_a_prefix_for_shorter_inputs(make_logits, make_statistics, heads):
-    long = target(make_statistics(make_logits(length=40)), heads, "structured_random", seed=1)
-    short = target(make_statistics(make_logits(length=12)), heads, "structured_random", seed=1)
+    long = exact_pattern(make_statistics(make_logits(length=40)), heads, "structured_random", seed=1)
+    short = exact_pattern(make_statistics(make_logits(length=12)), heads, "structured_random", seed=1)
     assert torch.equal(long.alpha[:, :12], short.alpha)
     assert torch.equal(long.rho[:, :12], short.rho)
-    patterns = [target(make_statistics(make_logits(length=50)), heads, "structured_random", seed=s) for s in range(10)]
+    patterns = [
+        exact_pattern(make_statistics(make_logits(length=50)), heads, "structured_random", seed=s) for s in range(10)
+    ]
     drawn = torch.cat([torch.stack([pattern.alpha, pattern.rho]).flatten() for pattern in patterns])
     assert len(drawn.unique()) == len(drawn) == 3000
     assert distance_from_normal(drawn) < 1.95 / 3000**0.5

@@ -10,7 +10,7 @@ import saf
 from saf.calibration import QKGradient
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.scores import SCORES
-from tests.freezing import make, tokens
+from tests.freezing.small_model import make, tokens
 
 
 def planted(inputs, head):

@@ -6,7 +6,7 @@ import torch
 import saf
 from saf.estimates import PATTERNS, dense_pattern
 from saf.records.events import read_events
-from tests.freezing import LENGTH, make, tokens
+from tests.freezing.small_model import LENGTH, make, tokens
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -8,7 +8,7 @@ import torch
 import saf
 from saf.errors import InputError
 from saf.records.events import read_events
-from tests.freezing import make, tokens
+from tests.freezing.small_model import make, tokens
 
 
 def test_settings_survive_json():

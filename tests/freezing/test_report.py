@@ -9,7 +9,7 @@ import saf
 from saf.errors import CheckpointError
 from saf.models import GPT
 from saf.records.events import read_events
-from tests.freezing import LENGTH, SHAPE, make, tokens
+from tests.freezing.small_model import LENGTH, SHAPE, make, tokens
 
 
 def test_the_report_prints_and_saves(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.errors import InputError
-from tests.freezing import LENGTH, make, tokens
+from tests.freezing.small_model import LENGTH, make, tokens
 
 
 def test_the_lowest_heads_are_frozen_with_fits_of_their_mean():
