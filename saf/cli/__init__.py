@@ -101,12 +101,10 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def _call(command: Any, rest: list[str], prog: str) -> int:
-    import tyro
-
-    from saf.cli.flags import in_flags
+    from saf.cli.command import in_flags
 
     try:
-        tyro.cli(command, prog=prog, args=rest).run()
+        command.from_words(rest, prog=prog).run()
     except SafError as error:
         error.args = (in_flags(str(error), command),)
         raise

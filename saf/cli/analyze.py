@@ -16,6 +16,7 @@ from saf.cli.analyze_distributions import Distributions
 from saf.cli.analyze_fits import Fits
 from saf.cli.analyze_model import Geometry, JointCost, Profiles
 from saf.cli.analyze_one_head import OneHead
+from saf.cli.command import Command
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records.events import read_events
@@ -92,7 +93,7 @@ class Stability(Written):
 
 
 @dataclass(kw_only=True)
-class Draw:
+class Draw(Command):
     """Draw the figure of an analysis from the JSON that its --out wrote."""
 
     record: Annotated[Path, tyro.conf.Positional]

@@ -12,6 +12,7 @@ import tyro
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
+from saf.cli.command import Command
 from saf.cli.models import Source, open_data, open_source
 from saf.cli.output import show
 from saf.data import TokenData, calibration_windows, sequential_windows
@@ -24,7 +25,7 @@ from saf.train.observer import duration
 
 
 @dataclass(kw_only=True)
-class Written:
+class Written(Command):
     """Where the result of an analysis goes."""
 
     out: Path | None = None

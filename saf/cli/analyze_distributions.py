@@ -15,9 +15,8 @@ from saf.analysis.projection import project_profiles, sample_profiles, umap_redu
 from saf.analysis.row_models import SCALE
 from saf.calibration import calibrate
 from saf.cli.analyze_base import OnModel, Opened, Waiting, say
-from saf.cli.options import Heads, read_heads
 from saf.errors import InputError
-from saf.heads import HeadSet
+from saf.heads import Head, HeadSet
 from saf.records.table import Table
 from saf.scores import score
 from saf.selection import budget, select
@@ -32,7 +31,7 @@ class Distributions(OnModel):
     """Sequences of the calibration partition."""
     fitted: float = 0.6
     """Share of the sequences that the models are fitted to; the others are held out."""
-    heads: Heads = ()
+    heads: tuple[Head, ...] = ()
     """Heads to look at, as 0:3 1:11 or a JSON file of pairs; those of lowest variance at --rate if not given."""
     rate: float = 0.25
     """Share of all heads to look at."""
@@ -89,7 +88,7 @@ class Distributions(OnModel):
 
     def _heads(self, opened: Opened, ids: list[Tensor]) -> HeadSet:
         if self.heads:
-            return HeadSet(read_heads(self.heads))
+            return HeadSet(self.heads)
         total = blank(adapter_for(opened.model).sites()).numel()
         if not budget(self.rate, total):
             raise InputError(f"the rate must select at least one of {total} heads; got {self.rate}")

@@ -2,20 +2,20 @@
 
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from saf.calibration import calibrate
 from saf.cli.analyze_base import OnModel
-from saf.cli.options import Fitter
-from saf.fit import CONSTANT_AFTER, fit_variants
+from saf.fit import CONSTANT_AFTER, FITTERS, fit_variants
 from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.heads import HeadSet
 from saf.records.table import Table
 from saf.scores import score
 from saf.selection import budget, ranking
+from saf.settings import OneOf
 
 
 @dataclass(kw_only=True)
@@ -26,8 +26,8 @@ class Fits(OnModel):
     """Calibration sequences; the halves are calibrated apart."""
     structured_after: int = CONSTANT_AFTER
     """In the structured fit, alpha is constant from this key on."""
-    fitter: Fitter = None
-    """How compact patterns are fitted (proportional)."""
+    fitter: Annotated[str, OneOf(FITTERS)] = "proportional"
+    """How compact patterns are fitted."""
     rates: tuple[float, ...] = (0.25, 0.5)
     """Shares of all heads, lowest variance first, at which the table parts them."""
 
@@ -38,7 +38,7 @@ class Fits(OnModel):
         ids = self.calibration(opened)
         with opened.autocast:
             variance = score(calibrate(opened.model, ids), "variance")
-            found = fit_heldout(opened.model, ids, fits=variants, fitter=self.fitter or "proportional")
+            found = fit_heldout(opened.model, ids, fits=variants, fitter=self.fitter)
         groups = bands(variance, self.rates)
         compared = {name: _compare(found, heads) for name, heads in groups.items() if len(heads)}
         record = {

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from saf.adapters import adapter_for
 from saf.analysis.geometry import DISTANCES, distance_and_cost, distances_from_mean
@@ -11,23 +11,23 @@ from saf.analysis.profiles import PROFILES, attention_profiles, blank, layer_mat
 from saf.calibration import calibrate
 from saf.calibration.capture import check_heads
 from saf.cli.analyze_base import OnModel, Waiting
-from saf.cli.options import Heads, Score, read_heads
 from saf.errors import InputError
 from saf.estimates import PATTERNS
-from saf.heads import HeadSet
+from saf.heads import Head, HeadSet
 from saf.records.files import read_json
 from saf.records.table import Table
-from saf.scores import score
+from saf.scores import SCORES, score
 from saf.selection import budget, select
+from saf.settings import OneOf
 
 
 @dataclass(kw_only=True)
 class JointCost(OnModel):
     """Freeze two head sets, each as a whole: their immediate costs on the same windows, and their overlap."""
 
-    first: Heads
+    first: tuple[Head, ...]
     """Heads, as 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
-    second: Heads
+    second: tuple[Head, ...]
     """The other set, written the same way."""
     windows: int = 16
     """Windows of the controller partition to measure on."""
@@ -35,7 +35,7 @@ class JointCost(OnModel):
     def run(self) -> dict[str, Any]:
         """Measure, show, write and return the record."""
         opened = self.open()
-        first, second = (HeadSet(read_heads(words)) for words in (self.first, self.second))
+        first, second = map(HeadSet, (self.first, self.second))
         check_heads(adapter_for(opened.model), first | second)
         ids, windows = self.calibration(opened), opened.windows(self.windows)
         with opened.autocast:
@@ -56,7 +56,7 @@ class JointCost(OnModel):
 class Profiles(OnModel):
     """How heads spread their attention, selected heads against unselected ones of the same layers."""
 
-    selected: Heads = ()
+    selected: tuple[Head, ...] = ()
     """Heads to compare with the others, as 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
     windows: int = 128
     """Windows of the controller partition to measure on."""
@@ -64,7 +64,7 @@ class Profiles(OnModel):
     def run(self) -> dict[str, Any]:
         """Measure, show, write and return the record."""
         opened = self.open()
-        chosen = HeadSet(read_heads(self.selected))
+        chosen = HeadSet(self.selected)
         if len(chosen):
             layer_matched(blank(adapter_for(opened.model).sites()), chosen)  # raises now what it would raise afterwards
         with opened.autocast:
@@ -86,7 +86,7 @@ class Profiles(OnModel):
 class Geometry(OnModel):
     """How far each fixed pattern is from the mean pattern, on nested head sets, and how that goes with its cost."""
 
-    score: Score = "variance"
+    score: Annotated[str, OneOf(SCORES)] = "variance"
     """Which statistics' score ranks the heads."""
     rates: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
     """Shares of all heads."""

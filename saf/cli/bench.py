@@ -9,6 +9,7 @@ from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
 from saf.bench.pairs import control_words
 from saf.cli.bench_calibration import Calibration
 from saf.cli.bench_errors import Errors
+from saf.cli.command import Command
 from saf.cli.output import machine, show
 from saf.errors import UnsupportedError
 from saf.records.table import Table
@@ -17,7 +18,7 @@ HEAD = ["arm", "ms", "baseline", "ratio", "range", "TFLOP/s", "floor, ms"]
 
 
 @dataclass(kw_only=True)
-class _Output:
+class _Output(Command):
     out: Path
     """JSON file to write; a new one."""
     json: bool = False

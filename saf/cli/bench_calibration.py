@@ -7,13 +7,14 @@ from typing import Any
 
 from saf.bench.calibration import measure_calibration
 from saf.bench.calibration_settings import CalibrationSettings
+from saf.cli.command import Command
 from saf.cli.output import machine, show
 from saf.errors import UnsupportedError
 from saf.records.table import Table
 
 
 @dataclass(kw_only=True)
-class Calibration(CalibrationSettings):
+class Calibration(Command, CalibrationSettings):
     """The whole intervention, warm and at first use: calibration, scoring, selection, fitting, installation.
 
     Beside it a dense collection of the same queries and keys, whose statistics must agree, and the fit of all heads.

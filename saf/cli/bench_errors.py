@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.bench.errors import ErrorSettings, failures, measure_errors
+from saf.cli.command import Command
 from saf.cli.output import machine, show
 from saf.errors import AccuracyError, UnsupportedError
 from saf.records.table import Table
@@ -18,7 +19,7 @@ PARTS = {
 
 
 @dataclass(kw_only=True)
-class Errors(ErrorSettings):
+class Errors(Command, ErrorSettings):
     """Errors against float64 of a mixed layer and of frozen heads alone, outputs and every gradient.
 
     Ends with an error that names the rows above their budgets.

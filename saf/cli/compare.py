@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.cli.command import Command
 from saf.cli.output import show
 from saf.evaluate.compare import compare_runs
 from saf.records.quantities import change_percent, gibibytes, seconds, signed
@@ -14,7 +15,7 @@ from saf.report.sections import timing_is_clear
 
 
 @dataclass(kw_only=True)
-class Compare:
+class Compare(Command):
     """Tell what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
     Refuses runs that differ in more than the freezing.

@@ -2,51 +2,42 @@
 
 import json as json_format
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from saf.cli.flags import in_flags
+from saf.cli.command import FLAT, Command
 from saf.data import PARTITIONS, DataIndex
 from saf.data.config import PrepareConfig
 from saf.data.preparation import prepare
 from saf.data.token_data import TokenData
-from saf.errors import InputError
 from saf.records.table import Table
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataPrepare(PrepareConfig):
+@dataclass(kw_only=True)
+class DataPrepare(Command):
     """Make a data folder of token shards from text: read, tokenise, divide into partitions, shuffle."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = ("python",)
     """`python` (its own library's text), .txt, .jsonl or .parquet files, folders, or OWNER/NAME[:CONFIG[:SPLIT]]."""
-
+    settings: Annotated[PrepareConfig, FLAT]
+    """How text becomes token shards."""
     out: str
     """Folder to make; it appears only once it is complete."""
-
     overwrite: bool = False
     """Replace a finished data folder."""
-
     json: bool = False
     """Print JSON instead of a table."""
 
-    def __post_init__(self):
-        try:
-            super().__post_init__()
-        except InputError as error:  # told by the parser, so not where other commands' messages are
-            raise InputError(in_flags(str(error), DataPrepare)) from None
-
-    def run(self) -> dict:
+    def run(self) -> dict[str, Any]:
         """Prepare the folder, print what it holds and return its index."""
-        settings = {name: getattr(self, name) for name in PrepareConfig.__dataclass_fields__}
-        index = prepare(self.sources, self.out, overwrite=self.overwrite, **settings)
+        index = prepare(self.sources, self.out, overwrite=self.overwrite, **vars(self.settings))
         return show(self.out, index, as_json=self.json)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataInfo:
+@dataclass(kw_only=True)
+class DataInfo(Command):
     """Show what a data folder holds, checking its files."""
 
     folder: Annotated[str, tyro.conf.Positional]
@@ -58,12 +49,12 @@ class DataInfo:
     json: bool = False
     """Print JSON instead of a table."""
 
-    def run(self) -> dict:
+    def run(self) -> dict[str, Any]:
         """Open the folder, print what it holds and return its index."""
         return show(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
 
 
-def show(folder: str, index: DataIndex, *, as_json: bool) -> dict:
+def show(folder: str, index: DataIndex, *, as_json: bool) -> dict[str, Any]:
     """Print a data folder's index as a table for people, or as JSON; return it as a dict."""
     result = {"folder": folder, **index.to_dict()}
     if as_json:

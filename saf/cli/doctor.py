@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from saf.cli.command import Command
 from saf.cli.output import show
 from saf.records.table import Table
 
@@ -23,7 +24,7 @@ OPTIONAL = {
 
 
 @dataclass(kw_only=True)
-class Doctor:
+class Doctor(Command):
     """Show versions, devices, compilers, and which backend frozen heads would run on here and why."""
 
     json: bool = False

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from saf.cli.command import Command
 from saf.cli.models import open_data, open_source
 from saf.cli.output import show
 from saf.errors import InputError
@@ -15,7 +16,7 @@ from saf.records.table import Table
 
 
 @dataclass(kw_only=True)
-class Evaluate:
+class Evaluate(Command):
     """Measure the perplexity of a model on held-out text it was neither trained nor tuned on."""
 
     model: Annotated[Path, tyro.conf.Positional]

@@ -1,18 +1,18 @@
 """`saf freeze`: the whole recipe on a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
 import tyro
 from torch import Tensor
 
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
+from saf.cli.command import FLAT, Command, build, given_values
 from saf.cli.layer_progress import LayerProgress
 from saf.cli.models import Source, open_data, open_source, trained_data
-from saf.cli.options import Float, Folder, FreezeOptions
 from saf.cli.output import show
 from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
@@ -21,16 +21,19 @@ from saf.estimates import collect_for
 from saf.freezing.choice import scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
-from saf.machine.execution import autocast, pick_device
+from saf.machine.execution import Device, Precision, autocast, pick_device
 from saf.models import GPT
 from saf.surgery import finalize_
 from saf.tasks.text import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
 from saf.train.events import recorded_gradient
 
+BUDGETS = ("rate", "count", "heads")
+"""Settings that say how many heads are frozen, one of which is given."""
+
 
 @dataclass(kw_only=True)
-class Freeze(FreezeOptions):
+class Freeze(Command):
     """Calibrate, choose, fit and install frozen heads in a checkpoint, and write the result as a new checkpoint.
 
     The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there.
@@ -38,16 +41,16 @@ class Freeze(FreezeOptions):
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (step-N); a run means its newest one."""
-    rate: Float = None
-    """Share of the original model's heads that this event freezes, chosen among those still live (0.25)."""
+    config: Annotated[FreezeConfig, FLAT]
+    """How heads are frozen."""
     out: Path
     """The new checkpoint; the event is recorded beside its files, in events.jsonl."""
     data: Path | None = None
-    """Folder made by `saf data prepare`; the one it was trained on if not given."""
+    """Folder made by `saf data prepare`; the one it was trained on when None."""
     sequences: int = 32
     """Calibration sequences."""
     length: int | None = None
-    """Their length in tokens (the run's)."""
+    """Their length in tokens; the run's when None."""
     allow_shorter: bool = False
     """Accept a length below the run's; the model then takes no longer input."""
     batch_size: int = 8
@@ -55,24 +58,30 @@ class Freeze(FreezeOptions):
     heldout_sequences: int = 32
     """Sequences of the controller partition that output-aware scores read."""
     calibration_seed: int | None = None
-    """Of the choice of calibration sequences (the run's)."""
-    calibration: Folder = None
+    """Of the choice of calibration sequences; the run's when None."""
+    calibration: Path | None = None
     """Keep each layer's measurement in this folder once it is finished, and go on from those found there."""
-    capture_gb: Float = None
-    """Most memory for queries and keys kept at once, GB (half of what is free)."""
+    capture_gb: float | None = None
+    """Most memory for queries and keys kept at once, GB; half of what is free when None."""
     finalize: bool = False
     """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto is bf16 autocast on CUDA and fp32 on CPU."""
+    device: Device = "auto"
+    """Where to compute; auto is CUDA if there is one."""
+    precision: Precision = "auto"
+    """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
     json: bool = False
     """Print JSON instead of a table."""
 
+    @classmethod
+    def from_words(cls, words: Sequence[str], *, prog: str | None = None) -> Self:
+        """Return the command; raise InputError where words say in two ways how many heads are frozen."""
+        given = given_values(cls, words, prog=prog)
+        check_budget(given.get("config", {}))
+        return build(cls, given)
+
     def run(self) -> dict[str, Any]:
         """Freeze, write the checkpoint, show and return the report with the checkpoint's hash."""
-        config = FreezeConfig(**self.given())
-        checkpoint = self._open()
+        config, checkpoint = self.config, self._open()
         device = pick_device(self.device)
         batches, heldout = self._batches(checkpoint, config)
         model = checkpoint.model(device)
@@ -151,6 +160,12 @@ class Freeze(FreezeOptions):
             count, size = self.heldout_sequences, self.batch_size
             heldout = heldout_batches(data, length=length, count=count, batch_size=size)
         return list(windows.split(self.batch_size)), heldout
+
+
+def check_budget(given: Mapping[str, Any]) -> None:
+    """Raise InputError when more than one of the settings given says how many heads are frozen."""
+    if len(budgets := [name for name in BUDGETS if name in given]) > 1:
+        raise InputError(f"give either a rate, a count or the heads to freeze; got {' and '.join(budgets)}")
 
 
 def _plans(

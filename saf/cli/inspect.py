@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from saf.calibration.plan import readable
+from saf.cli.command import Command
 from saf.cli.inspect_patterns import frozen_heads, pattern_storage, patterns_by_layer
 from saf.cli.inspect_words import fit_words, head_words, kind_words, layer_table, shape_words
 from saf.cli.output import show
@@ -22,7 +23,7 @@ from saf.train.checkpoint import checkpoints, is_checkpoint
 
 
 @dataclass(kw_only=True)
-class Inspect:
+class Inspect(Command):
     """Show what a checkpoint, run, data folder or saved model holds, checking every recorded sum."""
 
     path: Annotated[Path, tyro.conf.Positional]

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.report.bars_svg import write_bars
@@ -16,7 +17,7 @@ from saf.report.results import write_results
 
 
 @dataclass(kw_only=True)
-class Report:
+class Report(Command):
     """Write one self-contained HTML page: about runs, or bars of speedup and tables from files of `saf bench`.
 
     With --results, a document of every result in a folder instead, in tables beside the paper's.

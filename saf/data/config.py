@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from saf.errors import InputError
+from saf.settings import documented
 
 DEFAULT_HELDOUT_FRACTION = 0.05
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
     """How text becomes token shards. Raises InputError on a setting out of range."""

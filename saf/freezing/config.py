@@ -3,63 +3,64 @@
 from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
 from operator import index
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from saf.errors import InputError
 from saf.estimates import PATTERNS, Storage, check_options
 from saf.estimates.sampling import Seed, seed_of
 from saf.fit import FITTERS, check_fitter_options
 from saf.freezing.heldout import check_heldout
-from saf.heads import HeadSet
+from saf.heads import Head, HeadSet
 from saf.scores import SCORES, Score, needed_by, score_name
 from saf.selection import budget
+from saf.settings import OneOf, documented
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class FreezeConfig:
     """Settings of one freezing event; raises InputError for a value that cannot be used."""
 
     rate: float = 0.25
-    """Share of all heads of the original model that this event freezes: k = round(rate * layers * heads).
-
-    They are chosen among the heads still live: on a model with frozen heads k more are frozen.
-    """
+    """Share of the original model's heads that this event freezes, k = round(rate * layers * heads), chosen among those
+    still live: on a model with frozen heads k more are frozen."""
     count: int | None = None
-    """Freeze so many heads, whatever the rate says."""
-    score: str | Score = "variance"
-    """Heads with the lowest score are frozen first; a name, or a function of the statistics."""
-    pattern: str = "mean"
+    """Freeze so many heads, whatever rate says."""
+    score: Annotated[str | Score, OneOf(SCORES)] = "variance"
+    """Heads with the lowest score are frozen first; a name or, in Python, a function of the statistics."""
+    pattern: Annotated[str, OneOf(PATTERNS)] = "mean"
     """What a frozen head's attention is replaced by."""
     storage: Storage = "compact"
-    """How patterns are kept and executed: fitted key and distance logits, or entry by entry in bfloat16."""
-    fitter: str = "proportional"
-    """How the compact pattern is fitted."""
+    """How patterns are kept and executed: fitted key and distance logits, or every entry in bfloat16."""
+    fitter: Annotated[str, OneOf(FITTERS)] = "proportional"
+    """How compact patterns are fitted."""
     max_fit_kl: float = 0.2
     """Largest row-averaged KL from the pattern to its compact fit, in nats; other heads are skipped."""
     strict: bool = False
     """Refuse when one of the k lowest heads does not fit, instead of taking the next one."""
-    heads: tuple[tuple[int, int], ...] | None = None
-    """Exactly these heads `(layer, head)`, whatever rate says and they score; refused when one does not fit."""
-    exclude: tuple[tuple[int, int], ...] = ()
-    """Heads `(layer, head)` that stay live."""
+    heads: tuple[Head, ...] | None = None
+    """Exactly these heads (layer, head), whatever rate says and they score; refused when one does not fit. On the
+    command line 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""
+    exclude: tuple[Head, ...] = ()
+    """Heads that stay live, written the same way."""
     max_per_layer: int | None = None
-    """Most heads to freeze in a layer."""
-    match: str | None = None
-    """Freeze as many heads in each layer as this score would choose: with score="random", the paper's control."""
+    """Most heads to freeze in a layer; any number when None."""
+    match: Annotated[str | None, OneOf(SCORES)] = None
+    """Freeze as many heads in each layer as this score would choose: the paper's control, with a random score."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
     seed: Seed = 0
-    """Of random scores and sampled patterns; from a `torch.Generator` one is drawn at once, and kept here."""
+    """Of random scores and sampled patterns; in Python also a torch.Generator, from which one is drawn at once."""
     backend: str = "auto"
-    """Which backend executes the frozen heads."""
+    """Which backend executes frozen heads: toeplitz, fused or reference, or the one that `saf doctor` names."""
     trainable: bool = False
-    """Train key and distance logits on with the model, from their fit."""
+    """Train key and distance logits on with the model, from their fit, instead of keeping them fixed."""
     heldout_kl: bool = False
     """Also fit the frozen heads on one half of the calibration sequences, and report their KL to the other half."""
     fitter_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the fitter."""
+    """Further arguments of the fitter, by name; on the command line such as: steps 200."""
     pattern_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the pattern."""
+    """Further arguments of the pattern, by name; on the command line such as: scale 4."""
 
     def __post_init__(self):
         """Check names and ranges."""

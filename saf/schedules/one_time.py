@@ -1,12 +1,14 @@
 """The paper's default: one event, near the middle of training."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from saf.errors import CheckpointError, InputError
 from saf.schedules.schedule import Event, Freeze, Outcome
+from saf.settings import Flag, documented
 
 
+@documented
 @dataclass(frozen=True)
 class OneTime:
     """Freeze once, at a fixed moment; an ordinary arm saves a checkpoint there, to branch from.
@@ -16,7 +18,7 @@ class OneTime:
     """
 
     name: ClassVar[str] = "one_time"
-    at: int | float = 0.5
+    at: Annotated[int | float, Flag("freeze-at")] = 0.5
     """When: a whole number of updates, or a share of the whole schedule of updates."""
 
     def __post_init__(self):

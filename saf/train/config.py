@@ -3,39 +3,42 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Device, Execution, Precision, Switch
-from saf.models import GPTConfig, preset
+from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
 from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dict
+from saf.settings import OneOf, documented
 from saf.tasks import TASKS, Task
-from saf.train.checkpoint import open_checkpoint
+from saf.train.checkpoint import Checkpoint, open_checkpoint
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
 CalibrationSource = Literal["auto", "calibration", "train"]
 
 
+@documented
 @dataclass(kw_only=True)
 class TrainConfig:
     """Settings of one arm; raises InputError naming the field that cannot be used."""
 
     data: str
-    """Folder of prepared data."""
+    """Folder made by `saf data prepare`."""
     out: str
     """Folder of the run; new, or the one to resume."""
-    task: str = "text"
-    """What the run trains on and is judged by, a name in `saf.tasks.TASKS`: text is pretraining on every token."""
+    task: Annotated[str, OneOf(TASKS)] = "text"
+    """What the run trains on and is judged by: text is pretraining on every token."""
     parent: str | None = None
-    """Checkpoint to start from: weights, optimiser, place in the data and in the schedule."""
-    model: str = "tiny"
-    """Preset."""
+    """Checkpoint of another run to start from: weights, optimiser, place in the data and in the schedule."""
+    model: Annotated[str, OneOf(PRESETS)] = "tiny"
+    """Preset of the model's shape."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the preset to change; the vocabulary is the tokenizer's, rounded up to 64, unless given."""
+    """Fields of the preset to change, on the command line such as: num_layers 2 position learned. The vocabulary is the
+    tokenizer's, rounded up to 64, unless given."""
     length: int | None = None
     """Context in tokens; the preset's longest when None."""
     batch_size: int = 8
@@ -43,7 +46,7 @@ class TrainConfig:
     accumulation: int = 1
     """Micro-batches of one update."""
     updates: int = 1_000
-    """Length of the schedule."""
+    """Updates of the whole schedule, a parent's included."""
     peak_lr: float = 6e-4
     """Learning rate at the end of the warm-up."""
     min_lr_ratio: float = 0.1
@@ -55,7 +58,7 @@ class TrainConfig:
     lr_start: int = 0
     """Update at which the learning-rate schedule begins; above 0 for a later continuation with rates of its own."""
     time_budget_seconds: float | None = None
-    """With `lr_by="elapsed"`: stop before an update that would exceed this."""
+    """Where the learning rate advances by time spent: stop before an update that would exceed this."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's averaging coefficients."""
     weight_decay: float = 0.1
@@ -65,15 +68,15 @@ class TrainConfig:
     seed: int = 1337
     """Of the initial weights and the data order."""
     sampler: Sampler = "shuffled"
-    """Shuffled non-overlapping windows, or windows starting anywhere."""
+    """Non-overlapping windows in shuffled order, or windows that start anywhere."""
     device: Device = "auto"
-    """CUDA if there is one."""
+    """Where to train; auto is CUDA if there is one."""
     precision: Precision = "auto"
-    """bfloat16 autocast over float32 weights on CUDA, float32 on CPU."""
+    """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
     compile: Switch = "auto"
-    """torch.compile the whole model; on for CUDA, off for CPU."""
-    kernel: str = "auto"
-    """SDPA kernel of live heads, by name as in `saf.mixed_attention`; PyTorch's own choice by default."""
+    """torch.compile the whole model; auto is on for CUDA, off for CPU."""
+    kernel: Annotated[str, OneOf(KERNELS, also=("auto",))] = "auto"
+    """Attention kernel of live heads, fa3 and fa4 where their packages are installed; auto is PyTorch's own choice."""
     eval_every: int = 250
     """Updates between controller evaluations; 0 for none."""
     eval_windows: int = 32
@@ -89,17 +92,19 @@ class TrainConfig:
     quiet: bool = False
     """Show no progress."""
     freeze: FreezeConfig | None = None
-    """How to freeze heads; None for the ordinary arm."""
+    """How heads are frozen; None is the ordinary arm. On the command line nothing is frozen without a rate, a count or
+    heads."""
     schedule: Schedule | None = field(default_factory=OneTime)
-    """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come, None saves none."""
+    """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come, with None nowhere."""
     calibration_sequences: int = 32
     """Windows to calibrate on."""
     calibration_source: CalibrationSource = "auto"
-    """Partition to calibrate on; "auto" is the one the data folder was prepared for. The sampler never moves."""
+    """Partition to calibrate on; auto is the one that the data folder was prepared for. The sampler never moves."""
     heldout_sequences: int = 32
     """Windows of the controller partition that output-aware scores read: its last ones."""
     track_gradients: bool = False
-    """Keep the Q/K-gradient average in any case, so that arms which continue from this run can freeze by it."""
+    """Keep the average that gradient scores read in any case, so that runs which continue from this one can freeze by
+    them."""
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
@@ -296,13 +301,17 @@ def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> Tra
         CheckpointError: `parent` is no whole checkpoint.
         InputError: Freezing before the parent, or an unknown setting.
     """
-    checkpoint = open_checkpoint(parent)
+    return settings_after(open_checkpoint(parent), out=out, **changes)
+
+
+def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -> TrainConfig:
+    """Return what `continue_from` does, for a checkpoint that is open already."""
     settings = TrainConfig.from_dict({**checkpoint.state["settings"], "freeze": None}).to_dict()
     if unknown := sorted(changes.keys() - settings.keys()):
         raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
     freeze = changes.get("freeze")
     schedule = {} if freeze is None else {"schedule": OneTime(at=checkpoint.update)}
-    settings |= {"out": str(out), "parent": str(parent), "freeze": None, "track_gradients": False}
+    settings |= {"out": str(out), "parent": str(checkpoint.path), "freeze": None, "track_gradients": False}
     config = TrainConfig.from_dict({**settings, **schedule, **changes})
     first = config.freeze_update
     if freeze is not None and first is not None and first < checkpoint.update:

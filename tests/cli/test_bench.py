@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import tyro
 
 from saf.cli.bench import COMMANDS
 from saf.errors import InputError, UnsupportedError
@@ -13,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(name: str, *words: object) -> dict:
-    return tyro.cli(COMMANDS[name], args=[str(word) for word in (*SMALL, *words)]).run()
+    return COMMANDS[name].from_words([str(word) for word in (*SMALL, *words)]).run()
 
 
 def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):

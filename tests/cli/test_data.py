@@ -3,7 +3,6 @@ import re
 from pathlib import Path
 
 import pytest
-import tyro
 
 from saf.cli.data import COMMANDS
 from saf.data import TokenData
@@ -19,7 +18,7 @@ def text(tmp_path):
 
 
 def run(name: str, *arguments: str) -> dict:
-    return tyro.cli(COMMANDS[name], args=list(arguments)).run()
+    return COMMANDS[name].from_words(arguments).run()
 
 
 def test_prepare_then_info(text, tmp_path, capsys):

@@ -1,21 +1,17 @@
 """Every setting of FreezeConfig on the command line of pretrain and freeze."""
 
 import json
-import re
-from dataclasses import fields
 
 import pytest
-import tyro
 
-from saf.cli import main
-from saf.cli.flags import in_flags
+from saf.cli.command import in_flags, read_heads
 from saf.cli.freeze import Freeze
-from saf.cli.options import FreezeOptions
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json
+from saf.train import TrainConfig
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --storage dense --fitter adam --max-fit-kl 0.3 --strict
 --exclude 0:1 1:11 --match variance --whole-groups --seed 7 --backend toeplitz --fitter-options steps 20
@@ -39,33 +35,37 @@ CONFIG = FreezeConfig(
 )
 
 
-def test_every_setting_has_an_option():
-    assert {f.name for f in fields(FreezeOptions)} == {f.name for f in fields(FreezeConfig)}
+def freeze(*words: str) -> FreezeConfig:
+    return Freeze.from_words(["checkpoint", "--out", "out", *words]).config
+
+
+def pretrain(*words: str) -> TrainConfig:
+    return Pretrain.from_words(["--data", "d", "--out", "out", *words]).settings
 
 
 def test_freeze_takes_them_all():
-    parsed = tyro.cli(Freeze, args=["checkpoint", "--out", "out", *WORDS])
-    assert FreezeConfig(**parsed.given()) == CONFIG
+    assert freeze(*WORDS) == CONFIG
 
 
 def test_pretrain_takes_them_all():
     words = [word.replace("--", "--freeze.", 1) for word in WORDS]
-    parsed = tyro.cli(Pretrain, args=["--data", "d", "--out", "out", *words, "--track-gradients"])
-    config = parsed.config()
+    config = pretrain(*words, "--track-gradients")
     assert config.freeze == CONFIG
     assert config.track_gradients
 
 
 def test_a_number_of_heads_instead_of_a_rate():
-    words = ["checkpoint", "--out", "out", "--count", "5"]
-    assert FreezeConfig(**tyro.cli(Freeze, args=words).given()) == FreezeConfig(count=5)
+    assert freeze("--count", "5") == FreezeConfig(count=5)
     for other, value in (("rate", "0.5"), ("heads", "0:0")):
         with pytest.raises(InputError, match=f"either a rate, a count or the heads.*got .*{other}"):
-            tyro.cli(Freeze, args=[*words, f"--{other}", value]).given()
+            freeze("--count", "5", f"--{other}", value)
     with pytest.raises(InputError, match="got rate and heads"):
-        tyro.cli(Freeze, args=["checkpoint", "--out", "out", "--rate", "0.9", "--heads", "0:0"]).given()
-    parsed = tyro.cli(Pretrain, args=["--data", "d", "--out", "out", "--freeze.count", "5"])
-    assert parsed.config().freeze == FreezeConfig(count=5)
+        freeze("--rate", "0.9", "--heads", "0:0")
+    # A value that is the default has been given all the same.
+    with pytest.raises(InputError, match="got rate and count"):
+        pretrain("--freeze.rate=0.25", "--freeze.count", "5")
+    assert pretrain("--freeze.rate", "0.25").freeze == FreezeConfig()
+    assert pretrain("--freeze.count", "5").freeze == FreezeConfig(count=5)
 
 
 def test_messages_call_settings_by_their_flags(saf, text_data, arms, tmp_path):
@@ -73,25 +73,24 @@ def test_messages_call_settings_by_their_flags(saf, text_data, arms, tmp_path):
     (tmp_path / "one.txt").write_text("a few words\n")
     data = ["data", "prepare", tmp_path / "one.txt", *out]
     train = ["pretrain", "--data", text_data, *out, "--device", "cpu", "--length", "32"]
-    freeze = ["freeze", arms[0], *out]
+    event = ["freeze", arms[0], *out]
     many = 10**6
     for words, message in (
         (data, "a larger --heldout-fraction, or cut long ones with --split-characters"),
         ([*train, "--freeze.rate", "0.25", "--freeze.max-fit-kl", "-1"], "--freeze.max-fit-kl is in nats"),
-        ([*freeze, "--max-fit-kl", "-1"], "freeze: --max-fit-kl is in nats"),
+        ([*event, "--max-fit-kl", "-1"], "freeze: --max-fit-kl is in nats"),
         ([*train, "--freeze.rate", "0.25", "--calibration-sequences", many], "ask for fewer with --calibration-seq"),
-        ([*freeze, "--sequences", many], "ask for fewer with --sequences, or"),
-        ([*freeze, "--score", "residual_cosine", "--heldout-sequences", many], "ask for fewer with --heldout-seq"),
+        ([*event, "--sequences", many], "ask for fewer with --sequences, or"),
+        ([*event, "--score", "residual_cosine", "--heldout-sequences", many], "ask for fewer with --heldout-seq"),
         ([*train, "--length", many], f"the controller partition of {text_data} has "),
     ):
         code, _, err = saf(*words)
         assert (code, message in err) == (2, True), err
 
 
-def test_messages_of_the_parser_call_settings_by_their_flags(capsys):
-    with pytest.raises(SystemExit):
-        main(["data", "prepare", "--out", "out", "--heldout-fraction", "0.9"])
-    assert "--heldout-fraction must lie in (0, 0.5]; got 0.9" in capsys.readouterr().err
+def test_what_settings_refuse_is_one_message_by_their_flags(saf):
+    code, _, err = saf("data", "prepare", "--out", "out", "--heldout-fraction", "0.9")
+    assert (code, err) == (2, "saf data: --heldout-fraction must lie in (0, 0.5]; got 0.9\n")
 
 
 def test_names_in_paths_and_values_are_no_settings():
@@ -103,15 +102,17 @@ def test_names_in_paths_and_values_are_no_settings():
 
 
 def test_settings_left_out_are_the_defaults():
-    assert FreezeConfig(**tyro.cli(Freeze, args=["checkpoint", "--out", "out"]).given()) == FreezeConfig()
+    assert freeze() == FreezeConfig()
+    assert pretrain() == TrainConfig(data="d", out="out")
 
 
 def test_heads_come_from_words_and_files(tmp_path):
     (tmp_path / "pairs.json").write_text("[[2, 1], [0, 3]]")
     (tmp_path / "freeze.json").write_text(json.dumps({"heads": [[1, 2]]}))
     words = ["--freeze.heads", "0:0", str(tmp_path / "pairs.json"), str(tmp_path / "freeze.json")]
-    config = tyro.cli(Pretrain, args=["--data", "d", "--out", "out", *words, "--freeze.max-fit-kl", "1"]).config()
-    assert config.freeze == FreezeConfig(heads=((0, 0), (2, 1), (0, 3), (1, 2)), max_fit_kl=1.0)
+    assert pretrain(*words, "--freeze.max-fit-kl", "1").freeze == FreezeConfig(
+        heads=((0, 0), (2, 1), (0, 3), (1, 2)), max_fit_kl=1.0
+    )
     (tmp_path / "other.json").write_text("{}")
     for word, message in (
         ("3", "LAYER:HEAD"),
@@ -119,19 +120,13 @@ def test_heads_come_from_words_and_files(tmp_path):
         (tmp_path / "other.json", "does not list heads"),
     ):
         with pytest.raises(InputError, match=message):
-            FreezeOptions(heads=(str(word),)).given()
+            read_heads([str(word)])
 
 
-def test_help_tells_a_default_rate_only_where_there_is_one(capsys):
-    told = {}
-    for command in (Freeze, Pretrain):
-        with pytest.raises(SystemExit):
-            tyro.cli(command, args=["--help"])
-        # One line of words, without the frame that tyro draws.
-        told[command] = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    text = "Share of the original model's heads that this event freezes, chosen among those still live"
-    assert f"--rate FLOAT {text} (0.25)." in told[Freeze]
-    assert f"--freeze.rate FLOAT {text}. --freeze.count" in told[Pretrain]
+def test_options_are_pairs():
+    assert freeze("--fitter", "adam", "--fitter-options", "steps", "2").fitter_options == {"steps": 2}
+    with pytest.raises(InputError, match="--fitter-options takes pairs of a name and a value; got steps"):
+        freeze("--fitter-options", "steps")
 
 
 def test_fitter_options_are_checked_with_the_other_settings(saf, arms, tmp_path, monkeypatch):
@@ -155,7 +150,7 @@ def test_a_shortfall_is_a_plain_line_and_a_count_above_the_live_heads_an_error(s
 
 def test_an_unknown_name_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
-        tyro.cli(Freeze, args=["checkpoint", "--out", "out", "--score", "varience"])
+        freeze("--score", "varience")
     assert "variance" in "".join(capsys.readouterr())
 
 

@@ -1,9 +1,8 @@
 import json
 
 import pytest
-import tyro
 
-from saf.cli.pretrain import COMMAND
+from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.schedules import OneTime
@@ -27,11 +26,11 @@ def data(tmp_path_factory):
 
 
 def parse(*words):
-    return tyro.cli(COMMAND, args=[str(word) for word in words])
+    return Pretrain.from_words([str(word) for word in words])
 
 
 def test_options_left_out_are_the_defaults(tmp_path):
-    config = parse("--data", "d", "--out", tmp_path).config()
+    config = parse("--data", "d", "--out", tmp_path).settings
     assert config == TrainConfig(data="d", out=str(tmp_path))
 
 
@@ -40,7 +39,7 @@ def test_options_arrive_in_the_settings(tmp_path):
         *f"--data d --out {tmp_path} --updates 50 --peak-lr 1e-3 --warmup 5 --betas 0.8 0.9 --sampler random".split(),
         *["--model", "124m", "--model-overrides", "num_layers", "2", "position", "learned", "--no-tensorboard"],
         *["--freeze.rate", "0.5", "--freeze.max-fit-kl", "0.3", "--freeze.strict", "--freeze-at", "0.25"],
-    ).config()
+    ).settings
     assert config == TrainConfig(
         data="d",
         out=str(tmp_path),
@@ -60,7 +59,7 @@ def test_options_arrive_in_the_settings(tmp_path):
 
 @pytest.mark.parametrize(("text", "kind"), [("100", int), ("0.5", float)])
 def test_moments_are_whole_updates_or_shares(tmp_path, text, kind):
-    config = parse("--data", "d", "--out", tmp_path, "--freeze-at", text).config()
+    config = parse("--data", "d", "--out", tmp_path, "--freeze-at", text).settings
     assert type(config.schedule.at) is kind
 
 
@@ -91,11 +90,15 @@ def test_resume_takes_the_runs_settings(data, tmp_path):
         parse("--out", tmp_path, "--resume", "--peak-lr", 0.1).run()
 
 
-def test_says_what_is_missing(tmp_path):
-    with pytest.raises(InputError, match="needs --data"):
-        parse("--out", tmp_path).config()
+def test_says_what_is_missing(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--out", tmp_path)
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert "--data" in told
+    assert "Folder made by `saf data prepare`" in told
     with pytest.raises(InputError, match=r"--freeze\.max-fit-kl needs --freeze\.rate"):
-        parse("--data", "d", "--out", tmp_path, "--freeze.max-fit-kl", 0.3).config()
+        parse("--data", "d", "--out", tmp_path, "--freeze.max-fit-kl", 0.3)
 
 
 def test_resuming_from_another_parent_is_refused(data, tmp_path):
@@ -107,7 +110,29 @@ def test_resuming_from_another_parent_is_refused(data, tmp_path):
         parse("--parent", first / "checkpoints" / "step-3", "--out", second, "--resume").run()
 
 
+def test_help_shows_the_settings_that_words_change(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    parse("--data", data, "--out", tmp_path / "run", *SMALL, "--peak-lr", 0.03125).run()
+    for words in (("--out", tmp_path / "run", "--resume"), ("--parent", tmp_path / "run/checkpoints/step-2")):
+        with pytest.raises(SystemExit) as stop:
+            parse(*words, "--out", tmp_path / "run", "--help")
+        told = capsys.readouterr().out
+        assert stop.value.code == 0
+        assert "(default: 0.03125)" in told
+        assert "(default: num_layers 2" in told
+        assert "(required)" not in told
+
+
+def test_resuming_with_the_same_settings_said_again(data, tmp_path):
+    freeze = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10)
+    first = parse("--data", data, "--out", tmp_path, *SMALL, *freeze).run()
+    again = parse("--out", tmp_path, "--resume", "--freeze.max-fit-kl", 10, "--freeze-at", 0.5).run()
+    assert again["report_loss"] == first["report_loss"]
+    with pytest.raises(InputError, match=r"cannot resume with other settings \(freeze.max_fit_kl: "):
+        parse("--out", tmp_path, "--resume", "--freeze.max-fit-kl", 9).run()
+
+
 def test_resuming_where_no_run_is_says_so(tmp_path):
     with pytest.raises(InputError, match="holds no run to resume"):
-        parse("--out", tmp_path / "nowhere", "--resume").config()
+        parse("--out", tmp_path / "nowhere", "--resume")
     assert not (tmp_path / "nowhere").exists()

@@ -5,7 +5,6 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-import tyro
 
 from saf.bench.grids import Point
 from saf.cli.report import COMMAND
@@ -136,7 +135,7 @@ def test_a_page_needs_a_file(tmp_path):
 
 
 def command(*words: object) -> dict:
-    return tyro.cli(COMMAND, args=[str(word) for word in words]).run()
+    return COMMAND.from_words([str(word) for word in words]).run()
 
 
 def test_the_command_writes_page_picture_and_document(tmp_path, capsys):

@@ -1,0 +1,275 @@
+"""A command of `saf`: a dataclass whose fields are its flags, and how the words after its name become one.
+
+The fields of settings are flags with the same defaults and descriptions (`saf.settings`): nothing is written for the
+command line alone. tyro reads the words and shows the help. It is given classes without checks of their own, so that a
+setting that cannot be used is refused with the same error whether it was typed or written in Python.
+"""
+
+import inspect
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from functools import partial, reduce
+from operator import or_
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from saf.errors import InputError
+from saf.heads import Head
+from saf.records.events import heads_in_force, read_events
+from saf.records.files import read_json_value
+from saf.settings import Flag, OneOf, field_docs
+
+Built = TypeVar("Built")
+
+FLAT = "flat"
+"""Marks a field, as `Annotated[TrainConfig, FLAT]`, whose own fields are flags of the command without a prefix."""
+
+_HEADS = tuple[Head, ...]
+_OPTIONS = dict[str, Any]
+_METAVARS = {_HEADS: "[LAYER:HEAD|FILE ...]", _OPTIONS: "[NAME VALUE ...]"}
+_TYPED = (int, float, str, bool, NoneType, Path)
+"""Types that a word can stand for, beside choices, tuples and dictionaries of such."""
+
+
+class Command(ABC):
+    """A command: made from the words after its name, then run."""
+
+    @classmethod
+    def from_words(cls, words: Sequence[str], *, prog: str | None = None) -> Self:
+        """Return the command that `words` ask for; ends the process after the help (0) and for wrong words (2).
+
+        Raises:
+            InputError: A value that the settings refuse.
+        """
+        return build(cls, given_values(cls, words, prog=prog))
+
+    @abstractmethod
+    def run(self) -> dict[str, Any]:
+        """Do what was asked, show it, and return the record that `--json` prints."""
+
+
+def given_values(
+    command: type, words: Sequence[str], *, prog: str | None = None, base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the fields of a command that `words` give values to; those of a group of settings in its own dictionary.
+
+    Values of `base`, by the field's name, stand for defaults in the help; nothing that has one is required.
+    """
+    description = inspect.cleandoc(command.__doc__ or "")
+    parsed = tyro.cli(_unchecked(command, base or {}), prog=prog, description=description, args=list(words))
+    return _given(command, parsed, {word.split("=")[0].replace("_", "-") for word in words})
+
+
+def build(kind: type[Built], given: Mapping[str, Any], before: Built | None = None) -> Built:
+    """Return a command or settings with the values of `given_values`, the others as they were `before`, or by default.
+
+    A group of settings that may be None stays so unless one of its fields is given.
+    """
+    values = {**given, **build_groups(kind, given, before)}
+    return kind(**values) if before is None else replace(before, **values)  # type: ignore[type-var]
+
+
+def build_groups(kind: type, given: Mapping[str, Any], before: Any = None) -> dict[str, Any]:
+    """Return the groups of settings that `given` has values of, or that have no default, as settings."""
+    return {
+        flag.field.name: build(flag.group, given.get(flag.field.name, {}), getattr(before, flag.field.name, None))
+        for flag in _flags(kind)
+        if flag.group and (flag.field.name in given or flag.required)
+    }
+
+
+def in_flags(message: str, command: Any) -> str:
+    """Return a message with each setting of the command written as its flag: `max_fit_kl` as `--freeze.max-fit-kl`.
+
+    Names of one plain word are left as they are, and so are parts of paths.
+    """
+    flags: dict[str, str] = {}
+    for flag in all_flags(command):
+        for name in (flag.field.name, flag.name.replace("-", "_")):
+            if "_" in name or "." in name:
+                flags.setdefault(name, f"--{flag.name}")
+    if not flags:
+        return message
+    names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w./'\"-])({names})(?![\w/'\"-]|\.\w)", lambda found: flags[found[1]], message)
+
+
+def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
+    """Return `(layer, head)` pairs from words: `LAYER:HEAD`, or a file or folder that names heads.
+
+    That is JSON of pairs, alone or as "heads", the events.jsonl of a run or checkpoint, or its folder.
+    """
+    heads: list[Head] = []
+    for word in words:
+        layer, colon, head = word.partition(":")
+        if colon and layer.isdecimal() and head.isdecimal():
+            heads.append((int(layer), int(head)))
+        else:
+            heads += _heads_of_file(word)
+    return tuple(heads)
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """A field of a command or of its settings as a flag."""
+
+    field: Field[Any]
+    kind: Any
+    """The field's type, without the marks of `Annotated`."""
+    marks: tuple[Any, ...]
+    name: str
+    """The flag without its first hyphens, such as freeze.max-fit-kl."""
+    help: str
+
+    @property
+    def group(self) -> type | None:
+        """The settings that the field stands for, each of whose own fields is a flag."""
+        kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+    @property
+    def prefix(self) -> str:
+        """What the flags of a group's fields begin with."""
+        return self.name.removesuffix(self.name.rpartition(".")[2]) if FLAT in self.marks else f"{self.name}."
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.field.default is MISSING and self.field.default_factory is MISSING
+
+    @property
+    def spellings(self) -> set[str]:
+        """The words that set it: its name, and for a truth value the one that says no."""
+        group, dot, last = self.name.rpartition(".")
+        return {f"--{self.name}", f"--{group}{dot}no-{last}"} if self.kind is bool else {f"--{self.name}"}
+
+    def default(self, base: Mapping[str, Any]) -> Any:
+        """Return the value of `base`, or else of the class; MISSING where there is neither."""
+        if self.field.name in base:
+            return base[self.field.name]
+        return self.field.default if self.field.default_factory is MISSING else self.field.default_factory()
+
+
+def _flags(kind: type, prefix: str = "") -> Iterator[_Flag]:
+    """Yield the flags of a class's own fields, a group as one."""
+    hints, described = get_type_hints(kind, include_extras=True), field_docs(kind)
+    for each in fields(kind):
+        hint = hints[each.name]
+        inner, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        named = [mark.name for mark in marks if isinstance(mark, Flag)]
+        name = named[0] if named else f"{prefix}{each.name}".replace("_", "-")
+        yield _Flag(each, inner, tuple(marks), name, described.get(each.name, ""))
+
+
+def all_flags(kind: type, prefix: str = "") -> Iterator[_Flag]:
+    """Yield the flags that words may name, those of groups included."""
+    for flag in _flags(kind, prefix):
+        if flag.group:
+            yield from all_flags(flag.group, flag.prefix)
+        else:
+            yield flag
+
+
+def _unchecked(kind: type, base: Mapping[str, Any], command: type | None = None) -> type:
+    """Return a dataclass with the same flags whose values are what words can say, for tyro; it checks nothing."""
+    command = command or kind
+    members = []
+    for flag in _flags(kind):
+        value, default = flag.default(base), field()
+        told: dict[str, Any] = {"help": in_flags(flag.help, command)}
+        own = [mark for mark in flag.marks if mark != FLAT and not isinstance(mark, OneOf | Flag)]
+        if flag.group:
+            word_kind = _unchecked(flag.group, {} if value in (None, MISSING) else vars(value), command)
+            told |= {"name": ""} if FLAT in flag.marks else {}
+        else:
+            word_kind = _word_kind(flag.kind, flag.marks)
+            if value is not MISSING:
+                default = field(default_factory=partial(_spoken, value))
+            told |= {"metavar": _METAVARS[shape]} if (shape := _shape(flag.kind)) else {}
+            told |= {"help_behavior_hint": "(default: none)"} if value in ((), {}) else {}
+            told |= {"name": flag.name, "prefix_name": False} if any(isinstance(m, Flag) for m in flag.marks) else {}
+        members.append((flag.field.name, Annotated[(word_kind, tyro.conf.arg(**told), *own)], default))
+    return make_dataclass(kind.__name__, members, kw_only=True)
+
+
+def _shape(kind: Any) -> Any:
+    """Return what a type is when its words are read here, not by tyro: heads or options; None for any other."""
+    return next((shape for shape in _METAVARS if shape in (kind, *get_args(kind))), None)
+
+
+def _word_kind(kind: Any, marks: Sequence[Any] = ()) -> Any:
+    """Return the type that tyro reads for a field: choices for names, words where they are read here."""
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if choices := [mark.choices for mark in marks if isinstance(mark, OneOf)]:
+        return reduce(or_, [NoneType] * (NoneType in members), Literal[choices[0]])
+    if len(members) > 1:
+        # What no word can say, such as a function, is for Python alone.
+        said = [each for each in members if each in _TYPED or get_origin(each) in (Literal, tuple)]
+        return reduce(or_, map(_word_kind, said))
+    return tuple[str, ...] if kind in _METAVARS else kind
+
+
+def _spoken(value: Any) -> Any:
+    """Return a default as words would say it, for the help: heads as LAYER:HEAD, options as JSON."""
+    if isinstance(value, dict):
+        pairs = ((name, one if isinstance(one, str) else json.dumps(one)) for name, one in value.items())
+        return tuple(word for pair in pairs for word in pair)
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return tuple(f"{layer}:{head}" for layer, head in value)
+    return value
+
+
+def _given(kind: type, parsed: Any, words: set[str], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for flag in _flags(kind, prefix):
+        name, value = flag.field.name, getattr(parsed, flag.field.name)
+        if flag.group:
+            if own := _given(flag.group, value, words, flag.prefix):
+                values[name] = own
+        elif tyro.conf.Positional in flag.marks or words & flag.spellings:
+            values[name] = _meant(flag, value)
+    return values
+
+
+def _meant(flag: _Flag, value: Any) -> Any:
+    """Return what words say: the heads that they name, and options as numbers, lists or truth values."""
+    if value is None or (shape := _shape(flag.kind)) is None:
+        return value
+    if shape == _HEADS:
+        return read_heads(value)
+    if len(value) % 2:
+        raise InputError(f"--{flag.name} takes pairs of a name and a value; got {' '.join(value)}")
+    return {name: _option(text) for name, text in zip(value[::2], value[1::2], strict=True)}
+
+
+def _option(text: str) -> Any:
+    """Return a number, list or truth value written as JSON; other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _heads_of_file(name: str) -> list[Head]:
+    path = Path(name)
+    if path.suffix == ".jsonl" or (path.is_dir() and read_events(path)):
+        return [(layer, head) for layer, head in heads_in_force(read_events(path))]
+    if not path.is_file():
+        raise InputError(
+            "expected heads as LAYER:HEAD, such as 0:3, or a file that lists them, such as events.jsonl; "
+            f"there is no file {name!r}"
+        )
+    try:
+        found = read_json_value(path)
+        pairs = found if isinstance(found, list) else found["heads"]
+        return [(int(layer), int(head)) for layer, head in pairs]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} does not list heads: expected [[layer, head], ...], or an object that has them as heads"
+        ) from error

@@ -1,0 +1,83 @@
+"""What classes of settings share: each field is described once, below it, for Python's `help()` and the command line.
+
+A class of settings is a dataclass whose fields have a string below them. `documented` adds these strings to the class's
+docstring; `saf.cli.command` makes its flags, their defaults and their help from the same fields.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Collection
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OneOf:
+    """Mark a setting, as `Annotated[str, OneOf(SCORES)]`, whose value is one of the names in a collection."""
+
+    names: Collection[str]
+    """The names, or a dictionary by name: what is added to it later is a choice too."""
+    also: tuple[str, ...] = ()
+    """Further names, such as "auto"."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return every name, the further ones first."""
+        return (*self.also, *self.names)
+
+    def __repr__(self) -> str:
+        return f"one of {', '.join(self.choices)}"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Give a setting a name of its own on the command line, as `Annotated[float, Flag("freeze-at")]`."""
+
+    name: str
+
+
+def documented(settings: type[Settings]) -> type[Settings]:
+    """Add the description of every field, inherited ones included, to a dataclass's docstring."""
+    described = field_docs(settings)
+    assert is_dataclass(settings), f"documented goes above @dataclass; {settings.__name__} is none yet"
+    lines = [
+        textwrap.fill(f"{field.name}: {described[field.name]}", 100, initial_indent="    ", subsequent_indent=" " * 8)
+        for field in fields(settings)
+        if field.name in described
+    ]
+    head = inspect.cleandoc(settings.__doc__ or "")
+    settings.__doc__ = "\n".join([head, "", "Attributes:", *lines])
+    return settings
+
+
+def field_docs(settings: type) -> dict[str, str]:
+    """Return the string below each field in the source of a class and of its bases, in one line each.
+
+    A class whose source is not there, such as one typed at Python's prompt, has no descriptions.
+    """
+    described: dict[str, str] = {}
+    for owner in reversed(settings.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(owner))
+        except (OSError, TypeError):
+            continue
+        described |= _strings_below(ast.parse(source).body[0])
+    return described
+
+
+def _strings_below(statement: ast.stmt) -> dict[str, str]:
+    """Return what a class statement has below its annotated names."""
+    body = statement.body if isinstance(statement, ast.ClassDef) else []
+    return {
+        field.target.id: " ".join(inspect.cleandoc(below.value.value).split())
+        for field, below in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }

@@ -1,0 +1,84 @@
+"""Every field of every class of settings is described, in Python's help() and on the command line."""
+
+import importlib
+import inspect
+import pydoc
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+import pytest
+import tyro
+
+from saf.bench import OpSettings, PrefillSettings, UpdateSettings
+from saf.cli import COMMANDS
+from saf.cli.command import Command, all_flags, in_flags
+from saf.data.config import PrepareConfig
+from saf.freezing.config import FreezeConfig
+from saf.schedules import SCHEDULES
+from saf.settings import OneOf, documented, field_docs
+from saf.train import TrainConfig
+
+
+def commands() -> dict[str, type[Command]]:
+    """Every command by its name."""
+    found = {}
+    for name in COMMANDS:
+        module = importlib.import_module(f"saf.cli.{name}")
+        if hasattr(module, "COMMANDS"):
+            found |= {f"{name} {sub}": command for sub, command in module.COMMANDS.items()}
+        else:
+            found[name] = module.COMMAND
+    return found
+
+
+@pytest.mark.parametrize("settings", [FreezeConfig, TrainConfig, PrepareConfig, *SCHEDULES.values()])
+def test_help_shows_every_field_with_its_description(settings):
+    told = " ".join(pydoc.plain(pydoc.render_doc(settings)).replace("|", " ").split())
+    described = field_docs(settings)
+    for field in fields(settings):
+        assert f"{field.name}: {described[field.name]}" in told
+
+
+@pytest.mark.parametrize("settings", [OpSettings, PrefillSettings, UpdateSettings])
+def test_settings_that_inherit_are_described(settings):
+    assert {field.name for field in fields(settings)} <= field_docs(settings).keys()
+
+
+@pytest.mark.parametrize(("name", "command"), commands().items(), ids=commands())
+def test_every_field_has_a_flag_with_its_description_and_default(name, command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as stop:
+        command.from_words(["--help"])
+    assert stop.value.code == 0
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert " ".join(inspect.cleandoc(command.__doc__).split("\n\n")[0].split()) in told
+    flags = list(all_flags(command))
+    for flag in flags:
+        assert flag.help, f"{name}: {flag.field.name} has no description below it"
+        assert in_flags(flag.help, command) in told
+        assert f"--{flag.name} " in told or f"--{flag.name}, " in told or tyro.conf.Positional in flag.marks
+    assert told.count("(default: ") + told.count("(required)") == len(flags)
+
+
+def test_choices_are_those_of_the_registry_when_they_are_asked_for():
+    registry = {"one": 1}
+    mark = OneOf(registry, also=("auto",))
+    registry["two"] = 2
+    assert mark.choices == ("auto", "one", "two")
+    assert repr(mark) == "one of auto, one, two"
+
+
+@documented
+@dataclass
+class Few:
+    """Hold few settings."""
+
+    first: Annotated[str, OneOf(("a", "b"))] = "a"
+    """Described over
+    two lines."""
+    second: int = 2
+
+
+def test_descriptions_come_from_below_the_fields():
+    assert field_docs(Few) == {"first": "Described over two lines."}
+    assert Few.__doc__ == "Hold few settings.\n\nAttributes:\n    first: Described over two lines."
