@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix gpu sanitize clean
+.PHONY: help demo test check parity fix gpu sanitize clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -33,6 +33,9 @@ check: $(READY) ## Everything that is checked without running tests: format, lin
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_source.py
 	$(BIN)/python tools/check_docs.py
+
+parity: $(READY) ## Show that no number moved since the commit BASE (make parity BASE=main)
+	@$(BIN)/python tools/parity.py --base "$(or $(BASE),$(error say which commit to compare with, such as BASE=main))"
 
 fix: $(READY) ## Format, and mend what the linter can mend by itself
 	$(BIN)/ruff check --fix $(CODE)

@@ -1,6 +1,6 @@
-"""Rules about names that ruff and import-linter cannot express: `python tools/check_source.py`.
+"""Rules about names and calls that ruff and import-linter cannot express: `python tools/check_source.py`.
 
-Read from the syntax tree, so comments and strings do not count.
+Read from the syntax tree, so comments and strings do not count. Which room may import which is import-linter's.
 """
 
 import ast
@@ -10,8 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Dotted name (and everything below it) -> the files where it may appear, and why it may not elsewhere.
-RULES: dict[str, tuple[tuple[str, ...], str]] = {
+_ONE_READER = "files are read by saf.records.files, whose errors name the file and say what to do"
+# Dotted name (and everything below it) -> the files and folders where it may appear, and why it may not elsewhere.
+NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.distributed": (("saf/machine/processes.py",), "several processes have one door: saf/machine/processes.py"),
     "pickle": ((), "files are safetensors and JSON"),
     "torch.load": ((), "files are safetensors and JSON"),
@@ -21,6 +22,15 @@ RULES: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.cuda.manual_seed_all": ((), "take a torch.Generator as an argument; global generators belong to the caller"),
     "numpy.random.seed": ((), "take a numpy Generator as an argument; global generators belong to the caller"),
     "random.seed": ((), "take a random.Random as an argument; global generators belong to the caller"),
+    "safetensors.safe_open": (("saf/records/files.py",), _ONE_READER),
+    "safetensors.torch.load_file": (("saf/records/files.py",), _ONE_READER),
+    # A benchmark's child process is told on its standard input what to measure.
+    "json.load": (("saf/bench/",), _ONE_READER),
+}
+
+# A test of this class -> the folders where it may be made, and why not elsewhere.
+CLASSES: dict[str, tuple[tuple[str, ...], str]] = {
+    "GPT": (("saf/adapters/", "saf/models/"), "adapters answer for a model; nothing else asks for its class"),
 }
 
 
@@ -53,13 +63,26 @@ def _dotted(node: ast.expr) -> str | None:
     return None
 
 
+def class_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield `(line, class)` for every class that `isinstance` is asked about, alone or among others."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _dotted(node.func) == "isinstance" and len(node.args) == 2:
+            for part in ast.walk(node.args[1]):
+                if isinstance(part, ast.Name | ast.Attribute) and (dotted := _dotted(part)):
+                    yield node.lineno, dotted.rpartition(".")[2]
+
+
 def problems(source: str, path: str) -> list[str]:
     """Return one line for each broken rule in the text of one file; `path` is relative to the repository."""
-    found = set()
-    for line, name in names(ast.parse(source, path)):
-        for rule, (allowed, reason) in RULES.items():
-            if (name == rule or name.startswith(f"{rule}.")) and path not in allowed:
+    tree, found = ast.parse(source, path), set()
+    for line, name in names(tree):
+        for rule, (allowed, reason) in NAMES.items():
+            if (name == rule or name.startswith(f"{rule}.")) and not path.startswith(allowed):
                 found.add((line, f"{path}:{line}: {rule} is not used here: {reason}"))
+    for line, name in class_tests(tree):
+        allowed, reason = CLASSES.get(name, ((path,), ""))
+        if not path.startswith(allowed):
+            found.add((line, f"{path}:{line}: isinstance of {name} is not asked here: {reason}"))
     return [message for _, message in sorted(found)]
 
 

@@ -1,7 +1,8 @@
 """Hash what the code computes, to show that a change moved no number.
 
-    python tools/parity.py --out before.json                    # at one commit
-    python tools/parity.py --out after.json --against before.json   # at another, on the same machine
+    python tools/parity.py --base COMMIT                     # now, and at a commit, which takes as long again
+    python tools/parity.py --out before.json                 # or in two steps: at one commit,
+    python tools/parity.py --against before.json             # and at another, on the same machine
 
 It hashes a training run of fixed seed (20 updates across a freezing event) and cases of the operators, the
 calibration, the fit and models of transformers. It calls public names and commands alone, so that it runs at commits
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -191,12 +193,30 @@ def models(device: str) -> Iterator[tuple[str, str]]:
     yield "llama generate", digest(made)
 
 
+def hashes_at(commit: str, device: str) -> dict[str, str]:
+    """Return the hashes of a commit of this repository, by this file in a work tree of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree, out = Path(folder, "tree"), Path(folder, "hashes.json")
+        git = ("git", "-C", str(ROOT), "worktree")
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), commit], check=True)
+        try:
+            script = shutil.copy(__file__, tree / "tools" / "parity.py")
+            words = [sys.executable, script, "--device", device, "--out", str(out)]
+            environment = {**os.environ, "PYTHONPATH": str(tree)}
+            subprocess.run(words, cwd=tree, env=environment, stdout=subprocess.DEVNULL, check=True)
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+        return json.loads(out.read_text())
+
+
 def main() -> int:
     """Print a line a case, write them where asked, and return 1 when a hash differs from the other file's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, help="write the hashes to this JSON file")
-    parser.add_argument("--against", type=Path, help="compare with the hashes of this file")
+    before = parser.add_mutually_exclusive_group()
+    before.add_argument("--against", type=Path, help="compare with the hashes of this file")
+    before.add_argument("--base", help="compare with this commit")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -207,10 +227,13 @@ def main() -> int:
             print(f"{value}  {name}", flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    if arguments.against is None:
+    if arguments.base:
+        expected = hashes_at(arguments.base, arguments.device)
+    elif arguments.against:
+        expected = json.loads(arguments.against.read_text())
+    else:
         return 0
-    before = json.loads(arguments.against.read_text())
-    moved = [name for name in sorted(before.keys() | found.keys()) if before.get(name) != found.get(name)]
+    moved = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
     print(f"{len(found)} hashes, {len(moved)} differ" + "".join(f"\n  {name}" for name in moved))
     return 1 if moved else 0
 
