@@ -11,7 +11,7 @@ from saf.analysis.costs import CostMeter
 from saf.calibration.capture import Batch, check_heads, read_batches
 from saf.evaluate.paired import paired_delta_ppl
 from saf.freezing.config import FreezeConfig
-from saf.freezing.fitting import make_patterns
+from saf.freezing.recipe import make_patterns
 from saf.heads import HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.statistics import AttentionStatistics

@@ -13,7 +13,7 @@ from saf.calibration import gate_gradients, head_outputs
 from saf.calibration.capture import Batch, read_batches
 from saf.evaluate.paired import window_losses
 from saf.freezing.config import FreezeConfig
-from saf.freezing.fitting import make_patterns
+from saf.freezing.recipe import make_patterns
 from saf.heads import HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.scores import SCORES, needed_by, score

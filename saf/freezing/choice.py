@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,21 @@ from saf.calibration import QKGradient, gate_gradients, head_outputs
 from saf.calibration.capture import Batch
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import FreezeConfig
-from saf.freezing.fitting import Made
 from saf.heads import Head, HeadLayout, HeadSet
+from saf.patterns import CompactPattern, DensePattern
 from saf.scores import Score, needed_by, score_name
 from saf.selection import Chooser, chooser, existing, select
 from saf.statistics import AttentionStatistics
+
+
+class Made(NamedTuple):
+    """One head's pattern, on the CPU, and how its compact fit went."""
+
+    pattern: CompactPattern | DensePattern
+    fit_kl: float = 0.0
+    """Row-averaged KL from what was fitted to the fit, nats; 0 without a fit."""
+    certificate: dict[str, Any] | None = None
+    """The fit's `Certificate` in plain values; None without a fit."""
 
 
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:

@@ -1,7 +1,7 @@
 """The whole recipe on any supported model: calibrate, score, select, make and fit patterns, install."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
-from saf.calibration import calibrate
+from saf.calibration import calibrate, heads_at_a_time
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import InputError, SafWarning
-from saf.freezing.choice import accept, check_heads, check_ranks, choose_by, gather, scores_collect
+from saf.estimates import collect_for, dense_pattern, exact_pattern, target
+from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
+from saf.freezing.choice import Made, accept, check_heads, check_ranks, choose_by, gather, scores_collect
 from saf.freezing.config import FreezeConfig
-from saf.freezing.fitting import Made, make_patterns, stack
 from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.freezing.report import FreezeReport
 from saf.heads import Head, HeadSet
 from saf.machine.processes import done_once
 from saf.machine.stopwatch import Stopwatch
+from saf.patterns import CompactPattern, DensePattern
 from saf.scores import score
+from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_
 
 
@@ -126,7 +129,7 @@ def _decide(
     heads = HeadSet(accepted)
     return FreezeReport(
         heads=heads,
-        patterns=stack([accepted[head].pattern for head in heads]),
+        patterns=_stack([accepted[head].pattern for head in heads]),
         fit_kl={head: accepted[head].fit_kl for head in heads},
         rejected={head: made.fit_kl for head, made in rejected.items()},
         certificates={
@@ -139,6 +142,62 @@ def _decide(
         heldout=_judge(model, ids, heads, config, watch) if config.heldout_kl and len(heads) else None,
         seconds=watch.seconds,
     )
+
+
+def make_patterns(
+    model: nn.Module,
+    ids: list[Tensor],
+    statistics: AttentionStatistics,
+    heads: HeadSet,
+    config: FreezeConfig,
+    watch: Stopwatch,
+) -> dict[Head, Made]:
+    """Return what is made of each head: its pattern, and KL and certificate of its compact fit.
+
+    What the pattern needs beyond the statistics is measured for these heads, as many at a time as memory allows.
+    """
+    names = collect_for(config.pattern, config.storage)
+    made: dict[Head, Made] = {}
+    size = heads_at_a_time(model, names, sequences=statistics.num_sequences, length=statistics.length)
+    for some in _chunks(heads, size):
+        found = calibrate(model, ids, collect=names, heads=some, watch=watch) if names else statistics
+        with watch("fit"):
+            made |= _make(found, some, config, adapter_for(model).device)
+    return made
+
+
+def _chunks(heads: HeadSet, size: int) -> Iterator[HeadSet]:
+    """Yield the heads in order, `size` at a time."""
+    ordered = list(heads)
+    for first in range(0, len(ordered), size):
+        yield HeadSet(ordered[first : first + size])
+
+
+def _make(
+    statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
+) -> dict[Head, Made]:
+    """Make the patterns of heads whose statistics are all there; fits run on `device`."""
+    options = {"seed": config.seed} | config.pattern_options
+    if config.storage == "dense":
+        patterns = dense_pattern(statistics, heads, config.pattern, dtype=torch.bfloat16, **options)
+        return {head: Made(patterns[number]) for number, head in enumerate(heads)}
+    if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
+        exact = exact.canonical()
+        return {head: Made(exact[number]) for number, head in enumerate(heads)}
+    goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
+    fitted, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **config.fitter_options)
+    warn_of_missed(certificate, config.fitter)
+    kls, certificates = fit_kl(fitted, *goal).tolist(), certificate.to_dicts()
+    fitted = fitted.to(device="cpu")
+    return {head: Made(fitted[number], kls[number], certificates[number]) for number, head in enumerate(heads)}
+
+
+def _stack(patterns: Sequence[CompactPattern | DensePattern]) -> CompactPattern | DensePattern | None:
+    """Join patterns of one kind over `[F]`; None when there are none."""
+    if not patterns:
+        return None
+    kind: Any = type(patterns[0])
+    return kind.stack(patterns)
 
 
 def _judge(model: nn.Module, ids: list[Tensor], heads: HeadSet, config: FreezeConfig, watch: Stopwatch) -> HeldOutFit:

@@ -140,7 +140,7 @@ def test_a_fit_whose_divergence_is_not_a_number_is_rejected(monkeypatch):
         kls = saf.fit_kl(*arguments)
         return torch.where(torch.arange(len(kls)) == 0, torch.nan, kls) if len(kls) == 3 else kls
 
-    monkeypatch.setattr("saf.freezing.fitting.fit_kl", undefined_for_the_first)
+    monkeypatch.setattr("saf.freezing.recipe.fit_kl", undefined_for_the_first)
     report = saf.freeze_(make(), [tokens()], saf.FreezeConfig(rate=0.25))
     assert wanted[0] in report.rejected
     assert wanted[0] not in report.heads
