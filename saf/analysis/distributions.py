@@ -1,40 +1,122 @@
 """How attention varies over sequences, against the models that sampled patterns draw from (paper, appendix)."""
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.analysis.energy import distances, energy_distance, split_quartile
-from saf.analysis.entry_cdfs import EntryCDFs, entry_cdfs
-from saf.analysis.row_models import FAMILIES, SCALE, dirichlet_rows, gaussian_rows, resampled_rows
+from saf.adapters import adapter_for
+from saf.analysis.energy_distance import check_split, row_distances
+from saf.analysis.entry_distribution import MODELS, head_entry
+from saf.analysis.model import SILENT, ModelSettings, Opened, Record, Watch
+from saf.analysis.profiles import blank
+from saf.analysis.projection import project_profiles, sample_profiles, umap_reducer
+from saf.analysis.row_models import SCALE
+from saf.calibration import calibrate
 from saf.errors import InputError
-from saf.heads import Head
+from saf.heads import Head, HeadSet
+from saf.records import paper
+from saf.records.quantities import MISSING
+from saf.records.table import Part, Table
+from saf.scores import score
+from saf.selection import budget, select
+from saf.settings import documented
 from saf.statistics import AttentionStatistics
 
-ROWS = 96
-SPLITS = 16
-SETS = 4
 QUERIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of the length at which the paper looks."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
-class RowDistances:
-    """Energy distances of generated rows from measured ones at F heads and R queries, float64."""
+class Distributions(ModelSettings):
+    """Hold measured attention rows and entries against the Gaussian and Dirichlet models fitted to other sequences."""
 
-    normalised: dict[str, Tensor]
-    """By family, `[F, R]`: mean over generated sets, divided by `quartile`; NaN where no row differs from another."""
-    quartile: Tensor
-    """`[F, R]`: upper quartile of the energy distance between two parts of the sequences that models are fitted to."""
-    rows: int
-    """Rows in one estimate, of each side."""
+    sequences: int = 500
+    """Sequences of the calibration partition."""
+    fitted: float = 0.6
+    """Share of the sequences that the models are fitted to; the others are held out."""
+    heads: tuple[Head, ...] = ()
+    """Heads to look at, those of lowest variance at --rate when none; on the command line 0:3 1:11 or a file:
+    JSON pairs, or events.jsonl."""
+    rate: float = 0.25
+    """Share of all heads to look at."""
+    shown: int = 4
+    """Heads whose curves are kept for the figure, spread evenly over those looked at."""
+    positions: tuple[int, ...] = ()
+    """Query positions, from 0; T/16, T/8, T/4, T/2, 3T/4 and T, as in the paper, when none."""
+    distance: int = 1
+    """The entry whose distribution is looked at: the key so far before the query."""
+    scale: float = SCALE
+    """Of Dirichlet concentrations."""
+    profiles: int = 128
+    """Sequences for the UMAP of profiles, with --umap."""
+    umap: bool = False
+    """Also project profiles of the shown heads by UMAP (needs umap-learn)."""
+    seed: int = 0
+    """Of generated rows, splits and the projection."""
 
-    @property
-    def medians(self) -> dict[str, float]:
-        """Median over heads and queries, by family."""
-        return {name: float(values.nanquantile(0.5)) for name, values in self.normalised.items()}
+
+def measure(settings: Distributions, watch: Watch = SILENT) -> dict[str, Any]:
+    """Measure, and return the record."""
+    reducer = umap_reducer(settings.seed) if settings.umap else None
+    opened = settings.open()
+    positions = settings.positions or query_positions(opened.length)
+    if max(positions) < settings.distance or not 0 < settings.fitted < 1:
+        raise InputError(
+            f"expected a key {settings.distance} before the last query of {positions}, and a share of sequences to fit "
+            f"between 0 and 1; got {settings.fitted}"
+        )
+    ids = opened.calibration()
+    count = sum(map(len, ids))
+    fitted = round(settings.fitted * count)
+    check_split(count, fitted)
+    watch.say(f"calibrating on {count} sequences")
+    with opened.autocast:
+        heads = _heads(settings, opened, ids)
+        found = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
+    progress = watch.countdown("heads", len(heads))
+    apart = row_distances(found, heads, fitted=fitted, scale=settings.scale, seed=settings.seed, progress=progress)
+    shown = evenly(heads, settings.shown)
+    values = {
+        "sequences": [fitted, found.num_sequences - fitted],
+        "heads": heads.to_list(),
+        "positions": list(found.positions),
+        "scale": settings.scale,
+        "rows": apart.rows,
+        "normalised": apart.normalised,
+        "quartile": apart.quartile,
+        "medians": apart.medians,
+        "entries": _entries(settings, found, heads, shown, fitted),
+    }
+    if reducer is not None:
+        values["projections"] = _projections(settings, opened, ids, shown, reducer)
+    return opened.record("distributions", values)
+
+
+def tables(record: Record) -> list[Part]:
+    """Return how far generated rows are from measured ones, and how far single entries are from their models."""
+    fitted, held = record["sequences"]
+    rows = [
+        [name, MISSING if value is None else f"{value:.3f}", paper.ROW_DISTANCES.get(name)]
+        for name, value in record["medians"].items()
+    ]
+    conditions = (
+        f"Generated attention rows against measured ones: median energy distance over {len(record['heads'])} heads and "
+        f"{len(record['positions'])} queries; fitted to {fitted} sequences of {record['length']:,} tokens, {held} held "
+        f"out; concentrations times {record['scale']:g}."
+    )
+    entries = record["entries"]
+    names = {"logit": "logit: normal", "gaussian": "probability: Gaussian", "dirichlet": "probability: Dirichlet"}
+    steps = [[words, f"{median(entries['distances'][name]):.3f}"] for name, words in names.items()]
+    title = f"Entry of query {entries['query'] + 1:,} and key {entries['key'] + 1:,}, counted from 1"
+    return [
+        conditions,
+        Table.of("", ["rows drawn", "ours", "paper"], rows),
+        Table.of(title, ["model", "median Kolmogorov-Smirnov distance"], steps, notes=paper.notes(paper.DISTRIBUTIONS)),
+    ]
 
 
 def query_positions(length: int) -> tuple[int, ...]:
@@ -42,108 +124,55 @@ def query_positions(length: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, round(share * length) - 1) for share in QUERIES}))
 
 
-def row_distances(
-    statistics: AttentionStatistics,
-    heads: Iterable[Head],
-    *,
-    fitted: int,
-    rows: int = ROWS,
-    splits: int = SPLITS,
-    sets: int = SETS,
-    scale: float = SCALE,
-    seed: int = 0,
-    progress: Callable[[int], None] | None = None,
-) -> RowDistances:
-    """Compare whole rows of the sequences after the first `fitted` with rows that models of those generate.
-
-    Rows are compared by the energy distance of their square roots, in units of what it is between two halves of the
-    fitted sequences (docs/method.md). `resampled` rows are measured ones of the fitted sequences.
-
-    Args:
-        statistics: Of `calibrate(..., collect=("rows", "logit_rows"), positions=...)`.
-        heads: Heads that were collected.
-        fitted: How many sequences the models are fitted to; the others are held out.
-        rows: Most rows of each side in one estimate; fewer where there are fewer sequences.
-        splits: Random splits of the fitted sequences.
-        sets: Generated sets to average over.
-        scale: Of Dirichlet concentrations.
-        seed: Of generated rows and splits.
-        progress: Called after each head with how many are done.
-
-    Raises:
-        InputError: Statistics without these rows, or too few sequences on one side.
-    """
+def evenly(heads: HeadSet, count: int) -> HeadSet:
+    """Return at most `count` of the heads, spread evenly over their order."""
     order = list(heads)
-    held = check_split(statistics.num_sequences, fitted)
-    size = min(rows, fitted // 2, held)
-    shape = (len(order), len(statistics.positions))
-    quartile = torch.zeros(shape, dtype=torch.float64)
-    found = {name: torch.zeros(shape, dtype=torch.float64) for name in FAMILIES}
-    for number, head in enumerate(order):
-        measured, logits = (statistics.take(name, [head])[0] for name in ("rows", "logit_rows"))
-        for at, position in enumerate(statistics.positions):
-            own, before = (values[:fitted, at, : position + 1] for values in (measured, logits))
-            others = measured[fitted:, at, : position + 1]
-            generator = torch.Generator().manual_seed(seed)
-            quartile[number, at] = split_quartile(distances(own, own), rows=size, splits=splits, generator=generator)
-            for run in range(sets):
-                chosen = others[torch.randperm(held, generator=generator)[:size]]
-                within = distances(chosen, chosen)
-                key = (*head, position, run)
-                for name, drawn in _generate(own, before, size, scale, seed, key).items():
-                    apart = energy_distance(distances(drawn, chosen), distances(drawn, drawn), within)
-                    found[name][number, at] += apart / sets
-        if progress is not None:
-            progress(number + 1)
-    unit = torch.where(quartile > 0, quartile, torch.nan)
-    normalised = {name: values / unit for name, values in found.items()}
-    return RowDistances(normalised=normalised, quartile=quartile, rows=size)
+    count = min(count, len(order))
+    return HeadSet(order[number * len(order) // count] for number in range(count))
 
 
-def head_entry(
-    statistics: AttentionStatistics,
-    head: Head,
-    position: int,
-    *,
-    fitted: int,
-    distance: int = 1,
-    count: int = 500,
-    scale: float = SCALE,
-    seed: int = 0,
-) -> EntryCDFs:
-    """Return `entry_cdfs` of a head at query `position` (from 0) and the key `distance` before it.
+def _heads(settings: Distributions, opened: Opened, ids: list[Tensor]) -> HeadSet:
+    """Return the heads to look at; raise InputError for a rate that selects none."""
+    if settings.heads:
+        return HeadSet(settings.heads)
+    total = blank(adapter_for(opened.model).sites()).numel()
+    if not budget(settings.rate, total):
+        raise InputError(f"the rate must select at least one of {total} heads; got {settings.rate}")
+    return select(score(calibrate(opened.model, ids), "variance"), settings.rate)
 
-    The models are fitted to the first `fitted` sequences and held against the others; the remaining arguments are those
-    of `row_distances`. Raises InputError as it does, and for positions that were not collected.
-    """
-    check_split(statistics.num_sequences, fitted)
-    if position not in statistics.positions or not 0 <= distance <= position:
-        raise InputError(
-            f"expected a query of {statistics.positions} and a distance up to it; got {position}, {distance}"
+
+def _entries(
+    settings: Distributions, statistics: AttentionStatistics, heads: HeadSet, shown: HeadSet, fitted: int
+) -> dict[str, Any]:
+    """Return the entry's distances at the last query for every head, and the curves of those shown."""
+    query = statistics.positions[-1]
+    found = {
+        head: head_entry(
+            statistics,
+            head,
+            query,
+            fitted=fitted,
+            distance=settings.distance,
+            scale=settings.scale,
+            seed=settings.seed,
         )
-    at = statistics.positions.index(position)
-    rows, logits = (
-        (values[:fitted], values[fitted:])
-        for values in (statistics.take(name, [head])[0][:, at, : position + 1] for name in ("rows", "logit_rows"))
-    )
-    key = (*head, position)
-    return entry_cdfs(rows, logits, position - distance, count=count, scale=scale, seed=seed, key=key)
-
-
-def _generate(
-    rows: Tensor, logits: Tensor, count: int, scale: float, seed: int, key: Sequence[int]
-) -> dict[str, Tensor]:
-    stream = tuple(key)
-    return {
-        "resampled": resampled_rows(rows, count, seed=seed, key=stream),
-        "gaussian": gaussian_rows(logits, count, seed=seed, key=stream),
-        "dirichlet": dirichlet_rows(rows, count, seed=seed, key=stream, scale=scale),
+        for head in heads
     }
+    distances = {name: [each.distances[name] for each in found.values()] for name in ("logit", *MODELS)}
+    curves = [{"head": head, **found[head].curves()} for head in shown]
+    return {"query": query, "key": query - settings.distance, "distances": distances, "curves": curves}
 
 
-def check_split(sequences: int, fitted: int) -> int:
-    """Return how many sequences are held out; raise InputError for too few of them, or to be fitted to."""
-    held = sequences - fitted
-    if fitted < 4 or held < 2:
-        raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {sequences}")
-    return held
+def _projections(
+    settings: Distributions, opened: Opened, ids: list[Tensor], shown: HeadSet, reducer: Any
+) -> list[dict[str, Any]]:
+    """Return the plane of each shown head, from rows in the latter half of the first sequences."""
+    some = torch.cat(ids)[: settings.profiles]
+    with opened.autocast:
+        found = calibrate(opened.model, some.split(settings.batch_size), collect=("rows",), heads=shown)
+    planes = []
+    for head in shown:
+        rows = found.take("rows", [head])[0]
+        sample = sample_profiles(rows, found.positions, scale=settings.scale, seed=settings.seed, key=head)
+        planes.append({"head": head, **project_profiles(sample, seed=settings.seed, reducer=reducer)})
+    return planes

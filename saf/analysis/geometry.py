@@ -1,21 +1,114 @@
-"""Distances between fixed patterns, and how they go with what the patterns cost."""
+"""Distances between fixed patterns, and how they go with what the patterns cost (paper, Eq. 14)."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
+from saf.adapters import adapter_for
 from saf.analysis.correlation import spearman, stratified_spearman
+from saf.analysis.model import SILENT, ModelSettings, Record, Watch
+from saf.analysis.profiles import blank
 from saf.calibration import calibrate, heads_at_a_time
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import InputError
-from saf.estimates import collect_for, dense_pattern
+from saf.estimates import PATTERNS, collect_for, dense_pattern
 from saf.estimates.sampling import Seed, seed_of
 from saf.heads import HeadSet
 from saf.patterns import CompactPattern, DensePattern
+from saf.records import paper
+from saf.records.files import read_json
+from saf.records.quantities import MISSING, correlation, percent
+from saf.records.table import Part, Table
+from saf.scores import SCORES, score
+from saf.selection import budget, select
+from saf.settings import OneOf, documented
 from saf.statistics import FLOOR
 
 DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Geometry(ModelSettings):
+    """How far each fixed pattern is from the mean pattern, on nested head sets, and how that goes with its cost."""
+
+    score: Annotated[str, OneOf(SCORES)] = "variance"
+    """Which statistics' score ranks the heads."""
+    rates: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
+    """Shares of all heads."""
+    seed: int = 0
+    """Of sampled patterns."""
+    costs: Path | None = None
+    """JSON of what each pattern cost: {"0.25": {"mean": 0.7, ...}, ...}; adds rank correlations."""
+
+
+def measure(settings: Geometry, watch: Watch = SILENT) -> dict[str, Any]:
+    """Measure, and return the record: `distances` are `{distance: {rate: {pattern: mean over heads}}}`."""
+    opened = settings.open()
+    costs = _costs(settings, blank(adapter_for(opened.model).sites()).numel())
+    ids = opened.calibration()
+    with opened.autocast:
+        scores = score(calibrate(opened.model, ids), settings.score)
+        nested = {rate: select(scores, rate) for rate in settings.rates}
+        largest = max(nested.values(), key=len)
+        found = distances_from_mean(opened.model, ids, largest, PATTERNS, seed=settings.seed)
+    at = {rate: [largest.index(head) for head in heads] for rate, heads in nested.items()}
+    distances = {
+        distance: {
+            str(rate): {name: each[distance][index].mean().item() for name, each in found.items()}
+            for rate, index in at.items()
+        }
+        for distance in DISTANCES
+    }
+    values: dict[str, Any] = {"distances": distances}
+    if costs is not None:
+        values["correlations"] = {each: distance_and_cost(distances[each], costs) for each in DISTANCES}
+    return opened.record("geometry", values)
+
+
+def tables(record: Record) -> list[Part]:
+    """Return how far patterns are from the mean, and how that goes with their cost."""
+    distances = record["distances"]
+    by_rate = next(iter(distances.values()))
+    rows = [
+        [f"{percent(rate)} {pattern.replace('_', ' ')}", *(f"{each[rate][pattern]:.3e}" for each in distances.values())]
+        for rate in by_rate
+        for pattern in by_rate[rate]
+    ]
+    head = ["heads, pattern", *(name.replace("_", " ") for name in distances)]
+    notes = paper.notes(paper.GEOMETRY)
+    parts: list[Part] = [f"Distance of fixed patterns from the mean pattern: {record['length']:,} tokens."]
+    if found := record.get("correlations"):
+        return [*parts, Table.of("", head, rows), _correlation_table(found, notes)]
+    return [*parts, Table.of("", head, rows, notes=notes)]
+
+
+def _correlation_table(found: Record, notes: list[str]) -> Table:
+    rows: list[list[str]] = []
+    columns: list[str] = []
+    for name, (within, pooled) in found.items():
+        beside = paper.GEOMETRY_CORRELATIONS.get(name, {})
+        values = {**within, "stratified": pooled}
+        columns = [rate if rate == "stratified" else percent(rate) for rate in values]
+        cells = [f"{correlation(value)} ({beside.get(rate, MISSING)})" for rate, value in values.items()]
+        rows.append([name.replace("_", " "), *cells])
+    title = "Spearman of each distance with what the patterns cost (paper)"
+    return Table.of(title, ["distance", *columns], rows, notes=notes)
+
+
+def _costs(settings: Geometry, heads: int) -> dict[str, Any] | None:
+    """Return the costs, if given; raise InputError, before any work, for rates and costs that cannot be used."""
+    if not all(budget(rate, heads) for rate in settings.rates):
+        raise InputError(f"each rate must select at least one of {heads} heads; got {settings.rates}")
+    if settings.costs is None:
+        return None
+    costs = read_json(settings.costs)
+    distance_and_cost({str(rate): dict.fromkeys(PATTERNS, 0.0) for rate in settings.rates}, costs)
+    return costs
 
 
 def pattern_distances(reference: Tensor, pattern: CompactPattern | DensePattern) -> dict[str, Tensor]:

@@ -2,18 +2,70 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for
+from saf.analysis.model import SILENT, ModelSettings, Record, Watch
 from saf.calibration import latter_half
 from saf.calibration.capture import Batch, evaluation_mode, live_kv_index, read_batches
 from saf.errors import InputError
-from saf.heads import HeadSet
+from saf.heads import Head, HeadSet
+from saf.records import paper
+from saf.records.quantities import MISSING
+from saf.records.table import Part, Table
+from saf.settings import documented
 
 PROFILES = ("entropy", "local_mass", "largest", "first_token")
 LOCAL = 64
+"""Keys that count as recent, the query's own included (paper, appendix A.3)."""
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Profiles(ModelSettings):
+    """How heads spread their attention, selected heads against unselected ones of the same layers."""
+
+    selected: tuple[Head, ...] = ()
+    """Heads to compare with the others; on the command line 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
+    windows: int = 128
+    """Windows of the controller partition to measure on."""
+
+
+def measure(settings: Profiles, watch: Watch = SILENT) -> dict[str, Any]:
+    """Measure, and return the record."""
+    opened = settings.open()
+    chosen = HeadSet(settings.selected)
+    if len(chosen):
+        layer_matched(blank(adapter_for(opened.model).sites()), chosen)  # raises now what it would raise afterwards
+    with opened.autocast:
+        windows = opened.windows(settings.windows)[:, :-1]
+        progress = watch.countdown("windows", len(windows))
+        found = attention_profiles(opened.model, windows.split(settings.batch_size), progress=progress)
+    matched = {name: layer_matched(values, chosen) for name, values in found.items()} if len(chosen) else {}
+    values = {"windows": len(windows), "profiles": found, "selected": chosen.to_list(), "matched": matched}
+    return opened.record("profiles", values)
+
+
+def tables(record: Record) -> list[Part]:
+    """Return how selected and other heads spread their attention."""
+    rows = []
+    for name, values in record["profiles"].items():
+        known = [value for row in values for value in row if value is not None]
+        cells = [sum(known) / len(known) if known else None, *(record["matched"].get(name) or (None, None))]
+        beside = paper.PROFILES.get(name) or (None, None)
+        rows.append(
+            [name.replace("_", " "), *(MISSING if value is None else f"{value:.4f}" for value in cells), *beside]
+        )
+    head = ["profile", "all heads", "selected", "unselected, layer-matched", "paper, selected", "paper, unselected"]
+    return [
+        f"How heads spread their attention: {record['windows']} windows of {record['length']:,} tokens, "
+        f"{len(record['selected'])} heads selected.",
+        Table.of("", head, rows, notes=paper.notes(paper.SELECTION_TEXT)).used(),
+    ]
 
 
 def attention_profiles(

@@ -1,17 +1,68 @@
 """How alike two selections of one model are, for example a quarter and half through its training."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
+import tyro
 from torch import Tensor
 
-from saf.analysis.correlation import spearman
+from saf.analysis.correlation import matrix, spearman
+from saf.analysis.model import SILENT, Record, Watch
 from saf.errors import InputError
 from saf.heads import HeadSet
+from saf.records import paper
+from saf.records.events import read_events
+from saf.records.head import result_head
+from saf.records.quantities import correlation
+from saf.records.table import Part, Table
+from saf.settings import documented
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Stability:
+    """Two selections of one model: their overlap against what chance gives in each layer, and their ranks."""
+
+    first: Annotated[Path, tyro.conf.Positional]
+    """An events.jsonl, or the run or checkpoint that holds one; its newest freeze counts."""
+    second: Annotated[Path, tyro.conf.Positional]
+    """Another one."""
+
+
+def measure(settings: Stability, watch: Watch = SILENT) -> dict[str, Any]:
+    """Compare the two selections, and return the record."""
+    events = [_selection(path) for path in (settings.first, settings.second)]
+    one, other = (HeadSet.from_list(event["heads"]) for event in events)
+    scores = (matrix(events[0]["scores"]), matrix(events[1]["scores"]))
+    found = selection_stability(one, other, num_heads=scores[0].shape[1], scores=scores)
+    return {
+        **result_head("stability", vars(settings)),
+        "of": [settings.first, settings.second],
+        **asdict(found),
+        "heads": [one.to_list(), other.to_list()],
+        "scores": scores,
+    }
+
+
+def tables(record: Record) -> list[Part]:
+    """Return how alike two selections are."""
+    beside = paper.STABILITY
+    chance = f"{record['expected']:.2f} ± {record['standard_deviation']:.2f}"
+    rows = [
+        ["heads in both", record["overlap"], beside["overlap"]],
+        ["expected by chance in each layer", chance, beside["expected"]],
+        ["rank correlation of the scores", correlation(record["rank_correlation"]), beside["rank_correlation"]],
+    ]
+    return [
+        f"Stability of the selection: {record['first']} and {record['second']} heads.",
+        Table.of("", ["", "ours", "paper"], rows, notes=paper.notes(paper.SELECTION_TEXT)),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stability:
-    """Overlap of two head sets, beside that of independent sets with the same number of heads in each layer."""
+class SelectionOverlap:
+    """Hold the overlap of two head sets, beside that of independent sets with as many heads in each layer."""
 
     first: int
     second: int
@@ -26,7 +77,7 @@ class Stability:
 
 def selection_stability(
     first: HeadSet, second: HeadSet, *, num_heads: int, scores: tuple[Tensor, Tensor] | None = None
-) -> Stability:
+) -> SelectionOverlap:
     """Compare two head sets of a model with `num_heads` heads a layer, and the scores `[L, H]` that chose them.
 
     Within a layer the overlap of random sets is hypergeometric; layers are independent. Raises InputError for heads
@@ -40,7 +91,7 @@ def selection_stability(
         expected += a * b / num_heads
         if num_heads > 1:
             variance += a * b * (num_heads - a) * (num_heads - b) / (num_heads**2 * (num_heads - 1))
-    return Stability(
+    return SelectionOverlap(
         first=len(first),
         second=len(second),
         overlap=len(first & second),
@@ -48,3 +99,11 @@ def selection_stability(
         standard_deviation=variance**0.5,
         rank_correlation=None if scores is None else spearman(*scores),
     )
+
+
+def _selection(path: Path) -> dict[str, Any]:
+    """Return the newest record of heads and scores in a file or folder; raise InputError when there is none."""
+    selections = [event.values for event in read_events(path) if {"heads", "scores"} <= event.values.keys()]
+    if not selections:
+        raise InputError(f"{path} has no event with heads and scores; expected events.jsonl, or a folder that holds it")
+    return selections[-1]

@@ -213,3 +213,8 @@ def footnotes(quoted: Iterable[Quoted | None]) -> list[str]:
     """Return one line for each source that is quoted, in order of first use."""
     sources = dict.fromkeys(each.source for each in quoted if each is not None)
     return [f"`{source.label}`: {source.conditions}." for source in sources]
+
+
+def notes(source: Source) -> list[str]:
+    """Return the note of a table that stands beside numbers of one source."""
+    return [f"Paper, {line}" for line in footnotes([Quoted("", source)])]

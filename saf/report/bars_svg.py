@@ -9,8 +9,8 @@ from saf.errors import InputError
 from saf.records.files import write_atomically
 from saf.report.bars import Axis, Bar, bars_of, heading, panel_title
 from saf.report.measured import Group, groups_of, is_speeds
+from saf.report.plot import colour, document, label
 from saf.report.speeds import ways
-from saf.report.svg import colour, document, label
 
 _WIDTH = 980
 _LEFT, _RIGHT = 256, 820

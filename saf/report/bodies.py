@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from saf.records.paper import Quoted, footnotes
+from saf.analysis import ANALYSES
+from saf.records.paper import footnotes
 from saf.records.table import Part, Table
 from saf.report import anything
-from saf.report.analyses import analysis_of
-from saf.report.cells import Analysis
 from saf.report.error_tables import error_tables
 from saf.report.interventions import intervention_tables
 from saf.report.kernels import attention_table, kernel_words
@@ -43,8 +42,8 @@ def parts_of(record: Mapping[str, Any]) -> list[Part]:
     """Return the paragraphs, each table as such."""
     if is_speeds(record):
         return _speeds(record)
-    if analysis := analysis_of(record):
-        return _analysis(analysis)
+    if analysis := ANALYSES.get(str(record.get("kind"))):
+        return analysis.tables(record)
     if tables := _TABLES.get(str(record.get("kind"))):
         return [*tables(record), *_left_out(record)]
     return _anything(record)
@@ -71,14 +70,6 @@ def _memory_words(record: Mapping[str, Any]) -> str:
     kind = {"allocated": "what PyTorch's allocator handed out", "resident": "the process's resident set"}
     measured = kind[record["memory"][0]["kind"]]
     return f"Peak memory since the warm-up, one arm a process ({measured}). Baseline: the ordinary model."
-
-
-def _analysis(analysis: Analysis) -> list[Part]:
-    notes = [f"Paper, {note}" for note in footnotes([analysis.source and Quoted("", analysis.source)])]
-    parts: list[Part] = [f"{analysis.title}: {analysis.conditions}."]
-    for caption, table in analysis.tables.items():
-        parts += [f"**{caption}**", table] if caption else [table]
-    return [*parts, _list(notes)] if notes else parts
 
 
 def _anything(record: Mapping[str, Any]) -> list[Part]:

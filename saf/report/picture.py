@@ -13,8 +13,8 @@ from saf.records.quantities import number
 from saf.records.run import RecordedRun
 from saf.report.comparisons import arm_names, compare_all
 from saf.report.figures import arm_data, freeze_data, gap_data
+from saf.report.plot import colour, document, label
 from saf.report.sections import headline
-from saf.report.svg import colour, document, label
 
 _SHADES = 24
 _WIDTH, _HEIGHT = 980, 486

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saf.analysis import ANALYSES
 from saf.errors import InputError
 from saf.records.files import read_json, write_atomically
 from saf.records.head import is_result, with_head
 from saf.records.run import RecordedRun
-from saf.report.analyses import is_analysis
-from saf.report.analysis_figures import FIGURES, analysis_figure
+from saf.report.analyses import FIGURES, analysis_figure
 from saf.report.bars_svg import bars_picture
 from saf.report.bodies import TITLES, body_of
 from saf.report.measured import is_speeds
@@ -31,7 +31,7 @@ class File:
     @property
     def section(self) -> str:
         """The section it belongs to: the kind of a benchmark, "memory" when it timed nothing, "analysis", "other"."""
-        if is_analysis(self.record):
+        if self.record.get("kind") in ANALYSES:
             return "analysis"
         if is_speeds(self.record) and not self.record["rows"]:
             return "memory"

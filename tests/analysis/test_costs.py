@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from saf.analysis.fit_costs import fit_difference
-from saf.analysis.joint import joint_cost
-from saf.analysis.one_head import available_scores, one_head_costs, score_quality
+from saf.analysis.joint_cost import joint_cost
+from saf.analysis.one_head import available_scores, fit_difference, one_head_costs, score_quality
 from saf.calibration import QKGradient, calibrate
 from saf.errors import InputError
 from saf.estimates import target
@@ -137,13 +136,13 @@ def test_no_windows_are_refused(model, ids, statistics):
 def test_layers_take_turns_and_costs_so_far_are_those_of_heads_measured(model, ids, windows, statistics):
     seen = []
 
-    def progress(done, heads, so_far):
-        seen.append((done, heads, so_far() if done == 4 else None))
+    def progress(done, so_far):
+        seen.append((done, so_far() if done == 4 else None))
 
     config = FreezeConfig(max_fit_kl=9, backend="reference")
     whole = one_head_costs(model, [ids], statistics, windows, config=config, progress=progress)
-    assert [(done, heads) for done, heads, _ in seen] == [(number, 12) for number in range(1, 13)]
-    part = seen[3][2]
+    assert [done for done, _ in seen] == list(range(1, 13))
+    part = seen[3][1]
     assert set(part.eligible) == {(0, 0), (1, 0), (2, 0), (0, 1)}
     assert int((~part.change.isnan()).sum()) == 4
     for head in part.eligible:

@@ -7,9 +7,9 @@ import pytest
 import scipy.stats
 import torch
 
-from saf.analysis.distributions import head_entry, query_positions, row_distances
-from saf.analysis.energy import distances, energy_distance, split_quartile
-from saf.analysis.entry_cdfs import entry_cdfs
+from saf.analysis.distributions import query_positions
+from saf.analysis.energy_distance import distances, energy_distance, row_distances, split_quartile
+from saf.analysis.entry_distribution import entry_distribution, head_entry
 from saf.analysis.row_models import dirichlet_rows, gaussian_rows, resampled_rows
 from saf.calibration import calibrate
 from saf.errors import InputError
@@ -125,7 +125,7 @@ def test_an_entry_against_its_models(rng):
     logits = torch.from_numpy(rng.normal(size=(50, 5)) + np.arange(5))
     rows = logits.softmax(-1)
     pair, before = (rows[:30], rows[30:]), (logits[:30], logits[30:])
-    found = entry_cdfs(pair, before, 3, count=200, seed=0, key=(0, 0, 4))
+    found = entry_distribution(pair, before, 3, count=200, seed=0, key=(0, 0, 4))
     assert found.normal == pytest.approx((logits[:30, 3].mean().item(), logits[:30, 3].std().item()))
     assert np.allclose(found.probabilities["measured"], np.sort(rows[30:, 3].numpy()))
     cumulative = [0.5 * (1 + math.erf((x - found.normal[0]) / found.normal[1] / math.sqrt(2))) for x in found.logits]

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from saf.analysis.distance_bins import BINS, EDGES, distance_profile
-from saf.analysis.projection import ProfileSample, project_profiles, sample_profiles, umap_reducer
+from saf.analysis.projection import (
+    BINS,
+    EDGES,
+    ProfileSample,
+    distance_profile,
+    project_profiles,
+    sample_profiles,
+    umap_reducer,
+)
 from saf.errors import InputError, UnsupportedError
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from saf.analysis.correlation import spearman, stratified_spearman
-from saf.analysis.partial import partial_spearman
+from saf.analysis.correlation import partial_spearman, spearman, stratified_spearman
 from saf.analysis.stability import selection_stability
 from saf.errors import InputError
 from saf.heads import HeadSet

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from saf.analysis import model
+from saf.analysis.correlation import matrix
 from saf.analysis.row_models import FAMILIES
-from saf.cli.analyze import matrix
-from saf.cli.analyze_base import Waiting
 from saf.estimates import PATTERNS
 from saf.records.events import read_events
 from saf.records.files import read_json
@@ -108,7 +108,7 @@ def test_what_was_measured_stays_when_one_head_is_cut_off(saf, arms, tmp_path, m
         return measure(self, heads, *args, **options)
 
     monkeypatch.setattr(CostMeter, "log_probs", cut_off)
-    monkeypatch.setattr("saf.cli.analyze_one_head.Waiting", lambda *words: Waiting(*words, every=0.0))
+    monkeypatch.setattr(model, "EVERY", 0.0)
     words = (*COMMON, "--windows", 2, "--heldout-sequences", 0, "--structured-after", 4)
     code, _, err = saf("analyze", "one-head", arms[0], *words, "--out", tmp_path / "part.json")
     assert code == 130
@@ -252,12 +252,12 @@ def test_profiles_of_selected_heads(saf_json, saf, arms, measured):
 
 
 def test_head_sets_that_cannot_be_compared_are_refused_before_anything_is_measured(saf, arms, monkeypatch):
-    for name in ("calibrate", "attention_profiles"):
-        monkeypatch.setattr(f"saf.cli.analyze_model.{name}", lambda *_, **__: pytest.fail("something was measured"))
+    measuring = ("joint_cost.calibrate", "geometry.calibrate", "distributions.calibrate", "profiles.attention_profiles")
+    for name in measuring:
+        monkeypatch.setattr(f"saf.analysis.{name}", lambda *_, **__: pytest.fail("something was measured"))
     checkpoint = arms[0] / "checkpoints" / "step-12"
     whole = [f"0:{head}" for head in range(4)]
     costs = arms[1] / "config.json"
-    monkeypatch.setattr("saf.cli.analyze_distributions.calibrate", lambda *_, **__: pytest.fail("it was measured"))
     for words, message in (
         (("profiles", checkpoint, "--selected", *whole), "nothing to compare"),
         (("profiles", checkpoint, "--selected", "0:1", "2:0"), "2 layers of 4 heads; got [[2, 0]]"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from saf.errors import InputError
-from saf.report.analysis_figures import FIGURES, analysis_figure, write_figure
+from saf.report.analyses import FIGURES, analysis_figure, write_figure
 
 ONE_HEAD = {
     "kind": "one-head",

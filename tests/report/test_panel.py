@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.report.panel import Panel, Scale, cell, legend, style, tick_name
+from saf.report.plot import Panel, Scale, cell, legend, style, tick_name
 
 KINDS = st.sampled_from(["linear", "log", "root"])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saf.analysis.geometry import distance_and_cost
-from saf.analysis.joint import JointCost
+from saf.analysis.joint_cost import JointCosts
 from saf.analysis.one_head import ScoreQuality
 from saf.analysis.stability import selection_stability
 from saf.bench.calibration import measure_calibration
@@ -109,7 +109,7 @@ def test_one_head_tells_each_score_beside_the_paper():
 def test_joint_cost_and_stability():
     generator = torch.Generator().manual_seed(0)
     base, one, two = (-torch.rand(6, 8, generator=generator) for _ in range(3))
-    found = JointCost(
+    found = JointCosts(
         first=paired_delta_ppl(base, one),
         second=paired_delta_ppl(base, two),
         difference=paired_delta_ppl(one, two),
@@ -159,5 +159,8 @@ def test_fits_and_distributions():
     assert tables(text)[0][0]["structured closer to the other"] == "3 of 4"
     medians = {"resampled": 1.0, "gaussian": 1.5, "dirichlet": 2.5}
     values = {"sequences": [6, 4], "heads": [[0, 0]], "positions": [3, 7], "scale": 4.0, "medians": medians}
-    rows = tables(rendered(analysis("distributions", **values)))[0]
+    distances = {"logit": [0.1, 0.3, 0.2], "gaussian": [0.2], "dirichlet": [0.4]}
+    values["entries"] = {"query": 7, "key": 6, "distances": distances}
+    rows, entry = tables(rendered(analysis("distributions", **values)))
+    assert entry[0] == {"model": "logit: normal", "median Kolmogorov-Smirnov distance": "0.200"}
     assert [(row["ours"], row["paper"]) for row in rows] == [("1.000", "1.10"), ("1.500", "1.44"), ("2.500", "2.58")]

@@ -6,23 +6,20 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.records.files import to_json, write_atomically
-from saf.report.comparison_figures import fits, geometry, joint_cost, partial_spearman, stability
-from saf.report.distribution_figure import distributions
-from saf.report.one_head_figure import one_head
-from saf.report.profile_figure import profiles
+from saf.report.analyses import heads, patterns
 
 Record = Mapping[str, Any]
 
 FIGURES: dict[str, Callable[[Record], str]] = {
-    "one-head": one_head,
-    "one-head-partial": one_head,
-    "joint-cost": joint_cost,
-    "partial-spearman": partial_spearman,
-    "profiles": profiles,
-    "stability": stability,
-    "geometry": geometry,
-    "fits": fits,
-    "distributions": distributions,
+    "one-head": heads.one_head,
+    "one-head-partial": heads.one_head,
+    "joint-cost": heads.joint_cost,
+    "partial-spearman": heads.partial_spearman,
+    "profiles": patterns.profiles,
+    "stability": patterns.stability,
+    "geometry": patterns.geometry,
+    "fits": patterns.fits,
+    "distributions": patterns.distributions,
 }
 
 

@@ -1,15 +1,13 @@
-"""Costs of single heads: by layer and head, against every score, and under either fit."""
+"""Figures of analyses of heads: what freezing single heads and head sets costs, and which scores foretell it."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saf.records.quantities import number
-from saf.report.panel import SHADES, Panel, Scale, cell, style
-from saf.report.svg import document, label
+from saf.records.quantities import number, signed
+from saf.report.plot import COLOURS, SHADES, WIDTH, Panel, Scale, cell, document, label, legend, style
 
 Record = Mapping[str, Any]
-_WIDTH = 980
 _MAP = 330
 _COLUMNS = 5
 
@@ -29,7 +27,7 @@ def one_head(record: Record) -> str:
         x, y = (place % _COLUMNS) * 188 + 46, top + (place // _COLUMNS) * 186
         parts += _score(record, name, accepted, x, y, first=place % _COLUMNS == 0)
     rows = -(-len(names) // _COLUMNS)
-    return document("".join(parts), width=_WIDTH, height=top + rows * 186 - 10, title=title, style=style)
+    return document("".join(parts), width=WIDTH, height=top + rows * 186 - 10, title=title, style=style)
 
 
 def _map(change: Sequence[Sequence[float | None]], accepted: set[tuple[int, ...]], top: float) -> list[str]:
@@ -108,3 +106,44 @@ def _pairs(
 
 def _nats(value: float) -> str:
     return f"{number(value, 2)} nats ({100 * math.expm1(value):.2g}% perplexity)"
+
+
+def joint_cost(record: Record) -> str:
+    """Return the cost of each set and their difference, with 95% intervals."""
+    title = "Immediate cost of freezing two head sets"
+    names = [f"first set, {len(record['heads'][0])} heads", f"second set, {len(record['heads'][1])} heads"]
+    rows = list(zip([*names, "second against first"], ("first", "second", "difference"), strict=True))
+    scale = Scale.of([0.0, *(end for _, key in rows for end in record[key]["ci95"])])
+    panel = Panel(180, 70, 560, 120, scale, Scale(0, 3))
+    parts = [label(0, 22, title, css="title"), *panel.frame("", across="perplexity increase, %", ticks=(True, False))]
+    parts.append(panel.line([(0.0, 0.0), (0.0, 3.0)], "live thin"))
+    for place, (name, key) in enumerate(rows):
+        height, each = 2.5 - place, record[key]
+        css = "frozen" if key != "difference" else "ordinary"
+        parts.append(panel.line([(each["ci95"][0], height), (each["ci95"][1], height)], css))
+        parts += panel.dots([(each["delta_ppl_percent"], height)], f"dot-{css}", radius=5)
+        y = panel.at((0, height))[1] + 4
+        parts += [label(168, y, name, css="name", anchor="end")]
+        parts += [label(752, y, signed(each["delta_ppl_percent"], 3), css="name")]
+    parts.append(label(0, 262, f"{record['overlap']} heads in common; bars: 95% intervals over windows", css="small"))
+    return document("".join(parts), width=WIDTH, height=310, title=title, style=style)
+
+
+def partial_spearman(record: Record) -> str:
+    """Return each score's rank correlation with the cost of single heads: plain, and beyond layer and entropy."""
+    title = f"Scores and the cost of {record['heads']} single heads"
+    found = dict(sorted(record["correlations"].items(), key=lambda item: -(item[1]["spearman"] or -2)))
+    names = {"spearman": "Spearman", "layer": "beyond layer", "layer_entropy": "beyond layer and entropy"}
+    used = {key: COLOURS[place] for place, key in enumerate(names) if any(key in each for each in found.values())}
+    parts = [label(0, 22, title, css="title"), *legend(0, 50, [(f"dot-{used[key]}", names[key]) for key in used])]
+    values = [each[key] for each in found.values() for key in used]
+    panel = Panel(220, 70, 700, 26 * len(found), Scale.of([0.0, 1.0, *values]), Scale(0, len(found)))
+    parts += panel.frame("", ticks=(True, False))
+    parts.append(panel.line([(0.0, 0.0), (0.0, float(len(found)))], "live thin"))
+    for place, (name, each) in enumerate(found.items()):
+        height = len(found) - place - 0.5
+        parts.append(label(208, panel.at((0, height))[1] + 4, name.replace("_", " "), css="name", anchor="end"))
+        for key in used:
+            if each.get(key) is not None:
+                parts += panel.dots([(each[key], height)], f"dot-{used[key]}", radius=5)
+    return document("".join(parts), width=WIDTH, height=150 + 26 * len(found), title=title, style=style)

@@ -1,20 +1,66 @@
-"""Panels of a static figure: two scaled axes with ticks, and dots, lines and cells placed on them."""
+"""Static figures for documents: an SVG in the page's colours, and panels with scaled axes, dots, lines and cells on it.
+
+They follow the reader's colour scheme: every rule is there for light and for dark.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
 from typing import Literal
 
 import numpy as np
 
 from saf.records.quantities import number
-from saf.report.svg import colour, label
 
+WIDTH = 980
+"""Of a figure, in pixels: that of a page's column of text and figures."""
+LIGHT, DARK = 0, 1
+_FIXED = (
+    "text{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
+    ".title{font:600 20px Georgia,'Times New Roman',serif}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
+    ".mark{stroke-width:1.5;stroke-linecap:round}.ring{fill:none;stroke-width:2}.small{font-size:12px}"
+)
+_ARMS = ("ordinary", "frozen")
 Kind = Literal["linear", "log", "root"]
 Point = tuple[float, float]
 COLOURS = ("frozen", "ordinary", "frozen-2", "frozen-3", "ordinary-2", "live")
+"""Of groups of dots and lines, by the names of the page's style sheet, in the order in which they are taken."""
 SHADES = 24
+"""Steps of a heat map's colours: more than an eye tells apart."""
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+
+
+def document(
+    content: str, *, width: float, height: float, title: str, style: Callable[[int], str] = lambda _: ""
+) -> str:
+    """Return `content` as an SVG on a page-coloured ground; `style` gives further rules of a scheme."""
+    rules = [_rules(scheme) + style(scheme) for scheme in (LIGHT, DARK)]
+    sheet = f"{_FIXED}{rules[LIGHT]}@media(prefers-color-scheme:dark){{{rules[DARK]}}}"
+    attributes = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}"'
+    paper = f'<rect class="paper" width="{width:g}" height="{height:g}"/>'
+    body = f'<g transform="translate(20 22)">{content}</g>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}><style>{sheet}</style>{paper}{body}</svg>\n'
+
+
+def colour(name: str, scheme: int) -> str:
+    """Return a value of the page's own style sheet."""
+    sheet = files("saf.report").joinpath("page.css").read_text(encoding="utf-8")
+    return re.findall(rf"--{name}:\s*([^;]+);", sheet)[scheme].strip()
+
+
+def label(x: float, y: float, content: str, *, css: str, anchor: str = "start") -> str:
+    """Return a line of text."""
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def _rules(scheme: int) -> str:
+    arms = [f".{arm}{{stroke:{colour(arm, scheme)}}}.{arm}-text{{fill:{colour(arm, scheme)}}}" for arm in _ARMS]
+    words = f"text{{fill:{colour('soft', scheme)}}}.title,.name{{fill:{colour('ink', scheme)}}}"
+    lines = f".rule{{stroke:{colour('rule', scheme)}}}.event{{stroke:{colour('ink', scheme)};stroke-dasharray:2 3}}"
+    return f"{''.join(arms)}{words}.paper{{fill:{colour('paper', scheme)}}}{lines}"
 
 
 @dataclass(frozen=True)

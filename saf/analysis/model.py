@@ -1,0 +1,138 @@
+"""What the analyses of a model share: their settings, the opened model and data, the record's head, and progress."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from torch import Tensor, nn
+
+from saf.adapters import adapter_for
+from saf.cli.models import Source, open_data, open_source
+from saf.data import TokenData, calibration_windows, sequential_windows
+from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
+from saf.records.head import result_head
+from saf.settings import documented
+from saf.train.observer import duration
+
+Record = Mapping[str, Any]
+"""What an analysis measured, as JSON has it: the head of every result, then the analysis's own entries."""
+EVERY = 5.0
+"""Seconds between two lines about a long measurement: often enough to see it move, seldom enough to read."""
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What every analysis of a model asks for."""
+
+    model: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
+    data: Path | None = None
+    """Folder made by `saf data prepare`; the one it was trained on when None."""
+    sequences: int = 32
+    """Calibration sequences."""
+    calibration_seed: int | None = None
+    """Of the choice of calibration sequences; the run's when None."""
+    length: int | None = None
+    """Tokens of a sequence or window; the run's when None."""
+    batch_size: int = 8
+    """Sequences in a forward pass."""
+    device: Device = "auto"
+    """Where to compute; auto is CUDA if there is one."""
+    precision: Precision = "auto"
+    """auto is bf16 autocast on CUDA and fp32 on CPU."""
+
+    def open(self) -> "Opened":
+        """Return the model with its data; raise InputError or CheckpointError when they cannot be had."""
+        source = open_source(self.model)
+        data = open_data(self.data, source)
+        device = pick_device(self.device)
+        model: Any = source.model(device)
+        run = source.state.get("settings") or {}
+        seed = run.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
+        length = self.length or run.get("length") or model.config.max_length
+        return Opened(self, source, model, data, length, seed, autocast(device, self.precision))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Hold a model with its data, and the precision to run it in."""
+
+    settings: ModelSettings
+    source: Source
+    model: nn.Module
+    data: TokenData
+    length: int
+    """Tokens of a sequence or window."""
+    calibration_seed: int
+    autocast: AbstractContextManager[Any]
+
+    def calibration(self) -> list[Tensor]:
+        """Return the calibration sequences in batches `[B, length]`."""
+        windows = calibration_windows(
+            self.data,
+            length=self.length,
+            count=self.settings.sequences,
+            seed=self.calibration_seed,
+            setting="--sequences",
+        )
+        return list(windows.split(self.settings.batch_size))
+
+    def windows(self, count: int) -> Tensor:
+        """Return the first windows `[count, length + 1]` of the controller partition."""
+        return sequential_windows(self.data.tokens("controller"), self.length, count)
+
+    def record(self, kind: str, values: Record) -> dict[str, Any]:
+        """Return the record of an analysis: the head of every result, the model, and `values`."""
+        checkpoint = self.source.checkpoint
+        head = result_head(
+            kind,
+            vars(self.settings),
+            device=device_name(adapter_for(self.model).device),
+            checkpoints={"model": checkpoint.hash if checkpoint else None},
+            data={"analysed": self.data.fingerprint},
+        )
+        return {**head, "model": str(self.source.folder), "length": self.length, **values}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Hold what a long measurement calls for whoever waits for it; by default nobody does."""
+
+    say: Callable[[str], None] = lambda text: None
+    """Called with lines about what happens next."""
+    keep: Callable[[Record], None] = lambda record: None
+    """Called now and then with the record of what is measured so far."""
+
+    def countdown(self, what: str, total: int) -> "Countdown":
+        """Return what tells how far a measurement of `total` things is."""
+        return Countdown(self, what, total)
+
+
+SILENT = Watch()
+"""Nobody waits."""
+
+
+class Countdown:
+    """Tells how far a long measurement is, and how much time is left; call it with how many are done."""
+
+    def __init__(self, watch: Watch, what: str, total: int):
+        """Take who is told, what is counted, and how many there are."""
+        self._watch, self._what, self._total = watch, what, total
+        self._start, self._last = time.monotonic(), 0.0
+
+    def __call__(self, done: int, so_far: Callable[[], Record] | None = None) -> None:
+        """Say that `done` are done, now and then, and keep the record `so_far` as often; always the first and last."""
+        now = time.monotonic()
+        if self._last and done < self._total and now - self._last < EVERY:
+            return
+        self._last = now
+        each = (now - self._start) / done
+        left = f"{duration(each * (self._total - done))} left"
+        self._watch.say(f"{done} of {self._total} {self._what}, {each:.2f} s each, {left}")
+        if so_far is not None:
+            self._watch.keep(so_far())

@@ -1,0 +1,74 @@
+"""How scores go with the cost of single heads beyond the layer, and beyond layer and entropy (paper, appendix A.3)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from saf.analysis.correlation import matrix, partial_spearman, spearman
+from saf.analysis.model import SILENT, Record, Watch
+from saf.errors import InputError
+from saf.records import paper
+from saf.records.head import read_result, result_head
+from saf.records.quantities import correlation
+from saf.records.table import Part, Table
+from saf.settings import documented
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class PartialSpearman:
+    """A score and the cost of single heads: their rank correlation beyond the layer, and beyond layer and entropy."""
+
+    one_head: Annotated[Path, tyro.conf.Positional]
+    """What `saf analyze one-head --out` wrote."""
+    profiles: Path | None = None
+    """What `saf analyze profiles --out` wrote about the same model; adds the control for entropy."""
+
+
+def measure(settings: PartialSpearman, watch: Watch = SILENT) -> dict[str, Any]:
+    """Correlate every score of the file with the costs of accepted heads, and return the record."""
+    costs = _read(settings.one_head, "one-head")
+    change = matrix(costs["nll_change"])
+    allowed = torch.zeros_like(change, dtype=torch.bool)
+    for layer, head in costs["eligible"]:
+        allowed[layer, head] = True
+    change = change.masked_fill(~allowed, torch.nan)
+    entropy = None if settings.profiles is None else matrix(_read(settings.profiles, "profiles")["profiles"]["entropy"])
+    found: dict[str, dict[str, float]] = {}
+    for name, rows in costs["scores"].items():
+        values = matrix(rows)
+        found[name] = {"spearman": spearman(values, change), "layer": partial_spearman(values, change)}
+        if entropy is not None:
+            found[name]["layer_entropy"] = partial_spearman(values, change, covariates=[entropy])
+            found[name]["with_entropy"] = spearman(values, entropy.masked_fill(~allowed, torch.nan))
+    return {
+        **result_head("partial-spearman", vars(settings)),
+        "heads": int(allowed.sum()),
+        "correlations": found,
+    }
+
+
+def tables(record: Record) -> list[Part]:
+    """Return rank correlations beyond layer and entropy."""
+    names = {"spearman": "Spearman", "layer": "beyond layer", "layer_entropy": "beyond layer and entropy"}
+    names["with_entropy"] = "with entropy"
+    rows = []
+    for name, each in record["correlations"].items():
+        beside = paper.PARTIAL if name == "variance" else {}
+        cells = [
+            correlation(each.get(key)) + (f" (paper {beside[key]})" if key in beside and key in each else "")
+            for key in names
+        ]
+        rows.append([name.replace("_", " "), *cells])
+    table = Table.of("", ["score", *names.values()], rows, notes=paper.notes(paper.SELECTION_TEXT))
+    return [f"Scores and the cost of single heads, layer and entropy held: {record['heads']} heads.", table.used()]
+
+
+def _read(path: Path, name: str) -> dict[str, Any]:
+    record = read_result(path)
+    if record["kind"] != name:
+        raise InputError(f"{path} is not what `saf analyze {name} --out` writes; its kind is {record['kind']!r}")
+    return record
