@@ -11,7 +11,7 @@ from saf.cli.output import show
 from saf.evaluate.compare import compare_runs
 from saf.records.quantities import change_percent, gibibytes, seconds, signed
 from saf.records.table import Table
-from saf.report.sections import timing_is_clear
+from saf.report.runs.summary import timing_is_clear
 
 
 @dataclass(kw_only=True)

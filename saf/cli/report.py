@@ -11,9 +11,9 @@ from saf.cli.output import show
 from saf.errors import InputError
 from saf.report.bars_svg import write_bars
 from saf.report.bench_page import read_records, write_bench_report
-from saf.report.html import write_report
-from saf.report.picture import write_picture
 from saf.report.results import write_results
+from saf.report.runs.page import write_report
+from saf.report.runs.picture import write_picture
 
 
 @dataclass(kw_only=True)

@@ -50,7 +50,7 @@ def render(records: Sequence[Record], names: Sequence[str]) -> str:
         headline=words.headline(groups, records),
         dek=words.dek(groups, records),
         warning=words.warning(own, records),
-        tiles=words.tiles(groups, records),
+        key_figures=words.key_figures(groups, records),
         sections=_sections(records, names, own),
         footer=measured_on(records),
         data={},

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from saf.records.quantities import gibibytes, number, signed
+from saf.report.key_figures import bars, key_figure, share_of, whisker
 from saf.report.measured import Group, Measured, Record, baseline_name, shape_in_words
 from saf.report.page import text
 from saf.report.speeds import caveats, ways
-from saf.report.tiles import bars, share_of, tile, whisker
 
 _MADE = {"update": "updates", "prefill": "prefill", "op": "one layer’s attention"}
 _MOST_RATES = 2
@@ -74,38 +74,38 @@ def dek(groups: Sequence[Group], records: Sequence[Record]) -> str:
     return " ".join(sentences)
 
 
-def tiles(groups: Sequence[Group], records: Sequence[Record]) -> str:
+def key_figures(groups: Sequence[Group], records: Sequence[Record]) -> str:
     """Return up to four key figures; those without a measurement are left out."""
     chosen = leading(groups)
     rates = by_rate(chosen)
-    parts = [_speed_tile(rate, arms) for rate, arms in list(rates.items())[:_MOST_RATES]]
+    parts = [_speed_figure(rate, arms) for rate, arms in list(rates.items())[:_MOST_RATES]]
     shares = [arm.share_of_bound for arms in rates.values() for arm in arms if arm.share_of_bound is not None]
     if shares:
         value = f"{100 * min(shares):.0f}%" if len(shares) == 1 else f"{100 * min(shares):.0f}–{100 * max(shares):.0f}%"
         note = "of the time that would be saved were mixing in frozen heads free"
         drawing = share_of(max(0.0, min(1.0, min(shares))), "the smallest of them")
-        parts.append(tile("Of the free bound", value, note, drawing))
+        parts.append(key_figure("Of the free bound", value, note, drawing))
     controls = [group.control["ratio"] for group in chosen if group.control is not None]
     if controls and rates:
         worst = max(controls, key=lambda ratio: abs(ratio - 1))
         note = "a second ordinary model against the first" + (", the worst of all shapes" * (len(controls) > 1))
-        parts.append(tile("Control", f"{worst:.4f}×", note))
+        parts.append(key_figure("Control", f"{worst:.4f}×", note))
     for record in records:
-        parts += _memory_tiles(record)
+        parts += _memory_figures(record)
     return "".join(parts[:4])
 
 
-def _speed_tile(rate: float, arms: Sequence[Measured]) -> str:
+def _speed_figure(rate: float, arms: Sequence[Measured]) -> str:
     name = f"{100 * rate:g}% of heads frozen"
     if len(arms) > 1:
-        return tile(name, _range(arms), f"over {len(arms)} shapes")
+        return key_figure(name, _range(arms), f"over {len(arms)} shapes")
     row = arms[0].row
     note = f"{number(row['arm_ms'])} ms instead of {number(row['baseline_ms'])}; middle half of {row['pairs']} pairs "
     note += f"{row['q25']:.3f} to {row['q75']:.3f}"
-    return tile(name, _range(arms), note, whisker(row["ratio"], row["q25"], row["q75"], start=1.0, label=note))
+    return key_figure(name, _range(arms), note, whisker(row["ratio"], row["q25"], row["q75"], start=1.0, label=note))
 
 
-def _memory_tiles(record: Record) -> list[str]:
+def _memory_figures(record: Record) -> list[str]:
     ordinary = next((entry for entry in record["memory"] if entry["backend"] is None), None)
     parts = []
     for entry in record["memory"]:
@@ -113,7 +113,7 @@ def _memory_tiles(record: Record) -> list[str]:
             pair = ordinary["bytes"], entry["bytes"]
             name = f"Peak memory, {100 * entry['rate']:g}% frozen"
             note = f"{gibibytes(pair[0])} → {gibibytes(pair[1])} during an update"
-            parts.append(tile(name, signed(entry["change_percent"], 1), note, bars(*pair)))
+            parts.append(key_figure(name, signed(entry["change_percent"], 1), note, bars(*pair)))
     return parts
 
 

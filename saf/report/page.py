@@ -21,7 +21,7 @@ def page(
     headline: str,
     dek: str,
     warning: str,
-    tiles: str,
+    key_figures: str,
     sections: str,
     footer: str,
     data: Any,
@@ -37,7 +37,7 @@ def page(
         headline=headline,
         dek=dek,
         warning=warning,
-        tiles=tiles,
+        key_figures=key_figures,
         sections=sections,
         footer=f"{footer}Everything on this page is in this one file. Python {platform.python_version()}.",
         data=embed(data),
@@ -58,7 +58,7 @@ def embed(data: Any) -> str:
 
 def asset(name: str) -> str:
     """Return a file of the page's own."""
-    return files("saf.report").joinpath(name).read_text(encoding="utf-8")
+    return files("saf.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def text(value: Any) -> str:

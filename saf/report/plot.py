@@ -47,7 +47,7 @@ def document(
 
 def colour(name: str, scheme: int) -> str:
     """Return a value of the page's own style sheet."""
-    sheet = files("saf.report").joinpath("page.css").read_text(encoding="utf-8")
+    sheet = files("saf.report").joinpath("assets", "page.css").read_text(encoding="utf-8")
     return re.findall(rf"--{name}:\s*([^;]+);", sheet)[scheme].strip()
 
 

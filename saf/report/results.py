@@ -16,7 +16,7 @@ from saf.report.bars_svg import bars_picture
 from saf.report.bodies import TITLES, body_of
 from saf.report.measured import is_speeds
 from saf.report.origin import told_by
-from saf.report.trainings import training
+from saf.report.runs.tables import training
 
 PICTURES = "images"
 

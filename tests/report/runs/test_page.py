@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from saf.errors import InputError
-from saf.report.html import write_report
-from saf.report.picture import write_picture
-from saf.report.sections import _cost_words
+from saf.report.runs.page import write_report
+from saf.report.runs.picture import write_picture
+from saf.report.runs.summary import _cost_words
 from tests.report.synthetic import Shape, edit, write_pair, write_run
 
 

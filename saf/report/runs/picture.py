@@ -11,10 +11,10 @@ from saf.errors import InputError
 from saf.records.files import write_atomically
 from saf.records.quantities import number
 from saf.records.run import RecordedRun
-from saf.report.comparisons import arm_names, compare_all
-from saf.report.figures import arm_data, freeze_data, gap_data
+from saf.report.runs.comparison import arm_names, compare_all
+from saf.report.runs.page_data import arm_data, freeze_data, gap_data
 from saf.report.plot import colour, document, label
-from saf.report.sections import headline
+from saf.report.runs.summary import headline
 
 _SHADES = 24
 _WIDTH, _HEIGHT = 980, 486

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from saf.report.html import write_report
+from saf.report.runs.page import write_report
 from tests.report.synthetic import Shape, edit, write_pair, write_run
 
 pytestmark = pytest.mark.browser

@@ -1,13 +1,13 @@
-"""The written parts of a report: headline, key figures, tables."""
+"""The written parts of a page about runs: headline, key figures, and what to read with care."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
-from saf.records.table import Cell, Table
-from saf.report.comparisons import Comparison
+from saf.report.key_figures import bars, key_figure, share_of, whisker
 from saf.report.page import text
+from saf.report.runs.comparison import Comparison
 
 
 def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
@@ -70,35 +70,6 @@ def warning(comparisons: Sequence[Comparison]) -> str:
     return f'<div class="warning" role="note"><strong>Read with care</strong><ul>{items}</ul></div>' if lines else ""
 
 
-def comparison_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> str:
-    """Return one row an arm: perplexity, change, update time, memory, intervention."""
-    compared = {c.name: c.record for c in comparisons if c.record}
-    base = next((c.ordinary for c in comparisons), None)
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        result, record = run.result or {}, compared.get(name)
-        intervention = result.get("intervention") or {}
-        spent = sum((intervention.get("seconds") or {}).values()) if intervention else None
-        base_memory = (base.result or {}).get("peak_memory_bytes") if base else None
-        memory = change_percent(base_memory, result.get("peak_memory_bytes")) if record else None
-        rows.append(
-            [
-                Cell(text=name, arm=run.arm),
-                f"{len(run.frozen_heads)} of {run.num_heads}",
-                f"{result['report_perplexity']:.3f}" if result.get("report_perplexity") else number(None),
-                _interval(record) if record else number(None),
-                seconds(_median_update(run, record)),
-                f"{record['update_time_ratio']:.3f}×" if record and record["update_time_ratio"] else number(None),
-                gibibytes(result.get("peak_memory_bytes")) + (f" ({signed(memory, 1)})" if memory is not None else ""),
-                seconds(spent),
-                seconds(result.get("total_seconds")),
-            ]
-        )
-    head = ["Arm", "Heads frozen", "Perplexity", "Change, 95% interval", "Median update", "Speed"]
-    columns = [*head, "Peak memory", "Freezing took", "Whole run"]
-    return Table.of("Arms side by side", columns, rows).html()
-
-
 def probe_sentence(runs: Sequence[RecordedRun]) -> str:
     """Return what freezing cost at once on the controller's text, before any recovery; else nothing."""
     for run in runs:
@@ -112,42 +83,81 @@ def probe_sentence(runs: Sequence[RecordedRun]) -> str:
     return ""
 
 
-def provenance_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
-    """Return hashes, versions, seed, device, commit and command of every run."""
-    records = [_provenance(run) for run in runs]
-    keys = list(dict.fromkeys(key for record in records for key in record))
-    rows = [[key, *(_code(record.get(key)) for record in records)] for key in keys]
-    return Table.of("Where these numbers come from", ["", *names], rows).html()
+def key_figures(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
+    """Return up to four key figures; those without a measurement are left out."""
+    run = next((run for run in runs if run.arm == "frozen"), runs[0])
+    found = next((c for c in comparisons if c.record), None)
+    if found and found.record:
+        run = found.frozen
+        parts = [_quality(found.record), _speed(found.record), _memory(found.record), _heads(run)]
+    else:
+        parts = [*_single(run), _heads(run)]
+    return "".join(parts)
 
 
-def _provenance(run: RecordedRun) -> dict[str, Any]:
-    told = dict((run.result or {}).get("provenance") or {})
-    versions = told.pop("versions", None) or {}
-    checkpoints, data = told.pop("checkpoints", {}), told.pop("data", {})
-    told |= {f"{role} checkpoint": value for role, value in checkpoints.items()}
-    told |= {f"{role} data": value for role, value in data.items()}
-    told["heads"] = f"{len(run.frozen_heads)} frozen"
-    evaluation = run.evaluation or {}
-    told["data fingerprint"] = (run.config.get("data") or {}).get("fingerprint")
-    told["evaluation windows"] = evaluation.get("windows_hash")
-    told |= {f"{name} version": version for name, version in versions.items()}
-    return {key.replace("_", " "): value for key, value in told.items()}
-
-
-def _code(value: Any) -> Any:
-    return Cell.code_of(value) if isinstance(value, str) else value
-
-
-def _interval(record: dict[str, Any]) -> Cell:
+def _quality(record: dict[str, Any]) -> str:
     low, high = record["ci95"]
-    return Cell(text=signed(record["delta_ppl_percent"]), aside=f"({signed(low)} to {signed(high)})")
+    pair = _arrow(number(record["ppl_ordinary"]), number(record["ppl_frozen"]))
+    note = f"95% interval {signed(low)} to {signed(high)}; {pair}"
+    change = record["delta_ppl_percent"]
+    drawing = whisker(change, low, high, label=f"{signed(change)}, interval {signed(low)} to {signed(high)}")
+    return key_figure("Perplexity", signed(change), note, drawing)
 
 
-def _median_update(run: RecordedRun, record: dict[str, Any] | None) -> float | None:
-    """Return the median over the compared updates where there are such, else the run's own."""
-    if record:
-        return record["update_seconds_frozen"]
-    return ((run.result or {}).get("update_seconds") or {}).get("median")
+def _speed(record: dict[str, Any]) -> str:
+    ratio = record["update_time_ratio"]
+    if not ratio:
+        return ""
+    pair = record["update_seconds_ordinary"], record["update_seconds_frozen"]
+    first, last = record["timed_updates"]
+    note = f"{_arrow(*map(seconds, pair))} median update, over {first:,}–{last:,} of two separate runs"
+    if not timing_is_clear(record):
+        note += "; their times overlap, so this machine was too noisy to tell"
+    return key_figure("Update speed", f"{ratio:.2f}×", note, bars(*pair))
+
+
+def _memory(record: dict[str, Any]) -> str:
+    pair = record["peak_memory_ordinary"], record["peak_memory_frozen"]
+    change = change_percent(*pair)
+    if change is None:
+        return ""
+    return key_figure("Peak memory", signed(change, 1), f"{_arrow(*map(gibibytes, pair))} during an update", bars(*pair))
+
+
+def _heads(run: RecordedRun) -> str:
+    count, freeze = len(run.frozen_heads), run.freeze or {}
+    if not count or not run.num_heads:
+        return ""
+    note = f"{count} of {run.num_heads}"
+    if freeze.get("score_name"):
+        note += f", lowest {text(freeze['score_name']).replace('_', ' ')} first"
+    if freeze.get("num_sequences"):
+        note += f", measured on {freeze['num_sequences']} sequences of {number(freeze.get('length'))} tokens"
+    drawing = share_of(count / run.num_heads, f"{100 * count / run.num_heads:.0f}% of the heads")
+    return key_figure("Heads frozen", f"{100 * count / run.num_heads:.0f}%", note, drawing)
+
+
+def _single(run: RecordedRun) -> list[str]:
+    """Return the key figures of a run that is not compared with another."""
+    result = run.result or {}
+    parts = []
+    if result.get("report_perplexity"):
+        note = f"{result['report_loss']:.4f} nats a token on held-out text"
+        parts.append(key_figure("Perplexity", number(result["report_perplexity"]), note))
+    median = (result.get("update_seconds") or {}).get("median")
+    if median:
+        parts.append(key_figure("Median update", seconds(median), f"{number(result.get('updates'))} updates"))
+    if result.get("peak_memory_bytes"):
+        parts.append(key_figure("Peak memory", gibibytes(result["peak_memory_bytes"]), f"on {text(_device(result))}"))
+    return parts
+
+
+def _arrow(ordinary: str, frozen: str) -> str:
+    return f'<span class="is-ordinary">{ordinary}</span> → <span class="is-frozen">{frozen}</span>'
+
+
+def _device(result: dict[str, Any]) -> str:
+    return str((result.get("provenance") or {}).get("device", "this device"))
 
 
 def _last_update(run: RecordedRun) -> int:

@@ -9,7 +9,7 @@ from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
 from saf.records.table import Table
-from saf.report.comparisons import Comparison, arm_names, compare_all
+from saf.report.runs.comparison import Comparison, arm_names, compare_all
 from saf.report.origin import device_and_versions, link, source
 
 
@@ -89,8 +89,6 @@ def _conditions(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> str:
     origins = [(run.result or {}).get("provenance") or {} for run in runs]
     machines = "; ".join(dict.fromkeys(device_and_versions(each) for each in origins))
     codes = "; ".join(dict.fromkeys(source(each) for each in origins))
-    pages = [link(page, beside) for page in sorted(folder.glob("*.html"))]
-    also = f" Pages: {', '.join(pages)}." * bool(pages)
     train = runs[0].config.get("train") or {}
     tokens = (runs[0].result or {}).get("tokens")
     compiled = None if train.get("compile") is None else "compiled" if train["compile"] else "not compiled"
@@ -99,7 +97,7 @@ def _conditions(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> str:
         f"{train.get('length'):,} tokens × {train.get('batch_size')} sequences" if train.get("length") else "",
         *filter(None, [compiled, train.get("precision")]),
     ]
-    return f"{link(folder, beside)}: {machines}; {codes}.{also} {', '.join(filter(None, words))}."
+    return f"{link(folder, beside)}: {machines}; {codes}. {', '.join(filter(None, words))}."
 
 
 def _notes(comparisons: Sequence[Comparison]) -> list[str]:

@@ -1,0 +1,166 @@
+"""The page about runs: one self-contained HTML file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from saf.errors import InputError
+from saf.records.files import write_atomically
+from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
+from saf.records.run import RecordedRun
+from saf.records.table import Cell, Table
+from saf.report.page import page, section, text
+from saf.report.runs.comparison import Comparison, arm_names, compare_all
+from saf.report.runs.page_data import arm_data, freeze_data, gap_data
+from saf.report.runs.summary import dek, headline, key_figures, probe_sentence, warning
+
+_SCRIPTS = ("theme.js", "draw.js", "chart.js", "heads.js", "rank.js", "detail.js", "page.js")
+_HEADS = """
+<p class="intro" id="map-intro"></p>
+<div class="heads">
+  <div class="map">
+    <div class="controls" id="map-controls"></div>
+    <div id="map"></div>
+    <div id="map-legend"></div>
+    <div id="rank" class="rank"></div>
+  </div>
+  <article class="detail" id="detail"></article>
+</div>
+<details class="numbers"><summary>All heads as a table</summary><div id="head-table"></div></details>
+"""
+_TRAINING = '<div id="loss"></div><div id="gap"></div>'
+
+
+def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
+    """Write one self-contained `report.html` about the given run folders and return its path.
+
+    `out` is the file, or a folder to put `report.html` in. An ordinary and a frozen run are compared; a single run is
+    shown for itself. The page asks nothing of the network.
+
+    Raises:
+        InputError: No run, or a folder that is none.
+    """
+    if not runs:
+        raise InputError("a report needs at least one run folder")
+    opened = [RecordedRun.open(folder) for folder in runs]
+    out = Path(out)
+    target = out if out.suffix == ".html" else out / "report.html"
+    return write_atomically(target, render(opened).encode())
+
+
+def render(runs: Sequence[RecordedRun]) -> str:
+    """Return the page as text."""
+    names = arm_names(runs)
+    comparisons = compare_all(runs, names)
+    data = report_data(runs, names, comparisons)
+    return page(
+        kicker=" · ".join(names),
+        headline=headline(runs, comparisons),
+        dek=dek(runs, comparisons),
+        warning=warning(comparisons),
+        key_figures=key_figures(runs, comparisons),
+        sections=_sections(runs, names, comparisons, data),
+        footer=_footer(runs),
+        data=data,
+        scripts=_SCRIPTS,
+    )
+
+
+def report_data(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Return everything that the page draws, as plain JSON values."""
+    named = list(zip(runs, names, strict=True))
+    paired = [c for c in comparisons if c.record and not c.record["differences"]]
+    gaps = [gap_data(c.ordinary, c.frozen, c.name) for c in paired]
+    freezes = [freeze_data(run, name) for run, name in named]
+    return {
+        "arms": [arm_data(run, name) for run, name in named],
+        "gaps": [gap for gap in gaps if gap],
+        "freezes": [freeze for freeze in freezes if freeze],
+    }
+
+
+def _sections(
+    runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison], data: dict[str, Any]
+) -> str:
+    parts = []
+    if data["freezes"]:
+        parts.append(section("heads", "Which heads froze, and into what", _HEADS))
+    if any(arm["raw"]["x"] for arm in data["arms"]):
+        parts.append(section("training", "What training did", f"<p>{probe_sentence(runs)}</p>{_TRAINING}"))
+    costs = '<div id="costs"></div>' if any(freeze["seconds"] for freeze in data["freezes"]) else ""
+    parts.append(section("arms", "Cost and saving", comparison_table(runs, names, comparisons) + costs))
+    parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
+    return "\n".join(parts)
+
+
+def _footer(runs: Sequence[RecordedRun]) -> str:
+    dates = [(run.result or {}).get("provenance", {}).get("date") for run in runs]
+    last = max((date for date in dates if date), default=None)
+    return f"Last run ended {text(last)}. " if last else ""
+
+
+def comparison_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> str:
+    """Return one row an arm: perplexity, change, update time, memory, intervention."""
+    compared = {c.name: c.record for c in comparisons if c.record}
+    base = next((c.ordinary for c in comparisons), None)
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        result, record = run.result or {}, compared.get(name)
+        intervention = result.get("intervention") or {}
+        spent = sum((intervention.get("seconds") or {}).values()) if intervention else None
+        base_memory = (base.result or {}).get("peak_memory_bytes") if base else None
+        memory = change_percent(base_memory, result.get("peak_memory_bytes")) if record else None
+        rows.append(
+            [
+                Cell(text=name, arm=run.arm),
+                f"{len(run.frozen_heads)} of {run.num_heads}",
+                f"{result['report_perplexity']:.3f}" if result.get("report_perplexity") else number(None),
+                _interval(record) if record else number(None),
+                seconds(_median_update(run, record)),
+                f"{record['update_time_ratio']:.3f}×" if record and record["update_time_ratio"] else number(None),
+                gibibytes(result.get("peak_memory_bytes")) + (f" ({signed(memory, 1)})" if memory is not None else ""),
+                seconds(spent),
+                seconds(result.get("total_seconds")),
+            ]
+        )
+    head = ["Arm", "Heads frozen", "Perplexity", "Change, 95% interval", "Median update", "Speed"]
+    columns = [*head, "Peak memory", "Freezing took", "Whole run"]
+    return Table.of("Arms side by side", columns, rows).html()
+
+
+def provenance_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+    """Return hashes, versions, seed, device, commit and command of every run."""
+    records = [_provenance(run) for run in runs]
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    rows = [[key, *(_code(record.get(key)) for record in records)] for key in keys]
+    return Table.of("Where these numbers come from", ["", *names], rows).html()
+
+
+def _provenance(run: RecordedRun) -> dict[str, Any]:
+    told = dict((run.result or {}).get("provenance") or {})
+    versions = told.pop("versions", None) or {}
+    checkpoints, data = told.pop("checkpoints", {}), told.pop("data", {})
+    told |= {f"{role} checkpoint": value for role, value in checkpoints.items()}
+    told |= {f"{role} data": value for role, value in data.items()}
+    told["heads"] = f"{len(run.frozen_heads)} frozen"
+    evaluation = run.evaluation or {}
+    told["data fingerprint"] = (run.config.get("data") or {}).get("fingerprint")
+    told["evaluation windows"] = evaluation.get("windows_hash")
+    told |= {f"{name} version": version for name, version in versions.items()}
+    return {key.replace("_", " "): value for key, value in told.items()}
+
+
+def _code(value: Any) -> Any:
+    return Cell.code_of(value) if isinstance(value, str) else value
+
+
+def _interval(record: dict[str, Any]) -> Cell:
+    low, high = record["ci95"]
+    return Cell(text=signed(record["delta_ppl_percent"]), aside=f"({signed(low)} to {signed(high)})")
+
+
+def _median_update(run: RecordedRun, record: dict[str, Any] | None) -> float | None:
+    """Return the median over the compared updates where there are such, else the run's own."""
+    if record:
+        return record["update_seconds_frozen"]
+    return ((run.result or {}).get("update_seconds") or {}).get("median")
