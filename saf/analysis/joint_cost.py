@@ -50,7 +50,7 @@ def measure(settings: JointCost, watch: Watch = SILENT) -> dict[str, Any]:
 
 def tables(record: Record) -> list[Part]:
     """Return what two head sets cost as wholes."""
-    sizes = dict(zip(("first", "second"), map(len, record["heads"]), strict=True))
+    sizes: dict[str, int] = dict(zip(("first", "second"), map(len, record["heads"]), strict=True))
     rows = []
     for name in ("first", "second", "difference"):
         low, high = record[name]["ci95"]

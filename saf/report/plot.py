@@ -204,13 +204,16 @@ def style(scheme: int) -> str:
     """Return the rules of dots, lines and cells, in the page's colours."""
     rules = [f".dot-{name}{{fill:{colour(name, scheme)}}}.{name}{{stroke:{colour(name, scheme)}}}" for name in COLOURS]
     rules += [f".open-{name}{{fill:none;stroke:{colour(name, scheme)};stroke-width:1.3}}" for name in COLOURS[:2]]
-    stops = np.array([[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in colour("score-ramp", scheme).split()])
-    at = np.linspace(0, len(stops) - 1, SHADES)
-    shades = (
-        np.stack([np.interp(at, range(len(stops)), stops[:, channel]) for channel in range(3)], 1).round().astype(int)
-    )
-    rules += [f".s{index}{{fill:rgb({','.join(map(str, shade))})}}" for index, shade in enumerate(shades.tolist())]
+    rules += [f".s{index}{{fill:rgb({','.join(map(str, shade))})}}" for index, shade in enumerate(shades(scheme))]
     faint = colour("faint", scheme)
     return (
         f"{''.join(rules)}.grid{{stroke:{faint}}}.blank{{fill:{faint}}}.thin{{stroke-width:1.2}}.light{{opacity:.55}}"
     )
+
+
+def shades(scheme: int) -> list[list[int]]:
+    """Return the red, green and blue of each of a heat map's colours, from low to high."""
+    stops = np.array([[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in colour("score-ramp", scheme).split()])
+    at = np.linspace(0, len(stops) - 1, SHADES)
+    channels = [np.interp(at, range(len(stops)), stops[:, channel]) for channel in range(3)]
+    return np.stack(channels, 1).round().astype(int).tolist()

@@ -15,7 +15,7 @@ from saf.report.analyses import FIGURES, analysis_figure
 from saf.report.bars_svg import bars_picture
 from saf.report.bodies import TITLES, body_of
 from saf.report.measured import is_speeds
-from saf.report.origin import told_by
+from saf.report.provenance import told_by
 from saf.report.runs.tables import training
 
 PICTURES = "images"

@@ -1,6 +1,5 @@
 """A static picture of a comparison, the head map beside the training curves, as one SVG for documents."""
 
-import math
 import re
 from collections.abc import Sequence
 from html import unescape
@@ -11,13 +10,12 @@ from saf.errors import InputError
 from saf.records.files import write_atomically
 from saf.records.quantities import number
 from saf.records.run import RecordedRun
+from saf.report.plot import SHADES, WIDTH, Panel, Scale, cell, document, label, shades, style
 from saf.report.runs.comparison import arm_names, compare_all
 from saf.report.runs.page_data import arm_data, freeze_data, gap_data
-from saf.report.plot import colour, document, label
 from saf.report.runs.summary import headline
 
-_SHADES = 24
-_WIDTH, _HEIGHT = 980, 486
+_HEIGHT = 486
 _MAP_TOP, _MAP_SIZE = 112, 330
 _CHART_LEFT, _CHART_RIGHT = 506, 940
 
@@ -50,26 +48,19 @@ def picture(runs: Sequence[RecordedRun]) -> str:
     parts.append(_curves("Training loss, nats per token", arms, top=112, height=150, start=0.1))
     if gaps and gaps[0]:
         parts.append(_curves("Frozen minus ordinary, the same batches", gaps, top=318, height=104, zero=True))
-    return document("".join(parts), width=_WIDTH, height=_HEIGHT, title=title, style=_shades)
+    return document("".join(parts), width=WIDTH, height=_HEIGHT, title=title, style=_rules)
 
 
-def _shades(scheme: int) -> str:
+def _rules(scheme: int) -> str:
     """Return the rules of head cells and of their marks."""
-    stops = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in colour("score-ramp", scheme).split()]
-    shades = [_mix(stops, shade / (_SHADES - 1)) for shade in range(_SHADES)]
-    rules = [f".s{i}{{fill:rgb({','.join(map(str, rgb))})}}" for i, rgb in enumerate(shades)]
     # A mark on a cell is black or white, whichever is further from the cell's own colour.
-    rules += [f".m{i}{{stroke:{'#fff' if _luminance(rgb) < 0.5 else '#08222f'}}}" for i, rgb in enumerate(shades)]
-    return "".join(rules)
+    marks = [
+        f".m{i}{{stroke:{'#fff' if _luminance(rgb) < 0.5 else '#08222f'}}}" for i, rgb in enumerate(shades(scheme))
+    ]
+    return style(scheme) + "".join(marks)
 
 
-def _mix(stops: list[list[int]], share: float) -> list[int]:
-    at = share * (len(stops) - 1)
-    index = min(int(at), len(stops) - 2)
-    return [round(a + (b - a) * (at - index)) for a, b in zip(stops[index], stops[index + 1], strict=True)]
-
-
-def _luminance(rgb: list[int]) -> float:
+def _luminance(rgb: Sequence[int]) -> float:
     return (0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2]) / 255
 
 
@@ -77,7 +68,8 @@ def _map(freeze: dict[str, Any]) -> str:
     layers, heads, name = freeze["layers"], freeze["heads"], freeze["score_name"]
     step = min(_MAP_SIZE / layers, 420 / heads)
     scores = freeze["scores"][name]
-    shade = _shader([value for row in scores for value in row if value is not None])
+    known = [value for row in scores for value in row if value is not None]
+    scale = Scale(min(known), max(known), "log" if min(known) > 0 else "linear")
     frozen = {tuple(head) for head in freeze["frozen"]}
     earlier = sum(value is None for row in scores for value in row)
     more, in_all = (" more", f"; {earlier + len(frozen)} in all") if earlier else ("", "")
@@ -91,23 +83,15 @@ def _map(freeze: dict[str, Any]) -> str:
     for layer, row in enumerate(scores):
         for head, value in enumerate(row):
             x, y, size = head * step, _MAP_TOP - 14 + layer * step, step - max(2.0, 0.12 * step)
-            css = "rule" if value is None else f"s{shade(value)}"
-            parts.append(_rect(x, y, size, css=css))
+            shade = None if value is None else round(scale.share(value) * (SHADES - 1))
+            parts.append(cell(x, y, size, "rule" if shade is None else f"s{shade}"))
             if (layer, head) in frozen:
-                mark = "name" if value is None else f"m{shade(value)}"
+                mark = "name" if shade is None else f"m{shade}"
                 parts += [
-                    _rect(x - 1, y - 1, size + 2, css="ring frozen"),
+                    cell(x - 1, y - 1, size + 2, "ring frozen"),
                     _flake(x + size / 2, y + size / 2, size / 4, mark),
                 ]
     return "".join(parts)
-
-
-def _shader(values: list[float]) -> Any:
-    """Return a function from a score to its shade, on a logarithmic scale when all scores are positive."""
-    low, high = min(values), max(values)
-    to = math.log if low > 0 else float
-    span = (to(high) - to(low)) or 1.0
-    return lambda value: round((to(value) - to(low)) / span * (_SHADES - 1))
 
 
 def _curves(
@@ -128,21 +112,15 @@ def _curves(
     points = [[(x, y) for x, y in zip(c["smooth"]["x"], c["smooth"]["y"], strict=True) if x >= first] for c in drawn]
     values = [y for line in points for _, y in line] + [0.0] * zero
     low, high = min(values), max(values)
-    span_x, span_y = (last - first) or 1.0, (high - low) or 1.0
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = _CHART_LEFT + (x - first) / span_x * (_CHART_RIGHT - _CHART_LEFT)
-        return across, top + height - (y - low) / span_y * height
-
+    panel = Panel(_CHART_LEFT, top, _CHART_RIGHT - _CHART_LEFT, height, Scale(first, last), Scale(low, high))
     parts = [label(_CHART_LEFT - 44, top - 50 + (36 if zero else 0), title, css="name")]
     for value in {0.0, max(low, high, key=abs)} if zero else {low, high}:
-        y = place(first, value)[1]
+        y = panel.at((first, value))[1]
         parts.append(f'<line class="rule" x1="{_CHART_LEFT}" x2="{_CHART_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(label(_CHART_LEFT - 6, y + 4, number(value, 3 if not zero else 2), css="small", anchor="end"))
-    parts += _events(drawn, place, top, height, low)
+    parts += _events(drawn, panel)
     for curve, line in zip(drawn, points, strict=True):
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
-        parts.append(f'<polyline class="line {curve.get("kind", "frozen")}" points="{path}"/>')
+        parts.append(panel.line(line, curve.get("kind", "frozen")))
     ends = [f"update {update:,}" for update in drawn[0]["updates"]]
     if zero:
         parts.append(label(_CHART_LEFT, top + height + 20, ends[0], css="small"))
@@ -152,11 +130,11 @@ def _curves(
     return "".join(parts)
 
 
-def _events(curves: Sequence[dict[str, Any]], place: Any, top: float, height: float, low: float) -> list[str]:
+def _events(curves: Sequence[dict[str, Any]], panel: Panel) -> list[str]:
     parts = []
     for update in sorted({c["freeze_update"] for c in curves if c.get("freeze_update") is not None}):
-        x = place(update, low)[0]
-        parts.append(f'<line class="event" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + height}"/>')
+        x, top = panel.at((update, panel.upward.low))[0], panel.y
+        parts.append(f'<line class="event" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + panel.height}"/>')
         parts.append(label(x + 6, top + 14, f"heads frozen at {update:,}", css="small name"))
     return parts
 
@@ -168,10 +146,6 @@ def _names(curves: Sequence[dict[str, Any]], top: float) -> list[str]:
         parts.append(label(x + 22, top - 30, curve["name"], css=f"small {curve['kind']}-text"))
         x += 40 + 7 * len(curve["name"])
     return parts
-
-
-def _rect(x: float, y: float, size: float, *, css: str) -> str:
-    return f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{size:.1f}" height="{size:.1f}" rx="3"/>'
 
 
 def _flake(x: float, y: float, arm: float, css: str) -> str:

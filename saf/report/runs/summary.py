@@ -121,7 +121,9 @@ def _memory(record: dict[str, Any]) -> str:
     change = change_percent(*pair)
     if change is None:
         return ""
-    return key_figure("Peak memory", signed(change, 1), f"{_arrow(*map(gibibytes, pair))} during an update", bars(*pair))
+    return key_figure(
+        "Peak memory", signed(change, 1), f"{_arrow(*map(gibibytes, pair))} during an update", bars(*pair)
+    )
 
 
 def _heads(run: RecordedRun) -> str:

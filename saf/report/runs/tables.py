@@ -9,8 +9,8 @@ from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
 from saf.records.table import Table
+from saf.report.provenance import device_and_versions, link, source
 from saf.report.runs.comparison import Comparison, arm_names, compare_all
-from saf.report.origin import device_and_versions, link, source
 
 
 def training(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> str:
