@@ -26,7 +26,7 @@ LENGTH, STORED = 130, 192
 
 
 def operand(*heads: int, dim: int = 64, dtype: torch.dtype = WIDE) -> list[torch.Tensor]:
-    """Random `[2, heads, T, D]` stored as `[2, T, heads, D]`, one tensor a count."""
+    """Return random `[2, heads, T, D]` stored as `[2, T, heads, D]`, one tensor a count."""
     return [torch.randn(2, LENGTH, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in heads]
 
 
@@ -37,7 +37,7 @@ def pattern(count: int) -> CompactPattern:
 
 
 def toeplitz() -> None:
-    """Every kind of table and of loads, both directions."""
+    """Multiply with every kind of table and of loads, in both directions."""
     for config, dim, dtype in (
         (Config(tables="tiles", prescale="pass"), 60, WIDE),
         (Config(tables="tiles", prescale="pass", loads="descriptor"), 64, WIDE),
@@ -56,7 +56,7 @@ def toeplitz() -> None:
 
 
 def fused() -> None:
-    """Live, compact and dense heads; one value head each, and groups; both sizes of blocks."""
+    """Attend with live, compact and dense heads: one value head each, and groups; both sizes of blocks."""
     compact = pattern(2).balanced()
     dense = pattern(1).dense().to(WIDE)
     patterns = FusedPatterns.build(compact.alpha, compact.rho, compact.log_z, dense)
@@ -74,25 +74,25 @@ def fused() -> None:
 
 
 def loss() -> None:
-    """Rows longer than a block, one of them ignored."""
+    """Take losses of rows longer than a block, one of them ignored."""
     logits = torch.randn(4, 5003, device=DEVICE).to(WIDE)
     labels = torch.tensor([0, 5002, -100, 17], device=DEVICE)
     finite(softmax_gradient(logits, labels, torch.tensor(3, device=DEVICE), ignored=-100), logits)
 
 
 def activation() -> None:
-    """A size that no block divides."""
+    """Apply GELU to a size that no block divides."""
     x, gradient = torch.randn(2, 3001, device=DEVICE).to(WIDE)
     finite(gelu(x), gelu_backward(x, gradient), gradient)
 
 
 def sums() -> None:
-    """Normalisers of trained patterns: a length that no block divides."""
+    """Sum normalisers of trained patterns over a length that no block divides."""
     finite(convolve(*torch.rand(2, 3, LENGTH, dtype=torch.float64, device=DEVICE)))
 
 
 def calibration() -> None:
-    """Grouped heads; blocks on and off the diagonal."""
+    """Measure grouped heads, by blocks on and off the diagonal."""
     query, key = operand(4, 2)
     finite(*measure_by_kernel(query, key, kv_head=[0, 0, 1, 1]))
 

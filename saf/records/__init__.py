@@ -1,1 +1,1 @@
-"""Files, folders and provenance: how everything that lasts is written whole, read back and traced."""
+"""Files, folders, events and results: how everything that lasts is written whole, read back, traced and shown."""

@@ -14,6 +14,7 @@ from typing import IO, Any
 from saf.errors import CheckpointError, InputError, SafError
 from saf.records.files import check_file, file_hash, flush, flush_folder, read_json, write_json
 
+# Before the name of a folder: hidden, beside it, and passed over by whoever lists folders.
 TEMPORARY = ".writing-"
 DELETED = ".deleted-"
 REPLACED = ".replaced-"

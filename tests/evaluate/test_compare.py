@@ -113,24 +113,6 @@ def test_too_few_updates_give_no_ratio(tmp_path):
     assert times["update_time_ratio"] is None
 
 
-def test_a_resumed_run_counts_each_update_once_and_a_torn_last_line_is_ignored(tmp_path):
-    folder = write_run(tmp_path / "run")
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    again = json.dumps(json.loads(lines[-1]) | {"loss": 1.5})
-    path.write_text("\n".join([*lines, again, '{"update": 61, "lo']))
-    metrics = RecordedRun.open(folder).metrics
-    assert len(metrics) == 60
-    assert metrics[-1]["loss"] == 1.5
-
-
-def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(InputError, match="holds no config"):
-        RecordedRun.open(tmp_path)
-    with pytest.raises(InputError, match="is not a folder"):
-        RecordedRun.open(tmp_path / "absent")
-
-
 def test_arms_without_common_updates_have_no_times(tmp_path):
     ordinary, frozen = write_pair(tmp_path)
     path = ordinary / "metrics.jsonl"

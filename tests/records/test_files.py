@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from saf.errors import InputError
-from saf.records.files import read_json, read_lines, read_tensors, to_json, write_json, write_tensors
+from saf.errors import CheckpointError, DataError, InputError
+from saf.records.files import (
+    append_line,
+    keep_lines_,
+    read_json,
+    read_json_value,
+    read_lines,
+    read_metadata,
+    read_tensors,
+    to_json,
+    write_json,
+    write_lines,
+    write_tensors,
+)
 
 
 def test_values_of_all_kinds_become_plain_json():
@@ -61,3 +73,32 @@ def test_a_damaged_tensor_file_is_named(tmp_path):
     path.write_bytes(b"not tensors")
     with pytest.raises(InputError, match=r"x\.safetensors is not a readable"):
         read_tensors(path)
+
+
+def test_errors_are_of_the_kind_asked_for_and_end_with_what_to_do(tmp_path):
+    with pytest.raises(DataError, match=r"x\.json does not exist; prepare it again$"):
+        read_json(tmp_path / "x.json", error=DataError, advice="prepare it again")
+    for read in (read_tensors, read_metadata):
+        with pytest.raises(CheckpointError, match=r"x\.safetensors does not exist; save it again$"):
+            read(tmp_path / "x.safetensors", error=CheckpointError, advice="save it again")
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        read_json(tmp_path)
+
+
+def test_texts_beside_tensors_and_values_that_are_no_objects_come_back(tmp_path):
+    path = write_tensors(tmp_path / "x.safetensors", {"a": torch.ones(1)}, {"note": "here"})
+    assert read_metadata(path) == {"note": "here"}
+    assert read_metadata(write_tensors(path, {"a": torch.ones(1)})) == {}
+    (tmp_path / "x.json").write_text("[[0, 3]]")
+    assert read_json_value(tmp_path / "x.json") == [[0, 3]]
+
+
+def test_lines_are_appended_replaced_and_chosen(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for number in range(3):
+        append_line(path, {"number": number, "value": math.nan})
+    assert read_lines(path) == [{"number": number, "value": None} for number in range(3)]
+    keep_lines_(path, lambda line: line["number"] != 1)
+    assert [line["number"] for line in read_lines(path)] == [0, 2]
+    write_lines(path, [{"a": 1}])
+    assert path.read_text() == '{"a": 1}\n'
