@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
+from saf.ops import for_graphs
 
 
 class LastToken(nn.Module):
@@ -55,7 +56,8 @@ class Prefill:
                 return forward(self._input_ids)
 
         try:
-            self._replay = GraphReplay(run, device=device, pool=GraphPool())
+            with for_graphs(model):
+                self._replay = GraphReplay(run, device=device, pool=GraphPool())
         finally:
             for module, training in modes:
                 module.training = training

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from saf.bench.flex import FLEX
-from saf.ops.backends import always_mixes_live
+from saf.ops.backends import BACKENDS
 
 Role = Literal["control", "kernel", "frozen", "free"]
 FREE = "free"
@@ -31,7 +31,8 @@ class Arm:
     @property
     def live_kernel(self) -> str:
         """The kernel to ask for where heads are frozen: none by name for a backend that computes live heads itself."""
-        return "auto" if always_mixes_live(str(self.backend)) else self.kernel
+        backend = BACKENDS.get(str(self.backend))
+        return "auto" if backend is not None and backend.mixes_live else self.kernel
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -1,44 +1,48 @@
 """The bound of what freezing can save: a backend whose frozen heads return their values unmixed."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from saf.bench.arms import FREE
 from saf.ops import BACKENDS
+from saf.ops.backend import Backend, Tables
+from saf.patterns import Pattern
 
 
-def supports(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return None: nothing is computed."""
-    return None
+class Free(Backend):
+    """A backend that computes nothing: a bound for measurements, not a model."""
 
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return None: nothing is computed."""
+        return None
 
-def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Say how this backend would run."""
-    return "values pass through unmixed (a bound for measurements, not a model)"
+    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return in words how it runs."""
+        return "values pass through unmixed (a bound for measurements, not a model)"
 
+    def prepare(
+        self,
+        patterns: Sequence[Pattern],
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_head: tuple[int, ...] | None = None,
+    ) -> Tables:
+        """Return no tables."""
+        return {}
 
-def prepare(
-    patterns: Sequence[Any], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None = None
-) -> dict[str, Any]:
-    """Return no tables."""
-    return {}
-
-
-def forward(value: Tensor, tables: dict[str, Any], rows: int) -> Tensor:
-    """Return the last `rows` positions of `value [B, F, T, D]`, a view."""
-    return value[:, :, value.shape[-2] - rows :]
+    def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:
+        """Return the last `rows` positions of `value [B, F, T, D]`, a view."""
+        return value[:, :, value.shape[-2] - rows :]
 
 
 @contextmanager
 def free_backend() -> Iterator[None]:
-    """Make this module known as the backend "free" for the time of a measurement; "auto" never takes it."""
+    """Make `Free` known as the backend "free" for the time of a measurement; "auto" never takes it."""
     before = BACKENDS.get(FREE)
-    BACKENDS[FREE] = sys.modules[__name__]
+    BACKENDS[FREE] = Free()
     try:
         yield
     finally:

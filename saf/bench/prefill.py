@@ -17,6 +17,7 @@ from saf.bench.work import Work, prefill_work
 from saf.errors import InputError
 from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
 from saf.machine.execution import Execution
+from saf.ops import for_graphs
 from saf.prefill import LastToken
 
 PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
@@ -47,6 +48,7 @@ class PrefillSubject:
         vocabulary = plan.shape.vocab_size
         tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
         self._tokens = tokens[0][0].contiguous()
+        self._model = model
         self._forward = self._execution.callable(LastToken(model), fullgraph=adapter_for(model).one_graph)
         self._calls: dict[str, tuple[Call, int, int]] = {}
 
@@ -63,7 +65,8 @@ class PrefillSubject:
         for variant in ways_of(self._settings.graphs, self._device):
             call = self._call
             if variant == GRAPH:
-                call = GraphReplay(self._call, device=self._device, pool=self._pool)
+                with for_graphs(self._model):
+                    call = GraphReplay(self._call, device=self._device, pool=self._pool)
             once = wall_block(call, repeats=2, device=self._device)
             repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
             self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once, self._device)

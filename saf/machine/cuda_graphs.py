@@ -1,7 +1,6 @@
 """A call captured as a CUDA graph and replayed: one launch, whatever the host would have done."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,22 +8,6 @@ import torch
 from saf.errors import UnsupportedError
 
 Call = Callable[[], Any]
-_to_be_replayed = False
-
-
-def is_to_be_replayed() -> bool:
-    """Whether what is called, or traced by a compiler, is for a `GraphReplay` that is being made."""
-    return _to_be_replayed
-
-
-@contextmanager
-def _for_replay() -> Iterator[None]:
-    global _to_be_replayed
-    _to_be_replayed = True
-    try:
-        yield
-    finally:
-        _to_be_replayed = False
 
 
 class GraphPool:
@@ -47,19 +30,20 @@ class GraphReplay:
     def __init__(self, call: Call, *, device: torch.device, pool: GraphPool, warmup: int = 3):
         """Run `call` on a side stream, then capture it; raise UnsupportedError without CUDA.
 
+        Make it inside `saf.ops.for_graphs`, so that frozen layers compute as is best in a graph.
         `outcome` is what the captured call returned: every replay writes to the same memory.
         """
         if device.type != "cuda":
             raise UnsupportedError("CUDA graphs need a CUDA device")
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), _for_replay():
+        with torch.cuda.stream(stream):
             for _ in range(warmup):
                 call()
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool.handle, stream=stream), _for_replay():
+        with torch.cuda.graph(self._graph, pool=pool.handle, stream=stream):
             self.outcome = call()
 
     def __call__(self) -> None:

@@ -9,7 +9,7 @@ serve the decoder around them. The kernels of each are in `triton`, in files of 
 """
 
 from saf.ops.backends import BACKENDS, choose_backend, explain
-from saf.ops.frozen_heads import FrozenHeads
+from saf.ops.frozen_heads import FrozenHeads, for_graphs
 from saf.ops.layer import frozen_attention, mixed_attention, projected_attention, split_attention
 from saf.ops.live import live_attention
 from saf.patterns import TrainablePattern
@@ -20,6 +20,7 @@ __all__ = [
     "TrainablePattern",
     "choose_backend",
     "explain",
+    "for_graphs",
     "frozen_attention",
     "live_attention",
     "mixed_attention",

@@ -1,14 +1,15 @@
 """The patterns of one layer's frozen heads as a list, one per head, of whatever kinds."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saf.errors import InputError
-from saf.ops.backends import BACKENDS, always_mixes_live, check_trainable, choose_backend
+from saf.ops.backends import BACKENDS, check_trainable, choose_backend
 from saf.patterns import CompactPattern, DensePattern, Pattern, TrainablePattern, pattern_for_each_head
 
 
@@ -32,6 +33,8 @@ class FrozenHeads(nn.Module):
         self.backend = backend
         self.max_length = max_length
         self.kv_head = kv_head
+        self.replayed = False
+        """Whether a CUDA graph launches what a call launches; set by `for_graphs`."""
         self._names: dict[torch.dtype, dict[str, str]] = {}
         self._static: dict[torch.dtype, dict[str, Any]] = {}
 
@@ -112,11 +115,6 @@ class FrozenHeads(nn.Module):
             )
         return self._static[dtype] | {name: self._buffers[at] for name, at in self._names[dtype].items()}
 
-    @property
-    def always_mixes_live(self) -> bool:
-        """Whether the backend computes live heads in the same launch, and has no other way."""
-        return always_mixes_live(self.backend)
-
     def value_heads(self, num_value_heads: int) -> tuple[int, ...]:
         """Return the value head that each frozen slot reads, among `num_value_heads`."""
         if self.kv_head is None:
@@ -194,3 +192,23 @@ class FrozenHeads(nn.Module):
             tables = self.tables(dtype)
             twin._add_tables(dtype, {k: t.clone() if isinstance(t, Tensor) else t for k, t in tables.items()})
         return twin.train(self.training)
+
+
+@contextmanager
+def for_graphs(model: nn.Module) -> Iterator[None]:
+    """Compute the layers of `model` as is best in a CUDA graph: warm up and capture inside, replay anywhere.
+
+    A graph takes the host out, so other ways are fastest in it than in calls. What is called, or compiled, outside is
+    for calls; code compiled outside is compiled once more inside, since compilers look at this mark of the layers.
+
+    >>> with for_graphs(model):  # doctest: +SKIP
+    ...     replay = GraphReplay(call, device=device, pool=GraphPool())
+    """
+    layers = [module for module in model.modules() if isinstance(module, FrozenHeads)]
+    for layer in layers:
+        layer.replayed = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.replayed = False

@@ -1,6 +1,22 @@
-"""Which value head each live slot reads; `FrozenHeads.value_heads` answers the same for frozen slots."""
+"""Which way a layer with live and frozen heads is computed: one table of the ways, one set of checks, four functions.
 
-from collections.abc import Sequence
+The first way whose condition holds is taken (`WAYS`, at the end of the private part):
+
+| way | when | what runs |
+| --- | --- | --- |
+| ordinary | no head is frozen | attention |
+| one launch | the backend mixes live heads too (`fused`), and there are some | the backend's launch of all heads |
+| whole layer | no gradients, whole sequences, fixed patterns, a backend that infers | `saf::inference` |
+| frozen alone | no head is live | the backend's product |
+| apart | otherwise | attention for live heads, the backend's product for frozen ones |
+
+Frozen heads' patterns are fixed, trainable, or some of either: then each kind is mixed by itself (`_mix`). What comes
+out in two parts is joined (`mixed_attention`), left apart (`split_attention`) or projected (`projected_attention`),
+together or part by part (`project_parts`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +25,88 @@ from torch.nn import functional as F
 from saf.errors import InputError, UnsupportedError
 from saf.ops.backends import BACKENDS
 from saf.ops.frozen_heads import FrozenHeads
-from saf.ops.heads import flat_heads, join_heads, live_keys, part_heads, put_together, take_heads
+from saf.ops.heads import flat_heads, join_heads, live_keys, part_heads, put_together, read_heads, take_heads
 from saf.ops.live import check_kernel, live_attention
 from saf.ops.positions import check_positions, check_start, shift_rows
+
+JOINED = 8192 * 768
+"""Size B x T x H * D up to which training joins live and frozen heads before the product.
+
+One product and a copy then cost less than two products, whose launches outweigh their work (docs/log.md).
+"""
+
+
+class Call(NamedTuple):
+    """A checked call: what a way reads.
+
+    Attributes:
+        query: `[B, L, Tq, D]`, live heads.
+        key: `[B, K, T, D]`, the KV heads that live heads use.
+        value: `[B, H_kv, T, D]`.
+        frozen: the frozen heads, or None.
+        live_slots: the value head of each live slot.
+        frozen_slots: the value head of each frozen slot.
+        scale: of live heads' scores; None for `1/sqrt(D)`.
+        start: `[B]` first real position of each row, or None.
+        kernel: of live heads.
+        apart: whether live and frozen heads are asked for apart.
+        projection: `[C, H * D]`, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    frozen: FrozenHeads | None
+    live_slots: tuple[int, ...]
+    frozen_slots: tuple[int, ...]
+    scale: float | None
+    start: Tensor | None
+    kernel: str
+    apart: bool
+    projection: Tensor | None
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    frozen: FrozenHeads | None,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    start: Tensor | None = None,
+    kernel: str = "auto",
+    apart: bool = False,
+    projection: Tensor | None = None,
+) -> Call:
+    """Return the call of a layer; raise InputError or UnsupportedError for one that no way computes."""
+    frozen_slots: tuple[int, ...] = ()
+    if frozen is not None:
+        frozen_slots = _checked_frozen(value, frozen, backend, start)
+    elif backend != "auto":
+        raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
+    live_slots = live_value_heads(query, key, value, frozen)
+    check_positions(query, key if live_slots else value, value)
+    check_kernel(kernel)
+    if frozen is None and start is not None:
+        check_start(start, value.shape[0], value.shape[2], wait=False)
+    if frozen is not None and live_slots and BACKENDS[frozen.backend].mixes_live:
+        if start is not None or query.shape[-2] != value.shape[-2] or kernel != "auto":
+            raise UnsupportedError(
+                f"backend {frozen.backend!r} computes live heads itself, over whole sequences: no left padding, no "
+                f"shorter query, no choice of kernel (got {kernel!r}); install_ with backend='toeplitz' for those"
+            )
+        if frozen.kv_head is None:
+            raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
+    return Call(query, key, value, frozen, live_slots, frozen_slots, scale, start, kernel, apart, projection)
+
+
+def _checked_frozen(value: Tensor, frozen: FrozenHeads, backend: str, start: Tensor | None) -> tuple[int, ...]:
+    """Return the value head of each frozen slot; raise InputError for values, backend or start that do not fit."""
+    frozen.check_call(value, backend)
+    if start is not None:
+        check_start(start, value.shape[0], value.shape[2], wait=False)
+    return frozen.value_heads(value.shape[1])
 
 
 def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None) -> tuple[int, ...]:
@@ -37,32 +132,88 @@ def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHe
     return live
 
 
-def frozen_attention(
-    value: Tensor,
-    frozen: FrozenHeads,
-    *,
-    backend: str = "auto",
-    start: Tensor | None = None,
-    rows: int | None = None,
-) -> Tensor:
-    """The frozen heads alone, `P V` (Eq. 3): `value [B, H_kv, T, D]` to `[B, F, T, D]`.
-
-    `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`); `rows` keeps the
-    last positions only; `start` is as in `mixed_attention`. Raises InputError as `mixed_attention` does.
-    """
-    frozen.check_call(value, backend)
-    return mix_frozen(take_heads(value, frozen.value_heads(value.shape[1])), frozen, start, rows)
+def _has_no_frozen(call: Call) -> bool:
+    return call.frozen is None
 
 
-def mix_frozen(value: Tensor, frozen: FrozenHeads, start: Tensor | None, rows: int | None) -> Tensor:
-    """`frozen_attention` of values `[B, F, T, D]` that frozen slots read, in their order; calls are checked before."""
-    length = value.shape[-2]
-    rows = length if rows is None else rows
-    if not 0 <= rows <= length:
-        raise InputError(f"rows are the last of {length} positions; got {rows}")
+def _attend(call: Call) -> tuple[Tensor, ...]:
+    """Return live heads, `[B, L, Tq, D]`."""
+    key, slots = live_keys(call.key, call.live_slots)
+    value = take_heads(call.value, slots)
+    return (live_attention(call.query, key, value, scale=call.scale, start=call.start, kernel=call.kernel),)
+
+
+def _mixes_live(call: Call) -> bool:
+    return call.frozen is not None and len(call.live_slots) > 0 and BACKENDS[call.frozen.backend].mixes_live
+
+
+def _mix_all(call: Call) -> tuple[Tensor, ...]:
+    """Return all heads from one launch of a backend; its maps know the value heads that slots read, and no others."""
+    assert call.frozen is not None
+    value = read_heads(call.value, call.live_slots, call.frozen_slots)
+    query, key = call.query.to(value.dtype), call.key.to(value.dtype)  # as autocast does for SDPA: they may be wider
+    tables = call.frozen.tables(value.dtype)
+    return (BACKENDS[call.frozen.backend].mixed(query, key, value, tables, call.scale),)
+
+
+def _infers(call: Call) -> bool:
+    """Return whether a backend computes the layer at once: values have the dtype that autocast would give them."""
+    frozen, value = call.frozen, call.value
+    if frozen is None or call.apart or frozen.trainable or torch.is_grad_enabled() or _autocasts(value):
+        return False
+    if call.start is not None or not call.live_slots or call.query.shape[-2] != value.shape[-2]:
+        return False
+    backend = BACKENDS[frozen.backend]
+    return backend.infers and backend.can_infer(value.device, value.dtype, frozen.tables(value.dtype))
+
+
+def _infer(call: Call) -> tuple[Tensor, ...]:
+    """Return all heads, projected where the call has a projection, from one operator."""
+    frozen, value = call.frozen, call.value
+    assert frozen is not None
+    query, key = call.query.to(value.dtype), call.key.to(value.dtype)  # as autocast does for SDPA: they may be wider
+    slots, tables = (call.live_slots, call.frozen_slots), frozen.tables(value.dtype)
+    infer = BACKENDS[frozen.backend].infer
+    return (
+        infer(query, key, value, *slots, tables, call.scale, call.kernel, call.projection, replayed=frozen.replayed),
+    )
+
+
+def _autocasts(value: Tensor) -> bool:
+    """Return whether matrix products would compute in another dtype than that of `value`."""
+    kind = value.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != value.dtype
+
+
+def _has_no_live(call: Call) -> bool:
+    return not call.live_slots
+
+
+def _mix_alone(call: Call) -> tuple[Tensor, ...]:
+    """Return frozen heads, `[B, F, Tq, D]`."""
+    assert call.frozen is not None
+    value = take_heads(call.value, call.frozen_slots)
+    return (_mix_padded(value, call.frozen, call.start, call.query.shape[-2]),)
+
+
+def _always(call: Call) -> bool:
+    return True
+
+
+def _attend_and_mix(call: Call) -> tuple[Tensor, ...]:
+    """Return live heads, `[B, L, Tq, D]`, and frozen ones, `[B, F, Tq, D]`."""
+    assert call.frozen is not None
+    key, slots = live_keys(call.key, call.live_slots)
+    value, selected = part_heads(call.value, slots, call.frozen_slots)
+    live = live_attention(call.query, key, value, scale=call.scale, start=call.start, kernel=call.kernel)
+    return live, _mix_padded(selected, call.frozen, call.start, call.query.shape[-2])
+
+
+def _mix_padded(value: Tensor, frozen: FrozenHeads, start: Tensor | None, rows: int) -> Tensor:
+    """Return the last `rows` of frozen heads, of values `[B, F, T, D]` that their slots read, in their order."""
     if start is None:
         return _mix(value, frozen, rows)
-    check_start(start, value.shape[0], length, wait=False)
+    length = value.shape[-2]
     shifted = shift_rows(value, start.to(value.device))
     mixed = shift_rows(_mix(shifted, frozen, length), -start.to(value.device))
     return mixed[:, :, length - rows :]
@@ -81,79 +232,37 @@ def _mix(value: Tensor, frozen: FrozenHeads, rows: int) -> Tensor:
     return put_together([(frozen.fixed, fixed), (frozen.trainable, trained)])
 
 
-def infer_layer(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    frozen: FrozenHeads | None,
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
-    start: Tensor | None = None,
-    kernel: str = "auto",
-    projection: Tensor | None = None,
-) -> Tensor | None:
-    """Return all heads, `[B, H, T, D]`, or projected by `projection [C, H * D]`, `[B, T, C]`; None where none can.
+class Way(NamedTuple):
+    """One way to compute a layer.
 
-    That takes a backend which does it, fixed patterns, whole sequences without padding, no gradients, and values of the
-    dtype that autocast would give them. The projection has that dtype too.
+    Attributes:
+        name: as in the table above.
+        when: whether a call goes this way, if none before did.
+        run: returns all heads in one part, or live and frozen ones in two, `[B, n, Tq, D]`, in slot order.
+        projects: whether `run` does the output product too, and returns `[B, T, C]`, where the call has one.
     """
-    if frozen is None or frozen.trainable or torch.is_grad_enabled() or _autocasts(value):
-        return None
-    if start is not None or not query.shape[1] or query.shape[-2] != value.shape[-2]:
-        return None
-    module = BACKENDS[frozen.backend]
-    if not hasattr(module, "infer"):
-        return None
-    frozen.check_call(value, backend)
-    tables = frozen.tables(value.dtype)
-    if not module.infers(value.device, value.dtype, tables):
-        return None
-    live_heads = live_value_heads(query, key, value, frozen)
-    check_positions(query, key, value)
-    check_kernel(kernel)
-    operands = query.to(value.dtype), key.to(value.dtype), value  # as autocast does for SDPA: rotated ones may be wider
-    slots = live_heads, frozen.value_heads(value.shape[1])
-    return module.infer(*operands, *slots, tables, scale, kernel, projection)
+
+    name: str
+    when: Callable[[Call], bool]
+    run: Callable[[Call], tuple[Tensor, ...]]
+    projects: bool = False
 
 
-def in_one_launch(query: Tensor, frozen: FrozenHeads | None) -> bool:
-    """Whether live and frozen heads are computed in one launch because the backend has no other way."""
-    return frozen is not None and query.shape[1] > 0 and frozen.always_mixes_live
+WAYS = (
+    Way("ordinary", _has_no_frozen, _attend),
+    Way("one launch", _mixes_live, _mix_all),
+    Way("whole layer", _infers, _infer, projects=True),
+    Way("frozen alone", _has_no_live, _mix_alone),
+    Way("apart", _always, _attend_and_mix),
+)
 
 
-def mix_in_one_launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    frozen: FrozenHeads,
-    scale: float | None,
-    backend: str,
-    start: Tensor | None,
-    kernel: str,
-) -> Tensor:
-    """Let a backend that computes live heads too do all of them."""
-    frozen.check_call(value, backend)
-    if start is not None or query.shape[-2] != value.shape[-2] or kernel != "auto":
-        raise UnsupportedError(
-            f"backend {frozen.backend!r} computes live heads itself, over whole sequences: no left padding, no "
-            f"shorter query, no choice of kernel (got {kernel!r}); install_ with backend='toeplitz' for those"
-        )
-    if frozen.kv_head is None:
-        raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
-    live_value_heads(query, key, value, frozen)
-    check_positions(query, key, value)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast does for SDPA: rotated ones may be wider
-    frozen.value_heads(value.shape[1])
-    # Its maps know the value heads that slots read, and no others.
-    value = value[:, : max(frozen.kv_head) + 1]
-    return BACKENDS[frozen.backend].mixed(query, key, value, frozen.tables(value.dtype), scale)
-
-
-def _autocasts(value: Tensor) -> bool:
-    """Whether matrix products would compute in another dtype than that of `value`."""
-    kind = value.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != value.dtype
+def way_of(call: Call) -> Way:
+    """Return the first way whose condition holds."""
+    for way in WAYS:
+        if way.when(call):
+            return way
+    raise AssertionError("the last way takes every call")
 
 
 def mixed_attention(
@@ -167,7 +276,7 @@ def mixed_attention(
     start: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Attention of one layer whose heads are partly frozen, in slot order: live heads first.
+    """Compute the attention of one layer whose heads are partly frozen, in slot order: live heads first.
 
     Args:
         query: `[B, L, Tq, D]`, the live heads only; the last `Tq` of `T` positions.
@@ -189,18 +298,9 @@ def mixed_attention(
         UnsupportedError: A backend that computes live heads itself (`fused`), asked for padding, a shorter query or a
             kernel of theirs; a kernel that cannot run here.
     """
-    if frozen is not None and in_one_launch(query, frozen):
-        return mix_in_one_launch(query, key, value, frozen, scale, backend, start, kernel)
-    options = {"scale": scale, "backend": backend, "start": start, "kernel": kernel}
-    done = infer_layer(query, key, value, frozen, **options)
-    if done is not None:
-        return done
-    live, mixed = split_attention(query, key, value, frozen, **options)
-    if live is None or mixed is None:
-        both = live if mixed is None else mixed
-        assert both is not None
-        return both
-    return join_heads(live, mixed)
+    call = _checked(query, key, value, frozen, scale=scale, backend=backend, start=start, kernel=kernel)
+    parts = way_of(call).run(call)
+    return parts[0] if len(parts) == 1 else join_heads(*parts)
 
 
 def split_attention(
@@ -214,40 +314,18 @@ def split_attention(
     start: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`mixed_attention` with live `[B, L, Tq, D]` and frozen `[B, F, Tq, D]` outputs apart (None when empty).
+    """Compute `mixed_attention` with live `[B, L, Tq, D]` and frozen `[B, F, Tq, D]` outputs apart (None when empty).
 
     Where both are projected apart, nothing is copied together. Raises as `mixed_attention` does.
     """
-    num_live = query.shape[1]
-    if frozen is not None and in_one_launch(query, frozen):
-        output = mix_in_one_launch(query, key, value, frozen, scale, backend, start, kernel)
-        return output[:, :num_live], output[:, num_live:]
-    live_kv = live_value_heads(query, key, value, frozen)
-    check_positions(query, key if num_live else value, value)
-    if start is not None:
-        check_start(start, value.shape[0], value.shape[2], wait=False)
-    check_kernel(kernel)
-    if frozen is None and backend != "auto":
-        raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
+    call = _checked(query, key, value, frozen, scale=scale, backend=backend, start=start, kernel=kernel, apart=True)
+    parts = way_of(call).run(call)
+    if len(parts) == 2:
+        return parts[0], parts[1]
+    num_live = len(call.live_slots)
     if frozen is None:
-        live_key, live_heads = live_keys(key, live_kv)
-        live_value = take_heads(value, live_heads)
-        return live_attention(query, live_key, live_value, scale=scale, start=start, kernel=kernel), None
-    frozen.check_call(value, backend)
-    frozen_kv = frozen.value_heads(value.shape[1])
-    if not num_live:
-        return None, mix_frozen(take_heads(value, frozen_kv), frozen, start, query.shape[-2])
-    live_key, live_heads = live_keys(key, live_kv)
-    live_value, selected = part_heads(value, live_heads, frozen_kv)
-    live = live_attention(query, live_key, live_value, scale=scale, start=start, kernel=kernel)
-    return live, mix_frozen(selected, frozen, start, query.shape[-2])
-
-
-JOINED = 8192 * 768
-"""Size B x T x H * D up to which training joins live and frozen heads before the product.
-
-One product and a copy then cost less than two products, whose launches outweigh their work (docs/log.md).
-"""
+        return parts[0], None
+    return (parts[0][:, :num_live], parts[0][:, num_live:]) if num_live else (None, parts[0])
 
 
 def projected_attention(
@@ -260,19 +338,15 @@ def projected_attention(
     start: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """`mixed_attention` of a layer with live and frozen heads, and the product with `projection [C, H * D]`.
+    """Compute `mixed_attention` of a layer with frozen heads, and the product with `projection [C, H * D]`.
 
     Returns `[B, Tq, C]` in the dtype of `value`, or autocast's; raises as `mixed_attention` does.
     """
     projection = projection.to(value.dtype)  # once: autocast would cast the columns of either part by themselves
-    options = {"start": start, "kernel": kernel}
-    done = infer_layer(query, key, value, frozen, projection=projection, **options)
-    if done is not None:
-        return done
-    if in_one_launch(query, frozen):
-        return F.linear(flat_heads(mixed_attention(query, key, value, frozen, **options)), projection)
-    parts = split_attention(query, key, value, frozen, **options)
-    return project_parts([part for part in parts if part is not None], projection)
+    call = _checked(query, key, value, frozen, start=start, kernel=kernel, projection=projection)
+    way = way_of(call)
+    parts = way.run(call)
+    return parts[0] if way.projects else project_parts(parts, projection)
 
 
 def project_parts(parts: Sequence[Tensor], projection: Tensor) -> Tensor:
@@ -286,3 +360,24 @@ def project_parts(parts: Sequence[Tensor], projection: Tensor) -> Tensor:
     columns = projection.split([part.shape[1] * part.shape[-1] for part in parts], dim=1)
     products = [F.linear(flat_heads(part), own) for part, own in zip(parts, columns, strict=True)]
     return products[0] if len(products) == 1 else products[0] + products[1]
+
+
+def frozen_attention(
+    value: Tensor,
+    frozen: FrozenHeads,
+    *,
+    backend: str = "auto",
+    start: Tensor | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """Compute the frozen heads alone, `P V` (Eq. 3): `value [B, H_kv, T, D]` to `[B, F, T, D]`.
+
+    `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`); `rows` keeps the
+    last positions only; `start` is as in `mixed_attention`. Raises InputError as `mixed_attention` does.
+    """
+    slots = _checked_frozen(value, frozen, backend, start)
+    length = value.shape[-2]
+    rows = length if rows is None else rows
+    if not 0 <= rows <= length:
+        raise InputError(f"rows are the last of {length} positions; got {rows}")
+    return _mix_padded(take_heads(value, slots), frozen, start, rows)

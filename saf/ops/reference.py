@@ -5,56 +5,58 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saf.ops.backend import Backend, Tables
 from saf.ops.heads import dense_product
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, Pattern
 
 
-def supports(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why this backend cannot run; None when it can."""
-    return None if dtype.is_floating_point else f"values must be floating point, got {dtype}"
+class Reference(Backend):
+    """The oracle among the backends."""
+
+    trains = True
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why values of `dtype` cannot be mixed; None for every floating dtype."""
+        return None if dtype.is_floating_point else f"values must be floating point, got {dtype}"
+
+    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return in words how it runs."""
+        return "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
+
+    def prepare(
+        self,
+        patterns: Sequence[Pattern],
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_head: tuple[int, ...] | None = None,
+    ) -> Tables:
+        """Return `weights [F, T, T]`: Eq. (3) computed in float64, then rounded to `dtype`."""
+        return {"weights": torch.stack([_weights(one).to(device=device, dtype=dtype) for one in patterns])}
+
+    def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:
+        """Return `P V` of the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
+        return dense_product(tables["weights"], value, rows)
+
+    def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+        """Return None: any logits can be trained here."""
+        return None
+
+    def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor, rows: int) -> Tensor:
+        """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`.
+
+        P is computed in float64 and the product taken in at least float32; autograd does the rest.
+        """
+        length = value.shape[-2]
+        position = torch.arange(length, device=value.device)
+        lag = position[length - rows :, None] - position
+        scores = alpha.double()[:, None, :length] + rho.double()[:, lag.clamp(min=0)]
+        weights = scores.masked_fill(lag < 0, -torch.inf).softmax(-1)
+        wide = torch.promote_types(value.dtype, torch.float32)
+        return (weights.to(wide) @ value.to(wide)).to(value.dtype)
 
 
-def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Say how this backend would run."""
-    return "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
-
-
-def prepare(
-    patterns: Sequence[CompactPattern | DensePattern],
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_head: tuple[int, ...] | None = None,
-) -> dict[str, Tensor]:
-    """Return `weights [F, T, T]`: Eq. (3) computed in float64, then rounded to `dtype`."""
-    dense = [_weights(pattern) for pattern in patterns]
-    return {"weights": torch.stack([weights.to(device=device, dtype=dtype) for weights in dense])}
-
-
-def _weights(pattern: CompactPattern | DensePattern) -> Tensor:
+def _weights(pattern: Pattern) -> Tensor:
+    """Return P, `[T, T]`, a compact one normalised anew in float64."""
     if isinstance(pattern, CompactPattern):
         return CompactPattern.from_parameters(pattern.alpha.double(), pattern.rho.double()).dense()
-    return pattern.weights
-
-
-def forward(value: Tensor, tables: dict[str, Tensor], rows: int) -> Tensor:
-    """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
-    return dense_product(tables["weights"], value, rows)
-
-
-def untrainable(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
-    """Return None: any logits can be trained here."""
-    return None
-
-
-def forward_trainable(value: Tensor, alpha: Tensor, rho: Tensor, rows: int) -> Tensor:
-    """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`.
-
-    P is computed in float64 and the product taken in at least float32; autograd does the rest.
-    """
-    length = value.shape[-2]
-    position = torch.arange(length, device=value.device)
-    lag = position[length - rows :, None] - position
-    scores = alpha.double()[:, None, :length] + rho.double()[:, lag.clamp(min=0)]
-    weights = scores.masked_fill(lag < 0, -torch.inf).softmax(-1)
-    wide = torch.promote_types(value.dtype, torch.float32)
-    return (weights.to(wide) @ value.to(wide)).to(value.dtype)
+    return pattern.dense()

@@ -7,7 +7,8 @@ from saf.bench.op import OpSubject
 from saf.bench.op_case import OpCase
 from saf.bench.settings import OpSettings, PrefillSettings
 from saf.machine.cuda_graphs import GraphPool
-from saf.ops import BACKENDS, live_attention, reference
+from saf.ops import BACKENDS, live_attention
+from saf.ops.reference import Reference
 
 
 def test_every_kernel_has_a_control_and_the_first_is_what_others_are_compared_with():
@@ -35,24 +36,18 @@ def test_cudnn_is_the_baseline_on_cuda():
     assert default_kernels(("flash",), "cuda") == ("flash",)
 
 
-class Together:
+class Together(Reference):
     """A backend that computes live heads itself, as the fused one does on a GPU."""
 
-    supports = staticmethod(reference.supports)
-    forward = staticmethod(reference.forward)
+    mixes_live = True
 
-    @staticmethod
-    def prepare(patterns, dtype, device, kv_head=None):
-        return reference.prepare(patterns, dtype, device)
-
-    @staticmethod
-    def mixed(query, key, value, tables, scale):
+    def mixed(self, query, key, value, tables, scale):
         live = live_attention(query, key, value[:, : query.shape[1]], scale=scale)
-        return torch.cat([live, reference.forward(value[:, query.shape[1] :], tables, value.shape[-2])], 1)
+        return torch.cat([live, self.forward(value[:, query.shape[1] :], tables, value.shape[-2])], 1)
 
 
 def test_a_backend_that_computes_live_heads_is_measured_against_a_pinned_kernel(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "together", Together)
+    monkeypatch.setitem(BACKENDS, "together", Together())
     assert Arm("math", "together", 0.25).live_kernel == "auto"
     assert Arm("math", "toeplitz", 0.25).live_kernel == Arm("math").live_kernel == "math"
     settings = PrefillSettings(

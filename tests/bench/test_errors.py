@@ -11,7 +11,7 @@ from saf.cli import main
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops.toeplitz import backend as toeplitz
+from saf.ops.toeplitz.backend import Toeplitz
 from saf.surgery import install_
 
 
@@ -69,8 +69,8 @@ def test_eager_in_float64_is_what_automatic_differentiation_of_the_model_gives()
 
 
 def test_a_wrong_product_is_named_and_ends_the_command(tmp_path, monkeypatch, capsys):
-    right = toeplitz.forward
-    monkeypatch.setattr(toeplitz, "forward", lambda value, tables, rows: 1.001 * right(value, tables, rows))
+    right = Toeplitz.forward
+    monkeypatch.setattr(Toeplitz, "forward", lambda self, value, *rest: 1.001 * right(self, value, *rest))
     path = tmp_path / "errors.json"
     words = ["--device=cpu", "--backends=toeplitz", "--precisions=fp32", "--length=20", "--stored=20"]
     assert main(["bench", "errors", "--out", str(path), *words]) == 2

@@ -8,7 +8,7 @@ from saf.bench.profiling import kernels_of
 from saf.bench.synthetic import synthetic_patterns
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
-from saf.ops import FrozenHeads, mixed_attention, projected_attention
+from saf.ops import FrozenHeads, for_graphs, mixed_attention, projected_attention
 from saf.ops.inference import one_launch as few_tokens
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
@@ -33,7 +33,7 @@ def test_one_launch_with_the_numbers_of_the_reference(length, dim, dtype):
         frozen = FrozenHeads.from_patterns(patterns, **options)
         operands = [x.to(kind) for x in inputs]
         if backend == "toeplitz":
-            mixed_attention(*operands, frozen)  # the first of a layout may run a graph's kernels too
+            mixed_attention(*operands, frozen)  # the first call compiles
             names = [each["name"] for each in kernels_of(lambda: mixed_attention(*operands, frozen), CUDA)]
             assert names == ["fused_forward_kernel"]
         return mixed_attention(*operands, frozen).double()
@@ -74,7 +74,8 @@ def test_where_only_the_host_is_slow_calls_take_one_launch_and_graphs_two():
         kernels = [each["name"] for each in kernels_of(call, CUDA)]
         assert any("fused_forward" in each for each in kernels), name
         assert not any("toeplitz" in each for each in kernels), name
-        replay = GraphReplay(call, device=CUDA, pool=GraphPool())
+        with for_graphs(frozen):
+            replay = GraphReplay(call, device=CUDA, pool=GraphPool())
         replay()
         kernels = [each["name"] for each in kernels_of(replay, CUDA)]
         assert any("toeplitz" in each for each in kernels), name
@@ -121,7 +122,10 @@ def test_code_compiled_for_one_shape_launches_it_itself(length, dim, kv_head):
         found, expected = compiled(each), layer(each)
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
     (graph,) = counted.graphs
-    assert any("triton_kernel_wrapper" in str(node.target) for node in graph.graph.nodes)
+    assert any("fused_visible" in str(node.target) for node in graph.graph.nodes)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compiled(hidden)
+    assert not [event.name for event in profile.events() if event.name.startswith("saf::")]
     names = [each["name"] for each in kernels_of(lambda: compiled(hidden), CUDA)]
     assert sum("fused_forward_kernel" in name for name in names) == 1
     assert not any("toeplitz" in name for name in names)

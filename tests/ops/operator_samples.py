@@ -8,22 +8,28 @@ import torch
 
 import saf.ops
 from saf.ops import FrozenHeads
-from saf.ops.fused.operator import MAPS, PATTERNS
+from saf.ops.fused.tables import MAPS, PATTERNS
+from saf.ops.operator import has_triton
 from saf.patterns import CompactPattern
 
 
 def registered() -> set[str]:
-    """Return the names of all operators of the library, every module below `saf.ops` (but the kernels) imported."""
+    """Return the names of all operators of the library, every module below `saf.ops` that needs no Triton imported.
+
+    Where Triton is, the module of the operator that compilers look into too.
+    """
     for module in pkgutil.iter_modules(saf.ops.__path__):
         if not module.ispkg:
             import_module(f"saf.ops.{module.name}")
+    if has_triton():
+        import_module("saf.ops.fused.launch")
     names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("saf::")}
     return {name.removeprefix("saf::") for name in names}
 
 
 def runnable(device: str) -> set[str]:
     """Return the operators that run on a device: the fused kernels on CUDA only."""
-    return registered() - ({"fused", "fused_backward"} if device == "cpu" else set())
+    return registered() - ({"fused", "fused_backward", "fused_visible"} if device == "cpu" else set())
 
 
 def operator(name: str):
@@ -48,6 +54,7 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
         "inference": inference_samples(draw, convolved[0][1:4], fused),
         "fused": [arguments for arguments, _ in fused],
         "fused_backward": [backward for _, backward in fused],
+        **({"fused_visible": visible_samples(fused)} if "fused_visible" in registered() else {}),
         "pattern_tables": [(logits.alpha.float(), logits.rho.float(), length, dtype) for length in (48, 40)],
         "pattern_gradient": [(*(draw(3, 2, 48, 16) for _ in range(4)), *tables[1:], 60)],
         "softmax_gradient_": [(draw(5, 11), labels, torch.tensor(4, device=device))],
@@ -59,21 +66,31 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
 def inference_samples(draw: Callable[..., torch.Tensor], convolved: tuple, fused: list) -> list[tuple]:
     """Three live and two frozen heads, in two launches and, where tables are given, in one; joined and projected."""
     heads = [draw(2, 3, 40, 16), draw(2, 3, 40, 16), draw(2, 5, 40, 16), [0, 1, 2], [3, 4], *convolved]
-    rest = [([], [], [], False, None, "auto", projection) for projection in (None, draw(10, 80))]
+    rest = [([], [], [], False, None, "auto", projection, False) for projection in (None, draw(10, 80))]
     made = [(*heads, *more) for more in rest]
     for (query, key, value, maps, stored, counts, grouped, scale), _ in fused[:1]:
         slots = list(range(counts[0])), list(range(counts[0], sum(counts)))
         operands = (x.detach() for x in (query, key, value))
-        made.append((*operands, *slots, *convolved, maps, stored, counts, grouped, scale, "auto", None))
+        made.append((*operands, *slots, *convolved, maps, stored, counts, grouped, scale, "auto", None, False))
     return made
+
+
+def visible_samples(fused: list) -> list[tuple]:
+    """Return the arguments of `fused_samples` without gradients."""
+    return [(*(x.detach() for x in arguments[:3]), *arguments[3:]) for arguments, _ in fused]
+
+
+ONE_SHAPE = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+"""What is checked of the operator that only code compiled for one shape has."""
 
 
 def check(name: str, device: str, dtype: torch.dtype) -> None:
     """Run `opcheck` on every sample of an operator; float32 losses and gradients of 16-bit logits may differ a bit."""
     known = samples(device, dtype)[name]
     assert known, f"saf::{name} has no sample; add one to tests/ops/operator_samples.py"
+    checks = {"test_utils": ONE_SHAPE} if name == "fused_visible" else {}
     for arguments in known:
-        torch.library.opcheck(operator(name), arguments)
+        torch.library.opcheck(operator(name), arguments, **checks)
 
 
 def patterns(device: str) -> CompactPattern:

@@ -10,11 +10,10 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.ops.fused.backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
 from saf.ops.fused.forward_kernel import fused_forward_kernel
-from saf.ops.fused.tables import FusedPatterns, HeadMaps
+from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps
 from saf.ops.heads import heads_like
 from saf.ops.launch import MOST, PreparedLaunch, cdiv, launch
 from saf.ops.operator import layout_of
-from saf.ops.toeplitz.config import PAD
 
 FEW_ROWS = 49_152
 FEW_PAIRS = FEW_ROWS * 1024
@@ -202,6 +201,32 @@ def fused_forward(
 def log_sums_like(value: Tensor, live: int) -> Tensor:
     """Return uninitialised memory for the row log-sum-exps of `live` heads beside `value [B, H_kv, T, D]`."""
     return value.new_empty(value.shape[0], live, value.shape[2], dtype=torch.float32)
+
+
+@torch.library.triton_op("saf::fused_visible", mutates_args=())
+def visible_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: list[Tensor],
+    patterns: list[Tensor],
+    counts: list[int],
+    grouped: bool,
+    scale: float,
+) -> Tensor:
+    """Do `fused_forward`, its output alone, as an operator that a compiler looks into and whose kernel it launches.
+
+    Called from Python, or from an exported program, which keeps the operator, it takes the host longer than
+    `saf::fused`, whose arguments these are. The channels of query, key and value have unit stride.
+    """
+    live, compact, dense = counts
+    head_maps, fixed = HeadMaps(*maps, counts=(live, compact, dense), grouped=grouped), FusedPatterns(*patterns)
+    result = heads_like(value, sum(counts))
+    grid, numbers, constants = forward_arguments(query, key, value, result, head_maps, fixed, scale)
+    torch.library.wrap_triton(fused_forward_kernel)[grid](
+        query, key, value, result, log_sums_like(value, live), *forward_tables(head_maps, fixed), *numbers, **constants
+    )
+    return result
 
 
 def forward_tables(maps: HeadMaps, patterns: FusedPatterns) -> tuple[Tensor, ...]:

@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saf.ops.fused.tables import FusedPatterns, HeadMaps
 from saf.ops.heads import heads_like
 from saf.ops.operator import forbid_second_derivative, operator
 
-MAPS = ("state", "query", "key", "value", "pattern", "live", "group_start", "group_heads")
-PATTERNS = ("alpha", "band", "log_z", "dense")
-
 
 @cache
-def _kernels() -> tuple[Any, ...]:
-    """Return launchers and what they take; an import in every call would cost the host more than it does."""
+def _launchers() -> tuple[Any, Any]:
+    """Return the launchers; an import in every call would cost the host more than it does."""
     from saf.ops.fused.launch import fused_backward, fused_forward
-    from saf.ops.fused.tables import FusedPatterns, HeadMaps
 
-    return fused_forward, fused_backward, HeadMaps, FusedPatterns
+    return fused_forward, fused_backward
 
 
-def _tables(maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool):
-    *_, head_maps, fused_patterns = _kernels()
-    return head_maps(*maps, tuple(counts), grouped), fused_patterns(*patterns)
+def read_tables(
+    maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool
+) -> tuple[HeadMaps, FusedPatterns]:
+    """Return maps and patterns as the launchers take them, from the lists that operators take."""
+    live, compact, dense = counts
+    return HeadMaps(*maps, counts=(live, compact, dense), grouped=grouped), FusedPatterns(*patterns)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ def run_fused(
     `PATTERNS`; `counts` of live, compact and dense heads. The paper's execution (its kernel appendix).
     """
     query, key, value = (_unit_stride(x) for x in (query, key, value))
-    head_maps, fixed = _tables(maps, patterns, counts, grouped)
-    return _kernels()[0](query, key, value, head_maps, fixed, scale=scale)
+    head_maps, fixed = read_tables(maps, patterns, counts, grouped)
+    return _launchers()[0](query, key, value, head_maps, fixed, scale=scale)
 
 
 fused_product = operator("saf::fused")(run_fused)
@@ -77,8 +77,8 @@ def fused_product_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients to query, key and value: key-block programs, then a query-block pass for live heads."""
     gradient, query, key, value = (_unit_stride(x) for x in (gradient, query, key, value))
-    head_maps, fixed = _tables(maps, patterns, counts, grouped)
-    return _kernels()[1](gradient, query, key, value, output, log_sums, head_maps, fixed, scale=scale)
+    head_maps, fixed = read_tables(maps, patterns, counts, grouped)
+    return _launchers()[1](gradient, query, key, value, output, log_sums, head_maps, fixed, scale=scale)
 
 
 @torch.library.register_fake("saf::fused_backward")

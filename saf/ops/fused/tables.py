@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.ops.fused.operator import MAPS, PATTERNS, fused_product
 from saf.ops.operator import has_triton
-from saf.ops.toeplitz.config import PAD
 from saf.patterns import CompactPattern, DensePattern
 
 LIVE, COMPACT, DENSE = 0, 1, 2
 """States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""
+MAPS = ("state", "query", "key", "value", "pattern", "live", "group_start", "group_heads")
+"""Names of the tensors of `HeadMaps`, in the order in which operators take them."""
+PATTERNS = ("alpha", "band", "log_z", "dense")
+"""Names of the tensors of `FusedPatterns`, likewise."""
+PAD = 256
+"""Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the largest block of
+128 positions, so that a tile on the diagonal reads no further back."""
 BAND_SHIFTS = 4
 """Shifted copies of rho: four float32 elements make one aligned 16-byte load."""
 
@@ -187,22 +192,3 @@ def fused_tables(
         tables |= {f"{name}_{part}": getattr(maps, part) for part in MAPS}
         tables |= {f"{name}_counts": maps.counts, f"{name}_grouped": (maps.grouped,)}
     return tables
-
-
-def launch_fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: dict[str, Any],
-    layout: str,
-    scale: float | None,
-) -> Tensor:
-    """Return the output of the slots that a layout, `alone` or `mixed`, has: `[B, n, T, D]`.
-
-    `scale` is that of live heads' scores, `1 / sqrt(D)` by default.
-    """
-    maps = [tables[f"{layout}_{name}"] for name in MAPS]
-    patterns = [tables[name] for name in PATTERNS]
-    counts, (grouped,) = list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"]
-    scale = value.shape[-1] ** -0.5 if scale is None else scale
-    return fused_product(query, key, value, maps, patterns, counts, grouped, scale)[0]

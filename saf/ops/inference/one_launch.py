@@ -1,7 +1,7 @@
-"""Few tokens without gradients: when a layer's live and frozen heads take one launch, the paper's, and what it reads.
+"""Few tokens without gradients: when all heads of a layer take one launch, the paper's, what it reads, and the launch.
 
-A launch then costs more than the work in it, so rebuilding tiles of P beats reading them. The limits are where one
-launch for all heads met the two of the other way, on an H200 (docs/log.md).
+A launch then costs more than the work in it, so rebuilding tiles of P beats reading them. Where the host sets the pace,
+so does an operator in Python: code compiled for one shape of few tokens has the kernel in it, launched by the compiler.
 """
 
 from collections.abc import Sequence
@@ -10,37 +10,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saf.machine.cuda_graphs import is_to_be_replayed
-from saf.ops.fused.operator import MAPS, PATTERNS, run_fused
-from saf.ops.fused.tables import fused_obstacle, fused_tables
-from saf.ops.heads import heads_like
-from saf.patterns import CompactPattern, DensePattern
+from saf.ops.fused.operator import run_fused
+from saf.ops.fused.tables import MAPS, PATTERNS, fused_obstacle, fused_tables
+from saf.patterns import Pattern
 
 LENGTH = 4096
-"""Positions that tables are made for."""
+"""Positions that tables are made for: no longer sequence is few by the limits below."""
 SHORT = 1024
+"""Positions up to which one launch was no slower than two on an H200, at the batches that `SHORT_PAIRS` allows."""
 SHORTEST = 256
+"""Positions that shorter sequences count as: their time no longer falls with the square of the length."""
 SHORT_PAIRS = 40 * SHORT**2
-"""B x H x T x T up to which one launch is faster on the device, T from `SHORTEST`, if fewer, to `SHORT`."""
+"""B x H x T x T up to which one launch is faster on the device, T from `SHORTEST`, if fewer, to `SHORT` (docs/log.md).
+
+On an H200 it met the two launches between 2 and 4 sequences of 1,024 and between 8 and 16 of 512, at 12 heads.
+"""
 HOST_BOUND = 4096 * 768 * (12 * 768 + 4096)
-"""B x T x C x (12 C + T), half a layer's operations, up to which a host that launches every kernel sets the pace."""
+"""B x T x C x (12 C + T), half a layer's operations, up to which a host that launches every kernel sets the pace.
+
+It is a layer of the 124M model at one sequence of 4,096 tokens: the largest shape measured whose kernels an H200 ends
+before its host launches the next ones. Two launches are faster on the device there, so graphs take two.
+"""
 DIM = 128
+"""Channels up to which the kernel's tiles were measured; wider heads leave it few registers."""
 DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes that it was measured for; float32 has no matrix units at full precision, and few tokens cost more there."""
 PREFIX = "few_"
+"""What the names of its tables begin with among those of a layer."""
 FEW = "; few tokens without gradients: one launch with live heads"
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the launch runs on a device with values of `dtype`, on a kind of device where it is known to pay."""
+    """Return whether the launch runs on a device with values of `dtype`, and is known to pay on such a device."""
     return dtype in DTYPES and fused_obstacle(device, dtype) is None and _measured(device)
 
 
 def _measured(device: torch.device) -> bool:
+    """Return whether a CUDA device is of a kind that the limits were measured on: Hopper and later."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
-    """Whether values `[B, H_kv, T, D]` of a layer of `heads` are few; `replayed` where a graph launches its kernels."""
+    """Return whether values `[B, H_kv, T, D]` of a layer of `heads` are few.
+
+    `replayed` tells that a CUDA graph launches the kernels: the host's pace then has no say.
+    """
     batch, _, length, dim = value.shape
     if dim > DIM or length > LENGTH:
         return False
@@ -51,10 +65,7 @@ def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
 
 
 def few_tables(
-    patterns: Sequence[CompactPattern | DensePattern],
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_head: tuple[int, ...] | None,
+    patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None
 ) -> dict[str, Any]:
     """Return the launch's tables of the first positions, their names prefixed; none where it cannot serve."""
     if kv_head is None or not serves(device, dtype):
@@ -67,8 +78,8 @@ class OneLaunch(NamedTuple):
     """What the launch reads besides the operands; the lists are empty where it cannot serve.
 
     Attributes:
-        maps: where each head finds its parts, in the order of `fused_operator.MAPS`.
-        patterns: of frozen heads, in the order of `fused_operator.PATTERNS`.
+        maps: where each head finds its parts, in the order of `fused.tables.MAPS`.
+        patterns: of frozen heads, in the order of `fused.tables.PATTERNS`.
         counts: of live, compact and dense heads.
         grouped: whether value heads are shared.
     """
@@ -88,49 +99,37 @@ class OneLaunch(NamedTuple):
         return cls(maps, patterns, list(tables[PREFIX + "mixed_counts"]), tables[PREFIX + "mixed_grouped"][0])
 
     def serves(self, value: Tensor, *, replayed: bool) -> bool:
-        """Whether values `[B, H_kv, T, D]` of the layer are few; `replayed` where a graph launches its kernels."""
+        """Return whether values `[B, H_kv, T, D]` of the layer are few; `replayed` as in `are_few`."""
         return len(self.maps) > 0 and are_few(value, sum(self.counts), replayed=replayed)
 
 
-def run_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor:
-    """Return all heads, `[B, H, T, D]`, given value heads up to the last that is read."""
-    scale = float(value.shape[-1] ** -0.5) if scale is None else scale
-    return run_fused(query, key, value, *launch, scale)[0]
+def called_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor:
+    """Return all heads, `[B, H, T, D]`, given value heads up to the last that is read, in a call."""
+    return run_fused(query, key, value, *launch, _scale(value, scale))[0]
 
 
-def trace_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor | None:
-    """Do `run_launch` where compiled code is traced for one shape of few tokens on CUDA; None elsewhere.
+def compiled_launch(
+    query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None, *, replayed: bool
+) -> Tensor | None:
+    """Return what `called_launch` does where code is compiled for one shape of few tokens on CUDA; None elsewhere.
 
-    The compiler then launches the kernel itself, at a fraction of what an operator in Python costs the host. Other
-    shapes are decided upon in the call (`saf::inference`), and so are those where two launches are faster on the device
-    when a `GraphReplay` is being made: code compiled for calls is compiled once more then. A compiler's own graphs
-    (`mode="reduce-overhead"`) cannot be told from calls; an exported program keeps the operator.
+    The compiler looks into the operator and launches the kernel itself, at a fraction of what a call of an operator
+    costs the host. Other shapes are decided upon in the call, by `saf::inference`. A compiler's own graphs
+    (`mode="reduce-overhead"`) cannot be told from calls.
     """
-    # Not `is_exporting()`: traced by torch 2.11 it is always true.
-    if not torch.compiler.is_dynamo_compiling() or torch.compiler._is_exporting_flag or value.device.type != "cuda":
+    if not torch.compiler.is_dynamo_compiling() or value.device.type != "cuda":
         return None
     if any(x.stride(-1) != 1 for x in (query, key, value)):
         return None
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    if not all(has_static_value(size) for size in value.shape):
+    if not all(has_static_value(size) for size in value.shape) or not launch.serves(value, replayed=replayed):
         return None
-    if not launch.serves(value, replayed=True) and (is_to_be_replayed() or not launch.serves(value, replayed=False)):
-        return None
-    from saf.ops.fused.forward_kernel import fused_forward_kernel
-    from saf.ops.fused.launch import forward_arguments, forward_tables, log_sums_like
+    from saf.ops.fused.launch import visible_forward
 
-    kernel: Any = fused_forward_kernel
-    read, result = _tables(launch), heads_like(value, sum(launch.counts))
-    operands = query, key, value, result
-    grid, numbers, constants = forward_arguments(*operands, *read, scale)
-    kernel[grid](*operands, log_sums_like(value, launch.counts[0]), *forward_tables(*read), *numbers, **constants)
-    return result
+    return visible_forward(query, key, value, *launch, _scale(value, scale))
 
 
-def _tables(launch: OneLaunch) -> tuple[Any, Any]:
-    """Return maps and patterns as the launcher takes them."""
-    from saf.ops.fused.tables import FusedPatterns, HeadMaps
-
-    maps: Any = HeadMaps
-    return maps(*launch.maps, tuple(launch.counts), launch.grouped), FusedPatterns(*launch.patterns)
+def _scale(value: Tensor, scale: float | None) -> float:
+    """Return the scale of live heads' scores, by default 1 / sqrt(D)."""
+    return float(value.shape[-1] ** -0.5) if scale is None else scale

@@ -1,20 +1,23 @@
 """The registered operator `saf::inference`: a layer's heads and their output product behind one boundary, no gradients.
 
 How they are launched is decided in the call, so that compiled code has no guards on it: few tokens take one launch for
-all heads (`few_tokens`), more of them two (`side_by_side`).
+all heads (`one_launch`), more of them two, attention for live heads and the Toeplitz product for frozen ones. While a
+CUDA graph is captured the two run at the same time, on two streams: with few sequences neither launch fills the device,
+and one after the other they leave it half empty. Called, a second stream costs the host more than the device gains.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.ops.heads import heads_like, projected, read_heads
-from saf.ops.inference.one_launch import OneLaunch, are_few, run_launch
-from saf.ops.inference.two_launches import projected_like, run_side_by_side
-from saf.ops.operator import layout_of, operator
-
-MOST = 4096
+from saf.ops.heads import flat_heads, heads_like, live_keys, part_heads, projected, read_heads
+from saf.ops.inference.one_launch import OneLaunch, called_launch
+from saf.ops.live import live_attention
+from saf.ops.operator import operator, uses_triton
+from saf.ops.toeplitz.operator import kernel_product, toeplitz_product
 
 
 @operator("saf::inference")
@@ -34,56 +37,96 @@ def inference(
     scale: float | None,
     kernel: str,
     projection: Tensor | None,
+    replayed: bool,
 ) -> Tensor:
     """Return all heads in slot order, `[B, H, T, D]` stored as `[B, T, H, D]`; projected, `[B, T, C]`, where asked.
 
     `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `live_heads` and `frozen_heads` name the value
     head of each slot. `table`, `before` and `after` are of `saf::toeplitz`, `maps` to `grouped` of `saf::fused`, the
-    lists empty where it cannot serve; `projection [C, H * D]`.
+    lists empty where it cannot serve; `projection [C, H * D]`; `replayed` tells that a CUDA graph launches the kernels.
     """
-    replayed = query.is_cuda and torch.cuda.is_current_stream_capturing()
     slots = tuple(live_heads), tuple(frozen_heads)
-    tables = table, before, after
     launch = OneLaunch(maps, patterns, counts, grouped)
-    one = launch.serves(value, replayed=replayed)
-    if not one or (not replayed and _runs_both(query, key, value, slots, tables, alone=projection is None)):
-        result = run_side_by_side(query, key, value, *slots, *tables, scale, kernel, projection, replayed=replayed)
-    if one:
-        result = projected(run_launch(query, key, read_heads(value, *slots), launch, scale), projection)
-    return result
-
-
-_called: set[tuple[Any, ...]] = set()
-"""Layouts that calls take one launch for and graphs two, once called."""
-
-
-def _runs_both(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slots: tuple[tuple[int, ...], tuple[int, ...]],
-    tables: tuple[Tensor, ...],
-    *,
-    alone: bool,
-) -> bool:
-    """Whether a call in one launch also runs the kernels of a graph, which has two: the first of its layout does.
-
-    Nothing can be compiled during a capture. The layout is all that those kernels are compiled for; `alone`, no output
-    product.
-    """
-    if are_few(value, sum(map(len, slots)), replayed=True):
-        return False
-    layout = (slots, alone, *map(layout_of, (query, key, value)), *((x.shape, x.stride()) for x in tables))
-    if layout in _called:
-        return False
-    if len(_called) >= MOST:
-        _called.clear()
-    _called.add(layout)
-    return True
+    if launch.serves(value, replayed=replayed):
+        return projected(called_launch(query, key, read_heads(value, *slots), launch, scale), projection)
+    return two_launches(query, key, value, *slots, (table, before, after), scale, kernel, projection)
 
 
 @torch.library.register_fake("saf::inference")
 def _(query, key, value, live_heads, frozen_heads, *rest: Any) -> Tensor:
-    *_, projection = rest
+    *_, projection, _ = rest
     heads = len(live_heads) + len(frozen_heads)
-    return heads_like(value, heads) if projection is None else projected_like(value, projection)
+    return heads_like(value, heads) if projection is None else _projected_like(value, projection)
+
+
+def two_launches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    live_heads: tuple[int, ...],
+    frozen_heads: tuple[int, ...],
+    tables: tuple[Tensor, Tensor, Tensor],
+    scale: float | None,
+    kernel: str,
+    projection: Tensor | None,
+) -> Tensor:
+    """Return what `saf::inference` does, live heads from attention and frozen ones from the Toeplitz product.
+
+    `tables` are the table and the scalings before and after of `saf::toeplitz`.
+    """
+    captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    live_key, live_slots = live_keys(key, live_heads)
+    live_value, frozen_value = part_heads(value, live_slots, frozen_heads)
+    if projection is None:
+        result = heads_like(value, len(live_heads) + len(frozen_heads))
+        mixed = result[:, len(live_heads) :]
+    else:
+        result = _projected_like(value, projection)
+        mixed = heads_like(value, len(frozen_heads))
+    # Memory was made on the stream that frees it: what the other one reads and writes is used again only behind it.
+    with _other_stream(query.device, captured=captured):
+        _write_product(frozen_value, tables, mixed)
+        if projection is not None:
+            torch.matmul(flat_heads(mixed), projection[:, len(live_heads) * value.shape[-1] :].t(), out=result)
+    live = live_attention(query, live_key, live_value, scale=scale, kernel=kernel)
+    if captured:
+        torch.cuda.current_stream(query.device).wait_stream(_side_stream(query.device))
+    if projection is None:
+        result[:, : len(live_heads)] = live
+    else:
+        rows = flat_heads(live).flatten(0, 1)
+        result.flatten(0, 1).addmm_(rows, projection[:, : rows.shape[1]].t())
+    return result
+
+
+def _projected_like(value: Tensor, projection: Tensor) -> Tensor:
+    """Return uninitialised memory for what `projection [C, H * D]` makes of heads of `value`, `[B, T, C]`."""
+    return value.new_empty(value.shape[0], value.shape[2], projection.shape[0])
+
+
+def _write_product(x: Tensor, tables: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+    """Write `saf::toeplitz` of values that frozen slots read into `out`."""
+    if uses_triton(x.device, x.dtype):
+        kernel_product(x, *tables, False, out=out)
+    else:
+        out.copy_(toeplitz_product(x, *tables, False))
+
+
+def _other_stream(device: torch.device, *, captured: bool) -> AbstractContextManager[Any]:
+    """Return a context in which a captured graph branches off; made before, in calls: cuBLAS keeps memory for it."""
+    if device.type != "cuda":
+        return nullcontext()
+    side = _side_stream(device)
+    if not captured:
+        return nullcontext()
+    side.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the second stream of a device, made once."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        torch.cuda.current_blas_handle()
+    return stream

@@ -10,117 +10,126 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saf.ops.backend import Backend, Tables
 from saf.ops.heads import dense_product, projected, put_together, read_heads, take_heads
-from saf.ops.inference.one_launch import FEW, OneLaunch, few_tables, serves, trace_launch
+from saf.ops.inference.one_launch import FEW, OneLaunch, compiled_launch, few_tables, serves
 from saf.ops.inference.operator import inference
 from saf.ops.operator import uses_triton
 from saf.ops.toeplitz.operator import distance_table, implementation, toeplitz_product
 from saf.ops.toeplitz.tables import compact_tables, convolution_tables, tables_hold
 from saf.ops.toeplitz.trained import NOT_HELD, trainable_product
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of values that `toeplitz.tables` has limits for."""
+WHOLE_SHARE = 4
+"""The whole product is computed and cut where more than one row in so many is asked for; fewer make weights."""
 
 
-def supports(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why this backend cannot run; None when it can."""
-    return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
+class Toeplitz(Backend):
+    """The block-Toeplitz product among the backends; its tables are those that `prepare` names."""
 
+    infers = True
+    trains = True
 
-def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Say how this backend would run."""
-    return implementation(device, dtype) + (FEW if serves(device, dtype) else "")
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why values of `dtype` cannot be mixed; None when they can."""
+        return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
 
+    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return in words how the product runs on a device, and few tokens with it."""
+        return implementation(device, dtype) + (FEW if serves(device, dtype) else "")
 
-def prepare(
-    patterns: Sequence[CompactPattern | DensePattern],
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_head: tuple[int, ...] | None = None,
-) -> dict[str, Tensor | tuple[int, ...]]:
-    """Return the tables of one pattern per head.
+    def prepare(
+        self,
+        patterns: Sequence[Pattern],
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_head: tuple[int, ...] | None = None,
+    ) -> Tables:
+        """Return the tables of one pattern per head.
 
-    `distance [C, T]` exp(rho) in `dtype`; `key_scale [C, T]` exp(alpha) and `row_scale [C, T]` 1/Z in float32
-    (float64 for float64 values) and `table` from `distance_table`, for the `C` heads of `convolved`;
-    `weights [F - C, T, T]` for those of `stored`; and, where none is stored, what `few_tokens` reads.
-    """
-    compact = {slot: pattern for slot, pattern in enumerate(patterns) if isinstance(pattern, CompactPattern)}
-    made: dict[str, Tensor | tuple[int, ...]] = {}
-    convolved: tuple[int, ...] = ()
-    if compact:
-        stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
-        tables, holds = convolution_tables(CompactPattern.stack(stacked), dtype)
-        convolved = tuple(slot for slot, held in zip(compact, holds.tolist(), strict=True) if held)
+        `distance [C, T]` exp(rho) in `dtype`; `key_scale [C, T]` exp(alpha) and `row_scale [C, T]` 1/Z in float32
+        (float64 for float64 values) and `table` from `distance_table`, for the `C` heads of `convolved`;
+        `weights [F - C, T, T]` for those of `stored`; and, where none is stored, what one launch of few tokens reads.
+        """
+        compact = {slot: pattern for slot, pattern in enumerate(patterns) if isinstance(pattern, CompactPattern)}
+        made: Tables = {}
+        convolved: tuple[int, ...] = ()
+        if compact:
+            stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
+            tables, holds = convolution_tables(CompactPattern.stack(stacked), dtype)
+            convolved = tuple(slot for slot, held in zip(compact, holds.tolist(), strict=True) if held)
+            if convolved:
+                made |= {name: table[holds] for name, table in tables.items()}
+                made["table"] = distance_table(tables["distance"][holds])
+        stored = tuple(slot for slot in range(len(patterns)) if slot not in convolved)
+        if stored:
+            dense = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
+            made["weights"] = torch.stack(dense)
+        else:
+            made |= few_tables(patterns, dtype, device, kv_head)
+        return made | {"convolved": convolved, "stored": stored}
+
+    def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:
+        """Return `P V` of the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
+        if not tables["stored"]:
+            return _convolve(value, tables, rows)
+        stored, convolved = tables["stored"], tables["convolved"]
+        parts = [(stored, dense_product(tables["weights"], take_heads(value, stored), rows))]
         if convolved:
-            made |= {name: table[holds] for name, table in tables.items()}
-            made["table"] = distance_table(tables["distance"][holds])
-    stored = tuple(slot for slot in range(len(patterns)) if slot not in convolved)
-    if stored:
-        dense = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
-        made["weights"] = torch.stack(dense)
-    else:
-        made |= few_tables(patterns, dtype, device, kv_head)
-    return made | {"convolved": convolved, "stored": stored}
+            parts.append((convolved, _convolve(take_heads(value, convolved), tables, rows)))
+        return put_together(parts)
+
+    def can_infer(self, device: torch.device, dtype: torch.dtype, tables: Tables) -> bool:
+        """Return whether every head is convolved, by a kernel: elsewhere one operator gains nothing."""
+        return uses_triton(device, dtype) and not tables["stored"]
+
+    def infer(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        live_heads: tuple[int, ...],
+        frozen_heads: tuple[int, ...],
+        tables: Tables,
+        scale: float | None,
+        kernel: str,
+        projection: Tensor | None,
+        *,
+        replayed: bool,
+    ) -> Tensor:
+        """Return all heads of a layer, projected where asked: from `saf::inference`, or a launch compiled in."""
+        launch = OneLaunch.of(tables if kernel == "auto" else {})
+        read = read_heads(value, live_heads, frozen_heads)
+        heads = compiled_launch(query, key, read, launch, scale, replayed=replayed)
+        if heads is not None:
+            return projected(heads, projection)
+        slots = list(live_heads), list(frozen_heads)
+        own = tables["table"], tables["key_scale"], tables["row_scale"]
+        return inference(query, key, value, *slots, *own, *launch, scale, kernel, projection, replayed)
+
+    def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+        """Return why logits `[F, T]` cannot be trained here; None when they can."""
+        if dtype == torch.float16:
+            return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
+        if tables_hold(*compact_tables(alpha, rho, dtype)).all():
+            return None
+        return NOT_HELD.format(dtype=dtype)
+
+    def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor, rows: int) -> Tensor:
+        """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`.
+
+        What becomes of patterns that tables cannot hold is said at `trainable_product`.
+        """
+        return trainable_product(value, alpha, rho)[:, :, value.shape[-2] - rows :]
 
 
-def untrainable(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
-    """Return why logits `[F, T]` cannot be trained here; None when they can."""
-    if dtype == torch.float16:
-        return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
-    if tables_hold(*compact_tables(alpha, rho, dtype)).all():
-        return None
-    return NOT_HELD.format(dtype=dtype)
-
-
-def forward_trainable(value: Tensor, alpha: Tensor, rho: Tensor, rows: int) -> Tensor:
-    """Return `P V` of trainable patterns for the last `rows` positions, with gradients to their logits `[F, >=T]`.
-
-    What it does with patterns that tables cannot hold is told at `trainable_product`.
-    """
-    return trainable_product(value, alpha, rho)[:, :, value.shape[-2] - rows :]
-
-
-def forward(value: Tensor, tables: dict, rows: int) -> Tensor:
-    """Return `P V` for the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
-    if not tables["stored"]:
-        return _convolve(value, tables, rows)
-    stored, convolved = tables["stored"], tables["convolved"]
-    parts = [(stored, dense_product(tables["weights"], take_heads(value, stored), rows))]
-    if convolved:
-        parts.append((convolved, _convolve(take_heads(value, convolved), tables, rows)))
-    return put_together(parts)
-
-
-def infers(device: torch.device, dtype: torch.dtype, tables: dict) -> bool:
-    """Whether `infer` serves these tables, and gains anything here."""
-    return uses_triton(device, dtype) and not tables["stored"]
-
-
-def infer(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    live_heads: tuple[int, ...],
-    frozen_heads: tuple[int, ...],
-    tables: dict,
-    scale: float | None,
-    kernel: str,
-    projection: Tensor | None,
-) -> Tensor:
-    """Return all heads of a layer, projected where asked, from one operator; without gradients (`saf::inference`)."""
-    launch = OneLaunch.of(tables if kernel == "auto" else {})
-    heads = trace_launch(query, key, read_heads(value, live_heads, frozen_heads), launch, scale)
-    if heads is not None:
-        return projected(heads, projection)
-    scales = tables["key_scale"], tables["row_scale"]
-    slots = list(live_heads), list(frozen_heads)
-    return inference(query, key, value, *slots, tables["table"], *scales, *launch, scale, kernel, projection)
-
-
-def _convolve(value: Tensor, tables: dict, rows: int) -> Tensor:
+def _convolve(value: Tensor, tables: Tables, rows: int) -> Tensor:
+    """Return `P V` of convolved heads for the last `rows` positions: the whole product, or few rows' own weights."""
     length = value.shape[-2]
     distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
-    if rows * 4 > length:
+    if rows * WHOLE_SHARE > length:
         full = toeplitz_product(value, tables["table"], key_scale, row_scale, False)
         return full[:, :, length - rows :]
     query = torch.arange(length - rows, length, device=value.device)

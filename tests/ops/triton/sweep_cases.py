@@ -53,7 +53,7 @@ def _kernels_in_place(device: str) -> list[str]:
     from saf.ops.fused import launch as fused_backward
 
     if device == "cpu":
-        saf.ops.fused.backend.supports = lambda device, dtype: None
+        saf.ops.fused.backend.fused_obstacle = lambda device, dtype: None
         saf.ops.toeplitz.operator.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
     names: list[str] = []
 

@@ -14,7 +14,7 @@ import saf.ops.fused.backend as fused
 from saf.ops import FrozenHeads, mixed_attention
 from saf.patterns import CompactPattern, DensePattern
 
-fused.supports = lambda device, dtype: None  # the interpreter stands in for a device
+fused.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device
 generator = torch.Generator().manual_seed(0)
 compact = CompactPattern.from_parameters(*torch.randn(2, 1, 64, generator=generator, dtype=torch.float64))
 dense = torch.rand(64, 64, generator=generator, dtype=torch.float64).tril() + 1e-3 * torch.eye(64)
@@ -54,7 +54,7 @@ from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, mixed_attention
 from saf.patterns import CompactPattern
 
-fused.supports = lambda device, dtype: None
+fused.fused_obstacle = lambda device, dtype: None
 frozen = FrozenHeads.from_patterns(
     CompactPattern.from_parameters(torch.randn(1, 8), torch.randn(1, 8)), backend="fused", kv_head=(0, 1)
 )
