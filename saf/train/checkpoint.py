@@ -27,7 +27,7 @@ _NAME = re.compile(r"step-(\d+)(-frozen)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; `state` is its state.json."""
+    """Hold a verified checkpoint; `state` is its state.json."""
 
     path: Path
     hash: str
@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def update(self) -> int:
-        """How many updates were done."""
+        """Return how many updates were done."""
         return int(self.state["update"])
 
     def model(self, device: torch.device | str = "cpu", *, backend: str = "auto") -> GPT:
@@ -126,7 +126,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, perhaps one that lost its manifest and is refused when opened."""
+    """Return whether a folder is a checkpoint, perhaps one that lost its manifest and is refused when opened."""
     return any((path / name).is_file() for name in (MANIFEST, "state.json"))
 
 

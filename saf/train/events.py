@@ -41,12 +41,27 @@ class Change:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-def carry_out_(run: Run, event: Event) -> Outcome:
-    """Carry an event out between two updates and record it, with the controller loss before and after.
+def carry_out_due_(run: Run, *, saved: bool = False) -> None:
+    """Carry out the events that are due, after a checkpoint of the state before them (unless `saved`: it is there).
 
     The place in the training data does not move. Raises UnsupportedError for an event that runs cannot carry out, and
-    what the surgery raises; nothing is recorded then.
+    what `freeze_` and `uninstall_` raise; that event is not recorded then.
     """
+    proposer, carried_out = run.proposer, 0
+    while proposer and (events := proposer.propose(run.update)):
+        if not (saved or carried_out):
+            run.save()
+        for event in events:
+            proposer.done(event, _carry_out_(run, event))
+            carried_out += 1
+        if not (run.config.track_gradients or reads_gradient(run.config, proposer)):
+            run.updater.gradient = None
+    if carried_out and run.finished():
+        run.save(after_freezing=True)
+
+
+def _carry_out_(run: Run, event: Event) -> Outcome:
+    """Carry one event out and record it, with the controller loss before and after."""
     before = run.controller_loss(f"before_{event.kind}")
     change = CARRY_OUT[event.kind](run, event)
     run.updater.compile_()

@@ -15,7 +15,7 @@ from saf.machine.processes import done_once
 from saf.records.folders import no_room
 from saf.train.checkpoint import latest
 from saf.train.config import TrainConfig
-from saf.train.events import carry_out_, reads_gradient
+from saf.train.events import carry_out_due_
 from saf.train.results import finish
 from saf.train.run import Clock, Run
 from saf.train.start import start_run
@@ -69,7 +69,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
     """Run updates to the end; return False when a signal stopped them."""
     config = run.config
     run.model.train()
-    _carry_out_what_is_due(run, saved=run.update == run.start and run.parent_hash is not None)
+    carry_out_due_(run, saved=run.update == run.start and run.parent_hash is not None)
     finished = run.finished()
     while not finished:
         if run.observer and run.updater.compiling:
@@ -89,7 +89,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
             run.save()
         if stopping:
             return False
-        _carry_out_what_is_due(run)
+        carry_out_due_(run)
     return True
 
 
@@ -110,21 +110,6 @@ def run_update(run: Run) -> dict[str, Any]:
         "grad_norm": done.grad_norm,
         "update_seconds": done.seconds,
     }
-
-
-def _carry_out_what_is_due(run: Run, *, saved: bool = False) -> None:
-    """Carry out the events that are due, after a checkpoint of the state before them (unless the parent is it)."""
-    proposer, carried_out = run.proposer, 0
-    while proposer and (events := proposer.propose(run.update)):
-        if not (saved or carried_out):
-            run.save()
-        for event in events:
-            proposer.done(event, carry_out_(run, event))
-            carried_out += 1
-        if not (run.config.track_gradients or reads_gradient(run.config, proposer)):
-            run.updater.gradient = None
-    if carried_out and run.finished():
-        run.save(after_freezing=True)
 
 
 _HANGUP: int | None = getattr(signal, "SIGHUP", None)

@@ -80,6 +80,8 @@ class Run:
     start: int
     """Update of the checkpoint that the run began at; 0 for a new one."""
     parent_hash: str | None
+    heads_changed: int = 0
+    """Update after which the newest event came; 0 before any."""
     peak_memory: int | None = None
     """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
 
@@ -105,8 +107,11 @@ class Run:
 
     @property
     def timed_from(self) -> int:
-        """Return the first update whose time and memory count: past the first event, compilation and warm caches."""
-        begin = max(self.start, self.config.freeze_update or 0)
+        """Return the first update whose time and memory count: past the newest event, compilation and cold caches.
+
+        An ordinary arm leaves out as many, so that both are timed over the same updates.
+        """
+        begin = max(self.start, self.heads_changed, self.config.freeze_update or 0)
         begin = begin if begin < self.config.updates else self.start
         # Ten updates, or a quarter of a short run's: the allocator and the kernels' caches have grown by then.
         return begin + 1 + min(10, (self.config.updates - begin) // 4)
@@ -141,6 +146,8 @@ class Run:
 
     def record_event(self, event: Event, heads: HeadSet, values: dict[str, Any], tensors: dict[str, Any]) -> int:
         """Add a line to events.jsonl for an event that was carried out, and return its number."""
+        # What was allocated before the heads changed says nothing about the updates to come.
+        self.heads_changed, self.peak_memory = self.update, None
         line = {"update": self.update, "reason": event.reason, "heads": heads.to_list(), **values}
         return done_once(lambda: append_event(self.folder, event.kind, line, tensors).number)
 

@@ -66,6 +66,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         lock = lock or lock_folder(folder)
         record = run_config(config, model=shape, task=task, execution=execution, parent=parent)
         _write_start(folder, config, record, update=update, own=own)
+    events = read_events(folder) if folder.is_dir() else []
     return Run(
         config=config,
         folder=folder,
@@ -88,6 +89,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         observer=_observer(config, execution, shape, task, update, clock) if is_first() else None,
         start=parent["update"] if parent else 0,
         parent_hash=parent["hash"] if parent else None,
+        heads_changed=max((event.update or 0 for event in events), default=0),
     )
 
 

@@ -1,11 +1,14 @@
 import errno
+import json
 import os
+import random
 import resource
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -18,11 +21,13 @@ from saf.patterns import CompactPattern
 from saf.records.folders import remove_leftovers_
 from saf.surgery import install_, uninstall_
 from saf.train.checkpoint import (
+    capture_random_state,
     checkpoints,
     latest,
     load_model,
     open_checkpoint,
     prune_checkpoints_,
+    restore_random_state,
     save_checkpoint,
     step_name,
 )
@@ -257,3 +262,21 @@ def test_order_and_pruning(tmp_path, model, optimizer):
     prune_checkpoints_(tmp_path, keep=1, protect={"step-9"})
     assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-100"]
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+
+
+def test_every_generator_repeats_itself():
+    original = capture_random_state()
+    try:
+        random.gauss(0, 1)
+        np.random.randn()
+        state = json.loads(json.dumps(capture_random_state()))
+        first = draw()
+        draw()
+        restore_random_state(state)
+        assert draw() == first
+    finally:
+        restore_random_state(original)
