@@ -10,7 +10,7 @@ from saf.ops import for_graphs
 
 
 class LastToken(nn.Module):
-    """The model with its output layer on the last position alone: `[B, T]` token ids to logits `[B, 1, V]`."""
+    """Run a model with its output layer on the last position alone: `[B, T]` token ids to logits `[B, 1, V]`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -23,7 +23,7 @@ class LastToken(nn.Module):
 
 
 class Prefill:
-    """A model's prefill at one shape. With few sequences the host is slower than the device: a graph takes it out.
+    """Run a model's prefill at one shape. With few sequences the host is slower than the device: a graph takes it out.
 
     >>> prefill = Prefill(model, batch_size=1, length=4096)  # doctest: +SKIP
     >>> logits = prefill(input_ids)  # [1, 1, vocab_size]  # doctest: +SKIP

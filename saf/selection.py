@@ -109,6 +109,7 @@ class Chooser:
         return count > self.total - self._group_size
 
     def _fits(self, taken: list[Head], unit: Unit) -> bool:
+        """Return whether a unit stays within its layer's limit, beside the heads taken."""
         layer = unit[0][0]
         return sum(at == layer for at, _ in taken) + len(unit) <= self._limits[layer]
 

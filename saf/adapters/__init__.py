@@ -41,4 +41,5 @@ def language_model(model: nn.Module) -> LanguageModel:
 
 
 def _known(model: nn.Module) -> Adapter | None:
+    """Return the adapter of an unwrapped model; None for a family that no adapter knows."""
     return next((found for adapter in ADAPTERS if (found := adapter.of(model)) is not None), None)

@@ -48,6 +48,7 @@ def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
 
 
 def _kind(value: Any) -> str:
+    """Return dtype and shape of a tensor, or the type of anything else, for messages."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -116,6 +117,8 @@ def capture(adapter: Adapter, wanted: Mapping[int, Wanted], ids: Sequence[Tensor
 
 
 def _sink(queries: "_Kept", keys: "_Kept") -> Callable[[Tensor, Tensor], None]:
+    """Return what takes queries and keys of one pass into their places."""
+
     def take(query: Tensor, key: Tensor) -> None:
         queries.add(query.detach())
         keys.add(key.detach())
@@ -124,7 +127,7 @@ def _sink(queries: "_Kept", keys: "_Kept") -> Callable[[Tensor, Tensor], None]:
 
 
 class _Kept:
-    """Hold some heads of all sequences; positions outside heads in memory, as models store them."""
+    """Keep some heads of all sequences; positions lie outside heads in memory, as models store them."""
 
     def __init__(self, heads: list[int], count: int):
         self._heads, self._count, self._filled = heads, count, 0

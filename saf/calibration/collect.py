@@ -107,6 +107,7 @@ class Collection:
         return take
 
     def _put_rows(self, tensor: Tensor, strip: Strip, values: Tensor) -> None:
+        """Write those rows of a strip that were asked for by position."""
         chosen = [(at, row - strip.start) for at, row in enumerate(self.positions) if strip.start <= row < strip.end]
         if chosen:
             at, rows = map(list, zip(*chosen, strict=True))
@@ -114,6 +115,7 @@ class Collection:
 
 
 def _check_positions(positions: Sequence[int], length: int, used: bool) -> tuple[int, ...]:
+    """Return the query positions; raise InputError unless they ascend within `length`, and () where none is read."""
     positions = tuple(int(position) for position in positions)
     if list(positions) != sorted(set(positions)) or not all(0 <= position < length for position in positions):
         raise InputError(f"positions must ascend within [0, {length}); got {positions}")
@@ -121,14 +123,17 @@ def _check_positions(positions: Sequence[int], length: int, used: bool) -> tuple
 
 
 def _variance(values: Tensor, mean: Tensor) -> Tensor:
+    """Return the variance over sequences about their mean, dividing by N - 1."""
     return (values - mean).square_().sum(0) / max(len(values) - 1, 1)
 
 
 def _logits(strip: Strip) -> Tensor:
+    """Return the strip's logits with zeros above the diagonal."""
     return strip.logits.masked_fill(~strip.causal, 0)
 
 
 def _logit_variance(strip: Strip) -> Tensor:
+    """Return the variance of the strip's logits over sequences."""
     logits = _logits(strip)
     return _variance(logits, logits.mean(0))
 
@@ -148,6 +153,7 @@ _ROWS: dict[str, Callable[[Strip], Tensor]] = {
 
 
 def _put(tensor: Tensor, strip: Strip, values: Tensor) -> None:
+    """Write a strip's values into its rows of what is kept: one number a row, or one an entry."""
     if values.ndim == 2:
         tensor[:, strip.start : strip.end] = values.to(tensor)
     else:
@@ -155,6 +161,7 @@ def _put(tensor: Tensor, strip: Strip, values: Tensor) -> None:
 
 
 def _add_sharp(tensors: dict[str, Tensor], strip: Strip) -> None:
+    """Add a strip's share of the marginals and entropy of the floored sharp mean."""
     sharp = strip.logits.mean(0).softmax(-1)
     floored = floor_rows(sharp, strip.causal)
     sums = {

@@ -131,7 +131,7 @@ def _measure(
 
 
 class _Result:
-    """What the layers give, put together as they come."""
+    """Put together what the layers give, as they come."""
 
     def __init__(self, layers: int, heads: int, length: int, chosen: HeadSet, kept: Collection):
         self.statistics = {

@@ -96,6 +96,7 @@ def head_norms(site: Site) -> Tensor:
 
 
 def _block_norms(parameter: Tensor, dimension: int, head_dim: int) -> Tensor:
+    """Return the norm of each head's block of a parameter's gradient; raise InputError when there is none."""
     if parameter.grad is None:
         raise InputError(
             "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"

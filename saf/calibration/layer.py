@@ -138,6 +138,7 @@ def _cut(count: int, length: int, rows: int, limit: int) -> tuple[int, int]:
 
 
 def _measure(query: Tensor, key: Tensor, scale: float, rows: int, at: slice, take: Take | None) -> LayerStatistics:
+    """Measure heads that share strips, `[N, heads, T, D]` each, strip by strip."""
     count, heads, length, _ = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key = query.to(wide) * scale, key.to(wide)

@@ -159,6 +159,7 @@ class _Layer:
                 )
 
     def _values(self, normed: Tensor) -> Tensor:
+        """Return the values `[H_kv, T, D]` of the projections' input, in at least float32."""
         weight, dimension = self.site.projections()["value"]
         values = normed.to(self.wide) @ weight.movedim(dimension, 0).to(self.wide).T
         if self.modules.value_bias is not None:
@@ -166,6 +167,7 @@ class _Layer:
         return values.unflatten(-1, (-1, self.site.head_dim)).transpose(0, 1)
 
     def _add(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
+        """Add one sequence: contributions of every live head at the sampled rows, and their changes."""
         logits = query @ key.mT * query.shape[-1] ** -0.5
         position = torch.arange(key.shape[1], device=key.device)
         future = position > torch.tensor(self.rows, device=key.device)[:, None]

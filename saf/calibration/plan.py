@@ -24,7 +24,7 @@ TILE_SUMS = 3 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationPlan:
-    """How a calibration will go and what it holds at once, in bytes; `str` is a sentence for people.
+    """Say how a calibration will go and what it holds at once, in bytes; `str` is a sentence for people.
 
     `forward_bytes` and `statistics_bytes` are estimates, the others exact.
     """
@@ -48,17 +48,17 @@ class CalibrationPlan:
 
     @property
     def layers(self) -> list[int]:
-        """The layers to measure, in order."""
+        """Return the layers to measure, in order."""
         return [layer for group in self.groups for layer in group]
 
     @property
     def capture_bytes(self) -> int:
-        """Queries and keys of the largest group."""
+        """Return the bytes of the queries and keys of the largest group."""
         return max((sum(map(self.layer_bytes.__getitem__, group)) for group in self.groups), default=0)
 
     @property
     def device_bytes(self) -> int:
-        """All that is held on the model's device at once; passes and tile loops alternate."""
+        """Return all that is held on the model's device at once; passes and tile loops alternate."""
         return self.capture_bytes + max(self.forward_bytes, self.statistics_bytes)
 
     def without(self, done: Sequence[int]) -> "CalibrationPlan":
@@ -183,6 +183,7 @@ def lowered_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _layer_bytes(site: Site, heads: Sequence[int], tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the queries and keys that measuring these heads of a layer keeps."""
     wanted = Wanted.of(site, heads)
     return tokens * (len(wanted.queries) + len(wanted.keys)) * site.head_dim * dtype.itemsize
 
@@ -195,6 +196,7 @@ def _forward_bytes(site: Site, tokens: int, dtype: torch.dtype) -> int:
 
 
 def _budget(device: torch.device, free: int | None, each: dict[int, int], capture_bytes: int | None) -> int:
+    """Return the bytes of queries and keys that may be kept at once."""
     if capture_bytes is not None:
         return capture_bytes
     shares = [] if free is None else [int(SHARE * free)]
@@ -219,6 +221,7 @@ def _groups(layers: Sequence[int], each: dict[int, int], budget: int) -> list[li
 
 
 def _check(plan: CalibrationPlan, capture_bytes: int | None) -> None:
+    """Raise InputError for a plan that holds more than fits, or than `capture_bytes` allows."""
     if capture_bytes is not None:
         if (largest := max(plan.layer_bytes.values(), default=0)) > capture_bytes:
             raise InputError(

@@ -23,7 +23,7 @@ _OTHER_FOLDER = "remove it, or name a new folder"
 
 
 class LayerFolder:
-    """The finished layers of one calibration: `calibration.json` says of what, then two files a layer.
+    """Keep the finished layers of one calibration: `calibration.json` says of what, then two files a layer.
 
     A layer counts once its JSON is there, which is written after its tensors and holds their SHA-256.
     """

@@ -123,6 +123,7 @@ def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _some(heads: Iterable[Head]) -> HeadSet:
+    """Return heads as a set; raise InputError when there are none."""
     chosen = HeadSet(heads)
     if not len(chosen):
         raise InputError("a pattern needs at least one head; got none")
@@ -130,6 +131,7 @@ def _some(heads: Iterable[Head]) -> HeadSet:
 
 
 def _kind(name: str) -> PatternKind:
+    """Return a kind of pattern by name; raise InputError for an unknown one."""
     if name not in PATTERNS:
         raise InputError(f"unknown pattern {name!r}; expected one of {sorted(PATTERNS)}")
     return PATTERNS[name]

@@ -74,6 +74,7 @@ class _DenseModel:
 
 
 def _newton(model: _DenseModel, tolerance: float, max_steps: int) -> tuple[Tensor, int]:
+    """Minimise one head's loss by damped Newton steps; return its parameters and how many steps it took."""
     parameters = torch.zeros_like(model.target)
     loss, pattern = model.rows(parameters)
     for step in range(max_steps):

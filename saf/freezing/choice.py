@@ -19,7 +19,7 @@ from saf.statistics import AttentionStatistics
 
 
 class Made(NamedTuple):
-    """One head's pattern, on the CPU, and how its compact fit went."""
+    """Hold one head's pattern, on the CPU, and how its compact fit went."""
 
     pattern: CompactPattern | DensePattern
     fit_kl: float = 0.0
@@ -150,5 +150,6 @@ def accept(
 
 
 def _kept(choose: Chooser) -> str:
+    """Return a remark on heads that must stay live, for messages."""
     kept = choose.keep_live
     return f" ({kept} of every layer must stay live in this model)" if kept else ""

@@ -19,7 +19,7 @@ from saf.settings import OneOf, documented
 @documented
 @dataclass(frozen=True, kw_only=True)
 class FreezeConfig:
-    """Settings of one freezing event; raises InputError for a value that cannot be used."""
+    """Hold the settings of one freezing event; raise InputError for a value that cannot be used."""
 
     rate: float = 0.25
     """Share of the original model's heads that this event freezes, k = round(rate * layers * heads), chosen among those
@@ -96,6 +96,7 @@ class FreezeConfig:
         self._check_budget()
 
     def _check_numbers(self) -> None:
+        """Raise InputError for what is not a number where one is meant; a bool is none."""
         for name, kinds in (("rate", Real), ("max_fit_kl", Real), ("count", Integral), ("max_per_layer", Integral)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kinds | type(getattr(FreezeConfig, name))):
@@ -103,6 +104,7 @@ class FreezeConfig:
                 raise InputError(f"{name} must be {kind}; got {value!r}")
 
     def _check_budget(self) -> None:
+        """Raise InputError for settings of how many heads that contradict one another."""
         if self.count is not None and self.count < 0:
             raise InputError(f"count is a number of heads, 0 or more; got {self.count}")
         if self.max_per_layer is not None and self.max_per_layer < 1:
@@ -115,7 +117,7 @@ class FreezeConfig:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its scores read beside the statistics: `gradient`, `outputs`, `gates`."""
+        """Return what the scores read beside the statistics: `gradient`, `outputs`, `gates`."""
         return frozenset(key for name in (self.score, self.match) if name is not None for key in needed_by(name))
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ PATTERNS = ("mean", "sharp_mean")
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutFit:
-    """KL of compact fits made on the first half, nats per row, `[L, H]`; NaN for heads that were not asked for."""
+    """Hold KL of compact fits made on the first half, nats per row, `[L, H]`; NaN for heads that were not asked for."""
 
     own: Tensor
     """From the pattern that was fitted."""

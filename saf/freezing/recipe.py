@@ -208,6 +208,7 @@ def _judge(model: nn.Module, ids: list[Tensor], heads: HeadSet, config: FreezeCo
 
 
 def _warn_if_shorter(length: int, longest: int | None) -> None:
+    """Warn that freezing will shorten the longest input that the model takes."""
     if longest is not None and length < longest:
         warnings.warn(
             f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "

@@ -101,8 +101,8 @@ class FreezeReport:
         """
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
-        if isinstance(self.patterns, CompactPattern):
-            tensors |= {name: getattr(self.patterns, name).float() for name in ("alpha", "rho", "log_z")}
+        if self.patterns is not None:
+            tensors |= {name: vector.float() for name, vector in self.patterns.vectors().items()}
         return tensors
 
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:
@@ -129,6 +129,7 @@ class FreezeReport:
         return self.table()
 
     def _halves(self) -> str:
+        """Return what the fits on halves came to, for the caption; nothing where none was asked for."""
         if not self.heldout_kl:
             return ""
         own, other = (sum(column) / len(self.heads) for column in zip(*self.heldout_kl.values(), strict=True))

@@ -19,7 +19,7 @@ PRECISIONS = ("auto", "fp32", "bf16")
 
 @dataclass(frozen=True)
 class Execution:
-    """A resolved device, precision ("fp32" or "bf16") and whether models are compiled."""
+    """Hold a resolved device, precision ("fp32" or "bf16") and whether models are compiled."""
 
     device: torch.device
     precision: str
@@ -52,7 +52,7 @@ class Execution:
 
     @property
     def device_name(self) -> str:
-        """The accelerator's name, or the processor's architecture."""
+        """Return the accelerator's name, or the processor's architecture."""
         return device_name(self.device)
 
 

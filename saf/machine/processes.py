@@ -46,6 +46,7 @@ def done_once(work: Callable[[], Outcome]) -> Outcome:
 
 
 def _same_error(name: str, words: str) -> SafError:
+    """Return the error of the first process anew: its kind of SafError, or a SafError that names its kind."""
     kind = getattr(saf.errors, name, None)
     if kind is None:
         return SafError(f"the first process failed: {name}: {words}")

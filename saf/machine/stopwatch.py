@@ -33,5 +33,6 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def _wait(self) -> None:
+        """Wait for the device, so that what was asked of it is counted."""
         if self._cuda:
             torch.cuda.synchronize()

@@ -56,6 +56,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of the channels by an angle's cosine and sine."""
     first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat([half.to(x.dtype) for half in turned], dim=-1)

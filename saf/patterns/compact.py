@@ -112,6 +112,10 @@ class CompactPattern:
         """Return alpha and rho, `[..., T]` each; the normalisers are computed from them again."""
         return {"alpha": self.alpha.detach().clone(), "rho": self.rho.detach().clone()}
 
+    def vectors(self) -> dict[str, Tensor]:
+        """Return alpha, rho and log_z, `[..., T]` each."""
+        return {"alpha": self.alpha, "rho": self.rho, "log_z": self.log_z}
+
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "CompactPattern":
         """Return the pattern of `state`."""

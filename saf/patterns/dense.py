@@ -92,6 +92,10 @@ class DensePattern:
         """Return the weights, `[..., T, T]`."""
         return {"weights": self.weights}
 
+    def vectors(self) -> dict[str, Tensor]:
+        """Return nothing: entries go by pairs of positions."""
+        return {}
+
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "DensePattern":
         """Return the pattern of `state`."""

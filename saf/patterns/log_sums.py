@@ -94,6 +94,7 @@ def _windows(values: Tensor, block: int, fill: str) -> Tensor:
 
 
 def _extend(values: Tensor, before: int, after: int, fill: str) -> Tensor:
+    """Lengthen `[heads, T]` at both ends, by -inf or by the first and last value ("edge")."""
     if fill == "edge":
         first, last = values[:, :1].expand(-1, before), values[:, -1:].expand(-1, after)
         return torch.cat([first, values, last], -1)

@@ -52,6 +52,10 @@ class Pattern(Protocol):
         """Return the tensors that a file holds of it, by the names in `parts`, detached."""
         ...
 
+    def vectors(self) -> dict[str, Tensor]:
+        """Return what of it is one number a position, `[..., T]` by name: nothing of a dense pattern."""
+        ...
+
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Return the pattern whose `state` these tensors are; raise InputError for tensors that cannot be one."""

@@ -76,6 +76,10 @@ class TrainablePattern(nn.Module):
         """Return alpha and rho as they are now, `[T]` each."""
         return {"alpha": self.alpha.detach().clone(), "rho": self.rho.detach().clone()}
 
+    def vectors(self) -> dict[str, Tensor]:
+        """Return alpha, rho and log_z as they are now, `[T]` each."""
+        return self.compact().vectors()
+
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "TrainablePattern":
         """Return the pattern of `state`."""

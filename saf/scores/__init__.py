@@ -88,6 +88,7 @@ def score_name(name: str | Score) -> str:
 
 
 def _function(name: str | Score) -> Score:
+    """Return a score's function; raise InputError for an unknown name."""
     if callable(name):
         return name
     if name not in SCORES:

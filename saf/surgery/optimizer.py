@@ -110,6 +110,7 @@ def check_left_behind(parameters: Iterable[Tensor]) -> None:
 
 
 def _has_moments(parameter: Tensor) -> bool:
+    """Return whether the optimiser that followed the last edit of a parameter still has its moments."""
     reference = _edited_with.get(parameter)
     optimizer = None if reference is None else reference()
     if optimizer is None:
@@ -176,6 +177,7 @@ def _undecayed(optimizer: torch.optim.Optimizer, source: dict[str, Any]) -> dict
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Return whether two settings of parameter groups are equal; tensors, as learning rates may be, by value."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other or float(one) == float(other)
     return one == other

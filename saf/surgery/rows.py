@@ -70,6 +70,7 @@ def replace_data_(parameter: Tensor, data: Tensor) -> None:
 
 
 def _rebuilt(old: Tensor, dimension: int, plan: Plan, head_dim: int, name: str) -> Tensor:
+    """Return a tensor whose head rows are those of the plan, in its order."""
     shape = list(old.shape)
     shape[dimension] = head_dim
     parts = []

@@ -208,6 +208,7 @@ def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, 
 
 
 def _is_layer(layer: Any) -> bool:
+    """Return whether a layer's description says what every layer must."""
     return isinstance(layer, dict) and layer.keys() >= {"num_heads", "num_kv_heads", "frozen"}
 
 
