@@ -19,7 +19,7 @@ Patterns = Mapping[Head, CompactPattern | DensePattern]
 
 
 class CostMeter:
-    """Measures frozen head sets on a copy of a model, which itself is left alone."""
+    """Measure frozen head sets on a copy of a model, which itself is left alone."""
 
     def __init__(self, model: nn.Module, windows: Tensor, *, batch_size: int = 8):
         """Take held-out windows `[W, T + 1]`: T inputs and T targets. Raises InputError when there are none."""

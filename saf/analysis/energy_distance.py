@@ -66,7 +66,7 @@ class RowDistances:
 
     @property
     def medians(self) -> dict[str, float]:
-        """Median over heads and queries, by family."""
+        """Return the medians over heads and queries, by family."""
         return {name: float(values.nanquantile(0.5)) for name, values in self.normalised.items()}
 
 

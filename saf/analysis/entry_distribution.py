@@ -32,7 +32,7 @@ class EntryDistribution:
 
     @property
     def distances(self) -> dict[str, float]:
-        """Kolmogorov-Smirnov distances from what was measured: the largest difference of the distribution functions.
+        """Return Kolmogorov-Smirnov distances from what was measured: the largest difference of distribution functions.
 
         `logit` to the fitted normal distribution (1 where it has no width), `gaussian` and `dirichlet` to the
         generated probabilities.

@@ -34,7 +34,7 @@ DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Geometry(ModelSettings):
-    """How far each fixed pattern is from the mean pattern, on nested head sets, and how that goes with its cost."""
+    """Measure how far each fixed pattern is from the mean pattern, on nested head sets, beside its cost."""
 
     score: Annotated[str, OneOf(SCORES)] = "variance"
     """Which statistics' score ranks the heads."""

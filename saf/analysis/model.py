@@ -27,7 +27,7 @@ EVERY = 5.0
 @documented
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """What every analysis of a model asks for."""
+    """Hold what every analysis of a model asks for."""
 
     model: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
@@ -118,7 +118,7 @@ SILENT = Watch()
 
 
 class Countdown:
-    """Tells how far a long measurement is, and how much time is left; call it with how many are done."""
+    """Tell how far a long measurement is, and how much time is left; call it with how many are done."""
 
     def __init__(self, watch: Watch, what: str, total: int):
         """Take who is told, what is counted, and how many there are."""

@@ -20,7 +20,7 @@ from saf.settings import documented
 @documented
 @dataclass(frozen=True, kw_only=True)
 class PartialSpearman:
-    """A score and the cost of single heads: their rank correlation beyond the layer, and beyond layer and entropy."""
+    """Correlate the ranks of a score and of single heads' costs beyond the layer, and beyond layer and entropy."""
 
     one_head: Annotated[Path, tyro.conf.Positional]
     """What `saf analyze one-head --out` wrote."""

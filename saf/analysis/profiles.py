@@ -27,7 +27,7 @@ LOCAL = 64
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Profiles(ModelSettings):
-    """How heads spread their attention, selected heads against unselected ones of the same layers."""
+    """Measure how heads spread their attention, selected heads against unselected ones of the same layers."""
 
     selected: tuple[Head, ...] = ()
     """Heads to compare with the others; on the command line 0:3 1:11 or a file: JSON pairs, or events.jsonl."""

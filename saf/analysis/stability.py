@@ -22,7 +22,7 @@ from saf.settings import documented
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Stability:
-    """Two selections of one model: their overlap against what chance gives in each layer, and their ranks."""
+    """Compare two selections of one model: their overlap against what chance gives in each layer, and their ranks."""
 
     first: Annotated[Path, tyro.conf.Positional]
     """An events.jsonl, or the run or checkpoint that holds one; its newest freeze counts."""

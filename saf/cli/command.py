@@ -38,7 +38,7 @@ _TYPED = (int, float, str, bool, NoneType, Path)
 
 
 class Command(ABC):
-    """A command: made from the words after its name, then run."""
+    """Say what a command is: made from the words after its name, then run."""
 
     @classmethod
     def from_words(cls, words: Sequence[str], *, prog: str | None = None) -> Self:
@@ -117,7 +117,7 @@ def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
 
 @dataclass(frozen=True)
 class _Flag:
-    """A field of a command or of its settings as a flag."""
+    """Show a field of a command or of its settings as a flag."""
 
     field: Field[Any]
     kind: Any
@@ -129,23 +129,23 @@ class _Flag:
 
     @property
     def group(self) -> type | None:
-        """The settings that the field stands for, each of whose own fields is a flag."""
+        """Return the settings that the field stands for, each of whose own fields is a flag."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
 
     @property
     def prefix(self) -> str:
-        """What the flags of a group's fields begin with."""
+        """Return what the flags of a group's fields begin with."""
         return self.name.removesuffix(self.name.rpartition(".")[2]) if FLAT in self.marks else f"{self.name}."
 
     @property
     def required(self) -> bool:
-        """Whether there is no default."""
+        """Return whether there is no default."""
         return self.field.default is MISSING and self.field.default_factory is MISSING
 
     @property
     def spellings(self) -> set[str]:
-        """The words that set it: its name, and for a truth value the one that says no."""
+        """Return the words that set it: its name, and for a truth value the one that says no."""
         group, dot, last = self.name.rpartition(".")
         return {f"--{self.name}", f"--{group}{dot}no-{last}"} if self.kind is bool else {f"--{self.name}"}
 

@@ -65,7 +65,7 @@ def _rules(scheme: int) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values from `low` to `high` on an axis; `root` spreads small values of either sign, as square roots do."""
+    """Place values from `low` to `high` on an axis; `root` spreads small values of either sign, as square roots do."""
 
     low: float
     high: float
@@ -134,7 +134,7 @@ def tick_name(value: float) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """A rectangle of the figure with an axis each way; the vertical one grows upwards."""
+    """Draw in a rectangle of the figure with two axes; the vertical one grows upwards."""
 
     x: float
     y: float

@@ -13,7 +13,7 @@ from saf.records.run import RecordedRun
 
 @dataclass(frozen=True)
 class Comparison:
-    """A frozen run beside the report's ordinary run; `record` is None when they could not be compared."""
+    """Pair a frozen run with the report's ordinary run; `record` is None when they could not be compared."""
 
     name: str
     ordinary: RecordedRun

@@ -30,7 +30,7 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
 
 
 def timing_is_clear(record: dict[str, Any]) -> bool:
-    """Whether the arms' update times (20th to 80th percentile) keep apart, so that a ratio means something."""
+    """Return whether the arms' update times (20th to 80th percentile) keep apart, so that a ratio means something."""
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
     return spreads[0][1] < spreads[1][0]
 
