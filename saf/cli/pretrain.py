@@ -101,9 +101,9 @@ def _check_freeze(given: Mapping[str, Any], before: TrainConfig | None) -> None:
 def _table(result: dict[str, Any]) -> Table:
     timing, event = result["update_seconds"], result["intervention"] or {}
     rows = {
-        "perplexity, report": f"{result['report_perplexity']:.4f}",
+        "perplexity, report": (perplexity := result.get("report_perplexity")) and f"{perplexity:.4f}",
         "loss, report": f"{result['report_loss']:.5f} nats per token",
-        "unigram entropy": f"{result['unigram_entropy']:.4f} nats",
+        "unigram entropy": (entropy := result.get("unigram_entropy")) and f"{entropy:.4f} nats",
         "loss, training": result["train_loss"] and f"{result['train_loss']:.4f} nats per token",
         "update, median": timing
         and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",

@@ -1,8 +1,11 @@
 """What runs train on and are judged by, one task a file; a new one is a file and a name in the dictionary below."""
 
+from collections.abc import Callable
+
 from saf.tasks.task import MicroBatches, Task, TaskSettings
 from saf.tasks.text import TextTask
 
-TASKS: dict[str, type[TextTask]] = {TextTask.name: TextTask}
+TASKS: dict[str, Callable[..., Task]] = {TextTask.name: TextTask}
+"""What opens a task, by its name: called with a run's settings and `length=`, the tokens of a sequence."""
 
 __all__ = ["TASKS", "MicroBatches", "Task", "TaskSettings", "TextTask"]
