@@ -12,6 +12,7 @@ from saf.adapters import Adapter, adapter_for
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig
 from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
+from saf.records.paths import Kind, expect
 from saf.surgery import apply_, restore_, state_of, weight_sums
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
@@ -66,8 +67,8 @@ def load(
         model, source = model_or_folder, Path(folder)
     else:
         model, source = None, Path(model_or_folder)
-    found = None if _has_sums(source) else find_checkpoint(source)
-    if found:
+    expect(source, Kind.MODEL, Kind.HEADS, Kind.CHECKPOINT, Kind.RUN, error=CheckpointError)
+    if found := find_checkpoint(source):
         checkpoint = open_checkpoint(found, optimizer=False)
         if model is None:
             return checkpoint.model(torch.get_default_device(), backend=backend)
@@ -113,11 +114,6 @@ def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]
     return [
         f"{name}: {own[name]}, saved {value}" for name, value in saved.items() if name in own and own[name] != value
     ]
-
-
-def _has_sums(folder: Path) -> bool:
-    """Whether `save` wrote the folder, whatever else it holds; a checkpoint has its sums in the manifest."""
-    return (folder / STATE).is_file() and "sha256" in read_json(folder / STATE, error=CheckpointError)
 
 
 def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:

@@ -11,9 +11,9 @@ import tyro
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
-from saf.cli.models import Source, open_data, open_source
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
+from saf.opening import ModelFolder, find_model, open_data
 from saf.records.head import result_head
 from saf.settings import documented
 from saf.train.observer import duration
@@ -48,11 +48,11 @@ class ModelSettings:
 
     def open(self) -> "Opened":
         """Return the model with its data; raise InputError or CheckpointError when they cannot be had."""
-        source = open_source(self.model)
+        source = find_model(self.model)
         data = open_data(self.data, source)
         device = pick_device(self.device)
         model: Any = source.model(device)
-        run = source.state.get("settings") or {}
+        run = source.settings
         seed = run.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
         length = self.length or run.get("length") or model.config.max_length
         return Opened(self, source, model, data, length, seed, autocast(device, self.precision))
@@ -63,7 +63,7 @@ class Opened:
     """Hold a model with its data, and the precision to run it in."""
 
     settings: ModelSettings
-    source: Source
+    source: ModelFolder
     model: nn.Module
     data: TokenData
     length: int

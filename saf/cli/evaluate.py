@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from saf.cli.command import Command
-from saf.cli.models import open_data, open_source
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate.perplexity import WRITTEN, evaluate_perplexity
 from saf.machine.execution import pick_device
+from saf.opening import find_model, open_data
 from saf.records.table import Table
 
 
@@ -44,10 +44,10 @@ class Evaluate(Command):
         """Evaluate, show and return the record of evaluation.json; raise InputError for an `out` of something else."""
         if self.out is not None:
             _check_own(self.out)
-        source = open_source(self.model)
-        data = open_data(self.data, source)
+        found = find_model(self.model)
+        data = open_data(self.data, found)
         record = evaluate_perplexity(
-            source.model(pick_device(self.device)),
+            found.model(pick_device(self.device)),
             data,
             partition=self.partition,
             length=self.length,
@@ -55,7 +55,7 @@ class Evaluate(Command):
             limit=self.limit,
             precision=self.precision,
             out=self.out,
-            checkpoints={"model": source.checkpoint.hash if source.checkpoint else None},
+            checkpoints={"model": found.checkpoint.hash if found.checkpoint else None},
         )
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",
@@ -65,7 +65,7 @@ class Evaluate(Command):
             "precision": record["precision"],
             "written to": self.out,
         }
-        show({"model": source.folder, **record}, Table.facts(str(source.folder), rows), as_json=self.json)
+        show({"model": found.folder, **record}, Table.facts(str(found.folder), rows), as_json=self.json)
         return record
 
 

@@ -12,7 +12,6 @@ from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
 from saf.cli.command import FLAT, Command, build, given_values
 from saf.cli.layer_progress import LayerProgress
-from saf.cli.models import Source, open_data, open_source, trained_data
 from saf.cli.output import show
 from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
@@ -23,6 +22,7 @@ from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
 from saf.machine.execution import Device, Precision, autocast, pick_device
 from saf.models import GPT
+from saf.opening import ModelFolder, find_model, open_data, trained_data
 from saf.surgery import finalize_
 from saf.tasks.text import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
@@ -112,7 +112,7 @@ class Freeze(Command):
         return result
 
     def _open(self) -> Checkpoint:
-        source = open_source(self.checkpoint, optimizer=True)
+        source = find_model(self.checkpoint, optimizer=True)
         if source.checkpoint is None:
             raise InputError(
                 f"{self.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
@@ -132,7 +132,7 @@ class Freeze(Command):
             )
         return {"gradient": gradient}
 
-    def _check_separate(self, data: TokenData, source: Source, config: FreezeConfig) -> None:
+    def _check_separate(self, data: TokenData, source: ModelFolder, config: FreezeConfig) -> None:
         """Keep what the event reads apart from the text on which the run is reported, where that is visible."""
         trained = trained_data(source) if data.fingerprint != source.state.get("data_fingerprint") else None
         if trained is None:
@@ -143,7 +143,7 @@ class Freeze(Command):
 
     def _batches(self, checkpoint: Checkpoint, config: FreezeConfig) -> tuple[list[Tensor], list[Tensor] | None]:
         settings = checkpoint.state.get("settings") or {}
-        source = Source(checkpoint.path, checkpoint)
+        source = ModelFolder(checkpoint.path, checkpoint)
         data = open_data(self.data, source)
         trained = settings.get("length") or checkpoint.state["model"]["max_length"]
         length = trained if self.length is None else self.length

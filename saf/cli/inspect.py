@@ -1,6 +1,7 @@
 """`saf inspect`: what a folder written by `saf` holds, and whether it is whole."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,17 +10,10 @@ import tyro
 
 from saf.calibration.plan import readable
 from saf.cli.command import Command
-from saf.cli.inspect_patterns import frozen_heads, pattern_storage, patterns_by_layer
-from saf.cli.inspect_words import fit_words, head_words, kind_words, layer_table, shape_words
 from saf.cli.output import show
-from saf.data import TokenData
-from saf.errors import CheckpointError, InputError
-from saf.records.files import read_json, read_tensors
-from saf.records.folders import verify
-from saf.records.run import RecordedRun
-from saf.records.table import Table
-from saf.sidecar import check_sums
-from saf.train.checkpoint import checkpoints, is_checkpoint
+from saf.errors import CheckpointError
+from saf.inspection import inspect
+from saf.records.table import Part, Table
 
 
 @dataclass(kw_only=True)
@@ -33,143 +27,138 @@ class Inspect(Command):
 
     def run(self) -> dict[str, Any]:
         """Look into the folder, show and return what it holds; raise CheckpointError when a part is damaged."""
-        result, tables = _look(self.path)
-        show(result, *tables, as_json=self.json)
-        if damaged := [entry["problem"] for entry in result.get("checkpoints", []) if entry["problem"]]:
+        found = inspect(self.path)
+        show(found, *_TABLES[found["kind"]](found), as_json=self.json)
+        if damaged := [entry["problem"] for entry in found.get("checkpoints", []) if entry["problem"]]:
             raise CheckpointError("; ".join(damaged))
-        return result
-
-
-def _look(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Find out what kind of folder it is; raise InputError when it is none of ours."""
-    if is_checkpoint(path):
-        return checkpoint_facts(path)
-    if (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir():
-        return run_facts(path)
-    if (path / "index.json").is_file():
-        return data_facts(path)
-    if (path / "saf.json").is_file():
-        return saved_facts(path)
-    reason = "is none of these" if path.is_dir() else "is not a folder"
-    raise InputError(f"{path} {reason}: a checkpoint, a run, a data folder, or a folder written by saf.save")
-
-
-def checkpoint_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Verify a checkpoint and describe it."""
-    manifest, state = verify(path), read_json(path / "state.json")
-    heads = frozen_heads(path)
-    result = {
-        "kind": "checkpoint",
-        "path": str(path),
-        "verified": True,
-        "update": manifest["update"],
-        "tokens": state.get("tokens"),
-        "hash": manifest["hash"],
-        "parent": manifest["parent"],
-        "model": state["model"],
-        "data_fingerprint": state.get("data_fingerprint"),
-        "files": manifest["files"],
-        "patterns": patterns_by_layer(path, heads["frozen"]),
-        **heads,
-    }
-    result["storage"] = pattern_storage(result)
-    rows = {
-        "update": result["update"],
-        "tokens": result["tokens"],
-        "model": shape_words(state["model"]),
-        "heads": head_words(heads),
-        "hash": result["hash"],
-        "parent": result["parent"] or "none",
-        "data": result["data_fingerprint"],
-    }
-    files = [[name, readable(entry["bytes"]), entry["sha256"][:16]] for name, entry in manifest["files"].items()]
-    tables: list[Any] = [Table.facts(f"checkpoint {path}", rows), *layer_table(result)]
-    return result, [*tables, Table.of("files, all sums verified", ["file", "size", "SHA-256"], files)]
-
-
-def run_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Describe a run and verify each of its checkpoints."""
-    run = RecordedRun.open(path)
-    kept = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
-    final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
-    result = {
-        "kind": "run",
-        "path": str(path),
-        "verified": all(entry["problem"] is None for entry in kept),
-        "arm": run.arm,
-        "finished": run.result is not None,
-        "updates": final.get("updates", last.get("update")),
-        "tokens": final.get("tokens", last.get("tokens")),
-        "report_perplexity": final.get("report_perplexity"),
-        "num_heads": run.num_heads,
-        "frozen": run.frozen_heads,
-        "rejected": (run.freeze or {}).get("rejected", []),
-        "fit_kl": (run.freeze or {}).get("fit_kl", []),
-        "certificates": (run.freeze or {}).get("certificates", []),
-        "config": run.config,
-        "checkpoints": kept,
-        "provenance": final.get("provenance"),
-    }
-    rows = {
-        "arm": f"{run.arm}, {'finished' if result['finished'] else 'not finished'}",
-        "updates": result["updates"],
-        "tokens": result["tokens"],
-        "perplexity, held out": final.get("report_perplexity") and f"{final['report_perplexity']:.4f}",
-        "model": shape_words(run.config.get("model") or {}),
-        "heads": head_words({"frozen": run.frozen_heads, "num_heads": run.num_heads}),
-        "fits": fit_words(result),
-        "parent": (run.config.get("parent") or {}).get("path"),
-        "data": (run.config.get("data") or {}).get("fingerprint"),
-    }
-    table = [[e["name"], (e["hash"] or "")[:16], "whole" if e["problem"] is None else "damaged"] for e in kept]
-    tables: list[Any] = [Table.facts(f"run {path}", rows), *layer_table(result)]
-    return result, [*tables, Table.of("checkpoints", ["name", "hash", "state"], table)]
-
-
-def data_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Verify a data folder and describe it."""
-    data = TokenData.open(path, verify=True)
-    index = data.index.to_dict()
-    partitions = index["partitions"]
-    rows = {"tokenizer": f"{index['tokenizer']['kind']}, {data.vocab_size:,} ids", "fingerprint": data.fingerprint}
-    table = [[name, info["tokens"], info["documents"], len(info["shards"])] for name, info in partitions.items()]
-    result = {"kind": "data", "path": str(path), "verified": True, **index}
-    head = ["partition", "tokens", "documents", "shards"]
-    return result, [Table.facts(f"data {path}, all sums verified", rows), Table.of("partitions", head, table)]
-
-
-def saved_facts(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Check what `saf.save` wrote, sums and patterns, and describe it."""
-    heads = frozen_heads(path)
-    sums = check_sums(path, read_json(path / "saf.json"))
-    patterns = patterns_by_layer(path, heads["frozen"])
-    undo = sum(1 for name in read_tensors(path / "saf.safetensors") if ".removed.query.weight" in name)
-    kinds: Counter[str] = Counter()
-    for layer in patterns:
-        kinds.update(layer["kinds"])
-    result = {
-        "kind": "saved",
-        "path": str(path),
-        "verified": "saf.safetensors" in sums,
-        "patterns": patterns,
-        "sha256": sums,
-        **heads,
-    }
-    result["storage"] = pattern_storage(result)
-    rows = {
-        "heads": head_words(heads),
-        "patterns": kind_words(kinds),
-        "can be undone": f"{undo} of {len(heads['frozen'])} heads",
-        **{f"SHA-256 of {name}": value for name, value in sums.items()},
-    }
-    return result, [Table.facts(f"saved model {path}", rows), *layer_table(result)]
-
-
-def _verified(folder: Path) -> dict[str, Any]:
-    try:
-        return {"name": folder.name, "hash": verify(folder)["hash"], "problem": None}
-    except CheckpointError as error:
-        return {"name": folder.name, "hash": None, "problem": str(error)}
+        return found
 
 
 COMMAND = Inspect
+
+
+def _checkpoint_tables(found: Mapping[str, Any]) -> list[Part]:
+    rows = {
+        "update": found["update"],
+        "tokens": found["tokens"],
+        "model": _shape_words(found["model"]),
+        "heads": _head_words(found),
+        "hash": found["hash"],
+        "parent": found["parent"] or "none",
+        "data": found["data_fingerprint"],
+    }
+    files = [[name, readable(entry["bytes"]), entry["sha256"][:16]] for name, entry in found["files"].items()]
+    sums = Table.of("files, all sums verified", ["file", "size", "SHA-256"], files)
+    return [Table.facts(f"checkpoint {found['path']}", rows), *_layer_table(found), sums]
+
+
+def _run_tables(found: Mapping[str, Any]) -> list[Part]:
+    perplexity, config = found["report_perplexity"], found["config"]
+    rows = {
+        "arm": f"{found['arm']}, {'finished' if found['finished'] else 'not finished'}",
+        "updates": found["updates"],
+        "tokens": found["tokens"],
+        "perplexity, held out": perplexity and f"{perplexity:.4f}",
+        "model": _shape_words(config.get("model") or {}),
+        "heads": _head_words(found),
+        "fits": _fit_words(found),
+        "parent": (config.get("parent") or {}).get("path"),
+        "data": (config.get("data") or {}).get("fingerprint"),
+    }
+    kept = [
+        [entry["name"], (entry["hash"] or "")[:16], "whole" if entry["problem"] is None else "damaged"]
+        for entry in found["checkpoints"]
+    ]
+    table = Table.of("checkpoints", ["name", "hash", "state"], kept)
+    return [Table.facts(f"run {found['path']}", rows), *_layer_table(found), table]
+
+
+def _data_tables(found: Mapping[str, Any]) -> list[Part]:
+    tokenizer = found["tokenizer"]
+    rows = {"tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids", "fingerprint": found["fingerprint"]}
+    partitions = found["partitions"].items()
+    table = [[name, each["tokens"], each["documents"], len(each["shards"])] for name, each in partitions]
+    head = ["partition", "tokens", "documents", "shards"]
+    return [Table.facts(f"data {found['path']}, all sums verified", rows), Table.of("partitions", head, table)]
+
+
+def _saved_tables(found: Mapping[str, Any]) -> list[Part]:
+    kinds: Counter[str] = Counter()
+    for layer in found["patterns"]:
+        kinds.update(layer["kinds"])
+    rows = {
+        "heads": _head_words(found),
+        "patterns": _kind_words(kinds),
+        "can be undone": f"{found['undoable']} of {len(found['frozen'])} heads",
+        **{f"SHA-256 of {name}": value for name, value in found["sha256"].items()},
+    }
+    return [Table.facts(f"saved model {found['path']}", rows), *_layer_table(found)]
+
+
+_TABLES = {"checkpoint": _checkpoint_tables, "run": _run_tables, "data": _data_tables, "saved": _saved_tables}
+
+
+def _shape_words(model: Mapping[str, Any]) -> str:
+    """Return the fields of a decoder's configuration that say how large it is, in one line."""
+    names = ("num_layers", "num_heads", "hidden_size", "max_length", "vocab_size", "position")
+    return ", ".join(f"{name} {model[name]}" for name in names if name in model)
+
+
+def _head_words(heads: Mapping[str, Any]) -> str:
+    """Return how many of a model's heads are frozen."""
+    return f"{len(heads['frozen'])} of {heads['num_heads']} frozen"
+
+
+def _kind_words(kinds: Mapping[str, int]) -> str:
+    """Return how many patterns there are of each kind."""
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
+
+
+def _fit_words(result: Mapping[str, Any]) -> str | None:
+    """Tell how good the fits of a freezing event are; older records have no certificates."""
+    if not result["fit_kl"]:
+        return None
+    words = f"KL at most {max(kl for *_, kl in result['fit_kl']):.4f} nats"
+    frozen = [each for each in result["certificates"] if each["head"] in result["frozen"]]
+    if not frozen:
+        return words
+    met = sum(each["converged"] for each in frozen)
+    worst = max(max(each["max_relative_abs"], each["max_relative_rel"]) for each in frozen)
+    return f"{words}; {met} of {len(frozen)} converged, marginals within {worst:.1e}"
+
+
+def _layer_table(result: Mapping[str, Any]) -> list[Part]:
+    """Return a table of frozen heads by layer and lines on their patterns, if known; nothing when none is frozen."""
+    layers = sorted({layer for layer, _ in result["frozen"]})
+    rows = [[str(layer), " ".join(str(head) for at, head in result["frozen"] if at == layer)] for layer in layers]
+    if "patterns" not in result:
+        return [Table.of("frozen heads", ["layer", "heads"], rows)] if rows else []
+    for row, found in zip(rows, result["patterns"], strict=True):
+        row += [_kind_words(found["kinds"]), _stored_cell(found["stored"]), str(found["length"]), found["sha256"][:16]]
+    if not rows:
+        return []
+    head = ["layer", "heads", "patterns", "stored as T x T", "length", "SHA-256"]
+    told = [_storage_words(result["storage"]), _stored_words(result["patterns"])]
+    return [Table.of("frozen heads", head, rows), *told]
+
+
+def _stored_cell(stored: Mapping[str, int]) -> str:
+    """Return in a few words how many heads of a layer are stored as T x T matrices."""
+    told = [f"{count} {'dense' if why == 'dense' else f'in {why}'}" for why, count in stored.items() if count]
+    return ", ".join(told) or "none"
+
+
+def _stored_words(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Return in a sentence how many heads of all layers are stored as T x T matrices, and why."""
+    totals = {why: sum(layer["stored"][why] for layer in layers) for why in layers[0]["stored"]}
+    told = [
+        f"{count} whose pattern is dense" if why == "dense" else f"{count} that {why} cannot hold as tables"
+        for why, count in totals.items()
+        if count
+    ]
+    return f"heads that backend toeplitz stores as T x T: {', '.join(told) or 'none'}"
+
+
+def _storage_words(storage: Mapping[str, int]) -> str:
+    sizes = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in storage.items())
+    return f"patterns in float32: {sizes}"

@@ -9,6 +9,7 @@ import tyro
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
+from saf.records.paths import Kind, expect
 from saf.report.bars_svg import write_bars
 from saf.report.bench_page import read_records, write_bench_report
 from saf.report.results import write_results
@@ -51,7 +52,7 @@ class Report(Command):
     def _page(self) -> dict[str, Any]:
         if not self.runs:
             raise InputError("nothing to report on; name run folders, files of `saf bench`, or --results FOLDER")
-        files = [path for path in self.runs if path.suffix == ".json"]
+        files = [path for path in self.runs if expect(path, Kind.RUN, Kind.RESULT) is Kind.RESULT]
         if files and len(files) < len(self.runs):
             raise InputError("a page is about runs or about benchmarks; got folders and .json files together")
         if files:

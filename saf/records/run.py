@@ -12,6 +12,7 @@ from saf.errors import InputError
 from saf.records.events import EventRecord, heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.head import read_result
+from saf.records.paths import Kind, expect
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,7 @@ class RecordedRun:
     def open(cls, folder: Path | str) -> "RecordedRun":
         """Read a run folder; raise InputError when it is none or a file in it cannot be read."""
         folder = Path(folder)
-        if not (folder / "config.json").is_file():
-            reason = "holds no config.json" if folder.is_dir() else "is not a folder"
-            raise InputError(f"{folder} {reason}; expected the folder of a run, as `saf pretrain` writes it")
+        expect(folder, Kind.RUN)
         return cls(
             folder=folder,
             config=read_json(folder / "config.json"),

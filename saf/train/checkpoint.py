@@ -18,6 +18,7 @@ from saf.errors import CheckpointError, InputError
 from saf.models import GPT, GPTConfig
 from saf.records.files import read_json, read_tensors
 from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
+from saf.records.paths import Kind, kind_of
 from saf.surgery import restore_, state_of
 from saf.train.optimizer import optimizer_state, restore_optimizer
 
@@ -125,25 +126,18 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend:
     return open_checkpoint(path, optimizer=False).model(device, backend=backend)
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, perhaps one that lost its manifest and is refused when opened."""
-    return any((path / name).is_file() for name in (MANIFEST, "state.json"))
-
-
 def find_checkpoint(path: Path | str) -> Path | None:
     """Return the checkpoint that a path means: itself, or a run's newest; None when it is neither.
 
-    Raises InputError for a run without a complete checkpoint.
+    Raises:
+        InputError: A run without a complete checkpoint.
     """
-    path = Path(path)
-    if is_checkpoint(path):
-        return path
-    if not (path / "checkpoints").is_dir():
-        return None
-    newest = latest(path / "checkpoints")
-    if newest is None:
+    path, kind = Path(path), kind_of(path)
+    if kind is Kind.RUN and (newest := latest(path / "checkpoints")) is not None:
+        return newest
+    if kind is Kind.RUN:
         raise InputError(f"{path} is a run without a complete checkpoint")
-    return newest
+    return path if kind is Kind.CHECKPOINT else None
 
 
 def checkpoints(folder: Path | str) -> list[Path]:

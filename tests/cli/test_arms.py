@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from saf.cli.compare import _speed
-from saf.cli.models import Source, open_data, open_source
 from saf.data import TokenData, prepare
 from saf.data.token_data import check_separate
 from saf.errors import DataError
 from saf.evaluate.perplexity import read_evaluation
+from saf.opening import ModelFolder, find_model, open_data
 from saf.records.events import read_events
 from saf.records.files import read_json
 
@@ -62,9 +62,9 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     text = [str(text_data.parent / "text")]
     prepare(text, tmp_path / "foreign", vocab_size=280, **options)
     prepare(text, tmp_path / "same", tokenizer=str(text_data / "tokenizer.json"), **options)
-    opened = open_source(arms[0])
+    opened = find_model(arms[0])
     state = opened.state | {"settings": opened.state["settings"] | {"data": "gone"}}
-    source = Source(opened.folder, replace(opened.checkpoint, state=state))
+    source = ModelFolder(opened.folder, replace(opened.checkpoint, state=state))
     with pytest.raises(DataError, match="another tokenizer"):
         open_data(tmp_path / "foreign", source)
     assert open_data(tmp_path / "same", source).fingerprint != state["data_fingerprint"]
@@ -79,11 +79,11 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
 def test_evaluate_refuses_a_training_folder_made_anew_with_another_tokenizer(arms, text_data, tmp_path):
     folder = tmp_path / "data"
     prepare([str(text_data.parent / "text")], folder, vocab_size=280, heldout_fraction=0.3, progress=False)
-    opened = open_source(arms[0])
+    opened = find_model(arms[0])
     state = opened.state | {"settings": opened.state["settings"] | {"data": str(folder)}}
     del state["tokenizer"]
     with pytest.raises(DataError, match="does not record its tokenizer"):
-        open_data(None, Source(opened.folder, replace(opened.checkpoint, state=state)))
+        open_data(None, ModelFolder(opened.folder, replace(opened.checkpoint, state=state)))
 
 
 def test_evaluate_needs_data_for_a_model_that_does_not_tell(saf, saf_json, arms, text_data, tmp_path):

@@ -61,7 +61,7 @@ def test_a_group_without_a_command_lists_its_own(saf):
 def test_an_error_is_one_message_without_a_traceback(saf, tmp_path):
     code, out, err = saf("evaluate", tmp_path)
     assert (code, out) == (2, "")
-    assert err.startswith(f"saf evaluate: {tmp_path} holds no model; expected a checkpoint")
+    assert err.startswith(f"saf evaluate: {tmp_path} holds nothing that saf writes; expected a checkpoint")
     assert "Traceback" not in err
     assert err.count("\n") == 1
 
@@ -157,7 +157,7 @@ def test_the_module_runs_as_a_program_and_imports_no_other_command():
     assert done.stdout.strip().endswith("[]")
     done = subprocess.run([sys.executable, "-m", "saf", "inspect", "/nowhere"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("saf inspect: /nowhere is not a folder")
+    assert done.stderr.startswith("saf inspect: /nowhere does not exist; expected a checkpoint")
 
 
 def test_doctor_names_backend_packages_and_devices(saf, saf_json):

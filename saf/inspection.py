@@ -1,0 +1,182 @@
+"""What a folder written by `saf` holds, and whether it is whole: the facts that `saf inspect` shows."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saf.data import TokenData
+from saf.errors import CheckpointError
+from saf.ops.toeplitz.tables import holds
+from saf.patterns import CompactPattern, storage_report
+from saf.records.files import read_json, read_tensors
+from saf.records.folders import verify
+from saf.records.paths import Kind, expect
+from saf.records.run import RecordedRun
+from saf.sidecar import check_sums
+from saf.train.checkpoint import checkpoints
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of values, where most models run; which one a checkpoint will meet is not known."""
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Return what a folder holds, as plain values with its `kind`, after checking every recorded sum.
+
+    A run's damaged checkpoints are listed with their problem.
+
+    Raises:
+        InputError: The path is nothing that `saf` writes.
+        CheckpointError: A checkpoint or saved model is damaged.
+        DataError: A data folder is damaged.
+    """
+    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.DATA, Kind.MODEL, Kind.HEADS)
+    return _INSPECTED[kind](path)
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    manifest, state = verify(path), read_json(path / "state.json")
+    heads = _frozen_heads(path)
+    result = {
+        "kind": "checkpoint",
+        "path": str(path),
+        "verified": True,
+        "update": manifest["update"],
+        "tokens": state.get("tokens"),
+        "hash": manifest["hash"],
+        "parent": manifest["parent"],
+        "model": state["model"],
+        "data_fingerprint": state.get("data_fingerprint"),
+        "files": manifest["files"],
+        "patterns": _patterns_by_layer(path, heads["frozen"]),
+        **heads,
+    }
+    return result | {"storage": _storage(result)}
+
+
+def _run(path: Path) -> dict[str, Any]:
+    run = RecordedRun.open(path)
+    kept = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
+    final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
+    return {
+        "kind": "run",
+        "path": str(path),
+        "verified": all(entry["problem"] is None for entry in kept),
+        "arm": run.arm,
+        "finished": run.result is not None,
+        "updates": final.get("updates", last.get("update")),
+        "tokens": final.get("tokens", last.get("tokens")),
+        "report_perplexity": final.get("report_perplexity"),
+        "num_heads": run.num_heads,
+        "frozen": run.frozen_heads,
+        "rejected": (run.freeze or {}).get("rejected", []),
+        "fit_kl": (run.freeze or {}).get("fit_kl", []),
+        "certificates": (run.freeze or {}).get("certificates", []),
+        "config": run.config,
+        "checkpoints": kept,
+        "provenance": final.get("provenance"),
+    }
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    try:
+        return {"name": folder.name, "hash": verify(folder)["hash"], "problem": None}
+    except CheckpointError as error:
+        return {"name": folder.name, "hash": None, "problem": str(error)}
+
+
+def _data(path: Path) -> dict[str, Any]:
+    data = TokenData.open(path, verify=True)
+    return {"kind": "data", "path": str(path), "verified": True, **data.index.to_dict()}
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """Check what saf.save wrote, sums and patterns; `undoable` heads have the rows that were removed."""
+    heads = _frozen_heads(path)
+    sums = check_sums(path, read_json(path / "saf.json"))
+    result = {
+        "kind": "saved",
+        "path": str(path),
+        "verified": "saf.safetensors" in sums,
+        "patterns": _patterns_by_layer(path, heads["frozen"]),
+        "sha256": sums,
+        "undoable": sum(".removed.query.weight" in name for name in read_tensors(path / "saf.safetensors")),
+        **heads,
+    }
+    return result | {"storage": _storage(result)}
+
+
+_INSPECTED: dict[Kind, Callable[[Path], dict[str, Any]]] = {
+    Kind.CHECKPOINT: _checkpoint,
+    Kind.RUN: _run,
+    Kind.DATA: _data,
+    Kind.MODEL: _saved,
+    Kind.HEADS: _saved,
+}
+
+
+def _frozen_heads(path: Path) -> dict[str, Any]:
+    """Return what a folder's saf.json tells of frozen heads: `frozen` pairs, the heads of the model and of a layer."""
+    layers = read_json(path / "saf.json")["layers"]
+    frozen = [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]
+    most = max(layer["num_heads"] for layer in layers)
+    return {"frozen": frozen, "num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
+
+
+def _patterns_by_layer(path: Path, frozen: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return each layer's frozen patterns: how many of each kind, their length in tokens, one SHA-256 of their values.
+
+    `stored` counts the heads that backend toeplitz executes as T x T matrices: under "dense" those whose pattern is
+    one, under a dtype of values the compact ones that it cannot hold as tables. Trainable patterns are never stored.
+    Raises CheckpointError when a head's pattern is missing or not finite.
+    """
+    tensors, state = read_tensors(path / "saf.safetensors"), read_json(path / "saf.json")["layers"]
+    layers = []
+    for layer in sorted({layer for layer, _ in frozen}):
+        kinds: Counter[str] = Counter()
+        digest, length = hashlib.sha256(), 0
+        compact: list[CompactPattern] = []
+        for head in (head for at, head in frozen if at == layer):
+            own = {
+                name: tensor
+                for name in ("alpha", "rho", "weights")
+                if (tensor := tensors.get(f"{layer}.{head}.{name}")) is not None
+            }
+            if set(own) not in ({"alpha", "rho"}, {"weights"}) or not all(t.isfinite().all() for t in own.values()):
+                raise CheckpointError(
+                    f"{path}/saf.safetensors: the pattern of head ({layer}, {head}) is missing or damaged"
+                )
+            kinds["dense" if "weights" in own else "compact"] += 1
+            if "weights" not in own and head not in state[layer].get("trainable", ()):
+                compact.append(CompactPattern.from_parameters(own["alpha"], own["rho"]))
+            for name, tensor in own.items():
+                length = tensor.shape[-1]
+                digest.update(f"{head}.{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        stored = {"dense": kinds["dense"], **_not_held(compact)}
+        layers.append(
+            {"layer": layer, "kinds": dict(kinds), "stored": stored, "length": length, "sha256": digest.hexdigest()}
+        )
+    return layers
+
+
+def _not_held(patterns: Sequence[CompactPattern]) -> dict[str, int]:
+    """Return how many compact patterns each dtype cannot hold as tables."""
+    together = CompactPattern.stack(patterns) if patterns else None
+    return {
+        str(dtype).removeprefix("torch."): 0 if together is None else int((~holds(together, dtype)).sum())
+        for dtype in DTYPES
+    }
+
+
+def _storage(result: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes that the frozen heads' patterns take in float32 in each form; nothing when none is frozen."""
+    if not result["frozen"]:
+        return {}
+    heads = [(layer, head) for layer, head in result["frozen"]]
+    length, per_layer = result["patterns"][0]["length"], result["heads_per_layer"]
+    return asdict(storage_report(heads, length=length, num_heads=per_layer))

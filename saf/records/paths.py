@@ -1,0 +1,81 @@
+"""What a path means to `saf`: a checkpoint, a run, prepared data, a saved model, frozen heads alone, or a result."""
+
+from enum import StrEnum
+from pathlib import Path
+
+from saf.errors import CheckpointError, InputError, SafError
+from saf.records.files import read_json
+from saf.records.folders import MANIFEST
+
+
+class Kind(StrEnum):
+    """Name what a path holds."""
+
+    CHECKPOINT = "checkpoint"
+    RUN = "run"
+    DATA = "data"
+    MODEL = "model"
+    HEADS = "heads"
+    RESULT = "result"
+
+
+_WORDS = {
+    Kind.CHECKPOINT: "a checkpoint (step-N)",
+    Kind.RUN: "a run",
+    Kind.DATA: "a folder made by `saf data prepare`",
+    Kind.MODEL: "a folder written by saf.save",
+    Kind.HEADS: "the frozen heads of a model that keeps its own weights",
+    Kind.RESULT: "a result (.json)",
+}
+
+
+def kind_of(path: Path | str) -> Kind | None:
+    """Return what a path holds, by the files that only that has; None for anything else.
+
+    Raises CheckpointError for a saf.json that cannot be read.
+
+    A damaged one keeps its kind: a checkpoint that lost its manifest is still a checkpoint, refused when it is opened.
+    """
+    path = Path(path)
+    if path.is_file():
+        return Kind.RESULT if path.suffix == ".json" else None
+    saved = Kind.MODEL if (path / "model.safetensors").is_file() else Kind.HEADS
+    # What saf.save wrote has sums in its saf.json, and stays what it is beside anything else, such as a trainer's
+    # checkpoints; a checkpoint has a saf.json without sums. Files of saf.save from before there were sums come last.
+    state = path / "saf.json"
+    if state.is_file() and "sha256" in read_json(state, error=CheckpointError):
+        return saved
+    if any((path / name).is_file() for name in (MANIFEST, "state.json")):
+        return Kind.CHECKPOINT
+    if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
+        return Kind.RUN
+    if (path / "index.json").is_file():
+        return Kind.DATA
+    if state.is_file():
+        return saved
+    # A finished run may have been copied without its checkpoints; models of other libraries have a config.json too.
+    return Kind.RUN if (path / "config.json").is_file() and saved is Kind.HEADS else None
+
+
+def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -> Kind:
+    """Return what a path holds.
+
+    Raises:
+        error: It is none of `kinds`; the message says what was expected and what is there.
+    """
+    found = kind_of(path)
+    if found in kinds and found is not None:
+        return found
+    *others, last = [_WORDS[kind] for kind in kinds]
+    wanted = f"{', '.join(others)} or {last}" if others else last
+    raise error(f"{path} {_found(Path(path), found)}; expected {wanted}")
+
+
+def _found(path: Path, kind: Kind | None) -> str:
+    if kind is Kind.RESULT:
+        return "is a .json file"
+    if kind is not None:
+        return f"is {_WORDS[kind]}"
+    if not path.exists():
+        return "does not exist"
+    return "holds nothing that saf writes" if path.is_dir() else "is a file"
