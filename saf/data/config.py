@@ -12,7 +12,7 @@ DEFAULT_HELDOUT_FRACTION = 0.05
 @documented
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """How text becomes token shards. Raises InputError on a setting out of range."""
+    """Say how text becomes token shards. Raises InputError on a setting out of range."""
 
     heldout: tuple[str, ...] = ()
     """Sources of held-out text. Without any, a fraction of the documents is held out."""
@@ -81,7 +81,7 @@ class PrepareConfig:
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """Shares of held-out tokens for calibration, controller and report, summing to one."""
+        """Return the shares of held-out tokens for calibration, controller and report, summing to one."""
         calibration, controller, report = self.heldout_shares
         if self.calibration_from == "train":
             calibration = 0.0

@@ -11,21 +11,21 @@ Call = Callable[[], Any]
 
 
 class GraphPool:
-    """Memory that the graphs of one measurement share; they never run at the same time, nor is their output kept."""
+    """Hold memory that the graphs of one measurement share; they never run together, nor is their output kept."""
 
     def __init__(self):
         self._handle: Any = None
 
     @property
     def handle(self) -> Any:
-        """The pool, made at first use."""
+        """Return the pool, made at first use."""
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
 
 
 class GraphReplay:
-    """A call captured as a CUDA graph: calling this replays it, with one launch."""
+    """Capture a call as a CUDA graph: calling this replays it, with one launch."""
 
     def __init__(self, call: Call, *, device: torch.device, pool: GraphPool, warmup: int = 3):
         """Run `call` on a side stream, then capture it; raise UnsupportedError without CUDA.
@@ -47,5 +47,5 @@ class GraphReplay:
             self.outcome = call()
 
     def __call__(self) -> None:
-        """Replay."""
+        """Replay the graph."""
         self._graph.replay()

@@ -42,7 +42,7 @@ class EventRecord:
 
     @property
     def number(self) -> int:
-        """Its number in the run, from 1."""
+        """Return its number in the run, from 1."""
         return int(self.values["number"])
 
     @property
@@ -52,22 +52,22 @@ class EventRecord:
 
     @property
     def update(self) -> int | None:
-        """After how many updates it came; None for an event outside of training."""
+        """Return after how many updates it came; None for an event outside of training."""
         return self.values.get("update")
 
     @property
     def heads(self) -> list[list[int]]:
-        """Its heads, `[[layer, head], ...]`: frozen, removed, or live again."""
+        """Return its heads, `[[layer, head], ...]`: frozen, removed, or live again."""
         return [list(head) for head in self.values["heads"]]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What its parts cost in seconds."""
+        """Return what its parts cost in seconds."""
         return dict(self.values.get("seconds", {}))
 
     @property
     def tensors_path(self) -> Path | None:
-        """The file of its tensors, None when it has none or the file is gone."""
+        """Return the file of its tensors, None when it has none or the file is gone."""
         name = self.values.get("tensors")
         return self.folder / name if name and (self.folder / name).is_file() else None
 

@@ -56,7 +56,7 @@ class OneTimeProposer:
 
     @property
     def finished(self) -> bool:
-        """Whether the event is over."""
+        """Return whether the event is over."""
         return self._fired
 
     def observe(self, update: int, loss: float) -> None:

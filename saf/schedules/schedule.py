@@ -72,7 +72,7 @@ class Proposer(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether no event comes any more, so that nothing need be measured for one."""
+        """Return whether no event comes any more, so that nothing need be measured for one."""
         ...
 
     def observe(self, update: int, loss: float) -> None:

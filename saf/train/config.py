@@ -24,7 +24,7 @@ CalibrationSource = Literal["auto", "calibration", "train"]
 @documented
 @dataclass(kw_only=True)
 class TrainConfig:
-    """Settings of one arm; raises InputError naming the field that cannot be used."""
+    """Hold the settings of one arm; raises InputError naming the field that cannot be used."""
 
     data: str
     """Folder made by `saf data prepare`."""
@@ -143,7 +143,7 @@ class TrainConfig:
 
     @property
     def freeze_update(self) -> int | None:
-        """After how many updates the first event comes, or an ordinary arm saves the checkpoint to branch from."""
+        """Return after how many updates the first event comes, or an ordinary arm saves a checkpoint to branch from."""
         return None if self.schedule is None else self.schedule.first_update(self.updates)
 
     @property
