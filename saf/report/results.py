@@ -1,8 +1,8 @@
 """The document of all results: one section a file or a folder of runs, every number read from them."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from saf.records.run import RecordedRun
 from saf.report.analyses import FIGURES, analysis_figure
 from saf.report.bars_svg import bars_picture
 from saf.report.bodies import TITLES, body_of
-from saf.report.measured import is_speeds
+from saf.report.measured import is_speeds, shape
 from saf.report.provenance import told_by
+from saf.report.results_summary import natural_order, summary_table
 from saf.report.runs.tables import training
 
 PICTURES = "images"
@@ -57,22 +58,28 @@ def render_results(results: Path, beside: Path, *, name: str = "results.md") -> 
     if not trainings and not files:
         raise InputError(f"{results} holds no results: no run folder and no JSON record")
     pictures = {}
+    sections = {title: [file for file in files if file.section == kind] for kind, title in _sections(files)}
+    summary = summary_table(
+        trainings, [(file.path.stem, file.record) for chosen in sections.values() for file in chosen]
+    )
     parts = [_INTRODUCTION]
+    if summary.rows:
+        parts += ["## Summary", summary.markdown()]
     if trainings:
         parts.append("## Training")
     for folder, runs in trainings.items():
         parts += [f"### {folder.relative_to(results).as_posix()}", training(folder, runs, beside)]
-    for kind, title in _sections(files):
-        chosen = [file for file in files if file.section == kind]
+    for title, chosen in sections.items():
         parts.append(f"## {title}")
+        kind = chosen[0].section
         if kind in ("update", "prefill") and (picture := bars_picture([file.record for file in chosen])):
             pictures[f"{PICTURES}/bench-{kind}.svg"] = picture
             parts.append(f"![Speedup of each arm over ordinary attention]({PICTURES}/bench-{kind}.svg)")
         for file in chosen:
-            parts.append(_file(file, beside))
-            if drawn := _figure(file):
+            drawn = _figure(file)
+            if drawn:
                 pictures[f"{PICTURES}/{file.path.stem}.svg"] = drawn
-                parts.append(f"![{file.path.stem}]({PICTURES}/{file.path.stem}.svg)")
+            parts.append(_file(file, beside, pictured=drawn is not None))
     return {name: "\n\n".join(parts) + "\n", **pictures}
 
 
@@ -80,22 +87,20 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     """Return the runs by the folder that holds them, and every other JSON record, in order."""
     if not results.is_dir():
         raise InputError(f"{results} is not a folder of results")
-    folders = sorted({path.parent for path in results.rglob("config.json")}, key=_natural)
+    folders = sorted({path.parent for path in results.rglob("config.json")}, key=_by_name)
     trainings: dict[Path, list[RecordedRun]] = {}
     for folder in folders:
         trainings.setdefault(folder.parent, []).append(RecordedRun.open(folder))
     files = []
-    for path in sorted(results.rglob("*.json"), key=_natural):
+    for path in sorted(results.rglob("*.json"), key=_by_name):
         if not any(folder in path.parents for folder in folders):
             record = read_json(path)
             files.append(File(path, with_head(record) if is_result(record) else record))
     return trainings, files
 
 
-def _natural(path: Path) -> list[tuple[int, Any]]:
-    """Order names with numbers as people do: update-8k before update-16k."""
-    parts = re.split(r"(\d+)", path.as_posix())
-    return [(1, int(part)) if part.isdigit() else (0, part) for part in parts]
+def _by_name(path: Path) -> list[tuple[int, Any]]:
+    return natural_order(path.as_posix())
 
 
 def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
@@ -107,9 +112,17 @@ def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
         yield kind, kind.replace("_", " ").capitalize()
 
 
-def _file(file: File, beside: Path) -> str:
-    told = told_by(file.path, beside, file.record.get("provenance"))
-    return "\n\n".join([f"### {file.path.stem}", *told, *body_of(file.record)])
+def _file(file: File, beside: Path, *, pictured: bool) -> str:
+    """Return what is said about one file, folded away under its name: a kind's section fits on a screen."""
+    stem, provenance = file.path.stem, file.record.get("provenance") or {}
+    rows = [] if file.section == "analysis" else file.record.get("rows") or []
+    points = dict.fromkeys(shape(row["point"]) for row in rows if row.get("point"))
+    facts = [", ".join(points), f"measured {str(provenance['date'])[:10]}" if provenance.get("date") else ""]
+    summary = escape("; ".join(filter(None, facts)) or "tables")
+    content = [*told_by(file.path, beside, provenance), *body_of(file.record)]
+    if pictured:
+        content.append(f"![{stem}]({PICTURES}/{stem}.svg)")
+    return "\n\n".join([f"### {stem}", f"<details><summary>{summary}</summary>", *content, "</details>"])
 
 
 def _figure(file: File) -> str | None:
@@ -122,8 +135,9 @@ _INTRODUCTION = """# Results
 <!-- Rendered: saf report --results results --out docs/results.md. Do not edit; `make check` compares. -->
 
 Every number below is read from a file under `results` and rendered by
-`saf report --results results --out docs/results.md`; `make check` fails when this page and the files disagree. Words:
-[glossary](glossary.md); what was tried, losses included: [log](log.md).
+`saf report --results results --out docs/results.md`; `make check` fails when this page and the files disagree. The
+summary has each main number once, the newest where it was measured twice; under a file's name stand its conditions,
+command and all its tables. Words: [glossary](glossary.md); what was tried, losses included: [log](log.md).
 
 A speedup is the baseline's time over the arm's, the median over alternating pairs: above 1 the arm is faster. The free
 bound is the speedup if mixing in frozen heads cost nothing, "of the bound" how much of the time saved then is saved. A

@@ -41,13 +41,19 @@ def test_every_file_has_its_section_with_device_versions_command_and_link(tmp_pa
     made = render_results(tmp_path / "results", tmp_path / "docs")
     text = made["results.md"]
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    assert headings == ["Results", "Updates: speed", "update-8k", "update-16k", "Updates: peak memory", "memory"]
+    sections = ["Updates: speed", "update-8k", "update-16k", "Updates: peak memory", "memory"]
+    assert headings == ["Results", "Summary", *sections]
+    assert text.count("<details><summary>4096x8x4; measured ") == 2
+    assert text.count("</details>") == 3
     provenance = measured["provenance"]
     assert "[results/bench/update-8k.json](../results/bench/update-8k.json): Invented 9000" in text
     assert f"torch {provenance['versions']['torch']}" in text
     assert f"source {provenance['source_hash'][:12]}" in text
     assert text.count(f"```sh\n{provenance['command']}\n```") == 3
-    speeds, memory, *_ = tables(text)
+    summary, speeds, memory, *_ = tables(text)
+    assert [row["what"] for row in summary] == ["update speedup: 124m", "peak memory of update: 124m"]
+    assert [row["paper, 25%"] for row in summary] == ["1.056×", "−1.96%"]
+    assert summary[1]["25% frozen"] == "−6.25%"
     assert [row["paper"] for row in speeds] == ["1.056×", "1.119×"]
     assert {row["control"] for row in speeds} == {f"{measured['rows'][0]['control_ratio']:.4f}"}
     assert [row["against ordinary"] for row in memory] == ["–", "−6.25%"]
@@ -61,11 +67,24 @@ def test_refusals_left_out_arms_and_early_ends_are_told(tmp_path):
     times = {name: blocks for name, blocks in TIMES.items() if name != "25% free cudnn"} | {"control cudnn": [110.0]}
     put(tmp_path, "bench/update.json", record(times=times) | {"finished": False})
     text = render_results(tmp_path, tmp_path)["results.md"]
-    assert [row["speedup"] for row in tables(text)[0]] == ["refused", "refused"]
+    assert [row["speedup"] for row in tables(text)[1]] == ["refused", "refused"]
+    assert (tables(text)[0][0]["25% frozen"], tables(text)[0][0]["50% frozen"]) == ("refused", "refused")
     assert "- Refused: 124m, 4096x8x4: two ordinary models differ by 9.09%." in text
     assert "- Left out: T=4096 B=8 x4: 25% free cudnn: RuntimeError: no way to run 25% free cudnn." in text
     assert "- Not finished" in text
-    assert "free bound" not in tables(text)[0][0]
+    assert "free bound" not in tables(text)[1][0]
+
+
+def test_the_summary_has_the_newest_number_of_each_point(tmp_path):
+    measured = record()
+    older = measured | {"provenance": measured["provenance"] | {"date": "2026-01-01T00:00:00+00:00"}}
+    rows = [row | {"ratio": row["ratio"] + 0.5} for row in measured["rows"]]
+    put(tmp_path, "update-a.json", measured)
+    put(tmp_path, "update-b.json", older | {"rows": rows})
+    (row,) = tables(render_results(tmp_path, tmp_path)["results.md"])[0]
+    assert row["in"] == "[update-a](#update-a)"
+    first = next(each for each in measured["rows"] if each["role"] not in ("control", "free"))
+    assert row["25% frozen"] == f"{first['ratio']:.3f}×"
 
 
 def test_numbers_follow_the_file(tmp_path):
@@ -82,7 +101,9 @@ def test_training_runs_stand_side_by_side(tmp_path):
     for arm in ("ordinary", "frozen"):
         edit(tmp_path / "results" / "small" / arm / "config.json", settings={"model": "124m"}, train__length=4096)
     text = render_results(tmp_path / "results", tmp_path / "docs")["results.md"]
-    ordinary, frozen = tables(text)[0]
+    (summary,), (ordinary, frozen) = tables(text)[:2]
+    assert (summary["what"], summary["paper, 25%"]) == ("perplexity, matched tokens", "+0.768 ± 0.067%")
+    assert frozen["change, 95% interval"].startswith(summary["25% frozen"])
     result = json.loads((tmp_path / "results/small/frozen/result.json").read_text())
     assert (ordinary["arm"], ordinary["heads frozen"], frozen["heads frozen"]) == ("ordinary", "0 of 12", "3 of 12")
     assert frozen["perplexity"] == f"{result['report_perplexity']:.3f}"

@@ -1,0 +1,147 @@
+"""The table that begins the document of results: each main number once, its newest value, beside the paper's."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saf.records import paper
+from saf.records.paper import Quoted
+from saf.records.quantities import MISSING, number, percent, seconds, signed
+from saf.records.run import RecordedRun
+from saf.records.table import Table
+from saf.report.measured import groups_of, is_speeds, kernel_name, shape
+from saf.report.runs.comparison import arm_names, compare_all
+from saf.report.speeds import memory_quoted
+
+Record = Mapping[str, Any]
+RATES = (0.25, 0.5)
+"""Shares of frozen heads that have a column: those of the paper's main tables."""
+BACKEND = "toeplitz"
+"""Whose speed is the summary's: the default one."""
+_SPEEDS = {"update": "update", "prefill": "prefill", "op": "attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Hold one number of ours at one share of frozen heads, and the paper's, if it has one."""
+
+    what: str
+    where: str
+    """The point that it was measured at, and against what."""
+    rate: float
+    ours: str
+    quoted: Quoted | None
+    date: str
+    source: str
+    """The name of its file or folder."""
+
+
+def summary_table(trainings: Mapping[Path, Sequence[RecordedRun]], files: Iterable[tuple[str, Record]]) -> Table:
+    """Return one row for what was measured at one point; where files share a point, the newest one's number stands.
+
+    `files` are records by the name that the document has for them.
+    """
+    found = [finding for folder, runs in trainings.items() for finding in _of_runs(folder, runs)]
+    for name, record in files:
+        if is_speeds(record):
+            found += [*_of_speeds(name, record), *_of_memory(name, record)]
+        elif record.get("kind") == "calibration":
+            found += _of_interventions(name, record)
+    newest: dict[tuple[str, str], dict[float, Finding]] = {}
+    for finding in sorted(found, key=lambda each: each.date):
+        newest.setdefault((finding.what, finding.where), {})[finding.rate] = finding
+    # What is measured stands in the order of the document, its points by their numbers.
+    place = {what: number for number, what in enumerate(dict.fromkeys(finding.what for finding in found))}
+    order = sorted(newest, key=lambda key: (place[key[0]], natural_order(key[1])))
+    head = ["what", "where"]
+    for rate in RATES:
+        head += [f"{percent(rate)} frozen", f"paper, {percent(rate)}"]
+    return Table.of("", [*head, "in"], [_row(*key, newest[key]) for key in order])
+
+
+def _row(what: str, where: str, by_rate: Mapping[float, Finding]) -> list[str]:
+    cells = []
+    for rate in RATES:
+        finding = by_rate.get(rate)
+        quoted = finding.quoted.text if finding is not None and finding.quoted is not None else MISSING
+        cells += [MISSING if finding is None else finding.ours, quoted]
+    sources = dict.fromkeys(finding.source for finding in by_rate.values())
+    return [what, where, *cells, ", ".join(f"[{name}](#{name})" for name in sources)]
+
+
+def _of_runs(folder: Path, runs: Sequence[RecordedRun]) -> Iterator[Finding]:
+    """Yield the change of perplexity of each frozen arm that was compared with the folder's ordinary one."""
+    for comparison in compare_all(runs, arm_names(runs)):
+        run, record = comparison.frozen, comparison.record
+        if record is None or not run.num_heads:
+            continue
+        settings, train = run.config.get("settings") or {}, run.config.get("train") or {}
+        model, length, rate = settings.get("model"), train.get("length"), len(run.frozen_heads) / run.num_heads
+        yield Finding(
+            what="perplexity, matched tokens",
+            where=f"{model}, {number(length)} tokens, {number((run.result or {}).get('updates'))} updates",
+            rate=rate,
+            ours=signed(record["delta_ppl_percent"]),
+            quoted=paper.perplexity(model, length, rate),
+            date=str(((run.result or {}).get("provenance") or {}).get("date")),
+            source=folder.name,
+        )
+
+
+def _of_speeds(name: str, record: Record) -> Iterator[Finding]:
+    for group in groups_of(record):
+        baseline = kernel_name(group.baseline.removeprefix("ordinary "))
+        for arm in group.arms:
+            if arm.row["backend"] != BACKEND or arm.row["rate"] not in RATES:
+                continue
+            yield Finding(
+                what=f"{_SPEEDS[record['kind']]} speedup: {group.way}",
+                where=f"{shape(group.point)}, against {baseline}",
+                rate=arm.row["rate"],
+                ours="refused" if arm.ratio is None else f"{arm.ratio:.3f}×",
+                quoted=arm.paper,
+                date=_date(record),
+                source=name,
+            )
+
+
+def _of_memory(name: str, record: Record) -> Iterator[Finding]:
+    for entry in record["memory"]:
+        if entry["backend"] == BACKEND and entry["change_percent"] is not None and entry["rate"] in RATES:
+            yield Finding(
+                what=f"peak memory of {record['kind']}: {record['settings']['model']}",
+                where=shape(entry["point"]),
+                rate=entry["rate"],
+                ours=signed(entry["change_percent"]),
+                quoted=memory_quoted(record, entry),
+                date=_date(record),
+                source=name,
+            )
+
+
+def _of_interventions(name: str, record: Record) -> Iterator[Finding]:
+    for row in record["rows"]:
+        if row["part"] != "intervention":
+            continue
+        model, point = row["model"], row["point"]
+        yield Finding(
+            what=f"freezing, warm: {Path(model).name}",
+            where=f"{point['length']}x{point['batch_size']}",
+            rate=row["rate"],
+            ours=seconds(row["seconds"]),
+            quoted=paper.intervention(model, point["length"], row["rate"], sequences=point["batch_size"]),
+            date=_date(record),
+            source=name,
+        )
+
+
+def natural_order(name: str) -> list[tuple[int, Any]]:
+    """Return what sorts names with numbers as people do: update-8k before update-16k."""
+    parts = re.split(r"(\d+)", name)
+    return [(1, int(part)) if part.isdigit() else (0, part) for part in parts]
+
+
+def _date(record: Record) -> str:
+    return str((record.get("provenance") or {}).get("date"))
