@@ -19,7 +19,7 @@ class OneTime:
 
     name: ClassVar[str] = "one_time"
     at: Annotated[int | float, Flag("freeze-at")] = 0.5
-    """When: a whole number of updates, or a share of the whole schedule of updates."""
+    """When: a whole number of updates, or a share of all of them."""
 
     def __post_init__(self):
         """Raise InputError for a moment that no run has."""

@@ -33,7 +33,7 @@ class TrainConfig:
     task: Annotated[str, OneOf(TASKS)] = "text"
     """What the run trains on and is judged by: text is pretraining on every token."""
     parent: str | None = None
-    """Checkpoint of another run to start from: weights, optimiser, place in the data and in the schedule."""
+    """Checkpoint of another run to start from: weights, optimiser, place in the data and among the updates."""
     model: Annotated[str, OneOf(PRESETS)] = "tiny"
     """Preset of the model's shape."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class TrainConfig:
     min_lr_ratio: float = 0.1
     """Last learning rate, as a share of the peak."""
     warmup: int | float = 0.1
-    """Warm-up: a whole number of updates, or a share of the schedule."""
+    """Warm-up: a whole number of updates, or a share of all of them."""
     lr_by: LearningRateBy = "update"
     """Advance the learning rate by updates done or by time spent."""
     lr_start: int = 0
@@ -119,7 +119,7 @@ class TrainConfig:
         self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         self._require("lr_start", self.lr_start < self.updates, f"below updates={self.updates}")
-        self._require("warmup", 0 <= self.warmup_share < 1, "updates or a share, shorter than the schedule")
+        self._require("warmup", 0 <= self.warmup_share < 1, "updates or a share, fewer than all")
         budget = self.time_budget_seconds
         self._require(
             "time_budget_seconds",
@@ -148,7 +148,7 @@ class TrainConfig:
 
     @property
     def warmup_share(self) -> float:
-        """Share of the learning-rate schedule that warms up."""
+        """Return the share of the learning-rate schedule that warms up."""
         return self.warmup / (self.updates - self.lr_start) if isinstance(self.warmup, int) else self.warmup
 
     def to_dict(self) -> dict[str, Any]:
