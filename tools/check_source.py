@@ -33,6 +33,11 @@ CLASSES: dict[str, tuple[tuple[str, ...], str]] = {
     "GPT": (("saf/adapters/", "saf/models/"), "adapters answer for a model; nothing else asks for its class"),
 }
 
+# A built-in function -> the folders where it is not called, and why.
+CALLS: dict[str, tuple[tuple[str, ...], str]] = {
+    "hasattr": (("saf/ops/",), "a backend declares what it can do"),
+}
+
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield `(line, dotted name)` for every import and attribute access, aliases of imports resolved."""
@@ -79,6 +84,11 @@ def problems(source: str, path: str) -> list[str]:
         for rule, (allowed, reason) in NAMES.items():
             if (name == rule or name.startswith(f"{rule}.")) and not path.startswith(allowed):
                 found.add((line, f"{path}:{line}: {rule} is not used here: {reason}"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
+            refused, reason = CALLS[node.func.id]
+            if path.startswith(refused):
+                found.add((node.lineno, f"{path}:{node.lineno}: {node.func.id} is not called here: {reason}"))
     for line, name in class_tests(tree):
         allowed, reason = CLASSES.get(name, ((path,), ""))
         if not path.startswith(allowed):
