@@ -16,17 +16,15 @@ from pathlib import Path
 
 import torch
 
-from saf.bench.arms import Arm
-from saf.bench.clean_process import clean_process
-from saf.bench.environment import environment
-from saf.bench.grids import points_of
-from saf.bench.models import ModelPlan
-from saf.bench.pairs import measure_pair, refused, summary
-from saf.bench.recorder import Recorder, say_on_stderr
-from saf.bench.settings import UpdateSettings
-from saf.bench.synthetic import random_tokens
-from saf.bench.timing import Budget, wait_for
-from saf.bench.update import PRELOADED, UpdateSubject, execution_of
+from saf.bench.harness.arms import Arm
+from saf.bench.harness.environment import clean_process, environment
+from saf.bench.harness.pairs import measure_pair, refused, summary
+from saf.bench.harness.recorder import Recorder, say_on_stderr
+from saf.bench.harness.synthetic import random_tokens
+from saf.bench.harness.timing import Budget, wait_for
+from saf.bench.model.models import ModelPlan
+from saf.bench.model.nanogpt import NanoGPTKind
+from saf.bench.model.update import PRELOADED, UpdateKind, UpdateSettings, UpdateSubject, execution_of
 from saf.errors import InputError
 
 MODEL = "124m-learned"
@@ -109,12 +107,14 @@ def main():
     specification.loader.exec_module(source)
     settings = UpdateSettings(points=tuple(options.points), model=options.model, pairs=options.pairs)
     execution, budget = execution_of(settings), Budget(options.seconds)
-    recorder = Recorder(options.out, kind="nanogpt", settings=settings.to_dict(), budget=budget, say=say_on_stderr)
+    recorder = Recorder(
+        options.out, kind=NanoGPTKind.name, settings=settings.to_dict(), budget=budget, say=say_on_stderr
+    )
     with recorder:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         recorder.trace(**environment(execution.device, execution.device_name))
         recorder.describe(nanogpt_model_sha256=digest)
-        for point in points_of(settings):
+        for point in UpdateKind().points(settings):
             with clean_process():
                 measure(settings, point, source, recorder)
 

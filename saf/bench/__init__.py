@@ -1,6 +1,8 @@
-"""Measurements of speed and memory: operators, whole updates, prefill; every number beside its baseline and bound."""
+"""Measurements of speed, memory and errors: every number beside its baseline and bound."""
 
-from saf.bench.measure import measure
-from saf.bench.settings import OpSettings, PrefillSettings, UpdateSettings
+from saf.bench.kinds import measure
+from saf.bench.model.prefill import PrefillSettings
+from saf.bench.model.update import UpdateSettings
+from saf.bench.operator.case import OpSettings
 
 __all__ = ["OpSettings", "PrefillSettings", "UpdateSettings", "measure"]

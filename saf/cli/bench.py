@@ -1,41 +1,45 @@
-"""`saf bench`: speed and memory, each number beside its baseline, its bound and its control."""
+"""`saf bench`: speed, memory and errors, each number beside its baseline, its bound and its control."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
-from saf.bench.pairs import control_words
-from saf.cli.bench_calibration import Calibration
-from saf.cli.bench_errors import Errors
+from saf.bench.accuracy.errors import ErrorSettings
+from saf.bench.freezing.settings import CalibrationSettings
+from saf.bench.harness.settings import BenchSettings
+from saf.bench.kinds import BENCHMARKS, measure
+from saf.bench.model.prefill import PrefillSettings
+from saf.bench.model.update import UpdateSettings
+from saf.bench.operator.case import OpSettings
 from saf.cli.command import Command
 from saf.cli.output import machine, show
-from saf.errors import UnsupportedError
-from saf.records.table import Table
+from saf.errors import AccuracyError, UnsupportedError
+from saf.records.table import Part
 
-HEAD = ["arm", "ms", "baseline", "ratio", "range", "TFLOP/s", "floor, ms"]
+REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
 
 
 @dataclass(kw_only=True)
-class _Output(Command):
+class _Bench(Command, BenchSettings):
     out: Path
     """JSON file to write; a new one."""
     json: bool = False
     """Print JSON instead of tables."""
 
     def run(self) -> dict[str, Any]:
-        """Measure, write, show and return the record."""
-        assert isinstance(self, OpSettings | PrefillSettings | UpdateSettings)
+        """Measure, write, show and return the record; raise AccuracyError for rows above their limits."""
         record = measure(self, out=self.out)
-        show(record, *tables(record), f"written to {self.out}", as_json=self.json)
+        show(record, *parts(record), f"written to {self.out}", as_json=self.json)
         if not record["rows"] and not record["memory"]:
-            raise UnsupportedError(f"nothing could be measured; {self.out} says why, arm by arm")
+            raise UnsupportedError(f"nothing could be measured; {self.out} says why")
+        if failed := BENCHMARKS[self.kind].failures(record):
+            raise AccuracyError(f"{len(failed)} of {len(record['rows'])} rows: {'; '.join(failed)}")
         return record
 
 
 @dataclass(kw_only=True)
-class Op(_Output, OpSettings):
+class Op(_Bench, OpSettings):
     """One layer's attention without projections: frozen heads alone, and the mixed layer.
 
     Ratios are the baseline's time over the arm's: above 1 the arm is faster.
@@ -43,7 +47,7 @@ class Op(_Output, OpSettings):
 
 
 @dataclass(kw_only=True)
-class Update(_Output, UpdateSettings):
+class Update(_Bench, UpdateSettings):
     """Whole optimiser updates of a model: accumulation, backward, clipping, AdamW, gradient reset.
 
     Data loading is left out. Ratios are the baseline's time over the arm's: above 1 the arm is faster.
@@ -51,72 +55,35 @@ class Update(_Output, UpdateSettings):
 
 
 @dataclass(kw_only=True)
-class Prefill(_Output, PrefillSettings):
+class Prefill(_Bench, PrefillSettings):
     """Forward passes over whole prompts, with the output layer on the last token alone.
 
     Ratios are the baseline's time over the arm's: above 1 the arm is faster.
     """
 
 
-def tables(record: Mapping[str, Any]) -> Iterator[Table | str]:
-    """Yield a table for each point, one for peak memory, and lines on what was left out."""
+@dataclass(kw_only=True)
+class Errors(_Bench, ErrorSettings):
+    """Errors against float64 of a mixed layer and of frozen heads alone, outputs and every gradient.
+
+    Ends with an error that names the rows above their budgets.
+    """
+
+
+@dataclass(kw_only=True)
+class Calibration(_Bench, CalibrationSettings):
+    """The whole intervention, warm and at first use: calibration, scoring, selection, fitting, installation.
+
+    Beside it a dense collection of the same queries and keys, whose statistics must agree, and the fit of all heads.
+    """
+
+
+def parts(record: Mapping[str, Any]) -> Iterator[Part]:
+    """Yield the machine, what the record's kind says of it, and what to do about refused measurements."""
     yield machine(record["provenance"])
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in record["rows"]:
-        groups.setdefault(title_of(row), []).append(row)
-    for title, rows in groups.items():
-        yield Table.of(title, HEAD, [_cells(row) for row in rows])
-        yield from (f"refused ({row['arm']}): {_reason(row)}" for row in rows if row["refused"])
-    if record["memory"]:
-        rows = [[_place(m["point"]), m["arm"], f"{m['bytes'] / 2**30:.3f}", _percent(m)] for m in record["memory"]]
-        kind = record["memory"][0]["kind"]
-        yield Table.of(f"peak memory ({kind}), one arm a process", ["point", "arm", "GiB", "against ordinary"], rows)
-    for seen in record["kernels"]:
-        if seen["kernel_seen"] is False:
-            yield f"warning: {_place(seen['point'])}: {seen['arm']} did not run the kernel it was told to"
-    for entry in record["left_out"]:
-        yield f"left out: {entry['what']}: {entry['why']}"
-
-
-def title_of(row: Mapping[str, Any]) -> str:
-    """Return what a table of rows is about."""
-    alone = row.get("alone")
-    part = f"{alone} {'head' if alone == 1 else 'heads'} alone" if alone else row.get("part")
-    parts = [row.get("model"), part, _place(row["point"]), row["variant"]]
-    return ", ".join(part for part in parts if part) + f", against {row['baseline']}; times in ms"
-
-
-def _cells(row: Mapping[str, Any]) -> list[Any]:
-    bound = row["arm_floor_ms"]
-    return [
-        row["arm"],
-        f"{row['arm_ms']:.4g}",
-        f"{row['baseline_ms']:.4g}",
-        "refused" if row["refused"] else f"{row['ratio']:.3f}x",
-        f"{row['min']:.3f}–{row['max']:.3f}",
-        f"{row['arm_tflops']:.3g}",
-        None if bound is None else f"{bound:.4g}",
-    ]
-
-
-def _reason(row: Mapping[str, Any]) -> str:
-    control = row["control_ratio"]
-    if control is None:
-        return "its control could not be measured"
-    return (
-        f"{control_words(row, control)}: the machine is not quiet enough; end other work on it, measure more --pairs, "
-        "or accept more with --tolerance"
-    )
-
-
-def _place(point: Mapping[str, Any]) -> str:
-    shape = "x".join(str(point[key]) for key in ("length", "batch_size", "accumulation") if key in point)
-    return f"{shape} {point['precision']}" if "precision" in point else shape
-
-
-def _percent(entry: Mapping[str, Any]) -> str | None:
-    change = entry["change_percent"]
-    return None if change is None else f"{change:+.2f}%"
+    yield from BENCHMARKS[record["kind"]].tables(record, brief=True)
+    if any(row.get("refused") for row in record["rows"]):
+        yield REFUSED
 
 
 COMMANDS = {"op": Op, "update": Update, "prefill": Prefill, "errors": Errors, "calibration": Calibration}

@@ -106,7 +106,7 @@ class Freeze(Command):
             finalize_(model)
         state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
         written = save_checkpoint(self.out, model, optimizer, state=state, parent=checkpoint.hash)
-        report.save(self.out, update=checkpoint.update, reason="saf freeze")
+        report.save(self.out, update=checkpoint.update)
         result = {"checkpoint": str(self.out), "hash": written, "parent": checkpoint.hash, **report.to_dict()}
         show(result, report.table(), f"checkpoint {self.out}", f"hash {written}", as_json=self.json)
         return result

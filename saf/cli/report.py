@@ -10,8 +10,8 @@ from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.records.paths import Kind, expect
-from saf.report.bars_svg import write_bars
-from saf.report.bench_page import read_records, write_bench_report
+from saf.report.benchmarks.bars import write_bars
+from saf.report.benchmarks.page import read_records, write_bench_report
 from saf.report.results import write_results
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture

@@ -81,6 +81,12 @@ class Table:
         rows = tuple(tuple(row[number] for number in kept) for row in self.rows)
         return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
 
+    def without(self, columns: Sequence[str]) -> "Table":
+        """Return the table without the columns named, those of them that it has."""
+        kept = [number for number, name in enumerate(self.columns) if name not in columns]
+        rows = tuple(tuple(row[number] for number in kept) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
+
     def titled(self, title: str) -> "Table":
         """Return the same table under another title."""
         return replace(self, title=title)

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from saf.analysis import ANALYSES
+from saf.bench.harness.measured import shape
+from saf.bench.kinds import compares_arms
 from saf.errors import InputError
 from saf.records.files import read_json, write_atomically
 from saf.records.head import is_result, with_head
 from saf.records.run import RecordedRun
 from saf.report.analyses import FIGURES, analysis_figure
-from saf.report.bars_svg import bars_picture
+from saf.report.benchmarks.bars import bars_picture
 from saf.report.bodies import TITLES, body_of
-from saf.report.measured import is_speeds, shape
 from saf.report.provenance import told_by
 from saf.report.results_summary import natural_order, summary_table
 from saf.report.runs.tables import training
@@ -34,7 +35,7 @@ class File:
         """The section it belongs to: the kind of a benchmark, "memory" when it timed nothing, "analysis", "other"."""
         if self.record.get("kind") in ANALYSES:
             return "analysis"
-        if is_speeds(self.record) and not self.record["rows"]:
+        if compares_arms(self.record) and not self.record["rows"]:
             return "memory"
         return str(self.record.get("kind", "other"))
 

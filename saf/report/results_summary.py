@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saf.bench.harness.measured import kernel_name, shape
+from saf.bench.kinds import SPEED_KINDS, compares_arms, groups_of
 from saf.records import paper
 from saf.records.paper import Quoted
 from saf.records.quantities import MISSING, number, percent, seconds, signed
 from saf.records.run import RecordedRun
 from saf.records.table import Table
-from saf.report.measured import groups_of, is_speeds, kernel_name, shape
 from saf.report.runs.comparison import arm_names, compare_all
-from saf.report.speeds import memory_quoted
 
 Record = Mapping[str, Any]
 RATES = (0.25, 0.5)
@@ -45,7 +45,7 @@ def summary_table(trainings: Mapping[Path, Sequence[RecordedRun]], files: Iterab
     """
     found = [finding for folder, runs in trainings.items() for finding in _of_runs(folder, runs)]
     for name, record in files:
-        if is_speeds(record):
+        if compares_arms(record):
             found += [*_of_speeds(name, record), *_of_memory(name, record)]
         elif record.get("kind") == "calibration":
             found += _of_interventions(name, record)
@@ -115,7 +115,7 @@ def _of_memory(name: str, record: Record) -> Iterator[Finding]:
                 where=shape(entry["point"]),
                 rate=entry["rate"],
                 ours=signed(entry["change_percent"]),
-                quoted=memory_quoted(record, entry),
+                quoted=SPEED_KINDS[record["kind"]].quoted_memory(record, entry),
                 date=_date(record),
                 source=name,
             )

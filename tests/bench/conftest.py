@@ -2,9 +2,9 @@ from collections.abc import Callable
 
 import pytest
 
-from saf.bench.arms import Arm
-from saf.bench.recorder import Recorder
-from saf.bench.timing import Budget
+from saf.bench.harness.arms import Arm
+from saf.bench.harness.recorder import Recorder
+from saf.bench.harness.timing import Budget
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,11 @@
 import torch
 
-from saf.bench.arms import Arm, arms_of, default_backends, default_kernels, default_others, plan
-from saf.bench.grids import Point
-from saf.bench.models import ModelPlan, build_model
-from saf.bench.op import OpSubject
-from saf.bench.op_case import OpCase
-from saf.bench.settings import OpSettings, PrefillSettings
+from saf.bench.harness.arms import Arm, arms_of, default_backends, default_kernels, default_others, plan
+from saf.bench.harness.settings import Point
+from saf.bench.model.models import ModelPlan, build_model
+from saf.bench.model.prefill import PrefillSettings
+from saf.bench.operator.case import OpCase, OpSettings
+from saf.bench.operator.operator import OpSubject
 from saf.machine.cuda_graphs import GraphPool
 from saf.ops import BACKENDS, live_attention
 from saf.ops.reference import Reference

@@ -7,17 +7,17 @@ import statistics
 import numpy as np
 import pytest
 import torch
-import tyro
 
 import saf
-from saf.bench.calibration import empty_kernel_cache, measure_calibration, points_of
-from saf.bench.calibration_model import build, sequences, structure_
-from saf.bench.calibration_settings import CalibrationSettings
-from saf.bench.dense import measure_dense
-from saf.bench.fits import measure_fits, read_goals
-from saf.bench.grids import Point
-from saf.bench.intervention import Interventions
-from saf.bench.timing import Budget
+from saf.bench import measure
+from saf.bench.freezing.calibration import empty_kernel_cache, points_of
+from saf.bench.freezing.dense import measure_dense
+from saf.bench.freezing.fits import measure_fits, read_goals
+from saf.bench.freezing.intervention import Interventions
+from saf.bench.freezing.model import build, sequences, structure_
+from saf.bench.freezing.settings import CalibrationSettings
+from saf.bench.harness.settings import Point
+from saf.bench.harness.timing import Budget
 from saf.calibration import calibrate
 from saf.cli.bench import COMMANDS
 from saf.errors import InputError, UnsupportedError
@@ -51,7 +51,7 @@ def small_model() -> GPT:
 def record(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "calibration.json"
     said: list[str] = []
-    record = measure_calibration(settings(rates=(0.25, 0.5), dense_layers=3), out=path, say=said.append)
+    record = measure(settings(rates=(0.25, 0.5), dense_layers=3), out=path, say=said.append)
     assert json.loads(path.read_text()) == record
     return record, said
 
@@ -189,7 +189,7 @@ def test_statistics_written_by_save_are_fitted_too(tmp_path):
     events = interventions(small_model())
     calibrate(events.model, events.ids).save(tmp_path / "s.safetensors")
     assert len(read_goals(tmp_path / "s.safetensors").eta_abs) == 8
-    found = measure_calibration(
+    found = measure(
         settings(rates=(), statistics=tmp_path / "s.safetensors"), out=tmp_path / "o.json", say=lambda _: None
     )
     assert [(row["part"], row["heads"], row["of"]) for row in found["rows"]] == [
@@ -214,7 +214,7 @@ def test_a_trained_model_and_its_text(tmp_path):
 
 def test_without_time_everything_is_left_out():
     said: list[str] = []
-    found = measure_calibration(settings(seconds=1e-6), say=said.append)
+    found = measure(settings(seconds=1e-6), say=said.append)
     assert found["rows"] == []
     assert "out of time" in found["left_out"][0]["why"]
     assert "a median needs 3" in found["left_out"][1]["why"]
@@ -222,7 +222,7 @@ def test_without_time_everything_is_left_out():
 
 def test_what_does_not_fit_is_left_out_with_its_knob(monkeypatch):
     monkeypatch.setattr("saf.calibration.plan.free_bytes", lambda device: 1)
-    found = measure_calibration(settings(), say=lambda _: None)
+    found = measure(settings(), say=lambda _: None)
     assert found["rows"] == []
     assert "not enough memory" in found["left_out"][0]["why"]
 
@@ -268,10 +268,10 @@ def test_the_command_prints_tables_and_refuses_when_nothing_was_measured(tmp_pat
     words = ["--model", "tiny", "--points", "32x3", "--repeats", "3", "--device", "cpu", "--dense-layers", "1"]
     words += ["--statistics", str(reference_file(tmp_path / "a.npz"))]
     command = COMMANDS["calibration"]
-    tyro.cli(command, args=[*words, "--out", str(tmp_path / "o.json")]).run()
+    command.from_words([*words, "--out", str(tmp_path / "o.json")]).run()
     printed = capsys.readouterr()
-    for text in ("tiny 32x3, 25%", "statistics", "first use", "a.npz", "within", "1 of 4"):
+    for text in ("tiny, 32x3, 25% of heads", "statistics", "first use", "a.npz", "within", "1 of 4"):
         assert text in printed.out
     assert "dense collection" in printed.err
     with pytest.raises(UnsupportedError, match="nothing could be measured"):
-        tyro.cli(command, args=[*words, "--out", str(tmp_path / "p.json"), "--seconds", "1e-6"]).run()
+        command.from_words([*words, "--out", str(tmp_path / "p.json"), "--seconds", "1e-6"]).run()

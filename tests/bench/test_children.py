@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from saf.bench import children
-from saf.bench.arms import Arm
-from saf.bench.children import Children
-from saf.bench.timing import Budget
+from saf.bench.harness.arms import Arm
+from saf.bench.harness.timing import Budget
+from saf.bench.model import processes
+from saf.bench.model.processes import Children
 
 WORKER = """#!{python} -S
 import json, pathlib, sys, time
@@ -42,7 +42,7 @@ def run(tmp_path, monkeypatch, said) -> Callable[..., list[dict]]:
     script = tmp_path / "worker"
     script.write_text(WORKER.format(python=sys.executable, folder=tmp_path))
     script.chmod(0o755)
-    monkeypatch.setattr(children.sys, "executable", str(script))
+    monkeypatch.setattr(processes.sys, "executable", str(script))
 
     def run(*kernels: str, workers: int, budget: Budget | None = None) -> list[dict]:
         with Children(budget or Budget(), workers, said.append) as processes:
@@ -79,8 +79,8 @@ def test_what_had_nothing_beside_it_does_not_run_again(run, tmp_path, said):
 
 
 def test_nothing_runs_again_when_time_has_run_out(run, tmp_path, said, monkeypatch):
-    replied, reply = [], children._Child.reply
-    monkeypatch.setattr(children._Child, "reply", lambda child: replied.append(1) or reply(child))
+    replied, reply = [], processes._Child.reply
+    monkeypatch.setattr(processes._Child, "reply", lambda child: replied.append(1) or reply(child))
     budget = Budget()
     monkeypatch.setattr(budget, "fits", lambda _: len(replied) < 2)
     assert run("big", "small", workers=2, budget=budget) == [

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
-from saf.bench.error_layer import TENSORS, Layer
-from saf.bench.errors import ErrorSettings, distance, failures, measure_errors
+from saf.bench import measure
+from saf.bench.accuracy.errors import ErrorSettings, distance
+from saf.bench.accuracy.layer import TENSORS, Layer
+from saf.bench.kinds import BENCHMARKS
 from saf.cli import main
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
@@ -22,8 +24,8 @@ def draw(seed: int = 0) -> Layer:
 
 
 def test_the_papers_case_keeps_its_budgets(said):
-    record = measure_errors(ErrorSettings(device="cpu"), say=said.append)
-    assert failures(record) == []
+    record = measure(ErrorSettings(device="cpu"), say=said.append)
+    assert BENCHMARKS["errors"].failures(record) == []
     parts = [(row["part"], row["backend"], row["precision"], row["tensor"]) for row in record["rows"]]
     assert len(parts) == len(set(parts)) == 2 * 2 * (7 + 2)
     assert {row["tensor"] for row in record["rows"] if row["part"] == "layer"} == set(TENSORS)
@@ -77,7 +79,7 @@ def test_a_wrong_product_is_named_and_ends_the_command(tmp_path, monkeypatch, ca
     printed = capsys.readouterr()
     assert "7 of 9 rows: layer toeplitz fp32 output: " in printed.err
     assert "operator toeplitz fp32 value: 1.00e-03 above" in printed.err
-    assert "ABOVE" in printed.out
+    assert "above" in printed.out
     record = json.loads(path.read_text())
     assert record["kind"] == "errors"
     assert record["finished"]
@@ -88,8 +90,8 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     words = ["--device=cpu", "--length=16", "--stored=20", "--head-dim=16"]
     assert main(["bench", "errors", "--out", str(tmp_path / "one.json"), *words]) == 0
     printed = capsys.readouterr().out
-    assert "a layer of live and frozen heads, toeplitz, bf16, against float64" in printed
-    assert "left out: fused fp32: it needs a CUDA device" in printed
+    assert "a layer of live and frozen heads, toeplitz, bf16" in printed
+    assert "Left out: fused fp32; fused bf16: it needs a CUDA device" in printed
     assert main(["bench", "errors", "--out", str(tmp_path / "two.json"), *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "two.json").read_text())
 
@@ -102,4 +104,4 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
     with pytest.raises(InputError, match="frozen head ids must lie in"):
         ErrorSettings(frozen=(7,))
     with pytest.raises(UnsupportedError, match="backend 'fused' cannot run"):
-        measure_errors(ErrorSettings(device="cpu", backends=("fused",)), say=print)
+        measure(ErrorSettings(device="cpu", backends=("fused",)), say=print)

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
-from saf.bench.runner import PointRunner
+from saf.bench.harness.runner import PointRunner
 from saf.errors import InputError, UnsupportedError
 
 SMALL = {"device": "cpu", "pairs": 2, "tolerance": 10.0, "warmup": 1, "repeats": 1}
@@ -53,7 +53,7 @@ def test_peak_memory_alone():
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_process_that_fails_alone_is_left_out(monkeypatch, said, workers):
-    monkeypatch.setattr("saf.bench.children.sys.executable", "/bin/false")
+    monkeypatch.setattr("saf.bench.model.processes.sys.executable", "/bin/false")
     settings = UpdateSettings(
         model="tiny", points=("16x1x1",), rates=(0.5,), memory=True, workers=workers, **{**SMALL, "pairs": 0}
     )
@@ -162,12 +162,12 @@ def test_compiling_in_advance_needs_a_compiler():
 
 
 def test_arms_that_fail_to_compile_in_advance_are_said(monkeypatch, said):
-    monkeypatch.setattr("saf.bench.children.sys.executable", "/bin/false")
+    monkeypatch.setattr("saf.bench.model.processes.sys.executable", "/bin/false")
     settings = UpdateSettings(
         model="tiny", points=("16x1x1",), rates=(0.5,), free=False, precompile=True, compile="on", profile=False,
         **{**SMALL, "pairs": 1},
     )  # fmt: skip
-    monkeypatch.setattr("saf.bench.model_points.build_subject", _nothing)
+    monkeypatch.setattr("saf.bench.model.update.UpdateSubject", _nothing)
     record = measure(settings, say=said.append)
     for arm in ("ordinary auto", "50% toeplitz auto"):
         told = f"T=16 B=1 x1 not compiled in advance: {arm}: its process ended with code 1: no output"

@@ -1,15 +1,14 @@
 import pytest
 import torch
 
-from saf.bench.arms import Arm
-from saf.bench.free import free_backend
-from saf.bench.grids import Point
-from saf.bench.models import ModelPlan, build_model
-from saf.bench.placement import choose_heads, heads_per_layer
-from saf.bench.prefill import LastToken
-from saf.bench.settings import UpdateSettings
-from saf.bench.synthetic import synthetic_patterns
-from saf.bench.update import UpdateSubject
+from saf.bench.harness.arms import Arm
+from saf.bench.harness.baselines import free_backend
+from saf.bench.harness.settings import Point
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.model.models import ModelPlan, build_model
+from saf.bench.model.placement import choose_heads, heads_per_layer
+from saf.bench.model.prefill import LastToken
+from saf.bench.model.update import UpdateSettings, UpdateSubject
 from saf.errors import InputError
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention
 

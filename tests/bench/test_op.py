@@ -3,15 +3,13 @@ from functools import partial
 import pytest
 import torch
 
-from saf.bench.arms import Arm
-from saf.bench.check import check_arm
-from saf.bench.flex import FlexAttention, causal_blocks
-from saf.bench.free import free_backend
-from saf.bench.grids import Point
-from saf.bench.op import OpSubject
-from saf.bench.op_case import OpCase, variants_of
-from saf.bench.settings import OpSettings
-from saf.bench.synthetic import synthetic_patterns
+from saf.bench.harness.arms import Arm
+from saf.bench.harness.baselines import FlexAttention, causal_blocks, free_backend
+from saf.bench.harness.check import check_arm
+from saf.bench.harness.settings import Point
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.operator.case import OpCase, OpSettings, variants_of
+from saf.bench.operator.operator import OpSubject
 from saf.errors import AccuracyError, InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
 from saf.ops import live_attention
@@ -89,8 +87,8 @@ def test_no_call_pays_for_guards_that_ordinary_attention_has_not(part, arm, grap
 @pytest.mark.parametrize("wrong", [None, "eager", "compiled"])
 def test_each_function_that_is_timed_is_checked(monkeypatch, wrong):
     """Both take part where graphs are timed beside calls; without a device, a call stands for the replay."""
-    monkeypatch.setattr("saf.bench.op.variants_of", lambda *_: ("forward graph", "forward call"))
-    monkeypatch.setattr("saf.bench.op.GraphReplay", lambda call, **_: call)
+    monkeypatch.setattr("saf.bench.operator.operator.variants_of", lambda *_: ("forward graph", "forward call"))
+    monkeypatch.setattr("saf.bench.operator.operator.GraphReplay", lambda call, **_: call)
     subject = OpSubject(case_of("layer"), Arm("auto", "toeplitz", 0.5), GraphPool(), compiled=True)
     right, ran = subject._functions["eager"], []
 

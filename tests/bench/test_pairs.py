@@ -1,6 +1,6 @@
 import pytest
 
-from saf.bench.pairs import measure_pair, refused, summary
+from saf.bench.harness.pairs import measure_pair, refused, summary
 
 
 def test_pairs_alternate_abba():

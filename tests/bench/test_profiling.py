@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.bench.profiling import MARKS, kernel_seen
+from saf.bench.harness.kernels import MARKS, kernel_seen
 from saf.ops.live import FLASH_PACKAGES
 
 NAMES = {

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from saf.bench import shape as shapes
-from saf.bench.arms import Arm
-from saf.bench.free import free_backend
-from saf.bench.grids import Point, points_of, rates_of
-from saf.bench.models import ModelPlan, build_model
-from saf.bench.prefill import PrefillSubject, work_of
-from saf.bench.settings import PrefillSettings, UpdateSettings
-from saf.bench.update import UpdateSubject
+from saf.bench.harness import shape as shapes
+from saf.bench.harness.arms import Arm
+from saf.bench.harness.baselines import free_backend
+from saf.bench.harness.settings import Point
+from saf.bench.kinds import SPEED_KINDS
+from saf.bench.model.models import ModelPlan, build_model
+from saf.bench.model.prefill import PrefillKind, PrefillSettings, PrefillSubject
+from saf.bench.model.update import UpdateSettings, UpdateSubject
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
 from saf.models import preset
@@ -29,6 +29,14 @@ SMALL = shapes.ModelShape(
     mlp_matrices=3,
     mlp_size=40,
 )
+
+
+def points_of(settings):
+    return SPEED_KINDS[settings.kind].points(settings)
+
+
+def rates_of(settings):
+    return SPEED_KINDS[settings.kind].rates(settings)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +89,7 @@ def test_a_prefill_is_timed_and_its_work_counted():
             subject = PrefillSubject(settings(), point, arm, GraphPool())
             subject.warm_up()
             assert subject.block("call") > 0
-            work[arm.backend] = work_of(settings(), point, arm).flops
+            work[arm.backend] = PrefillKind().work(settings(), point, arm).flops
     assert work[None] > work["toeplitz"] > work["free"]
 
 

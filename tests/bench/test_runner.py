@@ -3,11 +3,11 @@ import json
 import pytest
 import torch
 
-from saf.bench.arms import Arm, plan
-from saf.bench.recorder import Recorder
-from saf.bench.runner import PointRunner
-from saf.bench.settings import UpdateSettings
-from saf.bench.work import Work
+from saf.bench.harness.arms import Arm, plan
+from saf.bench.harness.recorder import Recorder
+from saf.bench.harness.runner import PointRunner
+from saf.bench.harness.work import Work
+from saf.bench.model.update import UpdateSettings
 from saf.errors import InputError
 from saf.machine.peaks import Peak
 
@@ -99,7 +99,7 @@ def test_kernels_are_recorded_after_timing(make_recorder, build):
 
 
 def test_the_file_is_valid_after_an_interruption(make_recorder, build, tmp_path, monkeypatch):
-    monkeypatch.setattr("saf.bench.recorder.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("saf.bench.harness.recorder.SAVE_EVERY", 0.0)
     path = tmp_path / "bench.json"
 
     def interrupted(arm: Arm):

@@ -1,13 +1,24 @@
 import pytest
 
-from saf.bench.grids import Point, points_of, rates_of
-from saf.bench.profiling import kernel_seen
-from saf.bench.settings import OpSettings, PrefillSettings, UpdateSettings
-from saf.bench.shape import ModelShape
-from saf.bench.work import attention_work, update_work
+from saf.bench.harness.kernels import kernel_seen
+from saf.bench.harness.settings import Point
+from saf.bench.harness.shape import ModelShape
+from saf.bench.harness.work import attention_work
+from saf.bench.kinds import SPEED_KINDS
+from saf.bench.model.prefill import PrefillSettings
+from saf.bench.model.update import UpdateSettings, update_work
+from saf.bench.operator.case import OpSettings
 from saf.errors import InputError
 from saf.machine.peaks import peak_of
 from saf.models import preset
+
+
+def points_of(settings):
+    return SPEED_KINDS[settings.kind].points(settings)
+
+
+def rates_of(settings):
+    return SPEED_KINDS[settings.kind].rates(settings)
 
 
 def test_the_papers_grids():

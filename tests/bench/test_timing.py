@@ -3,8 +3,9 @@ import time
 import pytest
 import torch
 
-from saf.bench.settings import OpSettings, PrefillSettings
-from saf.bench.timing import event_block, repeats_within, resting_ms, settling_calls, wall_block
+from saf.bench.harness.timing import event_block, repeats_within, resting_ms, settling_calls, wall_block
+from saf.bench.model.prefill import PrefillSettings
+from saf.bench.operator.case import OpSettings
 from saf.errors import InputError
 
 CPU = torch.device("cpu")

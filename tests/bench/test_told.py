@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from saf.bench import worker
-from saf.bench.told import MOST, first_sentence, told
+from saf.bench.harness.recorder import MOST, first_sentence, in_short
+from saf.bench.model import worker
 from saf.errors import InputError
 
 MEMORY = (
@@ -27,7 +27,7 @@ MEMORY = (
     ],
 )
 def test_the_type_and_the_first_sentence(error, words):
-    assert told(error) == words
+    assert in_short(error) == words
 
 
 def test_a_long_sentence_is_cut():

@@ -19,8 +19,10 @@ def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):
     path = tmp_path / "new" / "update.json"
     record = run("update", "--out", path, "--model", "tiny", "--points", "16x1x1")
     printed = capsys.readouterr()
-    assert "tiny, 16x1x1, update, against ordinary auto" in printed.out
-    assert "50% toeplitz" in printed.out
+    assert "Baseline: the same model with ordinary attention" in printed.out
+    assert "16x1x1" in printed.out
+    assert "50%" in printed.out
+    assert "toeplitz" in printed.out
     assert "ratio" in printed.err
     assert json.loads(path.read_text()) == record
 
@@ -35,7 +37,7 @@ def test_op_says_what_it_left_out(tmp_path, capsys):
     shape = ("--num-heads", 4, "--num-kv-heads", 2, "--head-dim", 8, "--points", "32x1", "--others", "auto")
     run("op", "--out", tmp_path / "op.json", *shape, "--backends", "toeplitz")
     printed = capsys.readouterr().out
-    assert "layer, 32x1, both call" in printed
+    assert "whole layer, forward and backward, called" in printed
     assert "with grouped queries frozen heads share values" in printed
 
 
@@ -43,7 +45,7 @@ def test_a_refused_measurement_shows_no_ratio(tmp_path, capsys):
     words = ("--out", tmp_path / "op.json", "--num-heads", 2, "--head-dim", 8, "--points", "32x1", "--no-free")
     run("op", *words, "--parts", "frozen", "--backends", "toeplitz", "--tolerance", "1e-9")
     printed = capsys.readouterr().out
-    assert "refused (control auto): two times the same ordinary heads differ by" in printed
+    assert "Refused: 1 head alone, forward, called, 32x1: two times the same ordinary heads differ by" in printed
     assert "more --pairs, or accept more with --tolerance" in printed
     assert "1 head alone" in printed
 

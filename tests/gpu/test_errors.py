@@ -2,22 +2,24 @@
 
 import pytest
 
-from saf.bench.errors import ErrorSettings, failures, measure_errors
+from saf.bench import measure
+from saf.bench.accuracy.errors import ErrorSettings
+from saf.bench.kinds import BENCHMARKS
 
 pytestmark = pytest.mark.gpu
 
 
 def test_every_backend_keeps_its_budgets_in_the_papers_case():
-    record = measure_errors(ErrorSettings(device="cuda"))
+    record = measure(ErrorSettings(device="cuda"))
     assert {row["backend"] for row in record["rows"]} == {"toeplitz", "fused", "reference"}
     for row in record["rows"]:
         print({name: row[name] for name in ("backend", "precision", "part", "tensor", "relative_l2", "limit")})
-    assert failures(record) == []
+    assert BENCHMARKS["errors"].failures(record) == []
 
 
 @pytest.mark.parametrize(("kernel", "head_dim"), [("cudnn", 64), ("flash", 64), ("auto", 128)])
 def test_longer_inputs_keep_their_budgets_beside_every_kernel(kernel, head_dim):
     shape = {"length": 4096, "stored": 4096, "head_dim": head_dim, "kernel": kernel}
     precisions = ("fp32", "bf16") if kernel == "auto" else ("bf16",)
-    record = measure_errors(ErrorSettings(device="cuda", backends=("toeplitz",), precisions=precisions, **shape))
-    assert failures(record) == []
+    record = measure(ErrorSettings(device="cuda", backends=("toeplitz",), precisions=precisions, **shape))
+    assert BENCHMARKS["errors"].failures(record) == []

@@ -1,8 +1,8 @@
 """Tables and their writers: on narrow terminals numbers stay whole; Markdown aligns; HTML is escaped."""
 
 import pytest
-
 from saf.cli.bench_errors import tables
+
 from saf.cli.output import show
 from saf.records.table import Cell, Table
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from saf.bench.arms import Arm, plan
-from saf.bench.environment import environment
-from saf.bench.grids import Point
-from saf.bench.recorder import Recorder
-from saf.bench.runner import PointRunner
-from saf.bench.settings import PrefillSettings, Settings, UpdateSettings
-from saf.bench.timing import Budget
-from saf.bench.work import Work
+from saf.bench.harness.arms import Arm, plan
+from saf.bench.harness.environment import environment
+from saf.bench.harness.recorder import Recorder
+from saf.bench.harness.runner import PointRunner
+from saf.bench.harness.settings import Point, SpeedSettings
+from saf.bench.harness.timing import Budget
+from saf.bench.harness.work import Work
+from saf.bench.model.update import UpdateSettings
 from saf.machine.peaks import Peak
 
 POINT = Point(4096, 8, 4)
@@ -50,7 +50,7 @@ def record(
     *,
     times: Mapping[str, Sequence[float]] = TIMES,
     points: Sequence[Point] = (POINT,),
-    settings: Settings | None = None,
+    settings: SpeedSettings | None = None,
     others: Sequence[str] = (),
     fields: Mapping[str, Any] | None = None,
     variants: Sequence[str] = ("update",),
@@ -58,8 +58,6 @@ def record(
 ) -> dict[str, Any]:
     """Return (and write) a record of arms that take `times`; an arm without any cannot run."""
     settings = settings or UpdateSettings(pairs=4, device="cpu")
-    kind = "update" if isinstance(settings, UpdateSettings) else "prefill"
-    kind = kind if isinstance(settings, UpdateSettings | PrefillSettings) else "op"
     comparisons = plan(
         kernels=["cudnn"],
         others=others,
@@ -74,7 +72,9 @@ def record(
         return _Timed(times[arm.name])
 
     cpu = torch.device("cpu")
-    with Recorder(path, kind=kind, settings=settings.to_dict(), budget=Budget(), say=lambda _: None) as recorder:
+    with Recorder(
+        path, kind=settings.kind, settings=settings.to_dict(), budget=Budget(), say=lambda _: None
+    ) as recorder:
         recorder.trace(**environment(cpu, "Invented 9000"))
         for point in points:
             own = {"model": "124m", "point": point.to_dict(), **(fields or {})}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from saf.report.bench_page import write_bench_report
-from saf.report.measured import groups_of
+from saf.bench.kinds import groups_of
+from saf.report.benchmarks.page import write_bench_report
 from tests.report.benchmarks import TIMES, record
 
 pytestmark = pytest.mark.browser

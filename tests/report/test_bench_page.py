@@ -6,13 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from saf.bench.grids import Point
+from saf.bench.harness.settings import Point
+from saf.bench.kinds import groups_of
 from saf.cli.report import COMMAND
 from saf.errors import InputError
-from saf.report.bars import Axis
-from saf.report.bars_svg import bars_picture, write_bars
-from saf.report.bench_page import render, write_bench_report
-from saf.report.measured import groups_of
+from saf.report.benchmarks.bars import Axis, bars_picture, write_bars
+from saf.report.benchmarks.page import render, write_bench_report
 from tests.report.benchmarks import TIMES, record
 from tests.report.synthetic import write_pair
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from saf.bench.profiling import attention_kernels, kernel_seen
-from saf.bench.settings import UpdateSettings
-from saf.report.bench_page import render
+from saf.bench.harness.kernels import attention_kernels, attention_table, kernel_seen, kernel_words
+from saf.bench.model.update import UpdateSettings
+from saf.report.benchmarks.page import render
 from saf.report.bodies import body_of
-from saf.report.kernels import attention_table, kernel_words
 from tests.report.benchmarks import record
 from tests.report.test_results import tables
 

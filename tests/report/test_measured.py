@@ -5,12 +5,17 @@ from fractions import Fraction
 
 import pytest
 
-from saf.bench.grids import Point
-from saf.bench.settings import OpSettings, PrefillSettings
-from saf.report.measured import groups_of, shape, shape_in_words
-from saf.report.protocol import protocol
-from saf.report.speeds import bound_notes, caveats, memory_table, speed_table, ways
+from saf.bench.harness.measured import shape, shape_in_words
+from saf.bench.harness.settings import Point
+from saf.bench.harness.speed_tables import bound_notes, caveats, memory_table, speed_table, ways
+from saf.bench.kinds import SPEED_KINDS, groups_of
+from saf.bench.model.prefill import PrefillSettings
+from saf.bench.operator.case import OpSettings
 from tests.report.benchmarks import TIMES, record
+
+
+def protocol(measured: dict, groups: list) -> str:
+    return SPEED_KINDS[measured["kind"]].protocol(measured, groups)
 
 
 def ratio(arm: str, baseline: str = "ordinary cudnn") -> Fraction:
@@ -214,7 +219,7 @@ def test_operators_are_told_by_part_and_have_a_floor():
 
 def test_memory_stands_beside_the_ordinary_model_and_the_paper():
     measured = record(memory={0.0: 16 * 2**30, 0.25: 15 * 2**30, 0.5: 14 * 2**30})
-    assert memory_table(measured).rows == (
+    assert memory_table(measured, SPEED_KINDS[measured["kind"]].quoted_memory).rows == (
         ("4096x8x4", "ordinary, cuDNN", "16.00 GiB", "–", "32.21 GiB"),
         ("4096x8x4", "25% frozen, toeplitz", "15.00 GiB", "−6.25%", "−1.96%"),
         ("4096x8x4", "50% frozen, toeplitz", "14.00 GiB", "−12.50%", "−3.04%"),

@@ -9,9 +9,9 @@ from saf.analysis.geometry import distance_and_cost
 from saf.analysis.joint_cost import JointCosts
 from saf.analysis.one_head import ScoreQuality
 from saf.analysis.stability import selection_stability
-from saf.bench.calibration import measure_calibration
-from saf.bench.calibration_settings import CalibrationSettings
-from saf.bench.errors import ErrorSettings, measure_errors
+from saf.bench import measure
+from saf.bench.accuracy.errors import ErrorSettings
+from saf.bench.freezing.settings import CalibrationSettings
 from saf.evaluate.paired import paired_delta_ppl
 from saf.heads import HeadSet
 from saf.records.files import to_json
@@ -28,7 +28,7 @@ def rendered(record: dict) -> str:
 @pytest.fixture(scope="module")
 def intervention() -> dict:
     settings = CalibrationSettings(model="tiny", points=("32x4",), repeats=3, dense_layers=1, device="cpu")
-    return measure_calibration(settings, say=lambda _: None)
+    return measure(settings, say=lambda _: None)
 
 
 def test_interventions_are_told_stage_by_stage(intervention):
@@ -61,7 +61,7 @@ def test_disagreeing_collections_have_no_ratio(intervention):
 
 
 def test_errors_stand_beside_the_papers_comparison():
-    record = measure_errors(ErrorSettings(device="cpu", backends=("reference",)), say=lambda _: None)
+    record = measure(ErrorSettings(device="cpu", backends=("reference",)), say=lambda _: None)
     fp32, _, bf16, alone = tables(rendered(record))
     assert [row["tensor"] for row in fp32][:3] == ["output", "input", "value"]
     assert [row["paper, L2"] for row in fp32][:2] == ["1.86e-7", "2.51e-7"]
@@ -74,7 +74,7 @@ def test_errors_stand_beside_the_papers_comparison():
 
 
 def test_errors_of_another_case_or_above_the_limit_are_told():
-    record = measure_errors(
+    record = measure(
         ErrorSettings(device="cpu", backends=("reference",), length=16, stored=16, precisions=("fp32",)),
         say=lambda _: None,
     )

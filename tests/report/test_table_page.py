@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from saf.bench.environment import environment
-from saf.bench.errors import ErrorSettings, measure_errors
-from saf.bench.grids import Point
-from saf.bench.pairs import summary
-from saf.bench.recorder import Recorder
-from saf.bench.settings import UpdateSettings
-from saf.bench.timing import Budget
+from saf.bench import measure
+from saf.bench.accuracy.errors import ErrorSettings
+from saf.bench.harness.environment import environment
+from saf.bench.harness.pairs import summary
+from saf.bench.harness.recorder import Recorder
+from saf.bench.harness.settings import Point
+from saf.bench.harness.timing import Budget
+from saf.bench.model.update import UpdateSettings
 from saf.errors import InputError
-from saf.report.bench_page import write_bench_report
+from saf.report.benchmarks.page import write_bench_report
 from saf.report.bodies import body_of
 from tests.report.benchmarks import record
 from tests.report.test_results import tables
@@ -63,7 +64,7 @@ def test_nanogpt_stands_beside_ours():
 def test_every_kind_has_a_page(tmp_path):
     nanogpt(tmp_path / "nanogpt.json")
     settings = ErrorSettings(device="cpu", backends=("reference",), length=16, stored=16, precisions=("fp32",))
-    errors = measure_errors(settings, out=tmp_path / "errors.json", say=lambda _: None)
+    errors = measure(settings, out=tmp_path / "errors.json", say=lambda _: None)
     record(tmp_path / "update.json")
     files = [tmp_path / name for name in ("nanogpt.json", "errors.json", "update.json")]
     page = write_bench_report(files, tmp_path / "page.html").read_text()
@@ -85,7 +86,7 @@ def test_every_kind_has_a_page(tmp_path):
 def test_what_is_above_its_limit_stands_out_and_words_cannot_become_markup(tmp_path):
     path = tmp_path / "errors.json"
     settings = ErrorSettings(device="cpu", backends=("reference",), length=16, stored=16, precisions=("fp32",))
-    made = json.loads(json.dumps(measure_errors(settings, say=lambda _: None)))
+    made = json.loads(json.dumps(measure(settings, say=lambda _: None)))
     made["rows"][0] |= {"within": False, "tensor": "<script>"}
     made["provenance"]["device"] = "<img src=x>"
     made["finished"] = False

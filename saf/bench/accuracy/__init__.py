@@ -1,0 +1,1 @@
+"""Numerical errors against float64."""

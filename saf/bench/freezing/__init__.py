@@ -1,0 +1,1 @@
+"""Benchmarks of the intervention that freezes heads."""

@@ -1,0 +1,1 @@
+"""What every kind of benchmark is measured with: settings, arms, pairs, timing, records."""

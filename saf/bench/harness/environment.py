@@ -1,0 +1,81 @@
+"""The machine and process that measure: what they are, and how a point finds nothing that another one left."""
+
+import gc
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from saf.machine.peaks import peak_of
+
+
+def environment(device: torch.device, device_name: str) -> dict[str, Any]:
+    """Return what a benchmark adds to its provenance: the device, its driver, memory and peak rates."""
+    peak = peak_of(device_name)
+    found = {
+        "device": device_name,
+        "driver": driver() if device.type == "cuda" else None,
+        "peak": None if peak is None else {"flops": peak.flops, "bandwidth": peak.bandwidth, "source": peak.source},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["memory_bytes"] = properties.total_memory
+        found["multiprocessors"] = properties.multi_processor_count
+    return found
+
+
+def driver() -> str | None:
+    """Return the NVIDIA driver's version; None when it cannot be asked."""
+    question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(question, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.split("\n")[0].strip() or None
+
+
+RECOMPILES = 64
+"""Graphs of one function that the compiler may hold: an arm each, and some to spare."""
+
+
+@contextmanager
+def clean_process() -> Iterator[None]:
+    """Begin a point with an empty compiler and allocator cache, and leave them so.
+
+    Compiled forward and backward graphs are always traced here: the attention kernel that an arm pins is no part
+    of the key under which the cache of such graphs would hand them to another arm.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def empty_kernel_cache() -> Iterator[None]:
+    """Give Triton an empty folder for compiled kernels, so that the first use compiles what it needs."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="saf-bench-") as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["TRITON_CACHE_DIR"]
+            else:
+                os.environ["TRITON_CACHE_DIR"] = before

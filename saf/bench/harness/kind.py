@@ -1,0 +1,201 @@
+"""What a kind of benchmark is: an object that names its settings, measures, and makes tables of its records."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from saf.bench.harness.arms import FLEX
+from saf.bench.harness.baselines import free_backend
+from saf.bench.harness.environment import environment
+from saf.bench.harness.kernels import attention_table, kernel_words
+from saf.bench.harness.measured import Group, Record, groups_of
+from saf.bench.harness.recorder import Recorder, Say, say_on_stderr
+from saf.bench.harness.runner import Context
+from saf.bench.harness.settings import BenchSettings, Point, SpeedSettings, parse_shape
+from saf.bench.harness.speed_tables import (
+    WIDE,
+    bound_notes,
+    caveats,
+    memory_table,
+    memory_words,
+    protocol,
+    speed_table,
+    ways,
+)
+from saf.bench.harness.timing import Budget
+from saf.errors import InputError
+from saf.machine.execution import Execution
+from saf.ops import BACKENDS
+from saf.ops.live import KERNELS
+from saf.records.paper import Quoted, footnotes
+from saf.records.table import Part
+
+Asked = TypeVar("Asked", bound=BenchSettings)
+AskedSpeed = TypeVar("AskedSpeed", bound=SpeedSettings)
+Shapes = Mapping[str, tuple[tuple[int, ...], ...]]
+USUAL_RATES = (0.25, 0.5)
+"""Shares of heads that the paper's main tables freeze."""
+
+
+class Kind(ABC):
+    """Describe the records of one kind of benchmark."""
+
+    name: ClassVar[str]
+    """As the command line and records have it."""
+    title: ClassVar[str]
+    """The heading of its records in documents."""
+
+    @abstractmethod
+    def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
+        """Return what a record says: paragraphs on how it was measured, tables, notes to read them by.
+
+        `brief`, for a terminal, leaves out columns and tables that would break its lines.
+        """
+
+    def title_of(self, record: Record) -> str:
+        """Return the heading for one record."""
+        return self.title
+
+    def failures(self, record: Record) -> list[str]:
+        """Name the rows of a record that are not within their limits; none where rows have no limits."""
+        return []
+
+
+class Benchmark(Kind, Generic[Asked]):
+    """Measure one kind of benchmark, from its settings to its record."""
+
+    settings: type[Asked]
+
+    @abstractmethod
+    def measure(self, settings: Asked, *, out: Path | None = None, say: Say = say_on_stderr) -> dict[str, Any]:
+        """Run the benchmark and return its record, written to `out` after every point.
+
+        Raises:
+            InputError: Settings that name something unknown or have no effect here, or `out` exists.
+            UnsupportedError: A device that is not there.
+        """
+
+
+class SpeedKind(Benchmark[AskedSpeed]):
+    """Measure arms beside baselines, in pairs: what updates, prefill and operators have in common."""
+
+    panel: ClassVar[str]
+    """The heading of its bars."""
+    subject: ClassVar[str]
+    """What became faster, in a sentence: "updates"."""
+    same: ClassVar[str] = "the same model"
+    """What the baseline is, but for its heads."""
+    up_to_repeats: ClassVar[bool] = True
+    """Whether a block may have fewer calls than `repeats`."""
+    micro_batches: ClassVar[bool] = False
+    """Whether a point has micro-batches."""
+    grids: ClassVar[Shapes]
+    """Points by the name of their grid."""
+    grid_rates: ClassVar[Mapping[str, tuple[float, ...]]] = {}
+    """Rates of the grids that have more than the usual ones."""
+
+    def measure(self, settings: AskedSpeed, *, out: Path | None = None, say: Say = say_on_stderr) -> dict[str, Any]:
+        """Run the benchmark and return its record, written to `out` after every point.
+
+        Raises:
+            InputError: Settings that name something unknown or have no effect here, or `out` exists.
+            UnsupportedError: A device that is not there.
+        """
+        budget = Budget(settings.seconds)
+        _check_names(settings)
+        self.check_shape(settings)
+        points = self.points(settings)
+        execution = Execution.of(settings.device, compile=settings.compile)
+        recorder = Recorder(out, kind=self.name, settings=settings.to_dict(), budget=budget, say=say)
+        _check_flex(settings, execution)
+        self.check_compile(settings, execution)
+        with recorder, free_backend():
+            recorder.trace(**environment(execution.device, execution.device_name))
+            self.measure_points(Context(settings, execution, recorder), settings, points)
+        return recorder.record
+
+    @abstractmethod
+    def measure_points(self, context: Context, settings: AskedSpeed, points: Sequence[Point]) -> None:
+        """Measure every point that there is time for."""
+
+    @abstractmethod
+    def check_shape(self, settings: AskedSpeed) -> None:
+        """Raise InputError for the name of a model or shape that there is none of."""
+
+    @abstractmethod
+    def check_compile(self, settings: AskedSpeed, execution: Execution) -> None:
+        """Raise InputError for settings that need something compiled where nothing is, or that compile nothing."""
+
+    @abstractmethod
+    def quoted(self, row: Record) -> Quoted | None:
+        """Return the paper's speedup of frozen heads at the shape of a row; None where it has none."""
+
+    def quoted_memory(self, record: Record, entry: Record) -> Quoted | None:
+        """Return the paper's peak memory at the shape of an entry; None where it has none."""
+        return None
+
+    def points(self, settings: AskedSpeed) -> list[Point]:
+        """Return the points asked for, or the grid's; raise InputError for one that is not numbers joined by x."""
+        asked = [parse_shape(text, self.name, micro_batches=self.micro_batches) for text in settings.points]
+        shapes = asked or self.grids[settings.grid]  # type: ignore[attr-defined]
+        return [Point(shape[0], shape[1], shape[2] if self.micro_batches else None) for shape in shapes]
+
+    def rates(self, settings: AskedSpeed) -> tuple[float, ...]:
+        """Return the rates asked for, or the grid's; without 0, which is the control."""
+        usual = USUAL_RATES
+        if not settings.points:
+            usual = self.grid_rates.get(settings.grid, USUAL_RATES)  # type: ignore[attr-defined]
+        return tuple(rate for rate in dict.fromkeys(settings.rates or usual) if rate > 0)
+
+    def groups(self, record: Record, *, file: str = "") -> list[Group]:
+        """Return a record's rows in groups of what one baseline is compared with; `file` names theirs among several."""
+        return groups_of(record, quoted=self.quoted, file=file)
+
+    def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
+        """Return how speeds were measured, a table for each way of running, peak memory, kernels, and notes."""
+        groups = self.groups(record)
+        parts: list[Part] = []
+        if groups:
+            parts.append(f"{self.protocol(record, groups)} {kernel_words(record)}".strip())
+        for way, chosen in ways(groups).items():
+            table = speed_table(chosen).titled(way)
+            parts.append(table.without(WIDE) if brief else table)
+        if record["memory"]:
+            parts += [memory_words(record), memory_table(record, self.quoted_memory)]
+        if record["kernels"] and not brief:
+            parts.append(attention_table(record).titled("Attention kernels in one pass"))
+        notes = [*caveats(record, groups), *bound_notes(groups), *self.paper_notes(record, groups)]
+        return [*parts, "\n".join(f"- {note}" for note in notes)]
+
+    def protocol(self, record: Record, groups: Sequence[Group]) -> str:
+        """Return in one paragraph how a record's speeds were measured, and against what."""
+        return protocol(record, groups, same=self.same, up_to_repeats=self.up_to_repeats)
+
+    def paper_notes(self, record: Record, groups: Sequence[Group]) -> list[str]:
+        """Return a line for each of the paper's tables that is quoted, with the conditions of its numbers."""
+        speeds = [arm.paper for group in groups for arm in group.arms]
+        memory = [self.quoted_memory(record, entry) for entry in record["memory"]]
+        notes = [f"Paper, {note}" for note in footnotes([*speeds, *memory])]
+        return notes or ["The paper has no number at these shapes."]
+
+
+def _check_names(settings: SpeedSettings) -> None:
+    """Raise InputError for names nothing answers to."""
+    known = ("auto", FLEX, *KERNELS)
+    for name in (*settings.kernels, *(settings.others or ())):
+        if name not in known:
+            raise InputError(f"unknown attention kernel {name!r}; expected one of {', '.join(known)}")
+    for name in settings.backends:
+        if name not in BACKENDS:
+            raise InputError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
+
+
+def names_flex(settings: SpeedSettings) -> bool:
+    """Return whether flex attention is among the kernels asked for."""
+    return FLEX in (*settings.kernels, *(settings.others or ()))
+
+
+def _check_flex(settings: SpeedSettings, execution: Execution) -> None:
+    if names_flex(settings) and execution.device.type == "cuda" and not execution.compile:
+        raise InputError("flex attention is a kernel only where it is compiled; use --compile on, or leave flex out")

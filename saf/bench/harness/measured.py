@@ -1,0 +1,165 @@
+"""The rows of a benchmark's record in groups: what ran against one baseline, at one point, in one way."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saf.bench.harness.pairs import control_words
+from saf.records.paper import Quoted
+
+_WAYS = {
+    "update": "",
+    "forward": "forward",
+    "both": "forward and backward",
+    "call": "called",
+    "graph": "replayed as a CUDA graph",
+}
+NEAR_ONE = 0.005
+"""A bound this close to 1 leaves nothing to take a share of."""
+
+Record = Mapping[str, Any]
+QuotedAt = Callable[[Record], Quoted | None]
+"""What the paper has at the shape of a row."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold one arm beside its baseline; `free` is the accepted row of the same arm with free frozen heads."""
+
+    row: Record
+    free: Record | None
+    paper: Quoted | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Baseline time over arm time; None when the measurement is refused."""
+        return None if self.row["refused"] else self.row["ratio"]
+
+    @property
+    def name(self) -> str:
+        """What the arm is: a share of frozen heads with their backend, or another attention kernel."""
+        if self.row["backend"] is None:
+            return f"ordinary, {kernel_name(self.row['kernel'])}"
+        return f"{100 * self.row['rate']:g}% frozen, {self.row['backend']}"
+
+    @property
+    def bound(self) -> float | None:
+        """The free bound: the speedup were the arm's frozen heads free."""
+        return None if self.free is None else self.free["ratio"]
+
+    @property
+    def beats_bound(self) -> bool:
+        """Whether the arm gains, and was measured faster than its free bound."""
+        return self.ratio is not None and self.bound is not None and self.ratio > max(1.0, self.bound)
+
+    @property
+    def share_of_bound(self) -> float | None:
+        """Which share of the time that free heads would save is saved.
+
+        None when either saves none, or the arm was measured faster than the bound.
+        """
+        if self.ratio is None or self.ratio < 1 or self.bound is None or self.bound < 1 + NEAR_ONE or self.beats_bound:
+            return None
+        return (1 - 1 / self.ratio) / (1 - 1 / self.bound)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Hold all arms that one baseline is compared with at one point, in one way of running."""
+
+    kind: str
+    subject: str
+    """The model, or the part of a layer."""
+    point: Record
+    variant: str
+    baseline: str
+    control: Record | None
+    arms: tuple[Measured, ...]
+    file: str = ""
+    """The name of its file, where several are shown together."""
+
+    @property
+    def way(self) -> str:
+        """Subject and variant: groups that share them share an axis."""
+        words = [self.subject, *(_WAYS[word] for word in self.variant.split()), self.point.get("precision", "")]
+        return ", ".join(word for word in words if word)
+
+    @property
+    def reason(self) -> str | None:
+        """Why measurements of this group are refused; None when they are not."""
+        rows = [self.control] if self.control is not None else [arm.row for arm in self.arms]
+        if not any(row["refused"] for row in rows):
+            return None
+        if self.control is None:
+            return "the control could not be measured"
+        return control_words(self.control, self.control["ratio"])
+
+
+def groups_of(record: Record, *, quoted: QuotedAt, file: str = "") -> list[Group]:
+    """Return the groups of a record of arms, in the order of its rows, with what the paper has beside each arm."""
+    found: dict[tuple, list[Record]] = {}
+    for row in record["rows"]:
+        key = (subject(row), tuple(row["point"].items()), row["variant"], row["baseline"])
+        found.setdefault(key, []).append(row)
+    return [_group(record["kind"], rows, quoted, file) for rows in found.values()]
+
+
+def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, file: str) -> Group:
+    first = rows[0]
+    free = {row["rate"]: row for row in rows if row["role"] == "free" and not row["refused"]}
+    arms = [row for row in rows if row["role"] not in ("control", "free")]
+    return Group(
+        kind=kind,
+        subject=subject(first),
+        point=first["point"],
+        variant=first["variant"],
+        baseline=first["baseline"],
+        control=next((row for row in rows if row["role"] == "control"), None),
+        arms=tuple(
+            Measured(row, free.get(row["rate"]), quoted(row)) if row["backend"] else Measured(row, None, None)
+            for row in arms
+        ),
+        file=file,
+    )
+
+
+def subject(row: Record) -> str:
+    """Return what a row is about: a model, or a part of a layer."""
+    if row.get("alone"):
+        return f"{_count(row['alone'], 'head')} alone"
+    return f"whole {row['part']}" if "part" in row else row["model"]
+
+
+def shape(point: Record) -> str:
+    """Return a point as the command line writes it: context x sequences (x micro-batches of an update)."""
+    return "x".join(str(point[key]) for key in ("length", "batch_size", "accumulation") if key in point)
+
+
+def shape_in_words(point: Record) -> str:
+    """Return a point in words."""
+    parts = [f"{point['length']:,} tokens", _count(point["batch_size"], "sequence")]
+    if "accumulation" in point:
+        parts.append(_count(point["accumulation"], "micro-batch"))
+    return " × ".join(parts)
+
+
+def kernel_name(kernel: str) -> str:
+    """Return an attention kernel's name as its makers write it."""
+    names = {
+        "cudnn": "cuDNN",
+        "auto": "PyTorch's choice of kernel",
+        "flash": "flash attention",
+        "flex": "flex attention",
+    }
+    return names.get(kernel, kernel)
+
+
+def baseline_name(baseline: str) -> str:
+    """Return "ordinary cudnn" as "ordinary attention on cuDNN"."""
+    return f"ordinary attention on {kernel_name(baseline.removeprefix('ordinary '))}"
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"

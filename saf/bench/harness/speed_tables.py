@@ -1,0 +1,189 @@
+"""Tables and words of benchmarks that compare arms: speed, memory, how it was measured, what to know."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from saf.bench.harness.measured import Group, Measured, Record, baseline_name, kernel_name, shape
+from saf.bench.harness.recorder import UNFINISHED, left_out
+from saf.bench.harness.timing import REST_MS, SETTLE_MS
+from saf.records.paper import Quoted
+from saf.records.quantities import MISSING, number, signed
+from saf.records.table import Table
+
+REFUSED = "refused"
+WIDE = ("baseline floor, ms", "arm floor, ms", "middle half of pairs", "of the bound", "paper")
+"""Columns of the table of speeds that a terminal leaves out: with them its lines would break."""
+
+
+def ways(groups: Iterable[Group]) -> dict[str, list[Group]]:
+    """Return the groups by what they measure: those of one key share a table and an axis."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.way, []).append(group)
+    return found
+
+
+def speed_table(groups: Sequence[Group]) -> Table:
+    """Return one row an arm: times with the TFLOP/s reached and floors, ratio and its spread, control, bound, paper."""
+    head = ["point", "baseline", "arm", "heads", "baseline, ms (TFLOP/s)", "baseline floor, ms"]
+    head += ["arm, ms (TFLOP/s)", "arm floor, ms", "speedup", "middle half of pairs", "pairs", "share of time"]
+    head += ["control", "free bound", "of the bound", "paper"]
+    several = len({group.baseline for group in groups}) > 1
+    rows = [_speed_cells(group, arm, baseline=several) for group in groups for arm in group.arms]
+    return Table.of("", head, rows).used()
+
+
+def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
+    row, told = arm.row, arm.ratio is not None
+    share = arm.share_of_bound
+    return [
+        shape(group.point),
+        kernel_name(group.baseline.removeprefix("ordinary ")) if baseline else MISSING,
+        arm.name,
+        number(row["heads"]) if row.get("heads") else MISSING,
+        _time(row, "baseline"),
+        number(row["baseline_floor_ms"]),
+        _time(row, "arm"),
+        number(row["arm_floor_ms"]),
+        f"{arm.ratio:.3f}×" if arm.ratio is not None else REFUSED,
+        _half(row) if told else MISSING,
+        number(row["pairs"]),
+        f"{1 / arm.ratio:.3f}" if arm.ratio is not None and row.get("part") == "frozen" else MISSING,
+        MISSING if group.control is None else f"{group.control['ratio']:.4f}",
+        MISSING if arm.bound is None else f"{arm.bound:.3f}×",
+        MISSING if share is None else f"{100 * share:.0f}%",
+        _quoted(arm.paper),
+    ]
+
+
+def _time(row: Record, side: str) -> str:
+    return f"{number(row[f'{side}_ms'])} ({number(row[f'{side}_tflops'], 3)})"
+
+
+def bound_notes(groups: Iterable[Group]) -> list[str]:
+    """Return one line for each arm that was measured faster than its free bound, which says how far pairs scatter."""
+    lines = []
+    for group in groups:
+        for arm in group.arms:
+            if arm.free is None or not arm.beats_bound:
+                continue
+            meet = arm.row["q25"] <= arm.free["q75"]
+            why = "pairs scatter more than the two differ" if meet else "something else differs between the two"
+            lines.append(
+                f"{arm.name}, {shape(group.point)} ({group.way}): measured faster than its free bound, so no share of "
+                f"it is told; {why} (middle halves {_half(arm.row)} and {_half(arm.free)})."
+            )
+    return lines
+
+
+def _half(row: Record) -> str:
+    return f"{row['q25']:.3f} to {row['q75']:.3f}"
+
+
+def memory_table(record: Record, quoted: Callable[[Record, Record], Quoted | None]) -> Table:
+    """Return one row an arm: peak memory in a process of its own, and its change against the ordinary one."""
+    head = ["point", "arm", "peak memory", "against ordinary", "paper"]
+    rows = []
+    for entry in record["memory"]:
+        change = entry["change_percent"]
+        rows.append(
+            [
+                shape(entry["point"]),
+                memory_arm(record, entry),
+                f"{entry['bytes'] / 2**30:.2f} GiB",
+                MISSING if change is None or entry["backend"] is None else signed(change),
+                _quoted(quoted(record, entry)),
+            ]
+        )
+    return Table.of("", head, rows).used()
+
+
+def memory_arm(record: Record, entry: Record) -> str:
+    """Return the name of an arm of the memory table, with its kernel where the record has several."""
+    kernels = {each["arm"].split()[-1] for each in record["memory"]}
+    kernel = kernel_name(entry["arm"].split()[-1])
+    if entry["backend"] is None:
+        return f"ordinary, {kernel}"
+    return f"{100 * entry['rate']:g}% frozen, {entry['backend']}" + f", live heads on {kernel}" * (len(kernels) > 1)
+
+
+def caveats(record: Record, groups: Sequence[Group]) -> list[str]:
+    """Return what a reader must know: an unfinished file, refusals, wrong kernels, what was left out."""
+    lines = []
+    if not record["finished"]:
+        lines.append(UNFINISHED)
+    for group in groups:
+        if group.reason:
+            lines.append(f"Refused: {group.way}, {shape(group.point)}: {group.reason}.")
+    for seen in record["kernels"]:
+        if seen["kernel_seen"] is False:
+            lines.append(f"{shape(seen['point'])}: {seen['arm']} did not run the attention kernel it was told to.")
+    return lines + left_out(record)
+
+
+def memory_words(record: Record) -> str:
+    """Return a sentence on what peak memory is in this record."""
+    kind = {"allocated": "what PyTorch's allocator handed out", "resident": "the process's resident set"}
+    measured = kind[record["memory"][0]["kind"]]
+    return f"Peak memory since the warm-up, one arm a process ({measured}). Baseline: the ordinary model."
+
+
+def _quoted(quoted: Quoted | None) -> str:
+    return MISSING if quoted is None else quoted.text
+
+
+def protocol(record: Record, groups: Sequence[Group], *, same: str, up_to_repeats: bool) -> str:
+    """Return in one paragraph how a record's speeds were measured, and against what.
+
+    `same` is what the baseline is but for its heads; `up_to_repeats` says that a block may have fewer calls.
+    """
+    settings = record["settings"]
+    baselines = " or ".join(dict.fromkeys(baseline_name(group.baseline) for group in groups))
+    process = "every block in a process of its own" if settings.get("fresh") else "in the same process"
+    count = number(settings["repeats"])
+    block = f"each block the median of {'up to ' * up_to_repeats}{count} calls"
+    block = "each block one call" if settings["repeats"] == 1 else block
+    return (
+        f"Baseline: {same} with {baselines} in every head, "
+        f"{compiled(record)}, {process}; alternating pairs (ABBA), {block}{_clocks(record)}. "
+        f"Control: a second ordinary model against the first; measurements whose control is further than "
+        f"{100 * settings['tolerance']:g}% from 1 are refused.{_floors(record)}"
+    )
+
+
+def _floors(record: Record) -> str:
+    """Say what floors are reckoned from; nothing where no row has one."""
+    peak = record["provenance"].get("peak")
+    if not peak or all(row["arm_floor_ms"] is None for row in record["rows"]):
+        return ""
+    rates = f"{number(peak['flops'] / 1e12)} TFLOP/s in bfloat16 and {number(peak['bandwidth'] / 1e12)} TB/s"
+    return f" Floors are roofline bounds at {rates} ({peak['source']})."
+
+
+def _clocks(record: Record) -> str:
+    """Say what comes before each block on account of the device's clocks; older records have nothing."""
+    settings, cuda = record["settings"], record["provenance"]["driver"]
+    told = (
+        ("settle_ms", SETTLE_MS, "after up to {:g} ms of untimed ones"),
+        ("rest_ms", REST_MS, "after {:g} ms of rest"),
+    )
+    for name, usual, words in told:
+        asked = settings.get(name, 0.0)
+        if milliseconds := (usual if cuda else 0.0) if asked is None else asked:
+            return " " + words.format(milliseconds)
+    return ""
+
+
+def compiled(record: Record) -> str:
+    """Say whether a benchmark compiled its models, by default where there is a GPU, or which arms of an operator's."""
+    if any("ran" in row for row in record["rows"]):
+        return _compiled_arms(record["rows"])
+    asked = record["settings"]["compile"]
+    return "compiled" if asked == "on" or (asked == "auto" and record["provenance"]["driver"]) else "not compiled"
+
+
+def _compiled_arms(rows: Sequence[Record]) -> str:
+    """Say which arms ran compiled, of rows that tell it one by one; those of older records do not."""
+    some = [row for row in rows if row.get("ran") == "compiled"]
+    names = ["layers with frozen heads where replayed as graphs"] * any(row["backend"] for row in some)
+    names += dict.fromkeys(kernel_name(row["kernel"]) for row in some if row["backend"] is None)
+    return f"not compiled but for {' and '.join(names)}" if names else "not compiled"

@@ -1,0 +1,165 @@
+"""The models of a benchmark: what is asked of them, random weights, made-up patterns, a pinned attention kernel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from saf.adapters import adapter_for
+from saf.adapters.llama import LlamaAdapter
+from saf.adapters.llama_attention import NAME
+from saf.bench.harness.arms import FLEX, Arm
+from saf.bench.harness.baselines import FlexAttention, causal_blocks
+from saf.bench.harness.settings import SpeedSettings
+from saf.bench.harness.shape import ModelShape, shape_of
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.model.placement import choose_heads, heads_per_layer
+from saf.errors import InputError, UnsupportedError
+from saf.models import GPT, GPTConfig
+from saf.surgery import install_
+
+Placement = Literal["early", "even"]
+
+
+@dataclass(kw_only=True)
+class ModelSettings(SpeedSettings):
+    """Hold what benchmarks of whole models take."""
+
+    model: str = "124m"
+    """Preset of the model's shape; qwen3-4b, of transformers, for prefill alone."""
+    num_layers: int | None = None
+    """Layers, instead of the preset's: compiling all of a large model takes minutes."""
+    placement: Placement = "early"
+    """Which layers have frozen heads: mostly early ones, as measured on trained models, or all alike."""
+    per_layer: tuple[int, ...] = ()
+    """Frozen heads of each layer, instead of --rates and --placement."""
+    fresh: bool = False
+    """Time every block in a process of its own."""
+    memory: bool = False
+    """Also measure peak memory, one arm a process."""
+    precompile: bool = False
+    """First compile all arms in processes of their own, for the compiler's cache on disk; not with --fresh."""
+    workers: int = 1
+    """Processes of --memory and --precompile at a time, faster where the device holds as many models; one that fails
+    beside others runs again alone."""
+
+    def __post_init__(self):
+        """Check the settings of models too."""
+        super().__post_init__()
+        self._require("num_layers", self.num_layers is None or self.num_layers >= 1, "at least 1")
+        self._require("workers", self.workers >= 1, "at least 1")
+        self._require("per_layer", not (self.per_layer and self.rates), "left out when rates are given")
+        self._require("per_layer", all(count >= 0 for count in self.per_layer), "counts from 0")
+        self._require("per_layer", not self.per_layer or sum(self.per_layer) > 0, "at least one head in all")
+        self._require("pairs", self.pairs > 0 or self.memory, "at least 1 unless memory is measured")
+        self._refuse("placement", bool(self.per_layer), "beside per_layer; leave one of them out")
+        self._refuse("fresh", self.pairs == 0, "with pairs=0, which times nothing; leave it out")
+        self._refuse("precompile", self.pairs == 0, "with pairs=0, which times nothing; leave it out")
+        self._refuse("precompile", self.fresh, "with fresh, where every arm's processes compile; leave one of them out")
+        self._refuse("precompile", self.compile == "off", "with compile='off'; leave one of them out")
+        self._refuse("workers", not (self.memory or self.precompile), "without memory or precompile; add one of them")
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Hold the shape of a point's models, and which heads each rate freezes."""
+
+    shape: ModelShape
+    settings: ModelSettings
+    max_length: int
+
+    @classmethod
+    def of(cls, settings: ModelSettings, length: int) -> "ModelPlan":
+        """Resolve a preset at a context; raise InputError when `per_layer` does not fit it."""
+        shape = shape_of(settings.model, length, settings.num_layers)
+        if settings.per_layer and len(settings.per_layer) != shape.num_layers:
+            raise InputError(f"per_layer needs {shape.num_layers} numbers; got {len(settings.per_layer)}")
+        return cls(shape, settings, length)
+
+    @property
+    def config(self) -> GPTConfig:
+        """Of this project's decoder; raise InputError for another family."""
+        if self.shape.gpt is None:
+            raise InputError(f"{self.settings.model} can be measured by prefill alone; take another --model")
+        return self.shape.gpt
+
+    @property
+    def name(self) -> str:
+        """The model, and how many layers of it where not all."""
+        layers = self.settings.num_layers
+        return self.settings.model + ("" if layers is None else f", {layers} layers")
+
+    @property
+    def own_rate(self) -> tuple[float, ...]:
+        """The rate that `per_layer` makes, if it is given."""
+        counts = self.settings.per_layer
+        return (sum(counts) / (self.shape.num_layers * self.shape.num_heads),) if counts else ()
+
+    def per_layer(self, arm: Arm) -> list[int]:
+        """Return the frozen heads of each layer."""
+        if arm.backend is None:
+            return [0] * self.shape.num_layers
+        if self.settings.per_layer:
+            return list(self.settings.per_layer)
+        return heads_per_layer(
+            num_layers=self.shape.num_layers,
+            num_heads=self.shape.num_heads,
+            rate=arm.rate,
+            placement=self.settings.placement,
+            most=self.shape.num_heads - (LlamaAdapter.keep_live if self.shape.gpt is None else 0),
+        )
+
+    def describe(self, arm: Arm) -> Mapping[str, Any]:
+        """Return what a row tells of the arm's heads."""
+        counts = self.per_layer(arm)
+        return {"heads": sum(counts), "per_layer": counts}
+
+
+def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return an arm's model on `device`; every arm draws the same weights.
+
+    Raises:
+        InputError: Heads that do not exist, an unknown kernel or backend.
+        UnsupportedError: A backend that cannot run here.
+    """
+    generator = torch.Generator(device).manual_seed(plan.settings.seed)
+    if plan.shape.gpt is None:
+        model = _qwen3(plan, arm, device, dtype, generator)
+    else:
+        model = _gpt(plan.shape.gpt, arm, device, dtype, generator)
+    counts = plan.per_layer(arm)
+    if arm.backend is not None and sum(counts):
+        drawn = torch.Generator().manual_seed(plan.settings.seed)
+        heads = choose_heads(counts, plan.shape.num_heads, drawn)
+        drawn = torch.Generator().manual_seed(plan.settings.seed)
+        install_(model, heads, synthetic_patterns(len(heads), plan.max_length, drawn, device), backend=arm.backend)
+    for site in adapter_for(model).sites():
+        site.pin(arm.kernel if site.frozen is None else arm.live_kernel)
+    return model
+
+
+def _qwen3(
+    plan: ModelPlan, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> nn.Module:
+    from saf.integrations.qwen3 import random_qwen3
+
+    if arm.kernel == FLEX:
+        raise UnsupportedError("flex is measured in this project's decoder only")
+    sizes = plan.shape.qwen3()
+    model = random_qwen3(max_length=plan.max_length, device=device, dtype=dtype, generator=generator, **sizes)
+    # Ordinary arms too: the same function, without frozen heads.
+    LlamaAdapter(model).attend_by(NAME)
+    return model
+
+
+def _gpt(config: GPTConfig, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> GPT:
+    model = GPT.undrawn(config, device)
+    model.reset_parameters(generator)
+    model.to(dtype)
+    if arm.kernel == FLEX:
+        blocks = causal_blocks(config.max_length, device)
+        for attention in model.attention_layers():
+            attention.live = FlexAttention(blocks)  # type: ignore[assignment]
+    return model

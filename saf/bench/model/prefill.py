@@ -1,0 +1,182 @@
+"""`saf bench prefill`: forward passes over whole prompts, with the output layer on the last token alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from saf.adapters import adapter_for
+from saf.bench.harness.arms import FREE, Arm
+from saf.bench.harness.kernels import kernels_of
+from saf.bench.harness.measured import Record
+from saf.bench.harness.runner import Subject
+from saf.bench.harness.settings import QWEN_POINTS, QWEN_RATES, Point
+from saf.bench.harness.shape import ModelShape
+from saf.bench.harness.synthetic import random_tokens
+from saf.bench.harness.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
+from saf.bench.harness.work import Work, attention_work
+from saf.bench.model.measuring import ModelKind
+from saf.bench.model.models import ModelPlan, ModelSettings, build_model
+from saf.errors import InputError
+from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
+from saf.machine.execution import Execution
+from saf.ops import for_graphs
+from saf.prefill import LastToken
+from saf.records import paper
+from saf.records.paper import Quoted
+
+PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
+"""By name: the precision of autocast ("fp32" is none) and the dtype of weights."""
+
+
+@dataclass(kw_only=True)
+class PrefillSettings(ModelSettings):
+    """Forward passes over whole prompts, with the output layer on the last token alone."""
+
+    kind: ClassVar[str] = "prefill"
+    grid: Literal["lengths", "batches", "qwen"] = "lengths"
+    """T 512 to 16K at B=64, B 1 to 64 at T=4096, or B 4 and 8 at 2K, 4K, 8K."""
+    precisions: tuple[str, ...] = ()
+    """autocast (fp32 weights, bf16 autocast), bf16 (bf16 weights) or fp32; left out: autocast on CUDA, fp32 on CPU."""
+    graphs: Literal["off", "on", "both"] = "off"
+    """Call the model, replay a CUDA graph of it, or both."""
+    repeats: int = 40
+    """Timed calls in a block; the block's time is their median."""
+    block_ms: float = 200.0
+    """Fewer repeats where a block would take longer than this, milliseconds."""
+    settle_ms: float | None = None
+    """Untimed calls before every block for about this long; left out: 400 ms on CUDA, none on CPU."""
+
+    def __post_init__(self):
+        """Check the settings of prefill too."""
+        super().__post_init__()
+        self._require("block_ms", self.block_ms > 0, "above 0")
+        self._require("settle_ms", self.settle_ms is None or self.settle_ms >= 0, "at least 0")
+
+
+def precisions_of(settings: PrefillSettings, device: torch.device) -> tuple[str, ...]:
+    """Return the precisions asked for, or the device's usual one; raise InputError for an unknown name."""
+    names = settings.precisions or (("autocast",) if device.type == "cuda" else ("fp32",))
+    if unknown := [name for name in names if name not in PRECISIONS]:
+        raise InputError(f"precisions are {', '.join(PRECISIONS)}; got {unknown}")
+    return names
+
+
+class PrefillSubject:
+    """Run prefill of one model on one batch of prompts."""
+
+    def __init__(self, settings: PrefillSettings, point: Point, arm: Arm, pool: GraphPool):
+        self._settings = settings
+        self._pool = pool
+        autocast, dtype = PRECISIONS[point.precision or "fp32"]
+        usual = Execution.of(settings.device, compile=settings.compile)
+        self._execution = Execution(usual.device, autocast, usual.compile)
+        self._device = usual.device
+        plan = ModelPlan.of(settings, point.length)
+        model = build_model(plan, arm, device=self._device, dtype=dtype).eval()
+        generator = torch.Generator().manual_seed(settings.seed)
+        vocabulary = plan.shape.vocab_size
+        tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
+        self._tokens = tokens[0][0].contiguous()
+        self._model = model
+        self._forward = self._execution.callable(LastToken(model), fullgraph=adapter_for(model).one_graph)
+        self._calls: dict[str, tuple[Call, int, int]] = {}
+
+    def _call(self) -> Tensor:
+        with torch.no_grad(), self._execution.autocast():
+            return self._forward(self._tokens)
+
+    def warm_up(self) -> None:
+        """Compile, run untimed, check that the outcome is finite, capture the graph if one is timed."""
+        for _ in range(self._settings.warmup):
+            self._call()
+        if not bool(self._call().isfinite().all()):
+            raise InputError("the logits are not finite")
+        for variant in ways_of(self._settings.graphs, self._device):
+            call = self._call
+            if variant == GRAPH:
+                with for_graphs(self._model):
+                    call = GraphReplay(self._call, device=self._device, pool=self._pool)
+            once = wall_block(call, repeats=2, device=self._device)
+            repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
+            self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once, self._device)
+
+    def block(self, variant: str) -> float:
+        """Return the median milliseconds of one prefill, the device waited for before and after."""
+        call, repeats, settle = self._calls[variant]
+        return wall_block(call, repeats=repeats, device=self._device, settle=settle)
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of one prefill, those of a graph where one is timed."""
+        call, *_ = self._calls.get(GRAPH) or next(iter(self._calls.values()))
+        return kernels_of(call, self._device)
+
+
+def prefill_work(
+    shape: ModelShape, per_layer: Sequence[int], *, batch: int, length: int, weight_bytes: int, free: bool
+) -> Work:
+    """Return the work of one forward pass with the output layer on the last token alone."""
+    matrices = sum(shape.layer_entries(frozen) for frozen in per_layer)
+    head = shape.vocab_size * shape.hidden_size
+    total = Work(2.0 * batch * (matrices * length + head), float(weight_bytes * (matrices + head)))
+    for frozen in per_layer:
+        total += attention_work(
+            batch=batch,
+            length=length,
+            dim=shape.head_dim,
+            live=shape.num_heads - frozen,
+            frozen=frozen,
+            kv_heads=shape.num_kv_heads if shape.num_kv_heads != shape.num_heads else None,
+            backward=False,
+            free=free,
+        )
+    return total
+
+
+class PrefillKind(ModelKind[PrefillSettings]):
+    """Measure prefill."""
+
+    name = "prefill"
+    title = "Prefill"
+    panel = "Prefill"
+    subject = "prefill"
+    settings = PrefillSettings
+    grids: ClassVar = {
+        "lengths": tuple((length, 64) for length in (512, 1024, 2048, 4096, 8192, 16384)),
+        "batches": tuple((4096, size) for size in (1, 2, 4, 8, 16, 32, 64)),
+        "qwen": QWEN_POINTS,
+    }
+    grid_rates: ClassVar = {"batches": (0.1, 0.25, 0.5, 0.75), "qwen": QWEN_RATES}
+
+    def cases(self, settings: PrefillSettings, points: Sequence[Point], device: torch.device) -> list[Point]:
+        """Return every point at every precision."""
+        precisions = precisions_of(settings, device)
+        return [Point(p.length, p.batch_size, precision=precision) for p in points for precision in precisions]
+
+    def variants(self, settings: PrefillSettings, device: torch.device) -> tuple[str, ...]:
+        """Return what is timed of each arm; raise UnsupportedError for graphs without CUDA."""
+        return ways_of(settings.graphs, device)
+
+    def build(self, settings: PrefillSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
+        """Return an arm ready to be warmed up in this process."""
+        return PrefillSubject(settings, point, arm, pool)
+
+    def work(self, settings: PrefillSettings, point: Point, arm: Arm) -> Work:
+        """Return the work of one prefill of an arm."""
+        plan = ModelPlan.of(settings, point.length)
+        dtype = PRECISIONS[point.precision or "fp32"][1]
+        return prefill_work(
+            plan.shape,
+            plan.per_layer(arm),
+            batch=point.batch_size,
+            length=point.length,
+            weight_bytes=dtype.itemsize,
+            free=arm.backend == FREE,
+        )
+
+    def quoted(self, row: Record) -> Quoted | None:
+        """Return the paper's speedup of prefill at the shape of a row."""
+        point = (row["model"], row["point"]["length"], row["point"]["batch_size"])
+        return paper.prefill_speed(point, row["rate"], graph=row["variant"] == GRAPH)

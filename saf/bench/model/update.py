@@ -1,0 +1,186 @@
+"""`saf bench update`: whole optimiser updates, run by the trainer's own code."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from saf.bench.harness.arms import FREE, Arm
+from saf.bench.harness.kernels import kernels_of
+from saf.bench.harness.measured import Record
+from saf.bench.harness.runner import Subject
+from saf.bench.harness.settings import Point
+from saf.bench.harness.shape import ModelShape
+from saf.bench.harness.synthetic import random_tokens
+from saf.bench.harness.timing import wait_for
+from saf.bench.harness.work import Work, attention_work
+from saf.bench.model.measuring import ModelKind
+from saf.bench.model.models import ModelPlan, ModelSettings, build_model
+from saf.machine.cuda_graphs import GraphPool
+from saf.machine.execution import Execution
+from saf.records import paper
+from saf.records.paper import Quoted
+from saf.train.optimizer import build_optimizer
+from saf.train.updater import Updater
+
+LEARNING_RATE = 6e-8
+"""The first update's of the trainer's warm-up to 6e-4 over 10,000 updates: so small that the weights stay ordinary."""
+CLIP = 1.0
+"""Largest gradient norm, the trainer's default."""
+PRELOADED = 4
+"""Micro-batches kept on the device and used in turn."""
+
+
+@dataclass(kw_only=True)
+class UpdateSettings(ModelSettings):
+    """Whole optimiser updates: accumulation, backward, clipping, AdamW, gradient reset; data loading is left out."""
+
+    kind: ClassVar[str] = "update"
+    grid: Literal["contexts", "batches", "native"] = "contexts"
+    """32,768 tokens a micro-batch at 4K, 8K, 16K; batches 2, 4, 8 at 4K; or the largest batches 20, 10, 5."""
+    warmup: int = 2
+    """Untimed updates of each arm."""
+    repeats: int = 2
+    """Updates in a block, timed as one; its time is their mean."""
+
+
+class Preloaded:
+    """Hand out micro-batches that are on the device already, in place of the loader."""
+
+    def __init__(self, batches: list[tuple[Tensor, Tensor]]):
+        self._batches = batches
+        self._taken = 0
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the next inputs and targets."""
+        self._taken += 1
+        return self._batches[self._taken % len(self._batches)]
+
+
+def execution_of(settings: UpdateSettings) -> Execution:
+    """Resolve device, precision and compilation as the trainer does."""
+    return Execution.of(settings.device, compile=settings.compile)
+
+
+class UpdateSubject:
+    """Run the updates of one model with its optimiser."""
+
+    def __init__(self, settings: UpdateSettings, point: Point, arm: Arm):
+        self._settings = settings
+        execution = execution_of(settings)
+        accumulation = point.accumulation or 1
+        plan = ModelPlan.of(settings, point.length)
+        vocabulary = plan.config.vocab_size
+        model = build_model(plan, arm, device=execution.device)
+        generator = torch.Generator().manual_seed(settings.seed)
+        tokens = random_tokens(
+            min(PRELOADED, accumulation),
+            point.batch_size,
+            point.length,
+            vocabulary,
+            generator,
+            execution.device,
+        )
+        self.updater = Updater(
+            model=model.train(),
+            optimizer=build_optimizer(model),
+            batches=Preloaded(tokens),
+            execution=execution,
+            accumulation=accumulation,
+            clip=CLIP,
+        )
+
+    def warm_up(self) -> None:
+        """Compile and run untimed updates."""
+        for _ in range(self._settings.warmup):
+            self.updater.update(LEARNING_RATE)
+
+    def block(self, variant: str) -> float:
+        """Return the mean milliseconds of `repeats` updates in a row, the device waited for before and after."""
+        device, repeats = self.updater.execution.device, self._settings.repeats
+        wait_for(device)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            self.updater.update(LEARNING_RATE)
+        wait_for(device)
+        return 1e3 * (time.perf_counter() - began) / repeats
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of one update."""
+        return kernels_of(lambda: self.updater.update(LEARNING_RATE), self.updater.execution.device)
+
+
+def update_work(
+    shape: ModelShape, per_layer: Sequence[int], *, batch: int, length: int, accumulation: int, free: bool
+) -> Work:
+    """Return the work of one optimiser update: products of all matrices, attention, AdamW in float32.
+
+    Activations between layers are not counted as traffic: how often they move is the compiler's choice.
+    """
+    matrices = sum(shape.layer_entries(frozen) for frozen in per_layer) + shape.vocab_size * shape.hidden_size
+    micro_batch = Work(6.0 * matrices * batch * length, 12.0 * matrices)
+    for frozen in per_layer:
+        micro_batch += attention_work(
+            batch=batch,
+            length=length,
+            dim=shape.head_dim,
+            live=shape.num_heads - frozen,
+            frozen=frozen,
+            backward=True,
+            free=free,
+        )
+    return micro_batch * accumulation + Work(0.0, 28.0 * matrices)
+
+
+class UpdateKind(ModelKind[UpdateSettings]):
+    """Measure whole optimiser updates."""
+
+    name = "update"
+    title = "Updates: speed"
+    panel = "Optimiser update"
+    subject = "updates"
+    settings = UpdateSettings
+    up_to_repeats = False
+    micro_batches = True
+    grids: ClassVar = {
+        "contexts": ((4096, 8, 15), (8192, 4, 15), (16384, 2, 15)),
+        "batches": ((4096, 2, 60), (4096, 4, 30), (4096, 8, 15)),
+        "native": ((4096, 20, 6), (8192, 10, 6), (16384, 5, 6)),
+    }
+    grid_rates: ClassVar = {"batches": (0.1, 0.25, 0.5, 0.75)}
+
+    def title_of(self, record: Record) -> str:
+        """Return the heading for one record; one that timed nothing measured memory."""
+        return self.title if record["rows"] else "Updates: peak memory"
+
+    def variants(self, settings: UpdateSettings, device: torch.device) -> tuple[str, ...]:
+        """Return the one thing that is timed of each arm."""
+        return ("update",)
+
+    def build(self, settings: UpdateSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
+        """Return an arm ready to be warmed up in this process."""
+        return UpdateSubject(settings, point, arm)
+
+    def work(self, settings: UpdateSettings, point: Point, arm: Arm) -> Work:
+        """Return the work of one update of an arm."""
+        plan = ModelPlan.of(settings, point.length)
+        return update_work(
+            plan.shape,
+            plan.per_layer(arm),
+            batch=point.batch_size,
+            length=point.length,
+            accumulation=point.accumulation or 1,
+            free=arm.backend == FREE,
+        )
+
+    def quoted(self, row: Record) -> Quoted | None:
+        """Return the paper's speedup of an update at the shape of a row."""
+        return paper.update_speed((row["model"], row["point"]["length"], row["point"]["batch_size"]), row["rate"])
+
+    def quoted_memory(self, record: Record, entry: Record) -> Quoted | None:
+        """Return the paper's peak memory of an update at the shape of an entry."""
+        point = (record["settings"]["model"], entry["point"]["length"], entry["point"]["batch_size"])
+        return paper.update_memory(point, entry["rate"])

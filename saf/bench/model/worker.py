@@ -1,0 +1,66 @@
+"""One arm of one point in a process of its own: `python -m saf.bench.model.worker < spec.json`.
+
+The specification is `{"kind", "settings", "point", "arm", "profile"}`; the reply, the last line of standard output,
+is `{"block_ms": {variant: ms}, "peak_memory_bytes", "memory_kind", "kernels"}`, or `{"error": reason}`.
+"""
+
+import json
+import resource
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from saf.bench.harness.arms import Arm
+from saf.bench.harness.baselines import free_backend
+from saf.bench.harness.environment import clean_process
+from saf.bench.harness.recorder import in_short
+from saf.bench.harness.settings import Point
+from saf.bench.kinds import MODEL_KINDS
+from saf.machine.cuda_graphs import GraphPool
+
+
+def measure(specification: dict[str, Any]) -> dict[str, Any]:
+    """Warm one arm up, time a block of each variant, and tell its peak memory since the warm-up.
+
+    With `"only_compile"` the reply is empty: the compiler's cache on disk is what is wanted.
+
+    Peak memory is what the allocator handed out on CUDA ("allocated"), the process's resident set elsewhere
+    ("resident").
+    """
+    kind = MODEL_KINDS[specification["kind"]]
+    settings = kind.settings.from_dict(specification["settings"])
+    with clean_process(), free_backend():
+        subject = kind.build(settings, Point(**specification["point"]), Arm(**specification["arm"]), GraphPool())
+        subject.warm_up()
+        if specification.get("only_compile"):
+            return {}
+        cuda = settings.device != "cpu" and torch.cuda.is_available()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        variants = kind.variants(settings, torch.device("cuda" if cuda else "cpu"))
+        blocks = {variant: subject.block(variant) for variant in variants}
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = torch.cuda.max_memory_allocated() if cuda else resident
+        kernels = subject.kernels() if specification["profile"] else []
+    return {
+        "block_ms": blocks,
+        "peak_memory_bytes": peak,
+        "memory_kind": "allocated" if cuda else "resident",
+        "kernels": kernels,
+    }
+
+
+def main() -> None:
+    """Answer the specification on standard input; an exception is told in short, its traceback on standard error."""
+    try:
+        reply = measure(json.load(sys.stdin))
+    except Exception as error:
+        traceback.print_exc()
+        reply = {"error": in_short(error)}
+    print(json.dumps(reply))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of one layer's attention."""

@@ -1,0 +1,395 @@
+"""Bars of speedup: what is drawn, as HTML that takes the width there is, and as a static SVG for documents."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from saf.bench.harness.measured import Group, Measured, Record, baseline_name, shape_in_words
+from saf.bench.harness.speed_tables import bound_notes, memory_arm, memory_table, speed_table, ways
+from saf.bench.kinds import SPEED_KINDS, groups_of
+from saf.errors import InputError
+from saf.records.files import write_atomically
+from saf.records.paper import Quoted, footnotes
+from saf.records.quantities import number, signed
+from saf.report.page import text
+from saf.report.plot import colour, document, label
+
+_TICKS = 6
+"""About as many on an axis; their labels then stand apart in the narrowest page."""
+_COLOURS = {"toeplitz": "frozen", "fused": "frozen-2", "reference": "frozen-3"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear axis of speedups that holds 1 and everything drawn but single pairs far from all else."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> "Axis":
+        """Return the axis that all rows of the groups fit on.
+
+        A pair further out than half of what medians, middle halves and bounds span stays beyond it: one hiccup of a
+        machine would press all bars together.
+        """
+        bars = [bar for group in groups for bar in bars_of(group) if bar.ratio is not None]
+        values = [1.0, *(value for bar in bars for value in (bar.ratio, bar.bound, *bar.half) if value is not None)]
+        low, high = min(values), max(values)
+        reach = ((high - low) or 0.1) / 2
+        near = [pair for bar in bars for pair in bar.pairs if low - reach <= pair <= high + reach]
+        low, high = min([low, *near]), max([high, *near])
+        margin = 0.04 * ((high - low) or 0.1)
+        return cls(low - margin, high + margin)
+
+    def at(self, value: float) -> float:
+        """Return where a value stands, from 0 to 1."""
+        return (value - self.low) / (self.high - self.low)
+
+    def beyond(self, value: float) -> str:
+        """Return how a value that the axis does not hold is written at its edge; nothing for others."""
+        if self.low <= value <= self.high:
+            return ""
+        return f"‹ {value:.2f}×" if value < self.low else f"{value:.2f}× ›"
+
+    def ticks(self) -> list[float]:
+        """Return round values, 1 among them."""
+        rough = (self.high - self.low) / _TICKS
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+        first, last = math.ceil((self.low - 1) / step), math.floor((self.high - 1) / step)
+        return [1 + number * step for number in range(first, last + 1)]
+
+    def tick_name(self, tick: float) -> str:
+        """Return a tick's label, with as many decimals as its neighbours need."""
+        ticks = self.ticks()
+        step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+        return f"{tick:.{max(2, math.ceil(-math.log10(step) - 1e-9))}f}×"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row: `ratio` is None when the measurement is refused, and nothing of it is drawn."""
+
+    name: str
+    note: str
+    colour: str
+    """A colour of the page's style sheet; "live" for the control."""
+    ratio: float | None
+    refusal: str | None
+    half: tuple[float, float]
+    """The middle half of the pairs."""
+    pairs: tuple[float, ...]
+    bound: float | None
+    value: str
+    detail: str
+
+    @property
+    def control(self) -> bool:
+        """Whether this is the second ordinary model, which has no bar."""
+        return self.colour == "live"
+
+
+def bars_of(group: Group) -> list[Bar]:
+    """Return the rows of a group: every arm, then the control."""
+    rows = [_arm(arm, group.reason) for arm in group.arms]
+    if group.control is not None:
+        rows.append(
+            Bar(
+                name="control",
+                note="a second ordinary model",
+                colour="live",
+                ratio=group.control["ratio"],
+                refusal=None,
+                half=(group.control["q25"], group.control["q75"]),
+                pairs=_ratios(group.control["pair_ms"]),
+                bound=None,
+                value=f"{group.control['ratio']:.3f}×",
+                detail="",
+            )
+        )
+    return rows
+
+
+def _arm(arm: Measured, reason: str | None) -> Bar:
+    row = arm.row
+    heads = f"{row['heads']} heads" if row.get("heads") else ""
+    return Bar(
+        name=arm.name,
+        note=heads,
+        colour="ordinary" if row["backend"] is None else _COLOURS.get(row["backend"], "frozen"),
+        ratio=arm.ratio,
+        refusal=reason if arm.ratio is None else None,
+        half=(row["q25"], row["q75"]),
+        pairs=() if arm.ratio is None else _ratios(row["pair_ms"]),
+        bound=None if arm.ratio is None else arm.bound,
+        value="refused" if arm.ratio is None else f"{arm.ratio:.3f}×",
+        detail=f"{number(row['arm_ms'])} ms",
+    )
+
+
+def _ratios(pairs: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(baseline / arm for baseline, arm in pairs)
+
+
+def heading(group: Group) -> tuple[str, str]:
+    """Return what a group is about: its point, and the baseline with its median time."""
+    times = [row["baseline_ms"] for row in (group.control, *(arm.row for arm in group.arms)) if row is not None]
+    told = f"against {baseline_name(group.baseline)}, {number(median(times))} ms"
+    return shape_in_words(group.point), f"{told}; {group.file}" if group.file else told
+
+
+def panel_title(group: Group) -> str:
+    """Return what the groups of one axis measure."""
+    return f"{SPEED_KINDS[group.kind].panel}: {group.way}"
+
+
+_MOST_OPEN = 2
+"""Panels whose tables stand open; more are closed at first, so that the figures stay together."""
+LEGEND = (
+    '<ul class="marks speed-marks" aria-hidden="true">'
+    '<li><span class="speed-mark bar"></span>median of the pairs</li>'
+    '<li><span class="speed-mark half"></span>their middle half</li>'
+    '<li><span class="speed-mark pair"></span>each pair</li>'
+    '<li><span class="speed-mark bound"></span>free bound; dashed: what is left to gain</li>'
+    '<li><span class="speed-mark one"></span>as fast as ordinary attention</li></ul>'
+)
+
+
+def speed_panels(groups: Sequence[Group]) -> str:
+    """Return a figure and its table for each model (or part of a layer) and way of running."""
+    panels = ways(groups)
+    state = " open" if len(panels) <= _MOST_OPEN else ""
+    return LEGEND + "".join(_panel(chosen, state) for chosen in panels.values())
+
+
+def _panel(groups: Sequence[Group], state: str) -> str:
+    axis = Axis.of(groups)
+    title = panel_title(groups[0])
+    content = "".join(_group(group, axis) for group in groups)
+    name = f"<figcaption><h3>{text(title)}</h3></figcaption>"
+    rows = speed_table(groups).titled(f"{title}: times, TFLOP/s, floors, ratios within pairs, control, bound").html()
+    rows += small(bound_notes(groups))
+    rows += paper_notes(arm.paper for group in groups for arm in group.arms)
+    return f'<figure class="speeds">{name}{content}{_foot(axis)}</figure>{_details(rows, state)}'
+
+
+def _details(rows: str, state: str) -> str:
+    return f'<details class="numbers"{state}><summary>The same as a table</summary>{rows}</details>'
+
+
+def _group(group: Group, axis: Axis) -> str:
+    point, against = heading(group)
+    rows = "".join(_row(bar, axis) for bar in bars_of(group))
+    return f'<p class="speed-point">{text(point)}, <small>{text(against)}</small></p><ul class="speed-rows">{rows}</ul>'
+
+
+def _row(bar: Bar, axis: Axis) -> str:
+    kind = "control" if bar.control else "refused" if bar.ratio is None else "timed"
+    note = f" <small>{text(bar.note)}</small>" if bar.note else ""
+    name = f'<span class="speed-name">{text(bar.name)}{note}</span>'
+    track = f'<span class="speed-track" aria-hidden="true">{_ticks(axis)}{_marks(bar, axis)}</span>'
+    detail = bar.refusal or bar.detail
+    value = f'<span class="speed-value"><b>{text(bar.value)}</b> <small>{text(detail)}</small></span>'
+    return f'<li class="speed {kind}" style="--c:var(--{bar.colour})">{name}{track}{value}</li>'
+
+
+def _ticks(axis: Axis) -> str:
+    return "".join(
+        f'<i class="{"one" if abs(tick - 1) < 1e-9 else "grid"}" style="left:{_percent(axis.at(tick))}"></i>'
+        for tick in axis.ticks()
+    )
+
+
+def _marks(bar: Bar, axis: Axis) -> str:
+    if bar.ratio is None:
+        return ""
+    parts = []
+    if bar.bound is not None and bar.bound > bar.ratio:
+        parts.append(_span("left", axis, max(1.0, bar.ratio), bar.bound))
+    if not bar.control:
+        parts.append(_span("bar", axis, *sorted((1.0, bar.ratio))))
+    parts.append(_span("half", axis, *bar.half))
+    parts += [_pair(pair, axis) for pair in bar.pairs]
+    if bar.control:
+        parts.append(f'<i class="point" style="left:{_percent(axis.at(bar.ratio))}"></i>')
+    if bar.bound is not None:
+        parts.append(f'<i class="bound" style="left:{_percent(axis.at(bar.bound))}"></i>')
+    return "".join(parts)
+
+
+def _pair(pair: float, axis: Axis) -> str:
+    """Return the mark of one pair; of one beyond the axis a mark at its edge, with the number to point at."""
+    told = axis.beyond(pair)
+    title = f' title="{told}"' if told else ""
+    return f'<i class="pair" style="left:{_percent(min(max(axis.at(pair), 0.0), 1.0))}"{title}></i>'
+
+
+def _span(name: str, axis: Axis, low: float, high: float) -> str:
+    left, right = axis.at(low), axis.at(high)
+    return f'<i class="{name}" style="left:{_percent(left)};width:{_percent(right - left)}"></i>'
+
+
+def _foot(axis: Axis) -> str:
+    ticks = "".join(f'<i style="left:{_percent(axis.at(tick))}">{axis.tick_name(tick)}</i>' for tick in axis.ticks())
+    return f'<div class="speed axis" aria-hidden="true"><span></span><span class="speed-track">{ticks}</span></div>'
+
+
+def memory_panel(record: Record) -> str:
+    """Return bars of each arm's peak memory against the ordinary one's, and their table."""
+    largest = max(entry["bytes"] for entry in record["memory"])
+    rows = []
+    for entry in record["memory"]:
+        kind = "ordinary" if entry["backend"] is None else "frozen"
+        change = entry["change_percent"]
+        told = signed(change) if change is not None and entry["backend"] else ""
+        name = f'<span class="speed-name">{text(memory_arm(record, entry))}</span>'
+        bar = f'<i class="bar" style="left:0;width:{_percent(entry["bytes"] / largest)}"></i>'
+        track = f'<span class="speed-track" aria-hidden="true">{bar}</span>'
+        value = f'<span class="speed-value"><b>{entry["bytes"] / 2**30:.2f} GiB</b> <small>{told}</small></span>'
+        rows.append(f'<li class="speed memory" style="--c:var(--{kind})">{name}{track}{value}</li>')
+    numbers = (
+        memory_table(record, SPEED_KINDS[record["kind"]].quoted_memory)
+        .titled("Peak memory since the warm-up, one arm a process")
+        .html()
+    )
+    numbers += paper_notes(SPEED_KINDS[record["kind"]].quoted_memory(record, entry) for entry in record["memory"])
+    return f'<figure class="speeds"><ul class="speed-rows">{"".join(rows)}</ul></figure>{_details(numbers, " open")}'
+
+
+def paper_notes(quoted: Iterable[Quoted | None]) -> str:
+    """Return the conditions of the paper's numbers, a line for each of its tables."""
+    return small(f"Paper, {line.replace('`', '')}" for line in footnotes(quoted))
+
+
+def small(lines: Iterable[str]) -> str:
+    """Return notes below a table, a line each."""
+    return "".join(f'<p class="small">{text(line)}</p>' for line in lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+_WIDTH = 980
+_LEFT, _RIGHT = 256, 820
+_ROW = 30
+_BAR = 14
+_ARMS = ("ordinary", "frozen", "frozen-2", "frozen-3", "live")
+
+
+def write_bars(records: Sequence[Any], out: Path) -> Path:
+    """Write the speedups of benchmarks as one SVG; raise InputError when they timed nothing or `out` is no .svg."""
+    if out.suffix != ".svg":
+        raise InputError(f"the picture is an SVG; expected a name ending in .svg, got {out.name}")
+    drawn = bars_picture(records)
+    if drawn is None:
+        raise InputError("the picture shows speedups; these records timed nothing")
+    return write_atomically(out, drawn.encode())
+
+
+def bars_picture(records: Iterable[Any]) -> str | None:
+    """Return the SVG, one panel for each model (or part of a layer) and way of running; None without rows."""
+    groups = [group for record in records for group in groups_of(record)]
+    if not groups:
+        return None
+    title = "Speedup over ordinary attention"
+    parts, top = [label(0, 22, title, css="title"), *_legend(46)], 84.0
+    for chosen in ways(groups).values():
+        drawn, top = _svg_panel(chosen, top)
+        parts += drawn
+    return document("".join(parts), width=_WIDTH, height=top + 30, title=title, style=_style)
+
+
+def _style(scheme: int) -> str:
+    rules = [f".f-{arm}{{fill:{colour(arm, scheme)}}}.l-{arm}{{stroke:{colour(arm, scheme)}}}" for arm in _ARMS]
+    ink, soft, faint = (colour(name, scheme) for name in ("ink", "soft", "faint"))
+    more = f".one{{stroke:{soft}}}.grid{{stroke:{faint}}}.half,.pair{{stroke:{ink}}}"
+    more += ".half{stroke-width:2}.pair{opacity:.4}"
+    more += f".refused{{fill:none;stroke:{soft};stroke-dasharray:1 4}}.soft{{fill:{soft}}}"
+    more += f".over{{paint-order:stroke;stroke:{colour('paper', scheme)};stroke-width:5px}}"
+    left = ".left{fill:none;stroke-dasharray:3 3}.value{font-weight:600;font-variant-numeric:tabular-nums}"
+    return f"{''.join(rules)}{more}{left}.bound{{fill:{colour('paper', scheme)};stroke-width:1.8}}"
+
+
+def _legend(y: float) -> list[str]:
+    """Return one line that names the marks by drawing them."""
+    parts = [f'<rect class="f-frozen" x="0" y="{y - 10}" width="26" height="10" rx="2"/>']
+    parts += [f'<line class="half" x1="14" x2="34" y1="{y - 5}" y2="{y - 5}"/>']
+    parts.append(label(42, y, "median of the pairs, and their middle half", css="small"))
+    parts += [f'<line class="pair" x1="{x}" x2="{x}" y1="{y - 8}" y2="{y - 2}"/>' for x in (306, 310, 313, 319)]
+    parts.append(label(328, y, "each pair", css="small"))
+    parts.append(_diamond(404, y - 5, "frozen"))
+    parts.append(label(416, y, "free bound: were frozen heads free", css="small"))
+    return parts
+
+
+def _svg_panel(groups: Sequence[Group], top: float) -> tuple[list[str], float]:
+    axis = Axis.of(groups)
+    begin = top + 14
+    parts, y = [label(0, top, panel_title(groups[0]), css="name")], begin + 8
+    rows: list[str] = []
+    for group in groups:
+        point, against = heading(group)
+        words = f'{escape(point)}, <tspan class="small soft">{escape(against)}</tspan>'
+        rows.append(f'<text class="name over" x="0" y="{y + 14:.1f}">{words}</text>')
+        y += 26
+        for bar in bars_of(group):
+            rows += _svg_row(bar, axis, y)
+            y += _ROW
+        y += 8
+    for tick in axis.ticks():
+        x, css = _at(axis, tick), "one" if abs(tick - 1) < 1e-9 else "grid"
+        parts.append(f'<line class="{css}" x1="{x:.1f}" x2="{x:.1f}" y1="{begin}" y2="{y}"/>')
+        parts.append(label(x, y + 16, axis.tick_name(tick), css="small", anchor="middle"))
+    return [*parts, *rows], y + 52
+
+
+def _svg_row(bar: Bar, axis: Axis, y: float) -> list[str]:
+    middle = y + _BAR / 2 + 2
+    parts = [label(_LEFT - 12, middle + 4, bar.name, css="small" if bar.control else "", anchor="end")]
+    parts.append(label(_RIGHT + 14, middle + 4, bar.value, css="small" if bar.control else "name value"))
+    parts.append(label(_RIGHT + 78, middle + 4, bar.detail, css="small"))
+    if bar.ratio is None:
+        one = _at(axis, 1.0)
+        parts.append(_box(one, _RIGHT, y, "refused"))
+        return [*parts, label(one + 8, middle + 4, bar.refusal or "", css="small")]
+    one, end = _at(axis, 1.0), _at(axis, bar.ratio)
+    if bar.bound is not None and bar.bound > bar.ratio:
+        bound = _at(axis, bar.bound)
+        parts.append(_box(max(one, end), bound, y, f"left l-{bar.colour}"))
+    if not bar.control:
+        parts.append(_box(min(one, end), max(one, end), y, f"f-{bar.colour}"))
+    low, high = (_at(axis, value) for value in bar.half)
+    parts.append(f'<line class="half" x1="{low:.1f}" x2="{high:.1f}" y1="{middle:.1f}" y2="{middle:.1f}"/>')
+    if bar.control:
+        parts.append(f'<circle class="f-live" cx="{end:.1f}" cy="{middle:.1f}" r="3.5"/>')
+    foot = y + _BAR + 4
+    for pair in bar.pairs:
+        if told := axis.beyond(pair):
+            left = pair < axis.low
+            parts.append(
+                label(_LEFT if left else _RIGHT, foot + 8, told, css="small", anchor="start" if left else "end")
+            )
+            continue
+        x = _at(axis, pair)
+        parts.append(f'<line class="pair" x1="{x:.1f}" x2="{x:.1f}" y1="{foot:.1f}" y2="{foot + 5:.1f}"/>')
+    if bar.bound is not None:
+        parts.append(_diamond(_at(axis, bar.bound), middle, bar.colour))
+    return parts
+
+
+def _at(axis: Axis, value: float) -> float:
+    return _LEFT + axis.at(value) * (_RIGHT - _LEFT)
+
+
+def _box(left: float, right: float, y: float, css: str) -> str:
+    return f'<rect class="{css}" x="{left:.1f}" y="{y + 2:.1f}" width="{right - left:.1f}" height="{_BAR}" rx="2"/>'
+
+
+def _diamond(x: float, y: float, arm: str) -> str:
+    return f'<path class="bound l-{arm}" d="M{x - 5:.1f} {y:.1f}l5 -6 5 6 -5 6z"/>'

@@ -1,0 +1,133 @@
+"""The written parts of a page about benchmarks: headline, key figures, warnings."""
+
+from collections.abc import Sequence
+
+from saf.bench.harness.measured import Group, Measured, Record, baseline_name, shape_in_words
+from saf.bench.harness.speed_tables import caveats, ways
+from saf.bench.kinds import SPEED_KINDS
+from saf.records.quantities import gibibytes, number, signed
+from saf.report.key_figures import bars, key_figure, share_of, whisker
+from saf.report.page import text
+
+_MOST_RATES = 2
+
+
+def leading(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups that the headline is about: one way of running, against the first baseline.
+
+    Of operators that is the whole layer, forward and backward, when it was measured.
+    """
+    panels = list(ways(groups).values())
+    layer = [panel for panel in panels if panel[0].subject == "whole layer" and panel[0].variant.startswith("both")]
+    chosen = (layer or panels or [[]])[0]
+    return [group for group in chosen if group.baseline == chosen[0].baseline]
+
+
+def by_rate(groups: Sequence[Group]) -> dict[float, list[Measured]]:
+    """Return the accepted measurements of frozen heads by rate, on the first backend that has any."""
+    arms = [arm for group in groups for arm in group.arms if arm.row["backend"] and arm.ratio is not None]
+    first = arms[0].row["backend"] if arms else None
+    found: dict[float, list[Measured]] = {}
+    for arm in arms:
+        if arm.row["backend"] == first:
+            found.setdefault(arm.row["rate"], []).append(arm)
+    return found
+
+
+def headline(groups: Sequence[Group], records: Sequence[Record]) -> str:
+    """Return the main finding as one sentence of HTML."""
+    rates = by_rate(leading(groups))
+    if rates:
+        told = [f"{100 * rate:g}% of heads" for rate in rates]
+        (first, *others), kind = rates, leading(groups)[0].kind
+        more = "".join(f", {100 * rate:g}% <em>{_range(rates[rate])}</em>" for rate in others[: _MOST_RATES - 1])
+        return f"Freezing {told[0]} made {SPEED_KINDS[kind].subject} <em>{_range(rates[first])} as fast</em>{more}"
+    if groups:
+        return "No speed can be told: <em>every measurement of frozen heads is refused or missing</em>"
+    changes = [entry for record in records for entry in record["memory"] if entry["backend"]]
+    if changes and changes[0]["change_percent"] is not None:
+        told = [f"{100 * entry['rate']:g}% by <em>{signed(entry['change_percent'], 1)}</em>" for entry in changes]
+        return f"Freezing heads changed peak memory: {', '.join(told[:_MOST_RATES])}"
+    return "Nothing was measured"
+
+
+def dek(groups: Sequence[Group], records: Sequence[Record]) -> str:
+    """Return the paragraph under the headline: conditions, bound and control."""
+    devices = " and ".join(dict.fromkeys(str(record["provenance"]["device"]) for record in records))
+    chosen = leading(groups)
+    if not chosen:
+        return f"Peak memory of each arm in a process of its own, on {text(devices)}."
+    points = list(dict.fromkeys(shape_in_words(group.point) for group in chosen))
+    where = points[0] if len(points) == 1 else f"{len(points)} shapes"
+    counts = sorted({arm.row["pairs"] for group in chosen for arm in group.arms}) or [0]
+    pairs = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    sentences = [
+        f"Against {text(baseline_name(chosen[0].baseline))}, {where}, on {text(devices)}: "
+        f"medians of {pairs} alternating pairs."
+    ]
+    bounds = {rate: [arm for arm in arms if arm.bound is not None] for rate, arms in by_rate(chosen).items()}
+    told = [
+        f"{_span([arm.bound for arm in arms if arm.bound])} at {100 * rate:g}%" for rate, arms in bounds.items() if arms
+    ]
+    if told:
+        sentences.append(f"If mixing in frozen heads cost nothing, it would be {' and '.join(told[:_MOST_RATES])}.")
+    return " ".join(sentences)
+
+
+def key_figures(groups: Sequence[Group], records: Sequence[Record]) -> str:
+    """Return up to four key figures; those without a measurement are left out."""
+    chosen = leading(groups)
+    rates = by_rate(chosen)
+    parts = [_speed_figure(rate, arms) for rate, arms in list(rates.items())[:_MOST_RATES]]
+    shares = [arm.share_of_bound for arms in rates.values() for arm in arms if arm.share_of_bound is not None]
+    if shares:
+        value = f"{100 * min(shares):.0f}%" if len(shares) == 1 else f"{100 * min(shares):.0f}–{100 * max(shares):.0f}%"
+        note = "of the time that would be saved were mixing in frozen heads free"
+        drawing = share_of(max(0.0, min(1.0, min(shares))), "the smallest of them")
+        parts.append(key_figure("Of the free bound", value, note, drawing))
+    controls = [group.control["ratio"] for group in chosen if group.control is not None]
+    if controls and rates:
+        worst = max(controls, key=lambda ratio: abs(ratio - 1))
+        note = "a second ordinary model against the first" + (", the worst of all shapes" * (len(controls) > 1))
+        parts.append(key_figure("Control", f"{worst:.4f}×", note))
+    for record in records:
+        parts += _memory_figures(record)
+    return "".join(parts[:4])
+
+
+def _speed_figure(rate: float, arms: Sequence[Measured]) -> str:
+    name = f"{100 * rate:g}% of heads frozen"
+    if len(arms) > 1:
+        return key_figure(name, _range(arms), f"over {len(arms)} shapes")
+    row = arms[0].row
+    note = f"{number(row['arm_ms'])} ms instead of {number(row['baseline_ms'])}; middle half of {row['pairs']} pairs "
+    note += f"{row['q25']:.3f} to {row['q75']:.3f}"
+    return key_figure(name, _range(arms), note, whisker(row["ratio"], row["q25"], row["q75"], start=1.0, label=note))
+
+
+def _memory_figures(record: Record) -> list[str]:
+    ordinary = next((entry for entry in record["memory"] if entry["backend"] is None), None)
+    parts = []
+    for entry in record["memory"]:
+        if ordinary is not None and entry["backend"] and entry["point"] == ordinary["point"]:
+            pair = ordinary["bytes"], entry["bytes"]
+            name = f"Peak memory, {100 * entry['rate']:g}% frozen"
+            note = f"{gibibytes(pair[0])} → {gibibytes(pair[1])} during an update"
+            parts.append(key_figure(name, signed(entry["change_percent"], 1), note, bars(*pair)))
+    return parts
+
+
+def warning(groups: Sequence[Sequence[Group]], records: Sequence[Record]) -> str:
+    """Return a box about refusals, unfinished files and wrong kernels; else nothing."""
+    lines = [line for record, own in zip(records, groups, strict=True) for line in caveats(record, own)]
+    items = "".join(f"<li>{text(line)}</li>" for line in lines)
+    return f'<div class="warning" role="note"><strong>Read with care</strong><ul>{items}</ul></div>' if lines else ""
+
+
+def _range(arms: Sequence[Measured]) -> str:
+    return _span([arm.ratio for arm in arms if arm.ratio is not None])
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.3f}×" if len(values) == 1 else f"{low:.2f}× to {high:.2f}×"
