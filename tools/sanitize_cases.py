@@ -15,7 +15,7 @@ from saf.ops.decoder.loss_kernel import softmax_gradient
 from saf.ops.fused.launch import choose_fused_config, fused_backward, fused_forward
 from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
 from saf.ops.toeplitz.config import Config, make_tables
-from saf.ops.toeplitz.convolution import convolve
+from saf.ops.toeplitz.kernels import convolve
 from saf.ops.toeplitz.launch import toeplitz_matmul
 from saf.patterns import CompactPattern
 

@@ -1,11 +1,10 @@
 """The seam: how a layer with live and frozen heads is computed, one function, several backends.
 
-`attention` hands live heads to `live` and `flash`, frozen ones to `frozen`, or all to a backend (`whole_layer`), and
-`projected` adds the output product; `value_heads` says which values each reads, `frozen_heads` holds the patterns.
-`backends` lists what mixes: `reference`, `fused` (its operator in `fused_operator`, what it reads in `fused_tables`)
-and `toeplitz`, whose product is registered in `toeplitz_operator`, runs with live heads behind one boundary in
-`inference` (in one launch where `few_tokens` says so) and trains in `pattern_gradient`. `gelu` and `softmax_gradient`
-serve the decoder around them. The kernels of each are in `triton`, in files of the same names.
+`layer` decides which way a layer goes. It reads `frozen_heads`, which hold patterns as a backend prepared them;
+`backend` says what a backend is and `backends` lists them: `reference`, the oracle; `toeplitz`, the default; `fused`,
+the paper's execution. `inference` computes a whole layer without gradients, `live` the ordinary attention beside frozen
+heads, and `decoder` holds what serves a model around its layers. What all of these share is in `heads`, `positions`,
+`operator` and `launch`. Kernels lie beside what launches them; nothing here imports Triton before it runs one.
 """
 
 from saf.ops.backends import BACKENDS, choose_backend, explain

@@ -1,4 +1,4 @@
-"""The patterns of one layer's frozen heads as a list, one per head, of whatever kinds."""
+"""`FrozenHeads`: the patterns of one layer's frozen heads, what a backend prepared of them, and for what calls."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence

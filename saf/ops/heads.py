@@ -1,4 +1,4 @@
-"""Picking heads out of a tensor and putting them together, without indices that the host would have to send."""
+"""Heads of a tensor: picked out, put together, laid out, mixed by stored weights; no indices that a host must send."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +15,11 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
         return x if len(heads) == x.shape[1] else x[:, first : last + 1]
     apart = x.unbind(1)
     return torch.stack([apart[head] for head in heads], dim=1)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return `x` with neighbouring channels side by side in memory, a copy where they are not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:

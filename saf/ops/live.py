@@ -1,4 +1,4 @@
-"""FlashAttention kernels beyond PyTorch's own, from packages that users may have; PyTorch holds one at a time."""
+"""Live heads: causal softmax attention, the kernel it is pinned to, and flash kernels that users may have."""
 
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ FLASH_PACKAGES = {
     "fa3": Package("FA3", "flash_attn_interface", "FlashAttention-3, built from hopper/ of Dao-AILab/flash-attention"),
     "fa4": Package("FA4", "flash_attn.cute.interface", "FlashAttention-4: pip install flash-attn-4"),
 }
-_settled: dict[str, str] = {}
+_activated: dict[str, str] = {}
 
 
 def obstacle(kernel: str, device: str) -> str | None:
@@ -50,16 +50,16 @@ def settle_flash(kernel: str, device: str) -> str | None:
         return reason
     wanted = FLASH_PACKAGES[kernel].implementation if kernel in FLASH_PACKAGES else None
     active = attention.current_flash_attention_impl()
-    if active == wanted and _settled.setdefault("kernel", kernel) == kernel:
+    if active == wanted and _activated.setdefault("kernel", kernel) == kernel:
         return None
-    if active is not None or "kernel" in _settled:
-        first = _settled.get("kernel", active)
+    if active is not None or "kernel" in _activated:
+        first = _activated.get("kernel", active)
         return f"this process already uses {first!r} for flash attention and PyTorch holds one; use another process"
     try:
         attention.activate_flash_attention_impl(str(wanted))
     except Exception as error:  # whatever a package raises while it is imported
         return f"{type(error).__name__} while activating {wanted}: {error}"
-    _settled["kernel"] = kernel
+    _activated["kernel"] = kernel
     return None
 
 

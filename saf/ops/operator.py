@@ -1,4 +1,4 @@
-"""What is installed here, asked without importing it, and where kernels run."""
+"""Registering operators `saf::*`, where their Triton kernels run, and what a plan of a launch depends on."""
 
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What inputs of attention must have in common, and padding on the left."""
+"""Positions of a batch: what query, key and value must have in common, and padding on the left."""
 
 import torch
 from torch import Tensor

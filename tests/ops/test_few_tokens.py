@@ -27,15 +27,15 @@ def launches(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     seen = []
 
-    def launch(query, key, value, maps, patterns, counts, grouped, scale):
+    def launch(query, key, value, maps, patterns, *, scale):
         seen.append(tuple(value.shape))
-        assert {query.dtype, key.dtype, value.dtype} == {patterns[-1].dtype}
+        assert {query.dtype, key.dtype, value.dtype} == {patterns.dense.dtype}
         assert scale == pytest.approx(value.shape[-1] ** -0.5)
-        return value.new_zeros(value.shape[0], value.shape[2], sum(counts), value.shape[3]).transpose(1, 2), None
+        return value.new_zeros(value.shape[0], value.shape[2], sum(maps.counts), value.shape[3]).transpose(1, 2), None
 
     monkeypatch.setattr(few_tokens, "fused_obstacle", lambda device, dtype: None)
     monkeypatch.setattr(toeplitz.Toeplitz, "can_infer", lambda self, device, dtype, tables: not tables["stored"])
-    monkeypatch.setattr(one_launch, "run_fused", launch)
+    monkeypatch.setattr(one_launch, "_launcher", lambda: launch)
     return seen
 
 
@@ -157,8 +157,8 @@ toeplitz.Toeplitz.can_infer = lambda *_: True
 generator = torch.Generator().manual_seed(0)
 pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 160, generator=generator, dtype=torch.float64))
 launched = []
-original = one_launch.run_fused
-one_launch.run_fused = lambda *a, **o: launched.append(1) or original(*a, **o)
+original = one_launch._launcher()
+one_launch._launcher = lambda: lambda *a, **o: launched.append(1) or original(*a, **o)
 for kv_head in ((0, 1, 2, 3), (0, 0, 1, 1)):
     counts = (2, len(set(kv_head[:2])), max(kv_head) + 1)
     inputs = [torch.randn(2, 150, count, 16, generator=generator).half().transpose(1, 2) for count in counts]

@@ -16,7 +16,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
-    monkeypatch.setattr(flash, "_settled", {})
+    monkeypatch.setattr(flash, "_activated", {})
 
 
 def switches() -> dict[str, bool]:

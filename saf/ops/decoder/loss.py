@@ -1,4 +1,8 @@
-"""The registered operator `saf::softmax_gradient_`: cross-entropy and its gradient from logits, in one reading."""
+"""The loss of a language model, chunk by chunk: `linear_cross_entropy`, and its operator `saf::softmax_gradient_`.
+
+The operator takes cross-entropy and its gradient from logits in one reading, so that logits are held for a chunk of
+tokens at a time and never twice.
+"""
 
 import torch
 from torch import Tensor
@@ -8,6 +12,7 @@ from saf.errors import InputError
 from saf.ops.operator import forbid_second_derivative, uses_triton
 
 IGNORED = -100
+"""The target of a token that is left out, as in PyTorch."""
 
 
 @torch.library.custom_op("saf::softmax_gradient_", mutates_args={"logits"})
@@ -51,6 +56,7 @@ def known_labels(labels: Tensor, vocab_size: int) -> Tensor:
 
 
 CHUNK_LOGITS = 1 << 29
+"""Logits held at once: a gigabyte of 16 bits, small beside a model in training; products stay large enough."""
 
 
 def chunk_rows(vocab_size: int) -> int:

@@ -1,14 +1,13 @@
 """The registered operators `saf::fused` and `saf::fused_backward`: live and frozen heads of a layer in one launch."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.ops.fused.tables import FusedPatterns, HeadMaps
-from saf.ops.heads import heads_like
+from saf.ops.fused.tables import read_tables
+from saf.ops.heads import heads_like, unit_stride
 from saf.ops.operator import forbid_second_derivative, operator
 
 
@@ -20,19 +19,8 @@ def _launchers() -> tuple[Any, Any]:
     return fused_forward, fused_backward
 
 
-def read_tables(
-    maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool
-) -> tuple[HeadMaps, FusedPatterns]:
-    """Return maps and patterns as the launchers take them, from the lists that operators take."""
-    live, compact, dense = counts
-    return HeadMaps(*maps, counts=(live, compact, dense), grouped=grouped), FusedPatterns(*patterns)
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def run_fused(
+@operator("saf::fused")
+def fused_product(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -47,12 +35,9 @@ def run_fused(
     `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
     `PATTERNS`; `counts` of live, compact and dense heads. The paper's execution (its kernel appendix).
     """
-    query, key, value = (_unit_stride(x) for x in (query, key, value))
+    query, key, value = (unit_stride(x) for x in (query, key, value))
     head_maps, fixed = read_tables(maps, patterns, counts, grouped)
     return _launchers()[0](query, key, value, head_maps, fixed, scale=scale)
-
-
-fused_product = operator("saf::fused")(run_fused)
 
 
 @torch.library.register_fake("saf::fused")
@@ -76,7 +61,7 @@ def fused_product_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients to query, key and value: key-block programs, then a query-block pass for live heads."""
-    gradient, query, key, value = (_unit_stride(x) for x in (gradient, query, key, value))
+    gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
     head_maps, fixed = read_tables(maps, patterns, counts, grouped)
     return _launchers()[1](gradient, query, key, value, output, log_sums, head_maps, fixed, scale=scale)
 

@@ -149,6 +149,14 @@ class FusedPatterns(NamedTuple):
         )
 
 
+def read_tables(
+    maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool
+) -> tuple[HeadMaps, FusedPatterns]:
+    """Return maps and patterns as launchers take them, from lists as operators take them, see `MAPS`, `PATTERNS`."""
+    live, compact, dense = counts
+    return HeadMaps(*maps, counts=(live, compact, dense), grouped=grouped), FusedPatterns(*patterns)
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -4,14 +4,15 @@ A launch then costs more than the work in it, so rebuilding tiles of P beats rea
 so does an operator in Python: code compiled for one shape of few tokens has the kernel in it, launched by the compiler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saf.ops.fused.operator import run_fused
-from saf.ops.fused.tables import MAPS, PATTERNS, fused_obstacle, fused_tables
+from saf.ops.fused.tables import MAPS, PATTERNS, fused_obstacle, fused_tables, read_tables
+from saf.ops.heads import unit_stride
 from saf.patterns import Pattern
 
 LENGTH = 4096
@@ -105,7 +106,16 @@ class OneLaunch(NamedTuple):
 
 def called_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor:
     """Return all heads, `[B, H, T, D]`, given value heads up to the last that is read, in a call."""
-    return run_fused(query, key, value, *launch, _scale(value, scale))[0]
+    query, key, value = (unit_stride(x) for x in (query, key, value))
+    return _launcher()(query, key, value, *read_tables(*launch), scale=_scale(value, scale))[0]
+
+
+@cache
+def _launcher() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the kernel's launcher; an import in every call would cost the host more than it does."""
+    from saf.ops.fused.launch import fused_forward
+
+    return fused_forward
 
 
 def compiled_launch(

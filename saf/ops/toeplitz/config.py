@@ -1,4 +1,7 @@
-"""Lookup tables of g(distance) = exp(rho(distance)) from which the kernels read Toeplitz tiles."""
+"""How the Toeplitz product runs: tables of g(distance) = exp(rho(distance)), ways to run, the rule that picks one.
+
+Figures are of an H200 (docs/log.md, "The product of frozen heads"); the ways to run differ in speed alone.
+"""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,9 +1,17 @@
-"""The order in which programs take the output tiles of a Toeplitz product."""
+"""Device code of the Toeplitz product of values, read through addresses or descriptors, and of two sequences.
+
+`toeplitz_kernel` and `toeplitz_descriptor_kernel` multiply, `prescale_kernel` scales their input in a pass of its own.
+`causal_convolution_kernel` convolves sequences of one channel, as normalisers need it, launched by `convolve`.
+"""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from saf.ops.launch import add_product
+from saf.ops.launch import add_product, cdiv, launch
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# The device language's constants and ranges are not what their annotations say.
 
 
 @triton.jit
@@ -19,10 +27,6 @@ def place_of(tile, num_m, num_n, num_f, slabs):
     inside = tile - first * num_m
     slab = first + inside % together
     return inside // together, slab // num_n, slab % num_n
-
-
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# The device language's constants and ranges are not what their annotations say.
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -160,10 +164,6 @@ def toeplitz_kernel(
     tl.store(p_out, (acc * b_post[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# The device language's constants and ranges are not what their annotations say.
-
-
 @triton.jit(do_not_specialize=["T", "rows", "num_m", "num_n", "num_f", "slabs"])
 def toeplitz_descriptor_kernel(
     x_desc, tiles_desc, post_ptr, out_ptr, T, N, rows,
@@ -218,3 +218,35 @@ def toeplitz_descriptor_kernel(
     p_out = out_ptr + i_f * out_stride_f + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
     mask = inside & (o_n < FOLD * N)[None, :]
     tl.store(p_out, (acc * b_post).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+ROWS, COLUMNS, WARPS = 32, 128, 4
+
+
+@triton.jit
+def causal_convolution_kernel(left_ptr, right_ptr, out_ptr, T, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store the sums of one block of positions of one head."""
+    head = tl.program_id(1).to(tl.int64) * T
+    first = tl.program_id(0) * ROWS
+    i = first + tl.arange(0, ROWS)
+    b_sum = tl.zeros([ROWS], dtype=out_ptr.dtype.element_ty)
+    for start in range(0, first + ROWS, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        b_left = tl.load(left_ptr + head + j, mask=j < T, other=0.0)
+        lag = i[:, None] - j[None, :]
+        b_right = tl.load(right_ptr + head + lag, mask=(lag >= 0) & (i[:, None] < T), other=0.0)
+        b_sum += tl.sum(b_left[None, :] * b_right, 1)
+    tl.store(out_ptr + head + i, b_sum, mask=i < T)
+
+
+def convolve(left: Tensor, right: Tensor) -> Tensor:
+    """Return `sum_{j<=k} left_j right_{k-j}`, float32 or float64 `[F, T]` of one dtype, summed in that dtype."""
+    left, right = left.contiguous(), right.contiguous()
+    out = left.new_empty(left.shape)
+    heads, length = left.shape
+    grid = (cdiv(length, ROWS), heads)
+    launch(
+        causal_convolution_kernel, grid, left, right, out, length,
+        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, device=left.device,
+    )  # fmt: skip
+    return out

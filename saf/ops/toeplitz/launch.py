@@ -1,4 +1,7 @@
-"""What the operands of a Toeplitz product must have in common."""
+"""Launching the Toeplitz product: checks of operands, a plan for each layout of them, `toeplitz_matmul`.
+
+A plan holds what follows from shapes, strides and dtypes alone, so that the second call of a layout only launches.
+"""
 
 import math
 from collections.abc import Callable

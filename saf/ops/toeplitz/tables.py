@@ -1,4 +1,8 @@
-"""Causal convolution and correlation of signed sequences by matrix products, without ever forming a T x T array."""
+"""What executes a compact pattern: exp(rho), exp(alpha) and 1/Z in a gauge that a dtype can hold, and which it holds.
+
+First the convolution and correlation of sequences by which normalisers and gradients are computed without ever forming
+a T x T array, then the gauge, then the tables.
+"""
 
 import torch
 from torch import Tensor
@@ -21,7 +25,7 @@ def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
     On CUDA it is one launch of a Triton kernel: the host takes longer over the products than the device.
     """
     if left.is_cuda and has_triton():
-        from saf.ops.toeplitz.convolution import convolve
+        from saf.ops.toeplitz.kernels import convolve
 
         return convolve(left, right)
     heads, length = left.shape

@@ -25,7 +25,7 @@ CASES = {
 
 def run(case: Case, device: str) -> dict:
     """Return the largest error of a sum of signed terms, relative to the sum of their sizes; inputs not contiguous."""
-    from saf.ops.toeplitz.convolution import convolve
+    from saf.ops.toeplitz.kernels import convolve
 
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)

@@ -7,10 +7,9 @@ import torch
 
 from saf.ops.decoder import gelu_kernel as gelu
 from saf.ops.decoder import loss_kernel as softmax_gradient
-from saf.ops.fused.backward_kernel import delta_kernel, key_block_kernel, query_block_kernel
-from saf.ops.fused.forward_kernel import fused_forward_kernel
+from saf.ops.fused.kernels import delta_kernel, fused_forward_kernel, key_block_kernel, query_block_kernel
 from saf.ops.fused.launch import block_constants, choose_fused_config, padded
-from saf.ops.toeplitz import convolution
+from saf.ops.toeplitz import kernels as convolution
 from saf.ops.toeplitz.config import TILE, Config, choose_config
 from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
 from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_kernel
