@@ -14,12 +14,13 @@ class LastToken(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model = model
-        self._adapter = adapter_for(model)
+        adapter = adapter_for(model)
+        self.model = adapter.model
+        self._last_logits = adapter.last_logits
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits of the token after the prompt."""
-        return self._adapter.last_logits(input_ids)
+        return self._last_logits(self.model, input_ids)
 
 
 class Prefill:

@@ -95,9 +95,14 @@ class LanguageModel(ABC):
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return log p of every target, `[B, T]` float32, in nats."""
 
+    @staticmethod
     @abstractmethod
-    def last_logits(self, input_ids: Tensor) -> Tensor:
-        """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`; other positions have none computed."""
+    def last_logits(model: Any, input_ids: Tensor) -> Tensor:
+        """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`; other positions have none computed.
+
+        It takes the model, so that a compiled module that holds the model reads it as its own submodule: a compiler
+        checks those in one go before every call, what is reached through another object one by one.
+        """
 
 
 class Adapter(LanguageModel):

@@ -108,9 +108,10 @@ class GPTAdapter(Adapter):
         """Return log p of every target, `[B, T]` float32, in nats."""
         return self.model.token_log_probs(input_ids, targets)
 
-    def last_logits(self, input_ids: Tensor) -> Tensor:
+    @staticmethod
+    def last_logits(model: GPT, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`."""
-        return F.linear(self.model.hidden(input_ids)[:, -1:], self.model.embed.weight)
+        return F.linear(model.hidden(input_ids)[:, -1:], model.embed.weight)
 
     def sites(self) -> list[GPTSite]:
         """Return the attention layers in order."""

@@ -40,9 +40,10 @@ class TransformersModel(LanguageModel):
         """Return log p of every target, `[B, T]` float32, in nats."""
         return -F.cross_entropy(self._logits(input_ids).transpose(1, 2), targets, reduction="none")
 
-    def last_logits(self, input_ids: Tensor) -> Tensor:
+    @staticmethod
+    def last_logits(model: Any, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`."""
-        return self.model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
+        return model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
 
     def _logits(self, input_ids: Tensor) -> Tensor:
         """Return float32 logits `[B, T, V]`."""

@@ -1,4 +1,9 @@
-"""Measuring a model: attention in one exact pass, and what scores need beyond it, each by its own collector."""
+"""Measuring a model: attention in one exact pass, and what scores need beyond it, each by its own collector.
+
+`driver` holds `calibrate`: it plans (`plan`), runs the model and keeps queries and keys (`capture`), and measures them
+layer by layer (`layer`, by the Triton kernels of `tiles` and `kernels` where they run). `collect` keeps more in that
+pass, `resume` finished layers on disk, `dense` is the oracle. `gradients` and `outputs` measure what some scores read.
+"""
 
 from saf.calibration.collect import collection_bytes, latter_half
 from saf.calibration.dense import dense_collection, dense_statistics

@@ -1,4 +1,8 @@
-"""Fit compact patterns, Eq. (3), to a target's key and distance marginals by minimising Eq. (4)."""
+"""Fit compact patterns, Eq. (3), to a target's key and distance marginals by minimising Eq. (4).
+
+A fitter is one file (`proportional`, `adam`, `dense`) and one line of `FITTERS`; `objective` is what they minimise and
+how far a fit is from its target, `certificate` the evidence, `structured` the fit with fewer parameters.
+"""
 
 import inspect
 import warnings

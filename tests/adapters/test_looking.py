@@ -78,7 +78,7 @@ def test_an_adapter_and_its_answers(looked_at):
     with torch.no_grad():
         log_probs = adapter.token_log_probs(ids[:, :-1], ids[:, 1:])
         torch.testing.assert_close(adapter.next_token_loss(ids[:, :-1], ids[:, 1:]), -log_probs.mean())
-        following = adapter.last_logits(ids[:, :-1]).log_softmax(-1)[:, 0]
+        following = adapter.last_logits(model, ids[:, :-1]).log_softmax(-1)[:, 0]
         torch.testing.assert_close(following.gather(1, ids[:, -1:])[:, 0], log_probs[:, -1], rtol=1e-4, atol=1e-5)
 
 
