@@ -26,7 +26,7 @@ def test_a_resumed_run_counts_each_update_once_and_a_torn_last_line_is_ignored(t
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(InputError, match="holds nothing that saf writes; expected a run"):
         RecordedRun.open(tmp_path)
-    with pytest.raises(InputError, match="is not a folder"):
+    with pytest.raises(InputError, match="absent does not exist; expected a run"):
         RecordedRun.open(tmp_path / "absent")
 
 

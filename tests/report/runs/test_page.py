@@ -125,7 +125,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 def test_no_run_or_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(InputError, match="at least one"):
         write_report([], tmp_path)
-    with pytest.raises(InputError, match="holds no config"):
+    with pytest.raises(InputError, match="holds nothing that saf writes; expected a run"):
         write_report([tmp_path], tmp_path)
 
 
