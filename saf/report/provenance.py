@@ -43,7 +43,7 @@ def version(name: str, number: str) -> str:
     return number
 
 
-def told_by(file: Path, beside: Path, provenance: Mapping[str, Any] | None) -> list[str]:
+def origin_of(file: Path, beside: Path, provenance: Mapping[str, Any] | None) -> list[str]:
     """Return Markdown: the file, its device and versions, its code, and its command as a block.
 
     `beside` is the folder of the document that links to `file`.

@@ -15,8 +15,8 @@ from saf.records.head import is_result, with_head
 from saf.records.run import RecordedRun
 from saf.report.analyses import FIGURES, analysis_figure
 from saf.report.benchmarks.bars import bars_picture
-from saf.report.bodies import TITLES, body_of
-from saf.report.provenance import told_by
+from saf.report.provenance import origin_of
+from saf.report.record_parts import TITLES, body_of
 from saf.report.results_summary import natural_order, summary_table
 from saf.report.runs.tables import training
 
@@ -120,7 +120,7 @@ def _file(file: File, beside: Path, *, pictured: bool) -> str:
     points = dict.fromkeys(shape(row["point"]) for row in rows if row.get("point"))
     facts = [", ".join(points), f"measured {str(provenance['date'])[:10]}" if provenance.get("date") else ""]
     summary = escape("; ".join(filter(None, facts)) or "tables")
-    content = [*told_by(file.path, beside, provenance), *body_of(file.record)]
+    content = [*origin_of(file.path, beside, provenance), *body_of(file.record)]
     if pictured:
         content.append(f"![{stem}]({PICTURES}/{stem}.svg)")
     return "\n\n".join([f"### {stem}", f"<details><summary>{summary}</summary>", *content, "</details>"])

@@ -6,7 +6,7 @@ import torch
 from saf.bench.harness.kernels import attention_kernels, attention_table, kernel_seen, kernel_words
 from saf.bench.model.update import UpdateSettings
 from saf.report.benchmarks.page import render
-from saf.report.bodies import body_of
+from saf.report.record_parts import body_of
 from tests.report.benchmarks import record
 from tests.report.test_results import tables
 

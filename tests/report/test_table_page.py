@@ -18,7 +18,7 @@ from saf.bench.harness.timing import Budget
 from saf.bench.model.update import UpdateSettings
 from saf.errors import InputError
 from saf.report.benchmarks.page import write_bench_report
-from saf.report.bodies import body_of
+from saf.report.record_parts import body_of
 from tests.report.benchmarks import record
 from tests.report.test_results import tables
 

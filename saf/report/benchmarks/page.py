@@ -12,9 +12,9 @@ from saf.records.head import is_result, with_head
 from saf.records.table import Table
 from saf.report.benchmarks import summary as words
 from saf.report.benchmarks.bars import memory_panel, speed_panels
-from saf.report.bodies import parts_of
 from saf.report.page import inline, page, section, text
 from saf.report.provenance import measured_on, provenance_section
+from saf.report.record_parts import parts_of
 
 
 def read_records(files: Sequence[Path]) -> list[Record]:

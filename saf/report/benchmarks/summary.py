@@ -6,8 +6,7 @@ from saf.bench.harness.measured import Group, Measured, Record, baseline_name, s
 from saf.bench.harness.speed_tables import caveats, ways
 from saf.bench.kinds import SPEED_KINDS
 from saf.records.quantities import gibibytes, number, signed
-from saf.report.key_figures import bars, key_figure, share_of, whisker
-from saf.report.page import text
+from saf.report.page import bars, key_figure, share_of, text, whisker
 
 _MOST_RATES = 2
 

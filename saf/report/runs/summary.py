@@ -5,8 +5,7 @@ from typing import Any
 
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
-from saf.report.key_figures import bars, key_figure, share_of, whisker
-from saf.report.page import text
+from saf.report.page import bars, key_figure, share_of, text, whisker
 from saf.report.runs.comparison import Comparison
 
 
