@@ -26,7 +26,9 @@ COMMANDS = {
     "doctor": "versions, devices, and which backend would run here and why",
 }
 EXIT_ERROR = 2
+"""What tyro and most programs end with for words that cannot be used."""
 EXIT_INTERRUPTED = 130
+"""What shells report for SIGINT: 128 and the signal's number."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

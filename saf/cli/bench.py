@@ -40,7 +40,7 @@ class _Bench(Command, BenchSettings):
 
 @dataclass(kw_only=True)
 class Op(_Bench, OpSettings):
-    """One layer's attention without projections: frozen heads alone, and the mixed layer.
+    """Time one layer's attention without projections: frozen heads alone, and the mixed layer.
 
     Ratios are the baseline's time over the arm's: above 1 the arm is faster.
     """
@@ -48,7 +48,7 @@ class Op(_Bench, OpSettings):
 
 @dataclass(kw_only=True)
 class Update(_Bench, UpdateSettings):
-    """Whole optimiser updates of a model: accumulation, backward, clipping, AdamW, gradient reset.
+    """Time whole optimiser updates of a model: accumulation, backward, clipping, AdamW, gradient reset.
 
     Data loading is left out. Ratios are the baseline's time over the arm's: above 1 the arm is faster.
     """
@@ -56,7 +56,7 @@ class Update(_Bench, UpdateSettings):
 
 @dataclass(kw_only=True)
 class Prefill(_Bench, PrefillSettings):
-    """Forward passes over whole prompts, with the output layer on the last token alone.
+    """Time forward passes over whole prompts, with the output layer on the last token alone.
 
     Ratios are the baseline's time over the arm's: above 1 the arm is faster.
     """
@@ -64,7 +64,7 @@ class Prefill(_Bench, PrefillSettings):
 
 @dataclass(kw_only=True)
 class Errors(_Bench, ErrorSettings):
-    """Errors against float64 of a mixed layer and of frozen heads alone, outputs and every gradient.
+    """Measure errors against float64 of a mixed layer and of frozen heads alone, outputs and every gradient.
 
     Ends with an error that names the rows above their budgets.
     """
@@ -72,7 +72,7 @@ class Errors(_Bench, ErrorSettings):
 
 @dataclass(kw_only=True)
 class Calibration(_Bench, CalibrationSettings):
-    """The whole intervention, warm and at first use: calibration, scoring, selection, fitting, installation.
+    """Time the whole intervention, warm and at first use: calibration, scoring, selection, fitting, installation.
 
     Beside it a dense collection of the same queries and keys, whose statistics must agree, and the fit of all heads.
     """

@@ -25,14 +25,14 @@ PICTURES = "images"
 
 @dataclass(frozen=True)
 class File:
-    """One JSON record."""
+    """Hold one JSON record."""
 
     path: Path
     record: Mapping[str, Any]
 
     @property
     def section(self) -> str:
-        """The section it belongs to: the kind of a benchmark, "memory" when it timed nothing, "analysis", "other"."""
+        """Return its section: the kind of a benchmark, "memory" when it timed nothing, "analysis", "other"."""
         if self.record.get("kind") in ANALYSES:
             return "analysis"
         if compares_arms(self.record) and not self.record["rows"]:

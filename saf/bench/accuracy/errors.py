@@ -34,7 +34,7 @@ NORM_FLOOR = 1e-8
 
 @dataclass(kw_only=True)
 class ErrorSettings(BenchSettings):
-    """The paper's case: 2 sequences of 129 tokens, 4 heads of 64 channels, patterns of 192, heads 1 and 3 frozen."""
+    """Ask for the paper's case: 2 x 129 tokens, 4 heads of 64 channels, patterns of 192, heads 1 and 3 frozen."""
 
     kind: ClassVar[str] = "errors"
     length: int = 129
@@ -46,7 +46,7 @@ class ErrorSettings(BenchSettings):
     num_heads: int = 4
     """Heads of the layer."""
     head_dim: int = 64
-    """Channels of a head."""
+    """Return the channels of a head."""
     frozen: tuple[int, ...] = (1, 3)
     """Frozen heads, counted from 0."""
     backends: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ TENSORS = ("output", "input", "value", "query projection", "key projection", "va
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Float32 weights `[C, C]` by role, an input and an output gradient `[B, T, C]`, patterns `[F, stored]`."""
+    """Hold float32 weights `[C, C]` by role, an input and an output gradient `[B, T, C]`, patterns `[F, stored]`."""
 
     heads: HeadLayout
     weights: dict[str, Tensor]
@@ -54,7 +54,7 @@ class Layer:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """Return the channels of a head."""
         return self.x.shape[-1] // self.heads.num_heads
 
     def eager(self, *, frozen: bool, dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class Layer:
         return packed.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _rows(self, heads: tuple[int, ...]) -> Tensor:
-        """Rows of the weights that belong to heads, in order."""
+        """Return the rows of the weights that belong to heads, in order."""
         channel = torch.arange(self.head_dim, device=self.x.device)
         return (torch.tensor(heads, device=self.x.device)[:, None] * self.head_dim + channel).flatten()
 

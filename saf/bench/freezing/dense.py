@@ -20,6 +20,7 @@ from saf.statistics import AttentionStatistics
 HELD = 6
 """Arrays [heads, T, T] that the dense collection holds at its peak."""
 CPU_BYTES = 1 << 30
+"""Memory for these arrays on a CPU, which does not tell what is free: little beside what a model takes."""
 AGREEMENT = 1e-4
 """Largest relative difference of a statistic from float64 for which times are compared."""
 

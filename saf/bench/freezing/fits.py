@@ -22,7 +22,7 @@ _ARRAYS = ("eta_abs", "eta_rel", "mean_row_entropy", "reference_fit_kl")
 
 
 class Goals(NamedTuple):
-    """What heads are fitted to: marginals `[F, T]`, row entropy `[F]`; the KL that another fitter reached, or None."""
+    """Hold what heads are fitted to: marginals `[F, T]`, row entropy `[F]`; the KL of another fitter, or None."""
 
     eta_abs: Tensor
     eta_rel: Tensor

@@ -20,7 +20,7 @@ from saf.surgery import uninstall_
 
 
 class Event(NamedTuple):
-    """One intervention: what it reported, its wall-clock seconds, and the largest memory meanwhile."""
+    """Hold what one intervention reported, its wall-clock seconds, and the largest memory meanwhile."""
 
     report: FreezeReport
     seconds: float
@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
 
 class Interventions:
-    """One model with its optimiser's moments and its calibration sequences."""
+    """Hold one model with its optimiser's moments and its calibration sequences."""
 
     def __init__(self, model: GPT, ids: list[Tensor], execution: Execution):
         self.model, self.ids, self.execution = model, ids, execution

@@ -14,7 +14,7 @@ POINTS = {"tiny": (256, 16), "124m": (4096, 32), "774m": (4096, 32), "1b": (8192
 
 @dataclass(kw_only=True)
 class CalibrationSettings(BenchSettings):
-    """The whole intervention: calibration, scoring, selection, fitting, installation; beside a dense collection."""
+    """Measure the whole intervention, calibration to installation, beside a dense collection."""
 
     kind: ClassVar[str] = "calibration"
     model: str = "124m"

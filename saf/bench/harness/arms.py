@@ -25,14 +25,14 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """A short label."""
+        """Return a short label."""
         if self.backend is None:
             return f"{'control' if self.control else 'ordinary'} {self.kernel}"
         return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
 
     @property
     def live_kernel(self) -> str:
-        """The kernel to ask for where heads are frozen: none by name for a backend that computes live heads itself."""
+        """Return the kernel to ask for where heads are frozen: none for a backend that computes live heads itself."""
         backend = BACKENDS.get(str(self.backend))
         return "auto" if backend is not None and backend.mixes_live else self.kernel
 

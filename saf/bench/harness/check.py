@@ -7,6 +7,7 @@ from saf.errors import AccuracyError
 from saf.patterns import CompactPattern
 
 SAMPLES = 64
+"""Positions that are compared, evenly spread: all T rows in float64 would take longer than what is measured."""
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}
 """Largest relative L2 error of frozen heads' outputs and gradients, inputs being in the dtype already."""
 
@@ -34,12 +35,12 @@ def check_arm(
 
 
 def _rows(pattern: CompactPattern, head: int, at: Tensor) -> Tensor:
-    """Rows `at` of one head's pattern, `[len(at), T]`."""
+    """Return rows `at` of one head's pattern, `[len(at), T]`."""
     return _entries(pattern, head, at[:, None], torch.arange(pattern.length, device=at.device)[None])
 
 
 def _columns(pattern: CompactPattern, head: int, at: Tensor) -> Tensor:
-    """Columns `at` of one head's pattern, transposed: `[len(at), T]`."""
+    """Return columns `at` of one head's pattern, transposed: `[len(at), T]`."""
     return _entries(pattern, head, torch.arange(pattern.length, device=at.device)[None], at[:, None])
 
 

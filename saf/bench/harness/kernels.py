@@ -46,7 +46,7 @@ def attention_kernels(kernels: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def kernel_seen(kernel: str, kernels: list[dict[str, Any]], device: torch.device) -> bool | None:
-    """Whether the pinned kernel is among those that ran; None when nothing was recorded or nothing was pinned."""
+    """Return whether the pinned kernel is among those that ran; None when nothing was recorded or pinned."""
     if device.type != "cuda" or not kernels or kernel not in MARKS:
         return None
     names = [found["name"].lower() for found in kernels]
@@ -56,6 +56,7 @@ def kernel_seen(kernel: str, kernels: list[dict[str, Any]], device: torch.device
 
 
 _MOST_KERNELS = 14
+"""Kernels in a table: those that take nearly all of the time."""
 _LONGEST_NAME = 100
 """Letters of a kernel's name; templates go on for longer."""
 _SEEN = {True: "yes", False: "no", None: MISSING}

@@ -32,29 +32,29 @@ class Measured:
 
     @property
     def ratio(self) -> float | None:
-        """Baseline time over arm time; None when the measurement is refused."""
+        """Return baseline time over arm time; None when the measurement is refused."""
         return None if self.row["refused"] else self.row["ratio"]
 
     @property
     def name(self) -> str:
-        """What the arm is: a share of frozen heads with their backend, or another attention kernel."""
+        """Say what the arm is: a share of frozen heads with their backend, or another attention kernel."""
         if self.row["backend"] is None:
             return f"ordinary, {kernel_name(self.row['kernel'])}"
         return f"{100 * self.row['rate']:g}% frozen, {self.row['backend']}"
 
     @property
     def bound(self) -> float | None:
-        """The free bound: the speedup were the arm's frozen heads free."""
+        """Return the free bound: the speedup were the arm's frozen heads free."""
         return None if self.free is None else self.free["ratio"]
 
     @property
     def beats_bound(self) -> bool:
-        """Whether the arm gains, and was measured faster than its free bound."""
+        """Return whether the arm gains, and was measured faster than its free bound."""
         return self.ratio is not None and self.bound is not None and self.ratio > max(1.0, self.bound)
 
     @property
     def share_of_bound(self) -> float | None:
-        """Which share of the time that free heads would save is saved.
+        """Return which share of the time that free heads would save is saved.
 
         None when either saves none, or the arm was measured faster than the bound.
         """
@@ -80,13 +80,13 @@ class Group:
 
     @property
     def way(self) -> str:
-        """Subject and variant: groups that share them share an axis."""
+        """Return subject and variant: groups that share them share an axis."""
         words = [self.subject, *(_WAYS[word] for word in self.variant.split()), self.point.get("precision", "")]
         return ", ".join(word for word in words if word)
 
     @property
     def reason(self) -> str | None:
-        """Why measurements of this group are refused; None when they are not."""
+        """Return why measurements of this group are refused; None when they are not."""
         rows = [self.control] if self.control is not None else [arm.row for arm in self.arms]
         if not any(row["refused"] for row in rows):
             return None

@@ -40,7 +40,7 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def refused(control_ratio: float | None, tolerance: float) -> bool:
-    """Whether a measurement is refused: its control is missing or further than `tolerance` from 1."""
+    """Return whether a measurement is refused: its control is missing or further than `tolerance` from 1."""
     return control_ratio is None or abs(control_ratio - 1) > tolerance
 
 

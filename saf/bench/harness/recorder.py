@@ -92,7 +92,7 @@ class Recorder:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The file's content."""
+        """Return the file's content."""
         parts = {**self._parts, "rows": self._parts["rows"] + self._current}
         seconds = self.budget.spent if self._seconds is None else self._seconds
         return to_json({**self._head, "finished": self._finished, "seconds": round(seconds, 1), **parts})
@@ -105,6 +105,7 @@ class Recorder:
 
 
 MOST = 200
+"""Characters of a reason: two lines of a terminal."""
 _END = re.compile(r"[.!?](?=\s|$)|(?<!:)\n")
 """Of a sentence: a stop, or a line's end unless a colon announces what follows."""
 

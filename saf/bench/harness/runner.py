@@ -94,7 +94,7 @@ class PointRunner:
 
     @property
     def _fewest(self) -> int:
-        """Pairs without which a comparison is not recorded."""
+        """Return how many pairs a comparison needs to be recorded."""
         return min(FEWEST, self.settings.pairs)
 
     def _ready(self, comparisons: Sequence[Comparison], build: Build) -> dict[Arm, Subject]:

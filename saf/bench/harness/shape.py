@@ -10,7 +10,7 @@ from saf.models.config import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder."""
+    """Hold the sizes of a decoder."""
 
     num_layers: int
     num_heads: int

@@ -6,6 +6,7 @@ from torch import Tensor
 from saf.patterns import CompactPattern
 
 ROTARY_BASE = 10_000.0
+"""That of the rotary positions whose ripple the made-up patterns imitate."""
 
 
 def synthetic_patterns(

@@ -97,7 +97,7 @@ def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
 
 
 class Budget:
-    """The seconds a benchmark may take, counted from its start; None is no limit."""
+    """Count the seconds that a benchmark may take from its start; None is no limit."""
 
     def __init__(self, seconds: float | None = None):
         self._limit = seconds
@@ -105,18 +105,18 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds so far."""
+        """Return the seconds so far."""
         return time.perf_counter() - self._began
 
     @property
     def left(self) -> float:
-        """Seconds left; infinite without a limit."""
+        """Return the seconds left; infinite without a limit."""
         return float("inf") if self._limit is None else self._limit - self.spent
 
     def fits(self, seconds: float) -> bool:
-        """Whether something that takes `seconds` would end in time."""
+        """Return whether something that takes `seconds` would end in time."""
         return self.left > seconds
 
     def begins(self, longest: float) -> bool:
-        """Whether enough is left to begin something of which the longest so far took `longest` seconds."""
+        """Return whether enough is left to begin something of which the longest so far took `longest` seconds."""
         return self.fits(BEGIN_SHARE * longest)

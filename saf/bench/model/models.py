@@ -80,20 +80,20 @@ class ModelPlan:
 
     @property
     def config(self) -> GPTConfig:
-        """Of this project's decoder; raise InputError for another family."""
+        """Return the configuration of this project's decoder; raise InputError for another family."""
         if self.shape.gpt is None:
             raise InputError(f"{self.settings.model} can be measured by prefill alone; take another --model")
         return self.shape.gpt
 
     @property
     def name(self) -> str:
-        """The model, and how many layers of it where not all."""
+        """Name the model, and how many layers of it where not all."""
         layers = self.settings.num_layers
         return self.settings.model + ("" if layers is None else f", {layers} layers")
 
     @property
     def own_rate(self) -> tuple[float, ...]:
-        """The rate that `per_layer` makes, if it is given."""
+        """Return the rate that `per_layer` makes, if it is given."""
         counts = self.settings.per_layer
         return (sum(counts) / (self.shape.num_layers * self.shape.num_heads),) if counts else ()
 

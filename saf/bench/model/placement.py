@@ -11,6 +11,7 @@ from saf.heads import HeadSet
 MEASURED_SHARES = tuple(count / 12 for count in (8, 7, 3, 5, 2, 4, 2, 2, 1, 2, 0, 0))
 """Share of each layer's heads that variance selection takes at 25% in a trained 124M model with rotary positions."""
 SMALLEST_SHARE = 0.01
+"""What a layer of which none, or all, was taken counts as: its log odds are finite then."""
 
 
 def heads_per_layer(

@@ -33,7 +33,7 @@ PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat
 
 @dataclass(kw_only=True)
 class PrefillSettings(ModelSettings):
-    """Forward passes over whole prompts, with the output layer on the last token alone."""
+    """Time forward passes over whole prompts, with the output layer on the last token alone."""
 
     kind: ClassVar[str] = "prefill"
     grid: Literal["lengths", "batches", "qwen"] = "lengths"

@@ -19,6 +19,7 @@ from saf.bench.model.models import ModelSettings
 from saf.errors import UnsupportedError
 
 POLL_SECONDS = 0.05
+"""Between two looks at processes that run for seconds to minutes."""
 COMPILE_THREADS = 4
 """Of each process that only compiles; several run at a time."""
 OUT_OF_TIME = "out of time"

@@ -36,7 +36,7 @@ PRELOADED = 4
 
 @dataclass(kw_only=True)
 class UpdateSettings(ModelSettings):
-    """Whole optimiser updates: accumulation, backward, clipping, AdamW, gradient reset; data loading is left out."""
+    """Time whole optimiser updates: accumulation, backward, clipping, AdamW, gradient reset; no data are loaded."""
 
     kind: ClassVar[str] = "update"
     grid: Literal["contexts", "batches", "native"] = "contexts"

@@ -24,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(kw_only=True)
 class OpSettings(SpeedSettings):
-    """One layer's attention without projections: frozen heads alone, and the whole layer."""
+    """Time one layer's attention without projections: frozen heads alone, and the whole layer."""
 
     kind: ClassVar[str] = "op"
     grid: Literal["lengths", "qwen"] = "lengths"
@@ -78,20 +78,20 @@ class OpCase:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Query heads, KV heads, channels."""
+        """Return query heads, KV heads and channels."""
         own, usual = self.settings, shape_of(self.settings.shape, self.point.length)
         kv_heads = own.num_kv_heads or own.num_heads or usual.num_kv_heads
         return own.num_heads or usual.num_heads, kv_heads, own.head_dim or usual.head_dim
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the operands."""
+        """Return the dtype of the operands."""
         usual = "bf16" if self.device.type == "cuda" else "fp32"
         return DTYPES[usual if self.settings.dtype == "auto" else self.settings.dtype]
 
     @property
     def reason_against(self) -> str | None:
-        """Why this case cannot be measured; None when it can."""
+        """Return why this case cannot be measured; None when it can."""
         if self.part == "frozen" and round(self.rate * self.shape[0]) == 0:
             return f"a rate of {self.rate:g} freezes none of {self.shape[0]} heads"
         if self.part == "frozen" and self.shape[0] != self.shape[1]:

@@ -50,7 +50,7 @@ class OpSubject:
         self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
 
     def _buffers(self, heads: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        """Random operands `[B, heads, T, D]`, laid out as projections leave them, `[B, T, heads, D]`."""
+        """Draw random operands `[B, heads, T, D]`, laid out as projections leave them, `[B, T, heads, D]`."""
         case = self._case
         size = case.point.batch_size * case.point.length * case.shape[2] * sum(heads) * case.dtype.itemsize
         count = min(MOST_BUFFERS, math.ceil(WORKING_SET / size)) if case.device.type == "cuda" else 1

@@ -25,7 +25,7 @@ _COLOURS = {"toeplitz": "frozen", "fused": "frozen-2", "reference": "frozen-3"}
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear axis of speedups that holds 1 and everything drawn but single pairs far from all else."""
+    """Draw a linear axis of speedups that holds 1 and everything drawn but single pairs far from all else."""
 
     low: float
     high: float
@@ -73,7 +73,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Bar:
-    """One row: `ratio` is None when the measurement is refused, and nothing of it is drawn."""
+    """Hold one row: `ratio` is None when the measurement is refused, and nothing of it is drawn."""
 
     name: str
     note: str
@@ -90,7 +90,7 @@ class Bar:
 
     @property
     def control(self) -> bool:
-        """Whether this is the second ordinary model, which has no bar."""
+        """Return whether this is the second ordinary model, which has no bar."""
         return self.colour == "live"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from saf.patterns import CompactPattern
 from saf.records.run import RecordedRun
 
+# About as many as the page has pixels to show them in; a page with every point would have megabytes.
 CURVE_POINTS = 512
 PATTERN_POINTS = 256
 MARGINAL_POINTS = 128
