@@ -14,6 +14,9 @@ from typing import TypeVar
 
 Settings = TypeVar("Settings")
 
+FLAT = "flat"
+"""Marks a field, as `Annotated[TrainConfig, FLAT]`, whose own fields are flags without a prefix."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OneOf:

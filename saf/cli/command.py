@@ -23,12 +23,9 @@ from saf.errors import InputError
 from saf.heads import Head
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json_value
-from saf.settings import Flag, OneOf, field_docs
+from saf.settings import FLAT, Flag, OneOf, field_docs
 
 Built = TypeVar("Built")
-
-FLAT = "flat"
-"""Marks a field, as `Annotated[TrainConfig, FLAT]`, whose own fields are flags of the command without a prefix."""
 
 _HEADS = tuple[Head, ...]
 _OPTIONS = dict[str, Any]

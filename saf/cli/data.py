@@ -7,12 +7,13 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from saf.cli.command import FLAT, Command
+from saf.cli.command import Command
 from saf.data import PARTITIONS, DataIndex
 from saf.data.config import PrepareConfig
 from saf.data.preparation import prepare
 from saf.data.token_data import TokenData
 from saf.records.table import Table
+from saf.settings import FLAT
 
 
 @dataclass(kw_only=True)

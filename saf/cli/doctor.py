@@ -1,16 +1,16 @@
 """`saf doctor`: what is installed, what this machine has, and which path would run here."""
 
-import os
 import platform
-import shutil
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from saf.cli.command import Command
 from saf.cli.output import show
+from saf.machine.survey import compilers, devices, package_version
+from saf.ops import explain
+from saf.ops.live import FLASH_PACKAGES, KERNELS, obstacle
 from saf.records.table import Table
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "rich", "tensorboard")
@@ -35,8 +35,8 @@ class Doctor(Command):
         result = {
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "packages": {name: _version(name) for name in ("saf", *REQUIRED)},
-            "optional": {name: _version(name) for name in OPTIONAL},
+            "packages": {name: package_version(name) for name in ("saf", *REQUIRED)},
+            "optional": {name: package_version(name) for name in OPTIONAL},
             "devices": devices(),
             "compilers": compilers(),
             "backends": backends(),
@@ -46,43 +46,11 @@ class Doctor(Command):
         return result
 
 
-def devices() -> list[dict[str, Any]]:
-    """Return the CPU and every CUDA device with its memory and compute capability."""
-    found: list[dict[str, Any]] = [
-        {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    ]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "device": f"cuda:{index}",
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "capability": f"{properties.major}.{properties.minor}",
-                "cuda": torch.version.cuda,
-                "cudnn": torch.backends.cudnn.version(),
-            }
-        )
-    return found
-
-
-def compilers() -> dict[str, str | None]:
-    """Return the C++ compiler, and for torch.compile on each kind of device None or what is missing for it."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    found = {
-        "c++": compiler,
-        "torch.compile on cpu": None if compiler else "needs a C++ compiler (c++, g++ or clang++)",
-    }
-    if torch.cuda.is_available():
-        missing = None if _version("triton") else "needs triton"
-        found["torch.compile on cuda"] = missing
-    return found
+COMMAND = Doctor
 
 
 def backends() -> list[dict[str, Any]]:
     """Return what `saf.ops.explain` says for each device and dtype worth asking about."""
-    from saf.ops import explain
-
     asked = [("cpu", torch.float32)]
     if torch.cuda.is_available():
         asked += [("cuda", torch.bfloat16), ("cuda", torch.float32)]
@@ -94,19 +62,10 @@ def backends() -> list[dict[str, Any]]:
 
 def live_kernels() -> dict[str, str | None]:
     """Return for each attention kernel that live heads may be pinned to None, or why it cannot run here."""
-    from saf.ops.live import FLASH_PACKAGES, KERNELS, obstacle
-
     if not torch.cuda.is_available():
         return dict.fromkeys(KERNELS, "no CUDA device") | dict.fromkeys(("flash", "math"))
     cudnn = None if torch.backends.cudnn.is_available() else "this build of torch has no cuDNN"
     return dict.fromkeys(KERNELS) | {name: obstacle(name, "cuda") for name in FLASH_PACKAGES} | {"cudnn": cudnn}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _tables(result: dict[str, Any]) -> list[Any]:
@@ -137,6 +96,3 @@ def _device_rows(device: dict[str, Any]) -> dict[str, Any]:
     if "memory_bytes" in device:
         rows["memory"] = f"{device['memory_bytes'] / 2**30:.1f} GiB"
     return rows
-
-
-COMMAND = Doctor

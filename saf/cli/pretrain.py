@@ -9,11 +9,12 @@ from typing import Annotated, Any, Self
 
 import tyro
 
-from saf.cli.command import FLAT, Command, build_groups, given_values
+from saf.cli.command import Command, build_groups, given_values
 from saf.cli.freeze import BUDGETS, check_budget
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.records.table import Table
+from saf.settings import FLAT
 from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint, pretrain
 from saf.train.config import recorded_config, settings_after
 

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from saf.cli import layer_progress
-from saf.cli.layer_progress import LayerProgress
+from saf.cli import output
+from saf.cli.output import LayerProgress
 
 
 def words(arms, out, *more):
@@ -50,10 +50,10 @@ def test_too_little_memory_is_refused_by_its_option(saf, arms, tmp_path):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_time_left_counts_only_layers_measured_here(monkeypatch, terminal):
     now = [0.0]
-    monkeypatch.setattr(layer_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     file = io.StringIO()
-    console = layer_progress.Console(file=file, force_terminal=terminal, width=100)
-    monkeypatch.setattr(layer_progress, "Console", lambda **_: console)
+    console = output.Console(file=file, force_terminal=terminal, width=100)
+    monkeypatch.setattr(output, "Console", lambda **_: console)
     with LayerProgress() as progress:
         progress(4, 10)
         for done in (5, 6, 10):

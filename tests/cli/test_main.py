@@ -173,9 +173,9 @@ def test_doctor_names_backend_packages_and_devices(saf, saf_json):
 
 
 def test_doctor_says_what_is_missing(saf, saf_json, monkeypatch):
-    monkeypatch.setattr("saf.cli.doctor.shutil.which", lambda name: None)
+    monkeypatch.setattr("saf.machine.survey.shutil.which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr("saf.cli.doctor._version", lambda name: None if name == "transformers" else "1.0")
+    monkeypatch.setattr("saf.cli.doctor.package_version", lambda name: None if name == "transformers" else "1.0")
     assert saf_json("doctor")["optional"]["transformers"] is None
     assert json.dumps(saf_json("doctor")["compilers"]["torch.compile on cpu"]).startswith('"needs a C++ compiler')
     assert "for what is missing: pip install 'saf[hf]'" in saf("doctor")[1]

@@ -36,7 +36,7 @@ CONFIG = FreezeConfig(
 
 
 def freeze(*words: str) -> FreezeConfig:
-    return Freeze.from_words(["checkpoint", "--out", "out", *words]).config
+    return Freeze.from_words(["checkpoint", "--out", "out", *words]).settings.config
 
 
 def pretrain(*words: str) -> TrainConfig:

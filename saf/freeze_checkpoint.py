@@ -1,0 +1,176 @@
+"""Freezing heads of a checkpoint on disk: the whole recipe, from its run's data to a new checkpoint beside it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from torch import Tensor
+
+from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
+from saf.calibration.plan import readable
+from saf.data import TokenData, calibration_windows
+from saf.data.token_data import check_separate
+from saf.errors import CheckpointError, InputError
+from saf.estimates import collect_for
+from saf.freezing.choice import scores_collect
+from saf.freezing.config import FreezeConfig
+from saf.freezing.recipe import freeze_
+from saf.freezing.report import FreezeReport
+from saf.machine.execution import Device, Precision, autocast, pick_device
+from saf.models import GPT
+from saf.opening import ModelFolder, find_model, open_data, trained_data
+from saf.settings import FLAT, documented
+from saf.surgery import finalize_
+from saf.tasks.text import heldout_batches
+from saf.train.checkpoint import Checkpoint, save_checkpoint
+from saf.train.events import recorded_gradient
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFreezing:
+    """Say which checkpoint's heads are frozen, how, on what text, and where the new checkpoint goes."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint (step-N); a run means its newest one."""
+    config: Annotated[FreezeConfig, FLAT]
+    """How heads are frozen."""
+    out: Path
+    """The new checkpoint; the event is recorded beside its files, in events.jsonl."""
+    data: Path | None = None
+    """Folder made by `saf data prepare`; the one it was trained on when None."""
+    sequences: int = 32
+    """Calibration sequences."""
+    length: int | None = None
+    """Their length in tokens; the run's when None."""
+    allow_shorter: bool = False
+    """Accept a length below the run's; the model then takes no longer input."""
+    batch_size: int = 8
+    """Sequences in a forward pass."""
+    heldout_sequences: int = 32
+    """Sequences of the controller partition that output-aware scores read."""
+    calibration_seed: int | None = None
+    """Of the choice of calibration sequences; the run's when None."""
+    calibration: Path | None = None
+    """Keep each layer's measurement in this folder once it is finished, and go on from those found there."""
+    capture_gb: float | None = None
+    """Most memory for queries and keys kept at once, GB; half of what is free when None."""
+    finalize: bool = False
+    """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
+    device: Device = "auto"
+    """Where to compute; auto is CUDA if there is one."""
+    precision: Precision = "auto"
+    """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
+
+
+def freeze_checkpoint(
+    settings: CheckpointFreezing,
+    *,
+    say: Callable[[str], Any] = lambda text: None,
+    progress: Callable[[int, int], Any] | None = None,
+) -> tuple[FreezeReport, str, str]:
+    """Freeze heads of a checkpoint and write a new one; return the report, the new hash, and the checkpoint's hash.
+
+    The optimiser's state is carried along. `say` hears what will be held in memory before anything is measured,
+    `progress` how many layers of how many are done.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or `out` exists.
+        InputError: No checkpoint is there, or settings that it cannot be frozen with.
+    """
+    config, checkpoint = settings.config, _open(settings)
+    device = pick_device(settings.device)
+    batches, heldout = _batches(settings, checkpoint)
+    model = checkpoint.model(device)
+    optimizer = checkpoint.optimizer(model)
+    needed = _needed(checkpoint, model, config)
+    limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
+    with autocast(device, settings.precision):
+        for plan in _plans(model, batches, config, needed, limit):
+            say(plan)
+        report = freeze_(
+            model,
+            batches,
+            config,
+            optimizer=optimizer,
+            heldout=heldout,
+            needed=needed,
+            folder=settings.calibration,
+            capture_bytes=limit,
+            progress=progress,
+        )
+    if settings.finalize:
+        finalize_(model)
+    state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
+    written = save_checkpoint(settings.out, model, optimizer, state=state, parent=checkpoint.hash)
+    report.save(settings.out, update=checkpoint.update)
+    return report, written, checkpoint.hash
+
+
+def _open(settings: CheckpointFreezing) -> Checkpoint:
+    found = find_model(settings.checkpoint, optimizer=True)
+    if found.checkpoint is None:
+        raise InputError(
+            f"{settings.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
+        )
+    if settings.out.exists():
+        raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
+    return found.checkpoint
+
+
+def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Return calibration sequences and, for scores that read outputs, held-out ones, in batches `[B, length]`."""
+    found = ModelFolder(checkpoint.path, checkpoint)
+    data = open_data(settings.data, found)
+    trained = found.settings.get("length") or checkpoint.state["model"]["max_length"]
+    length = trained if settings.length is None else settings.length
+    if length < trained and not settings.allow_shorter:
+        raise InputError(
+            f"patterns of {length} tokens do not cover the {trained} tokens that the model was trained on; leave "
+            "length out, or set allow_shorter to have a model that takes no longer input"
+        )
+    _check_separate(data, found, settings.config)
+    seed = found.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
+    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")
+    heldout, size = None, settings.batch_size
+    if "outputs" in settings.config.needs:
+        heldout = heldout_batches(data, length=length, count=settings.heldout_sequences, batch_size=size)
+    return list(windows.split(size)), heldout
+
+
+def _check_separate(data: TokenData, found: ModelFolder, config: FreezeConfig) -> None:
+    """Keep what the event reads apart from the text on which the run is reported, where that is visible."""
+    trained = trained_data(found) if data.fingerprint != found.state.get("data_fingerprint") else None
+    if trained is None:
+        return
+    check_separate(data, data.calibration_source, trained)
+    if "outputs" in config.needs:
+        check_separate(data, "controller", trained)
+
+
+def _needed(checkpoint: Checkpoint, model: GPT, config: FreezeConfig) -> dict[str, Any]:
+    if "gradient" not in config.needs:
+        return {}
+    gradient = recorded_gradient(model, checkpoint.state)
+    if gradient is None:
+        raise InputError(
+            f"{checkpoint.path} holds no average of Q/K gradients, which this score reads; "
+            "train its run with --track-gradients, or choose another score"
+        )
+    return {"gradient": gradient}
+
+
+def _plans(
+    model: GPT, batches: list[Tensor], config: FreezeConfig, needed: dict[str, Any], limit: int | None
+) -> Iterator[str]:
+    """Yield what is held at once: by the calibration, and by a second one when the pattern reads more of its heads."""
+    plan = plan_calibration(model, batches, collect=scores_collect(config, needed), capture_bytes=limit)
+    yield str(plan)
+    if not (names := collect_for(config.pattern, config.storage)):
+        return
+    shape = {"sequences": plan.sequences, "length": plan.length}
+    together = min(heads_at_a_time(model, names, **shape), len(plan.heads))
+    kept = readable(collection_bytes(names, heads=together, **shape))
+    yield f"for the patterns, {', '.join(names)} of the heads chosen, up to {together} at a time: {kept} on the CPU"
