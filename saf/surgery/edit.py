@@ -1,9 +1,10 @@
 """One edit of a model in place: planned and checked for every layer first, then carried out without failing.
 
-Installing, undoing (and whatever else moves heads) differ in the layout and the patterns they ask for; the sequence is
-the same. `plan_edit` checks a layer and prepares its frozen heads, changing nothing; `carry_out_` moves the rows of its
-weights with the optimiser's moments and gradients, keeps those that leave for undoing, and hands the layer its layout.
-`heads_with_rows` alone says which heads have rows in which projection.
+Installing and undoing differ in the layout and the patterns they ask for, and so would any other edit; the sequence is
+the same. A verb checks its arguments, makes the layouts, and calls the two functions below: `plan_edit` checks a layer
+and prepares its frozen heads, changing nothing; `carry_out_` moves the rows of its weights with the optimiser's moments
+and gradients, keeps those that leave for undoing, and hands the layer its layout. `heads_with_rows` alone says which
+heads have rows in which projection.
 """
 
 from collections.abc import Callable, Iterable, Mapping
