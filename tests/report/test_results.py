@@ -9,7 +9,7 @@ import pytest
 
 from saf.errors import InputError
 from saf.report.results import render_results, write_results
-from tests.report.benchmarks import TIMES, record
+from tests.report.benchmark_records import TIMES, record
 from tests.report.synthetic import Shape, edit, write_pair
 
 ROOT = Path(__file__).resolve().parents[2]

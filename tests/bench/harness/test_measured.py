@@ -11,7 +11,7 @@ from saf.bench.harness.speed_tables import bound_notes, caveats, memory_table, s
 from saf.bench.kinds import SPEED_KINDS, groups_of
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.operator.case import OpSettings
-from tests.report.benchmarks import TIMES, record
+from tests.report.benchmark_records import TIMES, record
 
 
 def protocol(measured: dict, groups: list) -> str:

@@ -19,7 +19,7 @@ from saf.bench.model.update import UpdateSettings
 from saf.errors import InputError
 from saf.report.benchmarks.page import write_bench_report
 from saf.report.record_parts import body_of
-from tests.report.benchmarks import record
+from tests.report.benchmark_records import record
 from tests.report.test_results import tables
 
 PAIRS = [(320.0, 310.0), (300.0, 300.0), (330.0, 300.0)]

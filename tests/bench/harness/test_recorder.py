@@ -1,4 +1,4 @@
-"""Errors in few words."""
+"""The file of a benchmark, the record that its caller shows, and errors in few words."""
 
 import io
 import json
@@ -9,6 +9,7 @@ import torch
 from saf.bench.harness.recorder import MOST, first_sentence, in_short
 from saf.bench.model import worker
 from saf.errors import InputError
+from saf.records.files import read_json
 
 MEMORY = (
     "CUDA out of memory. Tried to allocate 24.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 3.06 GiB is "
@@ -45,3 +46,10 @@ def test_a_process_replies_with_its_error(monkeypatch, capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"error": "OutOfMemoryError: one: CUDA out of memory"}
     assert "Traceback" in printed.err
+
+
+def test_the_seconds_are_those_of_the_file_however_late_they_are_read(make_recorder, tmp_path, monkeypatch):
+    with make_recorder(tmp_path / "bench.json") as recorder:
+        pass
+    monkeypatch.setattr(type(recorder.budget), "spent", 99.0)
+    assert recorder.record == read_json(tmp_path / "bench.json")

@@ -7,7 +7,7 @@ from saf.bench.harness.kernels import attention_kernels, attention_table, kernel
 from saf.bench.model.update import UpdateSettings
 from saf.report.benchmarks.page import render
 from saf.report.record_parts import body_of
-from tests.report.benchmarks import record
+from tests.report.benchmark_records import record
 from tests.report.test_results import tables
 
 CUDNN = {"name": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "calls": 24, "ms": 9.5}

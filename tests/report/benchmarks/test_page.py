@@ -12,7 +12,7 @@ from saf.cli.report import COMMAND
 from saf.errors import InputError
 from saf.report.benchmarks.bars import Axis, bars_picture, write_bars
 from saf.report.benchmarks.page import render, write_bench_report
-from tests.report.benchmarks import TIMES, record
+from tests.report.benchmark_records import TIMES, record
 from tests.report.synthetic import write_pair
 
 

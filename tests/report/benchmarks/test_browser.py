@@ -4,7 +4,7 @@ import pytest
 
 from saf.bench.kinds import groups_of
 from saf.report.benchmarks.page import write_bench_report
-from tests.report.benchmarks import TIMES, record
+from tests.report.benchmark_records import TIMES, record
 
 pytestmark = pytest.mark.browser
 SLOWER = TIMES | {"ordinary flash": [125.0]}
