@@ -14,7 +14,7 @@ Tables = dict[str, Any]
 
 
 class Backend(ABC):
-    """One way to execute frozen heads.
+    """Execute frozen heads in one way, and say what else this backend can do.
 
     A subclass defines the four abstract methods and is final. A capability is a class attribute set to True together
     with the methods named beside it, which nobody calls on a backend that does not declare it.

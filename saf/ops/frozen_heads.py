@@ -14,7 +14,7 @@ from saf.patterns import CompactPattern, DensePattern, Pattern, TrainablePattern
 
 
 class FrozenHeads(nn.Module):
-    """What executes the patterns of a layer's frozen heads, for up to `max_length` positions.
+    """Execute the patterns of a layer's frozen heads, for up to `max_length` positions.
 
     Fixed patterns are tables, made once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
     are read in every forward pass. Build it with `from_patterns`. Buffers and parameters keep their dtype when the
@@ -90,7 +90,7 @@ class FrozenHeads(nn.Module):
 
     @property
     def num_frozen(self) -> int:
-        """How many heads the patterns belong to."""
+        """Return how many heads the patterns belong to."""
         return len(self.patterns)
 
     def logits(self) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class FrozenHeads(nn.Module):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The value dtypes that tables were prepared for."""
+        """Return the value dtypes that tables were prepared for."""
         return tuple(self._names)
 
     def tables(self, dtype: torch.dtype) -> dict[str, Any]:

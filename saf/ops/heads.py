@@ -57,7 +57,7 @@ def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
 
 
 def flat_heads(heads: Tensor) -> Tensor:
-    """`[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
+    """Return `[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
     return heads.transpose(1, 2).flatten(2)
 
 
@@ -82,7 +82,7 @@ def _joined(live: Tensor, frozen: Tensor) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """Live heads get a gradient of their own, in the memory order that attention's output has.
+    """Give live heads a gradient of their own, in the memory order that attention's output has.
 
     cuDNN's backward pass takes a graph cached for gradients of another memory order (docs/log.md), so a slice of the
     joint gradient will not do. Frozen heads take one.

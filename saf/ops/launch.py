@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16
+"""Bytes: what Triton compiles aligned addresses for, and the widest load of a thread."""
 MOST = 4096
 """Compiled kernels remembered by argument; more than this means lengths that keep changing."""
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -34,7 +35,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
 
 
 class PreparedLaunch:
-    """A launch of which all but the memory is settled: called with the kernel's tensors, which come first.
+    """Hold a launch of which all but the memory is fixed: called with the kernel's tensors, which come first.
 
     They must be on `device` and have the same dtypes in every call, and descriptors the same blocks: then alignment is
     all that Triton may still look at. Where every tensor starts at a multiple of ALIGNMENT, the kernel compiled for
@@ -67,7 +68,7 @@ class PreparedLaunch:
 
 
 def _is_elsewhere(device: torch.device) -> bool:
-    """Whether another CUDA device than this one is current."""
+    """Return whether another CUDA device than this one is current."""
     return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 

@@ -37,7 +37,7 @@ One product and a copy then cost less than two products, whose launches outweigh
 
 
 class Call(NamedTuple):
-    """A checked call: what a way reads.
+    """Hold a checked call: what a way reads.
 
     Attributes:
         query: `[B, L, Tq, D]`, live heads.
@@ -233,7 +233,7 @@ def _mix(value: Tensor, frozen: FrozenHeads, rows: int) -> Tensor:
 
 
 class Way(NamedTuple):
-    """One way to compute a layer.
+    """Compute a layer in one way, where it is the first that can.
 
     Attributes:
         name: as in the table above.

@@ -14,7 +14,7 @@ from saf.errors import InputError, UnsupportedError
 
 
 class Package(NamedTuple):
-    """Where a flash kernel comes from: PyTorch's name for it, the module that provides it, how to get it."""
+    """Say where a flash kernel comes from: PyTorch's name for it, the module that provides it, how to get it."""
 
     implementation: str
     module: str
@@ -89,7 +89,7 @@ SWITCHES = tuple(
 
 
 class _Pinned:
-    """What `sdpa_kernel` does for one kernel, at a fraction of its cost to the host."""
+    """Do what `sdpa_kernel` does for one kernel, at a fraction of its cost to the host."""
 
     def __init__(self, backend: SDPBackend):
         self.backend = backend
@@ -128,7 +128,7 @@ def check_kernel(kernel: str) -> None:
 
 
 def causal_mask(rows: int, columns: int, start: Tensor | None, device: torch.device) -> Tensor:
-    """Which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with per-row starts.
+    """Return which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with per-row starts.
 
     Queries are the last `rows` of `columns` positions. A padded query sees itself alone, so that no row is empty.
     """
@@ -150,7 +150,7 @@ def live_attention(
     start: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Causal softmax attention (Eq. 1) `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
+    """Return causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
 
     `L` must be a multiple of `K` (consecutive query heads share a key head); queries are the last `Tq` positions.
     `start [B]` is the first real position of each row (left padding); outputs before it are zero. Raises InputError for

@@ -14,7 +14,7 @@ _TRITON = find_spec("triton") is not None
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed; it is imported only when a kernel runs.
+    """Return whether Triton is installed; it is imported only when a kernel runs.
 
     Asked once, at import: compiled code calls this while it is traced, where a search for a module breaks the graph.
     """
@@ -22,7 +22,7 @@ def has_triton() -> bool:
 
 
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether operators on operands of `dtype` run as Triton kernels on this device."""
+    """Return whether operators on operands of `dtype` run as Triton kernels on this device."""
     return device.type == "cuda" and dtype in TRITON_DTYPES and has_triton()
 
 

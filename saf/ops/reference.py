@@ -11,7 +11,7 @@ from saf.patterns import CompactPattern, Pattern
 
 
 class Reference(Backend):
-    """The oracle among the backends."""
+    """Execute frozen heads slowly and exactly: the oracle."""
 
     trains = True
 

@@ -24,13 +24,13 @@ def gelu_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def recomputes(x: Tensor) -> bool:
-    """Whether the backward pass computes the GELU again: in training, where the operators have a kernel for it."""
+    """Return whether the backward pass computes the GELU again: in training, where operators have a kernel for it."""
     trains = torch.is_grad_enabled() and x.requires_grad
     return trains and x.dtype != torch.float32 and uses_triton(x.device, x.dtype)
 
 
 class _GeluLinear(torch.autograd.Function):
-    """Keeps the input of the GELU and the weight, nothing else."""
+    """Keep the input of the GELU and the weight, nothing else."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ CHUNK_LOGITS = 1 << 29
 
 
 def chunk_rows(vocab_size: int) -> int:
-    """How many tokens' logits are held at once."""
+    """Return how many tokens' logits are held at once."""
     return max(256, CHUNK_LOGITS // vocab_size // 256 * 256)
 
 
@@ -116,7 +116,7 @@ def _log_prob(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss and both gradients in one pass over chunks, the gradient written over the logits; backward only scales."""
+    """Compute loss and both gradients in one pass over chunks, written over the logits; backward only scales."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from saf.ops.launch import launch
 
 
 BLOCK = 4096
+"""Columns read at once: with 8 warps the fastest of the sizes tried on an H200 (docs/log.md)."""
 STAGES = 4
 """Blocks in flight. The buffers they take also keep fewer rows in flight, so that more of a row is still in the
 second-level cache when it is read again (docs/log.md)."""
@@ -22,7 +23,7 @@ def softmax_gradient_kernel(
     logits_ptr, labels_ptr, count_ptr, loss_ptr, V, logits_stride,
     IGNORED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row: `lse - logit[label]` to loss, `(softmax - onehot) / count` over the logits; zeros where ignored.
+    """Write one row: `lse - logit[label]` to loss, `(softmax - onehot) / count` over the logits; zeros where ignored.
 
     A label that is no column makes the loss NaN and the gradients zero; nothing beyond the row is touched. Logits are
     held in units of log 2. Only the last block of columns is masked.

@@ -15,7 +15,7 @@ from saf.patterns import Pattern
 
 
 class Fused(Backend):
-    """The paper's execution among the backends."""
+    """Execute frozen heads as the paper does, in one launch with live ones."""
 
     mixes_live = True
 

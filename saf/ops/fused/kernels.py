@@ -19,7 +19,7 @@ from saf.ops.launch import add_product
 def load_rows(
     pointer, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
+    """Load rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
     o_r = tl.arange(0, ROWS)
     o_d = tl.arange(0, DP)
     p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
@@ -32,7 +32,7 @@ def load_rows(
 
 @triton.jit
 def band_tile(band_ptr, shift_stride, query, key, start):
-    """Rho at distances start + query - key as aligned vectors over queries; -inf at future keys."""
+    """Load rho at distances start + query - key as aligned vectors over queries; -inf at future keys."""
     return tl.load(band_ptr + start + (key % 4) * shift_stride + (query - (key // 4) * 4))
 
 
@@ -42,7 +42,7 @@ def _attend(
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over key blocks in [lo, hi), in powers of two."""
+    """Take the online softmax over key blocks in [lo, hi), in powers of two."""
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
         o_n = n0 + tl.arange(0, BN)
         b_k = load_rows(k_ptr, n0, k_stride, T, BN, D, DP, EVEN)
@@ -71,7 +71,7 @@ def fused_forward_kernel(
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (batch element, head, query block): the head's state says how its weights come about."""
+    """Compute one (batch element, head, query block): the head's state says how its weights come about."""
     # Blocks with the longest sum come first.
     i_m = tl.num_programs(1) - 1 - tl.program_id(1)
     i_b = (tl.program_id(0) // H).to(tl.int64)
@@ -144,7 +144,7 @@ def delta_kernel(
     out_stride_b, out_stride_h, out_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Row sums of output times its gradient, for live heads."""
+    """Sum the rows of output times its gradient, for live heads."""
     m0 = tl.program_id(1) * BM
     o_m = m0 + tl.arange(0, BM)
     i_b = (tl.program_id(0) // L).to(tl.int64)
@@ -301,7 +301,7 @@ def key_block_kernel(
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, GROUPED: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (batch element, value head, key block): dV of all its heads, dK of the live ones, in a fixed order."""
+    """Compute dV of all heads and dK of live ones, in a fixed order, of one (batch element, value head, key block)."""
     i_b = (tl.program_id(0) // num_value_heads).to(tl.int64)
     i_g = tl.program_id(0) % num_value_heads
     n0 = tl.program_id(1) * BN
@@ -361,7 +361,7 @@ def query_block_kernel(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (batch element, live head, query block): dQ."""
+    """Compute dQ of one (batch element, live head, query block)."""
     m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
     i_b = (tl.program_id(0) // L).to(tl.int64)
     i_q = tl.program_id(0) % L

@@ -25,7 +25,7 @@ limits the two sizes of blocks came within 1.5% of one another (docs/log.md).
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Block sizes of one kernel.
+    """Hold the block sizes of one kernel.
 
     Attributes:
         block_m: query positions.
@@ -48,7 +48,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """Block sizes of the three fused kernels: forward, key blocks (dV and dK), query blocks (dQ)."""
+    """Hold the block sizes of the three fused kernels: forward, key blocks (dV and dK), query blocks (dQ)."""
 
     forward: Blocks
     keys: Blocks
@@ -56,7 +56,7 @@ class FusedConfig:
 
 
 def few_programs(rows: int, length: int) -> bool:
-    """Whether `rows` B x H x T of sequences of `length` leave multiprocessors idle in large blocks."""
+    """Return whether `rows` B x H x T of sequences of `length` leave multiprocessors idle in large blocks."""
     return rows <= FEW_ROWS or rows * length <= FEW_PAIRS
 
 
@@ -106,7 +106,7 @@ def scores_scale(scale: float | None, dim: int) -> float:
 
 
 def padded(dim: int) -> int:
-    """Channels rounded up to a power of two that matrix units take."""
+    """Return channels rounded up to a power of two that matrix units take."""
     return max(16, 1 << (dim - 1).bit_length())
 
 

@@ -76,7 +76,7 @@ def few_tables(
 
 
 class OneLaunch(NamedTuple):
-    """What the launch reads besides the operands; the lists are empty where it cannot serve.
+    """Hold what the launch reads besides the operands; the lists are empty where it cannot serve.
 
     Attributes:
         maps: where each head finds its parts, in the order of `fused.tables.MAPS`.

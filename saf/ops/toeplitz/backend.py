@@ -27,7 +27,7 @@ WHOLE_SHARE = 4
 
 
 class Toeplitz(Backend):
-    """The block-Toeplitz product among the backends; its tables are those that `prepare` names."""
+    """Execute frozen heads as a block-Toeplitz product; its tables are those that `prepare` names."""
 
     infers = True
     trains = True

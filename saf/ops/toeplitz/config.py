@@ -62,7 +62,7 @@ def table_kind(tables: Tensor) -> str:
 
 
 def table_length(tables: Tensor) -> int:
-    """Positions a table serves, rounded up to PAD."""
+    """Return the positions that a table serves, rounded up to PAD."""
     return tables.shape[1] * TILE if tables.ndim == 4 else tables.shape[-1] - PAD
 
 
@@ -75,7 +75,7 @@ LEAST = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1, "num_stage
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One way to run the product.
+    """Hold one configuration of the product.
 
     Attributes:
         tables: kind of table that the tile is read from, see `make_tables`.
@@ -146,7 +146,7 @@ class Config:
 
     @property
     def name(self) -> str:
-        """Short label for tables of measurements."""
+        """Return a short label for tables of measurements."""
         fold = f" f{self.fold}" if self.fold > 1 else ""
         slabs = f" g{self.slabs}" if self.slabs else ""
         loads = "" if self.loads == "pointer" else f"/{self.loads}"

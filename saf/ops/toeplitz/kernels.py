@@ -62,7 +62,7 @@ def prescale_kernel(
 
 @triton.jit
 def _shifted_offsets(stride_copy, TRANSPOSE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Offsets [BM, BK] of g(query - key) in shifted copies from that of the tile's first entry."""
+    """Return the offsets [BM, BK] of g(query - key) in shifted copies from that of the tile's first entry."""
     o_m = tl.arange(0, BM)
     o_k = tl.arange(0, BK)
     if TRANSPOSE:
@@ -80,7 +80,7 @@ def _load_tile(
     p_g, o_g, table_ptr, m0, k0,
     TRANSPOSE: tl.constexpr, TABLES: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One [BM, BK] tile of the Toeplitz matrix (or of its transpose)."""
+    """Load one [BM, BK] tile of the Toeplitz matrix (or of its transpose)."""
     if TABLES == "tiles":
         o_m = tl.multiple_of(m0 % TILE, BM) + tl.arange(0, BM)
         o_k = tl.multiple_of(k0 % TILE, BK) + tl.arange(0, BK)
@@ -96,7 +96,7 @@ def _load_tile(
 
 @triton.jit
 def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
-    """One [BK, BN] tile of the input, zero beyond T and N."""
+    """Load one [BK, BN] block of the input, zero beyond T and N."""
     if EVEN_T and EVEN_N:
         return tl.load(p_x)
     if EVEN_N:
@@ -171,7 +171,7 @@ def toeplitz_descriptor_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
+    """Compute one block of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
 
     It has BM rows of BN columns of N. With FOLD it has the same columns of FOLD consecutive blocks of BM rows: what a
     tile of the matrix is multiplied with for one of them lies a block further for the next, so that the scaled input

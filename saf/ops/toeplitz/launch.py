@@ -188,7 +188,7 @@ def product_through_descriptors(
 
 
 class Described:
-    """Descriptors of contiguous memory of one dtype, read as `shape` in blocks.
+    """Hold descriptors of contiguous memory of one dtype, read as `shape` in blocks.
 
     Triton checks the first one it makes. Of what it checks only the alignment can differ for the next.
     """
@@ -210,7 +210,7 @@ class Described:
 
 
 class Plan(NamedTuple):
-    """How operands of one layout are multiplied; holds none of their memory.
+    """Say how operands of one layout are multiplied; holds none of their memory.
 
     `strides` are those of `out`; `run` takes x, tables, pre, post, out.
     """
@@ -303,7 +303,7 @@ def _planned(
 
 @cache
 def _has_descriptors(device: torch.device) -> bool:
-    """Whether the bulk copy engine is there: compute capability 9.0 and later; not in the interpreter."""
+    """Return whether the bulk copy engine is there: compute capability 9.0 and later; not in the interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

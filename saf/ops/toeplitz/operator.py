@@ -11,6 +11,7 @@ from saf.ops.heads import heads_like
 from saf.ops.operator import operator, uses_triton
 
 BLOCK = 128
+"""Positions a block without Triton: a tile of 128 x 128 float32 numbers, 64 KiB, stays in a CPU core's cache."""
 
 
 def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) 
 
 
 def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """The adjoint of the same Toeplitz matrix: `y[j] = after[j] * sum_{i>=j} distance[i-j] * before[i] * x[i]`."""
+    """Return the adjoint's product: `y[j] = after[j] * sum_{i>=j} distance[i-j] * before[i] * x[i]`."""
     length = x.shape[-2]
     flipped = blocked_product(x.flip(2), distance, before[:, :length].flip(1), after[:, :length].flip(1))
     return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
@@ -80,7 +81,7 @@ def _matmul() -> Callable[..., Tensor]:
 
 
 def kernel_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool, **more: Any) -> Tensor:
-    """`toeplitz_product` where `uses_triton` says so; `more` is `toeplitz_matmul`'s."""
+    """Return `toeplitz_product` where `uses_triton` says so; `more` is `toeplitz_matmul`'s."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     precision = float32_products() if x.dtype == torch.float32 else "ieee"  # of others there is one product
     return _matmul()(x, table, before, after, transpose=transpose, precision=precision, **more)
@@ -88,7 +89,7 @@ def kernel_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tran
 
 @operator("saf::toeplitz")
 def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
-    """Batch-shared causal convolution between two scalings (docs/method.md), or its adjoint.
+    """Return the batch-shared causal convolution between two scalings (docs/method.md), or its adjoint.
 
     `x [B, F, T, D]`, `table` from `distance_table`, scalings `[F, >=T]`; returns `[B, F, T, D]` stored as
     `[B, T, F, D]`.

@@ -14,6 +14,7 @@ from saf.patterns import CompactPattern
 BLOCK = 128
 # A GPU wants large products even when a layer has few frozen heads, a CPU tiles that stay in its cache.
 GPU_BLOCK = 512
+# Elements of tiles held at once, 16 MiB in float32; block offsets beyond that wait their turn.
 _HELD_ELEMENTS = 1 << 22
 
 
