@@ -9,6 +9,7 @@ from typing import Annotated
 import pytest
 import tyro
 
+from saf.analysis import ANALYSES
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings
 from saf.cli import COMMANDS
 from saf.cli.command import Command, all_flags, in_flags
@@ -31,7 +32,11 @@ def commands() -> dict[str, type[Command]]:
     return found
 
 
-@pytest.mark.parametrize("settings", [FreezeConfig, TrainConfig, PrepareConfig, *SCHEDULES.values()])
+SETTINGS = [FreezeConfig, TrainConfig, PrepareConfig, *SCHEDULES.values()]
+SETTINGS += [analysis.settings for analysis in ANALYSES.values()]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_help_shows_every_field_with_its_description(settings):
     told = " ".join(pydoc.plain(pydoc.render_doc(settings)).replace("|", " ").split())
     described = field_docs(settings)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from saf.cli.compare import _speed
 from saf.data import TokenData, prepare
 from saf.data.token_data import check_separate
 from saf.errors import DataError
+from saf.evaluate.compare import speed_words
 from saf.evaluate.perplexity import read_evaluation
 from saf.opening import ModelFolder, find_model, open_data
 from saf.records.events import read_events
@@ -278,7 +278,7 @@ def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json,
 @pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], ", not clear: spreads overlap")])
 def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
     record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0]}
-    assert _speed({**record, "update_seconds_spread_frozen": spread}) == f"1.350x as fast{caveat}"
+    assert speed_words({**record, "update_seconds_spread_frozen": spread}) == f"1.350x as fast{caveat}"
 
 
 def test_freezing_at_the_same_rate_chooses_what_the_run_chose(saf_json, arms, tmp_path):

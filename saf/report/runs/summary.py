@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from saf.evaluate.compare import timing_is_clear
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
 from saf.report.page import bars, key_figure, share_of, text, whisker
@@ -26,12 +27,6 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
     if not run.frozen_heads:
         return reached[0].upper() + reached[1:]
     return f"{len(run.frozen_heads)} of {run.num_heads} attention heads frozen: {reached}"
-
-
-def timing_is_clear(record: dict[str, Any]) -> bool:
-    """Return whether the arms' update times (20th to 80th percentile) keep apart, so that a ratio means something."""
-    spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
-    return spreads[0][1] < spreads[1][0]
 
 
 def dek(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
