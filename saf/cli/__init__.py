@@ -25,6 +25,8 @@ COMMANDS = {
     "bench": "speed, memory and accuracy: each number beside its baseline and its bound or budget",
     "doctor": "versions, devices, and which backend would run here and why",
 }
+GROUPS = ("data", "analyze", "bench")
+"""Commands that are several; their module has COMMANDS, by name, and any other's its COMMAND."""
 EXIT_ERROR = 2
 """What tyro and most programs end with for words that cannot be used."""
 EXIT_INTERRUPTED = 130
@@ -92,7 +94,7 @@ def _run(name: str, rest: list[str]) -> int:
     if name not in COMMANDS:
         return _unknown(name, list(COMMANDS), "saf")
     module = importlib.import_module(f"saf.cli.{name}")
-    if not hasattr(module, "COMMANDS"):
+    if name not in GROUPS:
         return _call(module.COMMAND, rest, f"saf {name}")
     if not rest or rest[0] in ("-h", "--help"):
         print(_group_usage(name, module), file=sys.stdout if rest else sys.stderr)

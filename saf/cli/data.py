@@ -1,13 +1,12 @@
 """`saf data prepare` and `saf data info`: make a data folder, look into one."""
 
-import json as json_format
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from saf.cli.command import Command
+from saf.cli.output import show
 from saf.data import PARTITIONS, DataIndex
 from saf.data.config import PrepareConfig
 from saf.data.preparation import prepare
@@ -34,7 +33,7 @@ class DataPrepare(Command):
     def run(self) -> dict[str, Any]:
         """Prepare the folder, print what it holds and return its index."""
         index = prepare(self.sources, self.out, overwrite=self.overwrite, **vars(self.settings))
-        return show(self.out, index, as_json=self.json)
+        return _shown(self.out, index, as_json=self.json)
 
 
 @dataclass(kw_only=True)
@@ -52,30 +51,29 @@ class DataInfo(Command):
 
     def run(self) -> dict[str, Any]:
         """Open the folder, print what it holds and return its index."""
-        return show(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
+        return _shown(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
 
 
-def show(folder: str, index: DataIndex, *, as_json: bool) -> dict[str, Any]:
-    """Print a data folder's index as a table for people, or as JSON; return it as a dict."""
-    result = {"folder": folder, **index.to_dict()}
-    if as_json:
-        print(json_format.dumps(result, indent=2))
-        return result
-    console = Console()
-    partition_table(folder, index).print()
+COMMANDS = {"prepare": DataPrepare, "info": DataInfo}
+
+
+def _shown(folder: str, index: DataIndex, *, as_json: bool) -> dict[str, Any]:
+    """Show a data folder's index and return it."""
     tokenizer, left_out = index.tokenizer, index.duplicates
-    console.print(f"tokenizer    {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, stored as {index.dtype}")
-    if index.calibration_from == "train":
-        console.print("calibration  drawn from the training partition")
-    console.print(
-        f"left out     {left_out.get('repeated', 0):,} repeated, {left_out.get('also_held_out', 0):,} also held "
-        f"out, {left_out.get('empty', 0):,} empty documents"
-    )
-    console.print(f"fingerprint  {index.fingerprint}", soft_wrap=True)
+    rows = {
+        "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, stored as {index.dtype}",
+        "calibration": "drawn from the training partition" if index.calibration_from == "train" else None,
+        "left out": f"{left_out.get('repeated', 0):,} repeated, {left_out.get('also_held_out', 0):,} also held "
+        f"out, {left_out.get('empty', 0):,} empty documents",
+        "fingerprint": index.fingerprint,
+    }
+    lines = [f"{name:<13}{value}" for name, value in rows.items() if value is not None]
+    result = {"folder": folder, **index.to_dict()}
+    show(result, _partition_table(folder, index), *lines, as_json=as_json)
     return result
 
 
-def partition_table(folder: str, index: DataIndex) -> Table:
+def _partition_table(folder: str, index: DataIndex) -> Table:
     """Return a table with a row for each partition."""
     rows = []
     for name in PARTITIONS:
@@ -85,6 +83,3 @@ def partition_table(folder: str, index: DataIndex) -> Table:
         rows.append([name, info.documents, info.tokens, f"{info.bytes / 1e6:.2f}", density, entropy])
     head = ["partition", "documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats"]
     return Table.of(folder, head, rows)
-
-
-COMMANDS = {"prepare": DataPrepare, "info": DataInfo}

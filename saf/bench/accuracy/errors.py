@@ -22,6 +22,7 @@ from saf.heads import HeadLayout
 from saf.machine.execution import Execution
 from saf.ops import BACKENDS, choose_backend
 from saf.records.table import Part
+from saf.settings import documented
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SDPA_FACTOR = 2.0
@@ -32,6 +33,7 @@ NORM_FLOOR = 1e-8
 """Under the norm of what is exact, as in the paper's table."""
 
 
+@documented
 @dataclass(kw_only=True)
 class ErrorSettings(BenchSettings):
     """Ask for the paper's case: 2 x 129 tokens, 4 heads of 64 channels, patterns of 192, heads 1 and 3 frozen."""

@@ -7,11 +7,13 @@ from typing import ClassVar, Literal
 from saf.bench.harness.settings import BenchSettings, Point, parse_shape
 from saf.errors import InputError
 from saf.models import preset
+from saf.settings import documented
 
 POINTS = {"tiny": (256, 16), "124m": (4096, 32), "774m": (4096, 32), "1b": (8192, 16)}
 """Context and sequences of each preset, where no points are given."""
 
 
+@documented
 @dataclass(kw_only=True)
 class CalibrationSettings(BenchSettings):
     """Measure the whole intervention, calibration to installation, beside a dense collection."""

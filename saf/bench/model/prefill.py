@@ -26,11 +26,13 @@ from saf.ops import for_graphs
 from saf.prefill import LastToken
 from saf.records import paper
 from saf.records.paper import Quoted
+from saf.settings import documented
 
 PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
 """By name: the precision of autocast ("fp32" is none) and the dtype of weights."""
 
 
+@documented
 @dataclass(kw_only=True)
 class PrefillSettings(ModelSettings):
     """Time forward passes over whole prompts, with the output layer on the last token alone."""

@@ -23,6 +23,7 @@ from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import Execution
 from saf.records import paper
 from saf.records.paper import Quoted
+from saf.settings import documented
 from saf.train.optimizer import build_optimizer
 from saf.train.updater import Updater
 
@@ -34,6 +35,7 @@ PRELOADED = 4
 """Micro-batches kept on the device and used in turn."""
 
 
+@documented
 @dataclass(kw_only=True)
 class UpdateSettings(ModelSettings):
     """Time whole optimiser updates: accumulation, backward, clipping, AdamW, gradient reset; no data are loaded."""

@@ -18,10 +18,12 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
 from saf.patterns import CompactPattern
+from saf.settings import documented
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+@documented
 @dataclass(kw_only=True)
 class OpSettings(SpeedSettings):
     """Time one layer's attention without projections: frozen heads alone, and the whole layer."""
