@@ -8,7 +8,7 @@ from typing import Any
 from saf.bench.freezing.dense import measure_dense
 from saf.bench.freezing.fits import Goals, fit_line, measure_fits, read_goals
 from saf.bench.freezing.intervention import Event, Interventions, row_of
-from saf.bench.freezing.model import build, checkpoint_in, describe, sequences
+from saf.bench.freezing.model import build, describe, sequences
 from saf.bench.freezing.settings import CalibrationSettings, points_of
 from saf.bench.freezing.tables import intervention_tables
 from saf.bench.harness.environment import clean_process, empty_kernel_cache, environment
@@ -20,7 +20,7 @@ from saf.bench.harness.timing import Budget
 from saf.calibration import plan_calibration
 from saf.data import TokenData
 from saf.machine.execution import Execution
-from saf.records.folders import MANIFEST, read_manifest
+from saf.opening import find_model
 from saf.records.table import Part
 from saf.statistics import AttentionStatistics
 
@@ -50,9 +50,10 @@ class CalibrationKind(Benchmark[CalibrationSettings]):
         points = points_of(settings) if settings.rates else []
         execution = Execution.of(settings.device, precision=settings.precision, compile="off")
         goals = None if settings.statistics is None else read_goals(settings.statistics)
+        inputs = inputs_of(settings)
         recorder = Recorder(out, kind=self.name, settings=settings.to_dict(), budget=budget, say=say)
         with recorder, empty_kernel_cache():
-            recorder.trace(**environment(execution.device, execution.device_name), **inputs_of(settings))
+            recorder.trace(**environment(execution.device, execution.device_name), **inputs)
             if goals is not None:
                 fields = {"part": "fit", "of": str(settings.statistics)}
                 record_fits(recorder, goals, settings, execution, fields)
@@ -67,11 +68,13 @@ class CalibrationKind(Benchmark[CalibrationSettings]):
 
 
 def inputs_of(settings: CalibrationSettings) -> dict[str, Any]:
-    """Return the hashes of the checkpoint and the data that are measured, for the provenance of a record."""
-    checkpoint = None if settings.model_folder is None else checkpoint_in(settings.model_folder)
-    hashed = checkpoint is not None and (checkpoint / MANIFEST).is_file()
+    """Return the hashes of the checkpoint and the data that are measured, for the provenance of a record.
+
+    Raises InputError for a folder without a model or data, CheckpointError for a damaged checkpoint.
+    """
+    checkpoint = None if settings.model_folder is None else find_model(settings.model_folder).checkpoint
     return {
-        "checkpoints": {"model": read_manifest(checkpoint)["hash"]} if checkpoint is not None and hashed else {},
+        "checkpoints": {} if checkpoint is None else {"model": checkpoint.hash},
         "data": {} if settings.data is None else {"calibration": TokenData.open(settings.data).fingerprint},
     }
 

@@ -1,10 +1,9 @@
 """The model, optimiser and sequences of a measured intervention."""
 
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW
 
 from saf.bench.freezing.settings import CalibrationSettings
@@ -14,8 +13,7 @@ from saf.bench.model.models import ModelPlan, ModelSettings, build_model
 from saf.data import TokenData, calibration_windows
 from saf.errors import InputError
 from saf.models import GPT
-from saf.sidecar import load
-from saf.train.checkpoint import latest, open_checkpoint
+from saf.opening import find_model
 from saf.train.optimizer import build_optimizer
 
 STRENGTH = (0.2, 1.3)
@@ -35,25 +33,11 @@ def build(settings: CalibrationSettings, point: Point, device: torch.device) -> 
         model = cast(GPT, build_model(plan, Arm("auto"), device=device))
         structure_(model, torch.Generator().manual_seed(settings.seed))
         return model, SYNTHETIC
-    folder = Path(settings.model_folder)
-    model = cast(GPT, _open(folder, device))
+    folder = settings.model_folder
+    model = cast(GPT, find_model(folder).model(device))
     if model.config.max_length < point.length:
         raise InputError(f"{folder} holds no decoder that takes {point.length} tokens; give shorter --points")
     return model, f"trained: {folder}"
-
-
-def checkpoint_in(folder: Path) -> Path:
-    """Return a run's newest checkpoint; any other folder, and a run without one, as it is."""
-    return latest(folder / "checkpoints") or folder if (folder / "checkpoints").is_dir() else folder
-
-
-def _open(folder: Path, device: torch.device) -> nn.Module:
-    folder = checkpoint_in(folder)
-    if (folder / "manifest.json").is_file():
-        return open_checkpoint(folder).model(device)
-    if (folder / "saf.json").is_file():
-        return load(folder).to(device)
-    raise InputError(f"{folder} holds no model; expected a checkpoint (step-N), a run, or a folder of saf.save")
 
 
 @torch.no_grad()

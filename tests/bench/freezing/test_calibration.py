@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import saf
 from saf.bench import measure
-from saf.bench.freezing.calibration import empty_kernel_cache, points_of
+from saf.bench.freezing.calibration import empty_kernel_cache, inputs_of, points_of
 from saf.bench.freezing.dense import measure_dense
 from saf.bench.freezing.fits import measure_fits, read_goals
 from saf.bench.freezing.intervention import Interventions
@@ -198,6 +199,13 @@ def test_statistics_written_by_save_are_fitted_too(tmp_path):
     assert AttentionStatistics.load(tmp_path / "s.safetensors").length == 48
 
 
+def test_a_record_has_the_hashes_of_what_was_measured(monkeypatch, tmp_path):
+    found = SimpleNamespace(checkpoint=SimpleNamespace(hash="abc"))
+    monkeypatch.setattr("saf.bench.freezing.calibration.find_model", lambda path: found)
+    assert inputs_of(settings(model_folder=tmp_path)) == {"checkpoints": {"model": "abc"}, "data": {}}
+    assert inputs_of(settings()) == {"checkpoints": {}, "data": {}}
+
+
 def test_a_trained_model_and_its_text(tmp_path):
     saf.save(small_model(), tmp_path / "model")
     given = settings(model_folder=tmp_path / "model")
@@ -208,7 +216,7 @@ def test_a_trained_model_and_its_text(tmp_path):
     assert [tuple(batch.shape) for batch in ids] == [(2, 32), (1, 32)]
     with pytest.raises(InputError, match="takes 64 tokens"):
         build(given, Point(64, 3), CPU)
-    with pytest.raises(InputError, match="holds no model"):
+    with pytest.raises(InputError, match=r"expected a checkpoint \(step-N\), a run or a folder written by saf.save"):
         build(settings(model_folder=tmp_path), Point(32, 3), CPU)
 
 
