@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import InputError
+from saf.ops.backend import Tables
 from saf.ops.backends import BACKENDS, check_trainable, choose_backend
-from saf.patterns import CompactPattern, DensePattern, Pattern, TrainablePattern, pattern_for_each_head
+from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head
 
 
 class FrozenHeads(nn.Module):
@@ -68,7 +69,7 @@ class FrozenHeads(nn.Module):
         if slots is not None and len(slots) < len(patterns):
             raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
         trained = [single for single in patterns if isinstance(single, TrainablePattern)]
-        fixed = [single for single in patterns if not isinstance(single, TrainablePattern)]
+        fixed = [single for single in patterns if not single.trainable]
         name = choose_backend(backend, device=torch.device(device), dtypes=dtypes, trainable=bool(trained))
         check_trainable(name, trained, dtypes)
         heads = cls(patterns, name, lengths.pop(), slots).to(device)
@@ -77,10 +78,12 @@ class FrozenHeads(nn.Module):
         return heads
 
     def _prepare(self, dtype: torch.dtype, fixed: Sequence[Pattern], device: torch.device) -> None:
+        """Have the backend make tables of the fixed patterns for values of `dtype`."""
         with torch.inference_mode(False), torch.no_grad():
             self._add_tables(dtype, BACKENDS[self.backend].prepare(fixed, dtype, device, self.kv_head) if fixed else {})
 
-    def _add_tables(self, dtype: torch.dtype, tables: dict[str, Tensor | tuple[int, ...]]) -> None:
+    def _add_tables(self, dtype: torch.dtype, tables: Tables) -> None:
+        """Keep tables, tensors among them as buffers, so that they move with the model."""
         prefix = str(dtype).removeprefix("torch.")
         for name, table in tables.items():
             if isinstance(table, Tensor):
@@ -159,6 +162,7 @@ class FrozenHeads(nn.Module):
         return self
 
     def _prepare_again(self, fixed: list[Pattern]) -> None:
+        """Make the tables of every dtype anew, on the device where the heads are now."""
         device = self._device()
         for dtype in self.dtypes:
             if BACKENDS[self.backend].supports(device, dtype) is None:
@@ -175,18 +179,18 @@ class FrozenHeads(nn.Module):
         return ", ".join([words, *self._stored()])
 
     def _stored(self) -> list[str]:
-        """Say for each dtype how many heads a backend that has tables executes as T x T matrices instead, and why."""
-        told = []
+        """Return a line a dtype: how many heads are executed as T x T matrices instead of tables, and why."""
+        lines = []
         for dtype, static in self._static.items():
             name = str(dtype).removeprefix("torch.")
-            kinds = [type(self.patterns[self.fixed[slot]]) for slot in static.get("stored", ())]
-            reasons = {DensePattern: "dense", CompactPattern: "it cannot hold as tables"}
+            kinds = [self.patterns[self.fixed[slot]].kind for slot in static.get("stored", ())]
+            reasons = {"dense": "dense", "compact": "it cannot hold as tables"}
             counts = [f"{kinds.count(kind)} {why}" for kind, why in reasons.items() if kind in kinds]
-            told += [f"stored as T x T for {name}: {', '.join(counts)}"] * bool(counts)
-        return told
+            lines += [f"stored as T x T for {name}: {', '.join(counts)}"] * bool(counts)
+        return lines
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenHeads":
-        patterns = [copy.deepcopy(one, memo) if isinstance(one, TrainablePattern) else one for one in self.patterns]
+        patterns = [copy.deepcopy(one, memo) if one.trainable else one for one in self.patterns]
         twin = FrozenHeads(patterns, self.backend, self.max_length, self.kv_head)
         for dtype in self.dtypes:
             tables = self.tables(dtype)

@@ -10,19 +10,19 @@ def check_positions(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise InputError unless query `[B, L, Tq, D]`, key and value `[B, K, T, D]` fit together, with Tq at most T."""
     asked, keyed, valued = query.shape, key.shape, value.shape  # read once: each costs the host
     if not len(asked) == len(keyed) == len(valued) == 4:
-        told = _told(query, key, value)
-        raise InputError(f"query, key and value must be [batch, heads, positions, head_dim]; got {told}")
+        shapes = _shapes(query, key, value)
+        raise InputError(f"query, key and value must be [batch, heads, positions, head_dim]; got {shapes}")
     if not asked[0] == keyed[0] == valued[0] or not asked[3] == keyed[3] == valued[3]:
-        raise InputError(f"query, key and value need the same batch and head_dim; got {_told(query, key, value)}")
+        raise InputError(f"query, key and value need the same batch and head_dim; got {_shapes(query, key, value)}")
     if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(value.device.type):
         raise InputError(f"query, key and value need the same dtype; got {query.dtype}, {key.dtype}, {value.dtype}")
     if keyed[2] != valued[2] or asked[2] > valued[2]:
         raise InputError(
-            f"key and value need the same positions, query their last ones; got {_told(query, key, value)}"
+            f"key and value need the same positions, query their last ones; got {_shapes(query, key, value)}"
         )
 
 
-def _told(*tensors: Tensor) -> str:
+def _shapes(*tensors: Tensor) -> str:
     return "query {}, key {}, value {}".format(*(tuple(tensor.shape) for tensor in tensors))
 
 
@@ -39,9 +39,9 @@ def check_start(start: Tensor, batch: int, length: int, *, wait: bool) -> None:
         raise InputError(f"start must be positions 0 to {length - 1}; got {start.tolist()}")
 
 
-def assert_later(condition: Tensor, told: str) -> None:
+def assert_later(condition: Tensor, message: str) -> None:
     """Let the device raise a RuntimeError where `condition` is false: for compiled code, which cannot look at it."""
-    torch._assert_async(condition, told)  # type: ignore[attr-defined]
+    torch._assert_async(condition, message)  # type: ignore[attr-defined]
 
 
 def left_padding(attention_mask: Tensor) -> Tensor:
@@ -53,14 +53,14 @@ def left_padding(attention_mask: Tensor) -> Tensor:
     start = (~real).sum(1)
     position = torch.arange(real.shape[1], device=real.device)
     usable = (real == (position >= start[:, None])).all() & (start < real.shape[1]).all()
-    told = (
+    message = (
         "attention_mask must mark padding at the left end of each row only, with one real token at least; "
         "pad on the left, or leave the mask out when padding is on the right (causal attention never sees it)"
     )
     if torch.compiler.is_compiling():
-        assert_later(usable, told)
+        assert_later(usable, message)
     elif not usable:
-        raise InputError(told)
+        raise InputError(message)
     return start
 
 

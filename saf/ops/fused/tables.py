@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.ops.operator import has_triton
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, Pattern
 
 LIVE, COMPACT, DENSE = 0, 1, 2
 """States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""
@@ -25,7 +25,7 @@ BAND_SHIFTS = 4
 
 
 class HeadMaps(NamedTuple):
-    """Where each of H heads finds its parts, int32 tensors on the operands' device.
+    """Tell where each of H heads finds its parts, int32 tensors on the operands' device.
 
     Attributes:
         state: [H] LIVE, COMPACT or DENSE.
@@ -106,7 +106,7 @@ class HeadMaps(NamedTuple):
 
 
 class FusedPatterns(NamedTuple):
-    """Patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
+    """Hold patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
 
     Attributes:
         alpha: [F, L] float32, in powers of two.
@@ -170,19 +170,19 @@ def fused_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def fused_tables(
-    patterns: Sequence[CompactPattern | DensePattern],
+    patterns: Sequence[Pattern],
     dtype: torch.dtype,
     device: torch.device,
     kv_head: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
     """Return patterns for the kernels and head maps: `alone_*` of the frozen heads, `mixed_*` of all slots.
 
-    Mixed maps need `kv_head`, the value head of every slot.
+    Patterns that are not compact are stored entry by entry. Mixed maps need `kv_head`, the value head of every slot.
     """
     length = patterns[0].length
     empty = torch.zeros(0, length, dtype=torch.float64, device=device)
     compact = [p.to(device=device, dtype=torch.float64).balanced() for p in patterns if isinstance(p, CompactPattern)]
-    dense = [p.weights.to(device=device, dtype=dtype) for p in patterns if isinstance(p, DensePattern)]
+    dense = [p.dense().to(device=device, dtype=dtype) for p in patterns if not isinstance(p, CompactPattern)]
     alpha, rho, log_z = (
         torch.stack([getattr(p, name) for p in compact]) if compact else empty for name in ("alpha", "rho", "log_z")
     )

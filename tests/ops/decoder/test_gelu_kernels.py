@@ -1,7 +1,8 @@
 """The GELU kernels against float64."""
 
 import pytest
-from gelu_cases import CASES
+
+from tests.ops.decoder.gelu_cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)

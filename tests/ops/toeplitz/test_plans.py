@@ -7,8 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kernel_stub import Kernel  # noqa: E402
-
 from saf.errors import InputError  # noqa: E402
 from saf.ops import launch as launching  # noqa: E402
 from saf.ops.toeplitz import launch as prescale  # noqa: E402
@@ -17,6 +15,7 @@ from saf.ops.toeplitz import launch as toeplitz_descriptor  # noqa: E402
 from saf.ops.toeplitz import launch as toeplitz_pointer  # noqa: E402
 from saf.ops.toeplitz.config import Config, make_tables  # noqa: E402
 from saf.ops.toeplitz.launch import toeplitz_matmul  # noqa: E402
+from tests.ops.kernel_stub import Kernel  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 POINTER = Config(tables="shifted", prescale="tile", block_m=64, block_n=32, block_k=32)

@@ -1,7 +1,8 @@
 """The loss kernel against float64."""
 
 import pytest
-from softmax_cases import CASES
+
+from tests.ops.decoder.softmax_cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)

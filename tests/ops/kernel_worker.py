@@ -11,7 +11,7 @@ def main() -> None:
     """Import the area's cases and run them."""
     torch.set_num_threads(2)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cases = importlib.import_module(f"{sys.argv[1]}_cases")
+    cases = importlib.import_module(f"tests.ops.{sys.argv[1]}")
     print(json.dumps({name: cases.run(case, device) for name, case in cases.CASES.items()}))
 
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sweep_cases import CASES
+from tests.ops.sweep_cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)

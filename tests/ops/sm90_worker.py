@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 import triton
-from sm90_rows import NAMES, Row, all_rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import saf.ops
+from tests.ops.sm90_rows import NAMES, Row, all_rows
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PROCESSES = min(8, os.cpu_count() or 1)

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-REPOSITORY = FOLDER.parents[2]
-sys.path.insert(0, str(FOLDER))  # the tests and their worker processes share lists of cases
+REPOSITORY = FOLDER.parents[1]
 
 
 def run_worker(script: str, *arguments: str, interpret: bool) -> dict:
     """Run a script of this folder and return the JSON object on its last line."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(FOLDER)])}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     environment.pop("TRITON_INTERPRET", None)
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
@@ -43,37 +42,37 @@ def has_gpu() -> bool:
 @pytest.fixture(scope="session")
 def toeplitz_results() -> dict:
     """Results of every Toeplitz case by name."""
-    return run_worker("triton_worker.py", "toeplitz", interpret=not has_gpu())
+    return run_worker("kernel_worker.py", "toeplitz.product_cases", interpret=not has_gpu())
 
 
 @pytest.fixture(scope="session")
 def fused_results() -> dict:
     """Results of every fused case by name."""
-    return run_worker("triton_worker.py", "fused", interpret=not has_gpu())
+    return run_worker("kernel_worker.py", "fused.fused_cases", interpret=not has_gpu())
 
 
 @pytest.fixture(scope="session")
 def softmax_results() -> dict:
     """Results of every case of the loss kernel by name."""
-    return run_worker("triton_worker.py", "softmax", interpret=not has_gpu())
+    return run_worker("kernel_worker.py", "decoder.softmax_cases", interpret=not has_gpu())
 
 
 @pytest.fixture(scope="session")
 def gelu_results() -> dict:
     """Results of every case of the GELU kernels by name."""
-    return run_worker("triton_worker.py", "gelu", interpret=not has_gpu())
+    return run_worker("kernel_worker.py", "decoder.gelu_cases", interpret=not has_gpu())
 
 
 @pytest.fixture(scope="session")
 def convolution_results() -> dict:
     """Results of every case of the causal convolution by name."""
-    return run_worker("triton_worker.py", "convolution", interpret=not has_gpu())
+    return run_worker("kernel_worker.py", "toeplitz.convolution_cases", interpret=not has_gpu())
 
 
 @pytest.fixture(scope="session")
 def sweep_results() -> dict:
     """Results of the seam's sweep by name."""
-    return run_worker("triton_worker.py", "sweep", interpret=not has_gpu())
+    return run_worker("kernel_worker.py", "sweep_cases", interpret=not has_gpu())
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kernel_stub import Kernel  # noqa: E402
-
 from saf.ops import launch as module  # noqa: E402
 from saf.ops.launch import PreparedLaunch, launch  # noqa: E402
+from tests.ops.kernel_stub import Kernel  # noqa: E402
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """The fused kernels against float64: mixes of heads, grouped queries, awkward shapes, every gradient."""
 
 import pytest
-from fused_cases import CASES, COMPACT, LIVE
 
 from saf.errors import InputError
+from tests.ops.fused.fused_cases import CASES, COMPACT, LIVE
 
 FROZEN = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4.5e-3}
 """Largest relative error where no head is live."""

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from toeplitz_cases import CASES
 
 from saf.errors import InputError
+from tests.ops.toeplitz.product_cases import CASES
 
 TOLERANCE = {"float32": 1e-6, "float16": 6e-4, "bfloat16": 4.5e-3}
 

@@ -1,7 +1,8 @@
 """The causal convolution kernel against float64."""
 
 import pytest
-from convolution_cases import CASES
+
+from tests.ops.toeplitz.convolution_cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)
