@@ -47,7 +47,7 @@ class FreezeReport:
         return len(self.heads) + int((~self.statistics.measured).sum())
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Say how many heads were frozen, of how many and by what; after an earlier event also how many are in all."""
         by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
         more, in_all = "", ""
@@ -57,7 +57,7 @@ class FreezeReport:
 
     def __repr__(self) -> str:
         """Return one line: its tensors would fill a notebook."""
-        return f"<FreezeReport: {self.told}; print() shows the table>"
+        return f"<FreezeReport: {self.summary}; print() shows the table>"
 
     @property
     def trainable_parameters(self) -> int:
@@ -123,7 +123,7 @@ class FreezeReport:
             rows.append([layer, " ".join(map(str, chosen)), span, worst])
         head = ["layer", "frozen heads", f"{self.config['score']} (frozen)", "fit KL, nats (worst)"]
         note = f"{len(self.rejected)} rejected; {trained}{self._halves()}{total:.2f} s ({parts})"
-        return Table.of(self.told, head, rows, notes=[note])
+        return Table.of(self.summary, head, rows, notes=[note])
 
     def __rich__(self) -> Table:
         return self.table()

@@ -40,7 +40,7 @@ def obstacle(kernel: str, device: str) -> str | None:
     return None if found else f"the module {package.module} cannot be found ({package.install})"
 
 
-def settle_flash(kernel: str, device: str) -> str | None:
+def activate_flash(kernel: str, device: str) -> str | None:
     """Make SDPA's flash kernel the one named, "flash" for PyTorch's own; return the reason when that cannot be.
 
     PyTorch replaces its flash kernel for the whole process, calls compiled earlier included. So the first name used in
@@ -65,7 +65,7 @@ def settle_flash(kernel: str, device: str) -> str | None:
 
 # What torch.compiler.assume_constant_result sets: compiled code decides while it is traced. Asking for the decorator
 # would load the compiler with the package.
-settle_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
+activate_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 KERNELS = {
@@ -115,7 +115,7 @@ def pinned(kernel: str, device: torch.device):
         return nullcontext()
     if kernel in ("cudnn", "efficient") and device.type != "cuda":
         raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")
-    if KERNELS[kernel] == SDPBackend.FLASH_ATTENTION and (reason := settle_flash(kernel, device.type)):
+    if KERNELS[kernel] == SDPBackend.FLASH_ATTENTION and (reason := activate_flash(kernel, device.type)):
         raise UnsupportedError(f"attention kernel {kernel!r} cannot run: {reason}")
     # The compiler knows PyTorch's own context only.
     return sdpa_kernel(KERNELS[kernel]) if torch.compiler.is_compiling() else _Pinned(KERNELS[kernel])

@@ -32,7 +32,7 @@ class Change:
 
     heads: HeadSet
     """The heads it froze, or made live again."""
-    told: str
+    summary: str
     """The same in words, for people."""
     seconds: dict[str, float]
     """What its parts cost."""
@@ -70,7 +70,7 @@ def _carry_out_(run: Run, event: Event) -> Outcome:
     values = {**losses, "seconds": change.seconds, **change.values}
     number = run.record_event(event, change.heads, values, change.tensors)
     seconds = sum(change.seconds.values())
-    run.say(f"{change.told}; took {seconds:.1f} s")
+    run.say(f"{change.summary}; took {seconds:.1f} s")
     return Outcome(number=number, heads=change.heads, seconds=seconds, **losses)
 
 
@@ -93,7 +93,11 @@ def _freeze_(run: Run, event: Freeze) -> Change:
             needed=needed,
         )
     return Change(
-        heads=report.heads, told=report.told, seconds=report.seconds, values=report.to_dict(), tensors=report.tensors()
+        heads=report.heads,
+        summary=report.summary,
+        seconds=report.seconds,
+        values=report.to_dict(),
+        tensors=report.tensors(),
     )
 
 
@@ -106,8 +110,8 @@ def _undo_(run: Run, event: Undo) -> Change:
     watch = Stopwatch(run.execution.device)
     with watch("uninstall"):
         uninstall_(run.model, heads, optimizer=run.updater.optimizer)
-    told = f"{len(heads)} heads frozen by event {event.event} are live again"
-    return Change(heads=heads, told=told, seconds=watch.seconds, values={"undoes": event.event})
+    summary = f"{len(heads)} heads frozen by event {event.event} are live again"
+    return Change(heads=heads, summary=summary, seconds=watch.seconds, values={"undoes": event.event})
 
 
 def _prune_(run: Run, event: Prune) -> Change:
