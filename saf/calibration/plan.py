@@ -39,7 +39,7 @@ class CalibrationPlan:
     forward_bytes: int
     """Activations of one forward pass of the largest batch."""
     statistics_bytes: int
-    """Working memory of the tile loop."""
+    """Return the working memory of the tile loop, bytes."""
     collected_bytes: int
     """What `collect` keeps, on the CPU."""
     free_bytes: int | None

@@ -38,7 +38,7 @@ def machine(provenance: Mapping[str, Any]) -> str:
 
 
 class LayerProgress(AbstractContextManager):
-    """Layers measured and time left, on standard error; call it as `calibrate`'s `progress`."""
+    """Show layers measured and time left on standard error; call it as `calibrate`'s `progress`."""
 
     def __init__(self):
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)

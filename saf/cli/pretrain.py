@@ -72,7 +72,7 @@ COMMAND = Pretrain
 
 @dataclass(kw_only=True)
 class _Start:
-    """The flags that say where the other settings' defaults come from."""
+    """Hold the flags that say where the other settings' defaults come from."""
 
     out: Path | None = None
     data: Path | None = None
