@@ -86,10 +86,10 @@ class Scale:
         low, high, at = (_bend(self.kind, each) for each in (self.low, self.high, value))
         return (at - low) / ((high - low) or 1.0)
 
-    def ticks(self, most: int = 5) -> list[float]:
-        """Return at most so many round values within the scale."""
+    def ticks(self, most: int = 5, *, around: float = 0.0) -> list[float]:
+        """Return about so many round values within the scale; a linear one's lie at round distances from `around`."""
         if self.kind == "linear":
-            return _round_values(self.low, self.high, most)
+            return _round_values(self.low, self.high, most, around)
         if self.kind == "root":
             largest = max(abs(self.low), abs(self.high))
             sizes = [10.0 ** (math.floor(math.log10(largest)) - below) for below in (0, 1)]
@@ -116,11 +116,11 @@ def _unbend(kind: Kind, value: float) -> float:
     return math.copysign(value * value, value) if kind == "root" else value
 
 
-def _round_values(low: float, high: float, most: int) -> list[float]:
+def _round_values(low: float, high: float, most: int, around: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(high - low))
     step = next(power * size for size in (0.1, 0.2, 0.25, 0.5, 1, 2, 5) if (high - low) / (power * size) <= most)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    first, last = math.ceil((low - around) / step - 1e-9), math.floor((high - around) / step + 1e-9)
+    return [round(around + index * step, 12) for index in range(first, last + 1)]
 
 
 def tick_name(value: float) -> str:
@@ -130,6 +130,13 @@ def tick_name(value: float) -> str:
         if math.isclose(abs(value), 10.0**power):
             return ("\u2212" if value < 0 else "") + f"10{str(power).translate(_RAISED)}"
     return number(value, 2)
+
+
+def decimal_names(ticks: Sequence[float], *, least: int = 0) -> list[str]:
+    """Return ticks as text, all with the decimals that the finest of them needs, and with no fewer than `least`."""
+    exact = (decimals for decimals in range(least, 12) if all(round(tick, decimals) == tick for tick in ticks))
+    decimals = next(exact, 12)
+    return [f"{tick:.{decimals}f}" for tick in ticks]
 
 
 @dataclass(frozen=True)
@@ -145,8 +152,11 @@ class Panel:
 
     def at(self, point: Point) -> Point:
         """Return where a point lies in the figure."""
-        right, up = self.across.share(point[0]), self.upward.share(point[1])
-        return self.x + right * self.width, self.y + (1 - up) * self.height
+        return self.right(point[0]), self.y + (1 - self.upward.share(point[1])) * self.height
+
+    def right(self, value: float) -> float:
+        """Return how far right in the figure a value of the horizontal axis lies."""
+        return self.x + self.across.share(value) * self.width
 
     def frame(self, title: str, *, across: str = "", ticks: tuple[bool, bool] = (True, True)) -> list[str]:
         """Return title, grid lines and ticks, with the name of the horizontal axis below it."""
@@ -161,12 +171,24 @@ class Panel:
                 f'<line class="grid" x1="{self.x:.1f}" x2="{self.x + self.width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
             )
             parts.append(label(self.x - 6, y + 4, tick_name(value), css="small", anchor="end"))
-        for value in self.across.ticks(max(2, round(self.width / 70))) if ticks[0] else ():
-            x = self.at((value, self.upward.low))[0]
-            parts.append(label(x, bottom + 16, tick_name(value), css="small", anchor="middle"))
+        if ticks[0]:
+            values = self.across.ticks(max(2, round(self.width / 70)))
+            parts += self.foot(values, [tick_name(value) for value in values])
         if across:
             parts.append(label(self.x + self.width / 2, bottom + 33, across, css="small", anchor="middle"))
         return parts
+
+    def foot(self, ticks: Sequence[float], names: Sequence[str]) -> list[str]:
+        """Return the names of the horizontal axis's ticks, each below its own."""
+        bottom = self.y + self.height + 16
+        named = zip(ticks, names, strict=True)
+        return [label(self.right(tick), bottom, name, css="small", anchor="middle") for tick, name in named]
+
+    def upright(self, value: float, css: str) -> str:
+        """Return a line as high as the panel at a value of the horizontal axis."""
+        x = self.right(value)
+        bottom = self.y + self.height
+        return f'<line class="{css}" x1="{x:.1f}" x2="{x:.1f}" y1="{self.y:.1f}" y2="{bottom:.1f}"/>'
 
     def dots(self, points: Iterable[Point | None], css: str, *, radius: float = 3) -> list[str]:
         """Return a dot for each point; None is left out."""

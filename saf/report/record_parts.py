@@ -6,12 +6,13 @@ from typing import Any
 from saf.analysis import ANALYSES
 from saf.bench.harness.recorder import unmeasured
 from saf.bench.kinds import KINDS
+from saf.bench.model.update import UpdateKind
 from saf.records.quantities import MISSING, number
 from saf.records.table import Part, Table
 
 TITLES = {
-    "update": KINDS["update"].title,
-    "memory": "Updates: peak memory",
+    UpdateKind.name: UpdateKind.title,
+    "memory": UpdateKind.memory_title,
     **{name: kind.title for name, kind in KINDS.items()},
     "analysis": "Analyses",
 }

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.report.plot import Panel, Scale, cell, legend, style, tick_name
+from saf.report.plot import Panel, Scale, cell, decimal_names, legend, style, tick_name
 
 KINDS = st.sampled_from(["linear", "log", "root"])
 
@@ -63,6 +63,26 @@ def test_names_of_ticks():
     assert tick_name(0.0005) == "0.0005"
     assert tick_name(0.0) == "0"
     assert tick_name(2000.0) == "2,000"
+
+
+def test_ticks_around_a_value_lie_at_round_distances_from_it():
+    assert Scale(0.4, 9.5).ticks(6, around=1.0) == [1, 3, 5, 7, 9]
+    assert Scale(0.9, 1.33).ticks(6, around=1.0) == [0.9, 1.0, 1.1, 1.2, 1.3]
+
+
+def test_ticks_of_one_axis_have_equally_many_decimals():
+    assert decimal_names([0.975, 1.0, 1.025]) == ["0.975", "1.000", "1.025"]
+    assert decimal_names([1.0, 1.25], least=2) == ["1.00", "1.25"]
+    assert decimal_names([1.0, 3.0]) == ["1", "3"]
+
+
+def test_marks_of_the_horizontal_axis_stand_below_and_across_the_panel():
+    panel = Panel(10, 20, 100, 50, Scale(0, 2), Scale(0, 1))
+    assert panel.upright(1, "one") == '<line class="one" x1="60.0" x2="60.0" y1="20.0" y2="70.0"/>'
+    assert [re.findall('x="(.*?)" y="(.*?)".*>(.*)<', each)[0] for each in panel.foot([1, 2], ["a", "b"])] == [
+        ("60.0", "86.0", "a"),
+        ("110.0", "86.0", "b"),
+    ]
 
 
 def test_every_class_in_use_has_a_colour_in_both_schemes():

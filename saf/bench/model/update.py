@@ -142,6 +142,8 @@ class UpdateKind(ModelKind[UpdateSettings]):
 
     name = "update"
     title = "Updates: speed"
+    memory_title: ClassVar = "Updates: peak memory"
+    """The heading of records that timed nothing."""
     panel = "Optimiser update"
     subject = "updates"
     settings = UpdateSettings
@@ -156,7 +158,7 @@ class UpdateKind(ModelKind[UpdateSettings]):
 
     def title_of(self, record: Record) -> str:
         """Return the heading for one record; one that timed nothing measured memory."""
-        return self.title if record["rows"] else "Updates: peak memory"
+        return self.title if record["rows"] else self.memory_title
 
     def variants(self, settings: UpdateSettings, device: torch.device) -> tuple[str, ...]:
         """Return the one thing that is timed of each arm."""

@@ -1,6 +1,5 @@
 """Bars of speedup: what is drawn, as HTML that takes the width there is, and as a static SVG for documents."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,59 +15,40 @@ from saf.records.files import write_atomically
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import number, signed
 from saf.report.page import text
-from saf.report.plot import colour, document, label
+from saf.report.plot import WIDTH, Panel, Scale, colour, decimal_names, document, label
 
 _TICKS = 6
 """About as many on an axis; their labels then stand apart in the narrowest page."""
+_MARGIN = 0.04
+"""Of what an axis spans, left free on either side: room for half the diamond of a bound."""
 _COLOURS = {"toeplitz": "frozen", "fused": "frozen-2", "reference": "frozen-3"}
 
 
-@dataclass(frozen=True)
-class Axis:
-    """Draw a linear axis of speedups that holds 1 and everything drawn but single pairs far from all else."""
+def scale_of(groups: Sequence[Group]) -> Scale:
+    """Return the linear scale of speedups that all rows of the groups, and 1, fit on.
 
-    low: float
-    high: float
+    A pair further out than half of what medians, middle halves and bounds span stays beyond it: one hiccup of a
+    machine would press all bars together.
+    """
+    bars = [bar for group in groups for bar in bars_of(group) if bar.ratio is not None]
+    values = [1.0, *(value for bar in bars for value in (bar.ratio, bar.bound, *bar.half) if value is not None)]
+    low, high = min(values), max(values)
+    reach = ((high - low) or 0.1) / 2
+    near = [pair for bar in bars for pair in bar.pairs if low - reach <= pair <= high + reach]
+    return Scale.of([low, high, *near], margin=_MARGIN)
 
-    @classmethod
-    def of(cls, groups: Sequence[Group]) -> "Axis":
-        """Return the axis that all rows of the groups fit on.
 
-        A pair further out than half of what medians, middle halves and bounds span stays beyond it: one hiccup of a
-        machine would press all bars together.
-        """
-        bars = [bar for group in groups for bar in bars_of(group) if bar.ratio is not None]
-        values = [1.0, *(value for bar in bars for value in (bar.ratio, bar.bound, *bar.half) if value is not None)]
-        low, high = min(values), max(values)
-        reach = ((high - low) or 0.1) / 2
-        near = [pair for bar in bars for pair in bar.pairs if low - reach <= pair <= high + reach]
-        low, high = min([low, *near]), max([high, *near])
-        margin = 0.04 * ((high - low) or 0.1)
-        return cls(low - margin, high + margin)
+def beyond(scale: Scale, value: float) -> str:
+    """Return how a value that the scale does not hold is written at its edge; nothing for others."""
+    if scale.low <= value <= scale.high:
+        return ""
+    return f"‹ {value:.2f}×" if value < scale.low else f"{value:.2f}× ›"
 
-    def at(self, value: float) -> float:
-        """Return where a value stands, from 0 to 1."""
-        return (value - self.low) / (self.high - self.low)
 
-    def beyond(self, value: float) -> str:
-        """Return how a value that the axis does not hold is written at its edge; nothing for others."""
-        if self.low <= value <= self.high:
-            return ""
-        return f"‹ {value:.2f}×" if value < self.low else f"{value:.2f}× ›"
-
-    def ticks(self) -> list[float]:
-        """Return round values, 1 among them."""
-        rough = (self.high - self.low) / _TICKS
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-        first, last = math.ceil((self.low - 1) / step), math.floor((self.high - 1) / step)
-        return [1 + number * step for number in range(first, last + 1)]
-
-    def tick_name(self, tick: float) -> str:
-        """Return a tick's label, with as many decimals as its neighbours need."""
-        ticks = self.ticks()
-        step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-        return f"{tick:.{max(2, math.ceil(-math.log10(step) - 1e-9))}f}×"
+def ticks_of(scale: Scale) -> dict[float, str]:
+    """Return round speedups with their names, 1 among them."""
+    ticks = scale.ticks(_TICKS, around=1.0)
+    return {tick: f"{name}×" for tick, name in zip(ticks, decimal_names(ticks, least=2), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -168,74 +148,79 @@ def speed_panels(groups: Sequence[Group]) -> str:
 
 
 def _panel(groups: Sequence[Group], state: str) -> str:
-    axis = Axis.of(groups)
+    scale = scale_of(groups)
     title = panel_title(groups[0])
-    content = "".join(_group(group, axis) for group in groups)
+    content = "".join(_group(group, scale) for group in groups)
     name = f"<figcaption><h3>{text(title)}</h3></figcaption>"
     rows = speed_table(groups).titled(f"{title}: times, TFLOP/s, floors, ratios within pairs, control, bound").html()
     rows += small(bound_notes(groups))
     rows += paper_notes(arm.paper for group in groups for arm in group.arms)
-    return f'<figure class="speeds">{name}{content}{_foot(axis)}</figure>{_details(rows, state)}'
+    return f'<figure class="speeds">{name}{content}{_foot(scale)}</figure>{_details(rows, state)}'
 
 
 def _details(rows: str, state: str) -> str:
     return f'<details class="numbers"{state}><summary>The same as a table</summary>{rows}</details>'
 
 
-def _group(group: Group, axis: Axis) -> str:
+def _group(group: Group, scale: Scale) -> str:
     point, against = heading(group)
-    rows = "".join(_row(bar, axis) for bar in bars_of(group))
+    rows = "".join(_row(bar, scale) for bar in bars_of(group))
     return f'<p class="speed-point">{text(point)}, <small>{text(against)}</small></p><ul class="speed-rows">{rows}</ul>'
 
 
-def _row(bar: Bar, axis: Axis) -> str:
+def _row(bar: Bar, scale: Scale) -> str:
     kind = "control" if bar.control else "refused" if bar.ratio is None else "timed"
     note = f" <small>{text(bar.note)}</small>" if bar.note else ""
     name = f'<span class="speed-name">{text(bar.name)}{note}</span>'
-    track = f'<span class="speed-track" aria-hidden="true">{_ticks(axis)}{_marks(bar, axis)}</span>'
+    track = f'<span class="speed-track" aria-hidden="true">{_ticks(scale)}{_marks(bar, scale)}</span>'
     detail = bar.refusal or bar.detail
     value = f'<span class="speed-value"><b>{text(bar.value)}</b> <small>{text(detail)}</small></span>'
     return f'<li class="speed {kind}" style="--c:var(--{bar.colour})">{name}{track}{value}</li>'
 
 
-def _ticks(axis: Axis) -> str:
+def _ticks(scale: Scale) -> str:
     return "".join(
-        f'<i class="{"one" if abs(tick - 1) < 1e-9 else "grid"}" style="left:{_percent(axis.at(tick))}"></i>'
-        for tick in axis.ticks()
+        f'<i class="{_tick_css(tick)}" style="left:{_percent(scale.share(tick))}"></i>' for tick in ticks_of(scale)
     )
 
 
-def _marks(bar: Bar, axis: Axis) -> str:
+def _tick_css(tick: float) -> str:
+    """Return the class of the line at a tick; as fast as the baseline, at 1, has its own."""
+    return "one" if tick == 1 else "grid"
+
+
+def _marks(bar: Bar, scale: Scale) -> str:
     if bar.ratio is None:
         return ""
     parts = []
     if bar.bound is not None and bar.bound > bar.ratio:
-        parts.append(_span("left", axis, max(1.0, bar.ratio), bar.bound))
+        parts.append(_span("left", scale, max(1.0, bar.ratio), bar.bound))
     if not bar.control:
-        parts.append(_span("bar", axis, *sorted((1.0, bar.ratio))))
-    parts.append(_span("half", axis, *bar.half))
-    parts += [_pair(pair, axis) for pair in bar.pairs]
+        parts.append(_span("bar", scale, *sorted((1.0, bar.ratio))))
+    parts.append(_span("half", scale, *bar.half))
+    parts += [_pair(pair, scale) for pair in bar.pairs]
     if bar.control:
-        parts.append(f'<i class="point" style="left:{_percent(axis.at(bar.ratio))}"></i>')
+        parts.append(f'<i class="point" style="left:{_percent(scale.share(bar.ratio))}"></i>')
     if bar.bound is not None:
-        parts.append(f'<i class="bound" style="left:{_percent(axis.at(bar.bound))}"></i>')
+        parts.append(f'<i class="bound" style="left:{_percent(scale.share(bar.bound))}"></i>')
     return "".join(parts)
 
 
-def _pair(pair: float, axis: Axis) -> str:
+def _pair(pair: float, scale: Scale) -> str:
     """Return the mark of one pair; of one beyond the axis a mark at its edge, with the number to point at."""
-    told = axis.beyond(pair)
+    told = beyond(scale, pair)
     title = f' title="{told}"' if told else ""
-    return f'<i class="pair" style="left:{_percent(min(max(axis.at(pair), 0.0), 1.0))}"{title}></i>'
+    return f'<i class="pair" style="left:{_percent(min(max(scale.share(pair), 0.0), 1.0))}"{title}></i>'
 
 
-def _span(name: str, axis: Axis, low: float, high: float) -> str:
-    left, right = axis.at(low), axis.at(high)
+def _span(name: str, scale: Scale, low: float, high: float) -> str:
+    left, right = scale.share(low), scale.share(high)
     return f'<i class="{name}" style="left:{_percent(left)};width:{_percent(right - left)}"></i>'
 
 
-def _foot(axis: Axis) -> str:
-    ticks = "".join(f'<i style="left:{_percent(axis.at(tick))}">{axis.tick_name(tick)}</i>' for tick in axis.ticks())
+def _foot(scale: Scale) -> str:
+    named = ticks_of(scale).items()
+    ticks = "".join(f'<i style="left:{_percent(scale.share(tick))}">{name}</i>' for tick, name in named)
     return f'<div class="speed axis" aria-hidden="true"><span></span><span class="speed-track">{ticks}</span></div>'
 
 
@@ -275,9 +260,11 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-_WIDTH = 980
 _LEFT, _RIGHT = 256, 820
 _ROW = 30
+_HEADING = 26
+_GROUP = _HEADING + 8
+"""Height of a group without its rows: its heading, and room below the last row."""
 _BAR = 14
 _ARMS = ("ordinary", "frozen", "frozen-2", "frozen-3", "live")
 
@@ -302,7 +289,7 @@ def bars_picture(records: Iterable[Any]) -> str | None:
     for chosen in ways(groups).values():
         drawn, top = _svg_panel(chosen, top)
         parts += drawn
-    return document("".join(parts), width=_WIDTH, height=top + 30, title=title, style=_style)
+    return document("".join(parts), width=WIDTH, height=top + 30, title=title, style=_style)
 
 
 def _style(scheme: int) -> str:
@@ -329,62 +316,55 @@ def _legend(y: float) -> list[str]:
 
 
 def _svg_panel(groups: Sequence[Group], top: float) -> tuple[list[str], float]:
-    axis = Axis.of(groups)
-    begin = top + 14
-    parts, y = [label(0, top, panel_title(groups[0]), css="name")], begin + 8
-    rows: list[str] = []
+    height = 8.0 + sum(_GROUP + _ROW * len(bars_of(group)) for group in groups)
+    panel = Panel(_LEFT, top + 14, _RIGHT - _LEFT, height, scale_of(groups), upward=Scale(0, 1))
+    ticks = ticks_of(panel.across)
+    parts = [label(0, top, panel_title(groups[0]), css="name")]
+    parts += [panel.upright(tick, _tick_css(tick)) for tick in ticks]
+    parts += panel.foot(list(ticks), list(ticks.values()))
+    y = panel.y + 8
     for group in groups:
         point, against = heading(group)
         words = f'{escape(point)}, <tspan class="small soft">{escape(against)}</tspan>'
-        rows.append(f'<text class="name over" x="0" y="{y + 14:.1f}">{words}</text>')
-        y += 26
-        for bar in bars_of(group):
-            rows += _svg_row(bar, axis, y)
-            y += _ROW
-        y += 8
-    for tick in axis.ticks():
-        x, css = _at(axis, tick), "one" if abs(tick - 1) < 1e-9 else "grid"
-        parts.append(f'<line class="{css}" x1="{x:.1f}" x2="{x:.1f}" y1="{begin}" y2="{y}"/>')
-        parts.append(label(x, y + 16, axis.tick_name(tick), css="small", anchor="middle"))
-    return [*parts, *rows], y + 52
+        parts.append(f'<text class="name over" x="0" y="{y + 14:.1f}">{words}</text>')
+        for above, bar in enumerate(bars_of(group)):
+            parts += _svg_row(bar, panel, y + _HEADING + _ROW * above)
+        y += _GROUP + _ROW * len(bars_of(group))
+    return parts, panel.y + height + 52
 
 
-def _svg_row(bar: Bar, axis: Axis, y: float) -> list[str]:
+def _svg_row(bar: Bar, panel: Panel, y: float) -> list[str]:
     middle = y + _BAR / 2 + 2
     parts = [label(_LEFT - 12, middle + 4, bar.name, css="small" if bar.control else "", anchor="end")]
     parts.append(label(_RIGHT + 14, middle + 4, bar.value, css="small" if bar.control else "name value"))
     parts.append(label(_RIGHT + 78, middle + 4, bar.detail, css="small"))
     if bar.ratio is None:
-        one = _at(axis, 1.0)
+        one = panel.right(1.0)
         parts.append(_box(one, _RIGHT, y, "refused"))
         return [*parts, label(one + 8, middle + 4, bar.refusal or "", css="small")]
-    one, end = _at(axis, 1.0), _at(axis, bar.ratio)
+    one, end = panel.right(1.0), panel.right(bar.ratio)
     if bar.bound is not None and bar.bound > bar.ratio:
-        bound = _at(axis, bar.bound)
+        bound = panel.right(bar.bound)
         parts.append(_box(max(one, end), bound, y, f"left l-{bar.colour}"))
     if not bar.control:
         parts.append(_box(min(one, end), max(one, end), y, f"f-{bar.colour}"))
-    low, high = (_at(axis, value) for value in bar.half)
+    low, high = (panel.right(value) for value in bar.half)
     parts.append(f'<line class="half" x1="{low:.1f}" x2="{high:.1f}" y1="{middle:.1f}" y2="{middle:.1f}"/>')
     if bar.control:
         parts.append(f'<circle class="f-live" cx="{end:.1f}" cy="{middle:.1f}" r="3.5"/>')
     foot = y + _BAR + 4
     for pair in bar.pairs:
-        if told := axis.beyond(pair):
-            left = pair < axis.low
+        if told := beyond(panel.across, pair):
+            left = pair < panel.across.low
             parts.append(
                 label(_LEFT if left else _RIGHT, foot + 8, told, css="small", anchor="start" if left else "end")
             )
             continue
-        x = _at(axis, pair)
+        x = panel.right(pair)
         parts.append(f'<line class="pair" x1="{x:.1f}" x2="{x:.1f}" y1="{foot:.1f}" y2="{foot + 5:.1f}"/>')
     if bar.bound is not None:
-        parts.append(_diamond(_at(axis, bar.bound), middle, bar.colour))
+        parts.append(_diamond(panel.right(bar.bound), middle, bar.colour))
     return parts
-
-
-def _at(axis: Axis, value: float) -> float:
-    return _LEFT + axis.at(value) * (_RIGHT - _LEFT)
 
 
 def _box(left: float, right: float, y: float, css: str) -> str:

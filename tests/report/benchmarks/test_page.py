@@ -10,7 +10,7 @@ from saf.bench.harness.settings import Point
 from saf.bench.kinds import groups_of
 from saf.cli.report import COMMAND
 from saf.errors import InputError
-from saf.report.benchmarks.bars import Axis, bars_picture, write_bars
+from saf.report.benchmarks.bars import bars_picture, beyond, scale_of, write_bars
 from saf.report.benchmarks.page import render, write_bench_report
 from tests.report.benchmark_records import TIMES, record
 from tests.report.synthetic import write_pair
@@ -105,10 +105,10 @@ def test_the_picture_has_a_bar_for_each_arm_as_long_as_its_gain():
 def test_a_single_pair_far_from_all_others_is_written_at_the_edge_of_the_axis():
     usual, odd = record(), record(times=TIMES | {"25% toeplitz cudnn": [92.0, 93.0, 20.0, 94.0]})
     far = max(before / after for before, after in groups_of(odd)[0].arms[0].row["pair_ms"])
-    axes = [Axis.of(groups_of(each)) for each in (usual, odd)]
-    assert axes[1].high < far
-    assert not any(axes[0].beyond(value) for value in (1.0, 1.1, 1.2))
-    assert axes[0].beyond(0.5) == "‹ 0.50×"
+    scales = [scale_of(groups_of(each)) for each in (usual, odd)]
+    assert scales[1].high < far
+    assert not any(beyond(scales[0], value) for value in (1.0, 1.1, 1.2))
+    assert beyond(scales[0], 0.5) == "‹ 0.50×"
     drawn, page = bars_picture([odd]), render([odd], ["x"])
     assert drawn.count('class="pair"') == bars_picture([usual]).count('class="pair"') - 1
     assert f"{far:.2f}× ›" in drawn
