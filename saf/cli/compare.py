@@ -8,7 +8,9 @@ import tyro
 
 from saf.cli.command import Command
 from saf.cli.output import show
-from saf.evaluate.compare import compare_runs, comparison_tables
+from saf.evaluate.compare import compare_runs
+from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
+from saf.records.run import RecordedRun
 
 
 @dataclass(kw_only=True)
@@ -43,7 +45,10 @@ class Compare(Command):
             resamples=self.resamples,
             seed=self.seed,
         )
-        show(record, *comparison_tables(record), as_json=self.json)
+        runs = [RecordedRun.open(folder) for folder in (self.ordinary, self.frozen)]
+        names = arm_names(runs)
+        table = arms_table(runs, names, [Comparison(names[1], *runs, record)], brief=True)
+        show(record, table, as_json=self.json)
         return record
 
 

@@ -13,9 +13,7 @@ from saf.evaluate.paired import paired_delta_ppl
 from saf.evaluate.perplexity import read_evaluation
 from saf.records.files import read_json, write_json
 from saf.records.head import result_head
-from saf.records.quantities import change_percent, gibibytes, seconds, signed
 from saf.records.run import RecordedRun
-from saf.records.table import Part, Table
 
 # The first updates after an event or a resumption compile and let the allocator grow: ten, in runs long enough.
 _UNTIMED_UPDATES = 10
@@ -92,41 +90,6 @@ def compare_runs(
     return comparison
 
 
-def comparison_tables(record: Mapping[str, Any]) -> list[Part]:
-    """Return what a record of two runs says: perplexity, times and memory side by side, and how they were measured."""
-    low, high = record["ci95"]
-    ratio = record["update_time_ratio"]
-    memory = change_percent(record["peak_memory_ordinary"], record["peak_memory_frozen"])
-    rows = [
-        [
-            "perplexity",
-            f"{record['ppl_ordinary']:.4f}",
-            f"{record['ppl_frozen']:.4f}",
-            f"{signed(record['delta_ppl_percent'])} (95%: {signed(low)} to {signed(high)})",
-        ],
-        [
-            "median update",
-            seconds(record["update_seconds_ordinary"]),
-            seconds(record["update_seconds_frozen"]),
-            speed_words(record),
-        ],
-        [
-            "peak memory of an update",
-            gibibytes(record["peak_memory_ordinary"]),
-            gibibytes(record["peak_memory_frozen"]),
-            signed(memory, 1),
-        ],
-    ]
-    title = f"{record['heads']} of {record['num_heads']} heads frozen"
-    parts: list[Part] = [Table.of(title, ["", "ordinary", "frozen", "change"], rows)]
-    span = f", updates {record['timed_updates'][0]:,} to {record['timed_updates'][1]:,} timed" * bool(ratio)
-    parts.append(f"{record['windows']:,} paired windows, {record['resamples']:,} resamples{span}")
-    if spent := record["intervention_seconds"]:
-        parts.append(f"freezing took {seconds(sum(spent.values()))}")
-    parts += [f"differs: {difference}" for difference in record["differences"]]
-    return parts
-
-
 def timing_is_clear(record: Mapping[str, Any]) -> bool:
     """Return whether the arms' update times (20th to 80th percentile) keep apart, so that a ratio means something."""
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
@@ -180,14 +143,6 @@ def quantiles(seconds: list[float]) -> tuple[float, float, float]:
         torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
     )
     return low, middle, high
-
-
-def speed_words(record: Mapping[str, Any]) -> str:
-    """Return the ratio of the arms' update times in words, with a caveat where their spreads overlap."""
-    ratio = record["update_time_ratio"]
-    if not ratio:
-        return "too few updates to tell"
-    return f"{ratio:.3f}x as fast" + ("" if timing_is_clear(record) else ", not clear: spreads overlap")
 
 
 def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], Tensor]:

@@ -18,7 +18,7 @@ from saf.report.benchmarks.bars import bars_picture
 from saf.report.provenance import origin_of
 from saf.report.record_parts import TITLES, body_of
 from saf.report.results_summary import natural_order, summary_table
-from saf.report.runs.tables import training
+from saf.report.runs.training import training
 
 PICTURES = "images"
 
@@ -69,7 +69,7 @@ def render_results(results: Path, beside: Path, *, name: str = "results.md") -> 
     if trainings:
         parts.append("## Training")
     for folder, runs in trainings.items():
-        parts += [f"### {folder.relative_to(results).as_posix()}", training(folder, runs, beside)]
+        parts.append(_folded(folder.relative_to(results).as_posix(), *training(folder, runs, beside)))
     for title, chosen in sections.items():
         parts.append(f"## {title}")
         kind = chosen[0].section
@@ -114,16 +114,21 @@ def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
 
 
 def _file(file: File, beside: Path, *, pictured: bool) -> str:
-    """Return what is said about one file, folded away under its name: a kind's section fits on a screen."""
+    """Return what is said about one file."""
     stem, provenance = file.path.stem, file.record.get("provenance") or {}
     rows = [] if file.section == "analysis" else file.record.get("rows") or []
     points = dict.fromkeys(shape(row["point"]) for row in rows if row.get("point"))
     facts = [", ".join(points), f"measured {str(provenance['date'])[:10]}" if provenance.get("date") else ""]
-    summary = escape("; ".join(filter(None, facts)) or "tables")
     content = [*origin_of(file.path, beside, provenance), *body_of(file.record)]
     if pictured:
         content.append(f"![{stem}]({PICTURES}/{stem}.svg)")
-    return "\n\n".join([f"### {stem}", f"<details><summary>{summary}</summary>", *content, "</details>"])
+    return _folded(stem, facts, content)
+
+
+def _folded(name: str, facts: Iterable[str], content: Iterable[str]) -> str:
+    """Return Markdown folded away under its name and a line of facts: a kind's section fits on a screen."""
+    summary = escape("; ".join(filter(None, facts)) or "tables")
+    return "\n\n".join([f"### {name}", f"<details><summary>{summary}</summary>", *content, "</details>"])
 
 
 def _figure(file: File) -> str | None:

@@ -8,12 +8,12 @@ from typing import Any
 
 from saf.bench.harness.measured import kernel_name, shape
 from saf.bench.kinds import SPEED_KINDS, compares_arms, groups_of
+from saf.evaluate.side_by_side import arm_names, compare_all
 from saf.records import paper
 from saf.records.paper import Quoted
 from saf.records.quantities import MISSING, number, percent, seconds, signed
 from saf.records.run import RecordedRun
 from saf.records.table import Table
-from saf.report.runs.comparison import arm_names, compare_all
 
 Record = Mapping[str, Any]
 RATES = (0.25, 0.5)

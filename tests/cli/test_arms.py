@@ -9,7 +9,6 @@ import pytest
 from saf.data import TokenData, prepare
 from saf.data.token_data import check_separate
 from saf.errors import DataError
-from saf.evaluate.compare import speed_words
 from saf.evaluate.perplexity import read_evaluation
 from saf.opening import ModelFolder, find_model, open_data
 from saf.records.events import read_events
@@ -107,7 +106,7 @@ def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
     assert told["timed_updates"] == [16, 24]
     code, out, _ = saf("compare", *arms, "--out", tmp_path)
     assert code == 0
-    assert "2 of 8 heads frozen" in out
+    assert "2 of 8" in out
     assert "paired windows" in out
 
 
@@ -273,12 +272,6 @@ def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json,
     assert (told["differences"], told["heads"], told["timed_updates"]) == ([], 2, [16, 24])
     ordinary = shutil.copytree(arms[0], tmp_path / "thinned", ignore=shutil.ignore_patterns("checkpoints"))
     assert saf_json("compare", ordinary, tmp_path / "run")["differences"] == []
-
-
-@pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], ", not clear: spreads overlap")])
-def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
-    record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0]}
-    assert speed_words({**record, "update_seconds_spread_frozen": spread}) == f"1.350x as fast{caveat}"
 
 
 def test_freezing_at_the_same_rate_chooses_what_the_run_chose(saf_json, arms, tmp_path):

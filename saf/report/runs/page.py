@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
+from saf.evaluate.side_by_side import Comparison, arm_names, arms_table, compare_all
 from saf.records.files import write_atomically
-from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
 from saf.records.table import Cell, Table
 from saf.report.page import page, section, text
-from saf.report.runs.comparison import Comparison, arm_names, compare_all
 from saf.report.runs.page_data import arm_data, freeze_data, gap_data
 from saf.report.runs.summary import dek, headline, key_figures, probe_sentence, warning
 
@@ -88,7 +87,7 @@ def _sections(
     if any(arm["raw"]["x"] for arm in data["arms"]):
         parts.append(section("training", "What training did", f"<p>{probe_sentence(runs)}</p>{_TRAINING}"))
     costs = '<div id="costs"></div>' if any(freeze["seconds"] for freeze in data["freezes"]) else ""
-    parts.append(section("arms", "Cost and saving", comparison_table(runs, names, comparisons) + costs))
+    parts.append(section("arms", "Cost and saving", arms_table(runs, names, comparisons).html() + costs))
     parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
     return "\n".join(parts)
 
@@ -97,35 +96,6 @@ def _footer(runs: Sequence[RecordedRun]) -> str:
     dates = [(run.result or {}).get("provenance", {}).get("date") for run in runs]
     last = max((date for date in dates if date), default=None)
     return f"Last run ended {text(last)}. " if last else ""
-
-
-def comparison_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> str:
-    """Return one row an arm: perplexity, change, update time, memory, intervention."""
-    compared = {c.name: c.record for c in comparisons if c.record}
-    base = next((c.ordinary for c in comparisons), None)
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        result, record = run.result or {}, compared.get(name)
-        intervention = result.get("intervention") or {}
-        spent = sum((intervention.get("seconds") or {}).values()) if intervention else None
-        base_memory = (base.result or {}).get("peak_memory_bytes") if base else None
-        memory = change_percent(base_memory, result.get("peak_memory_bytes")) if record else None
-        rows.append(
-            [
-                Cell(text=name, arm=run.arm),
-                f"{len(run.frozen_heads)} of {run.num_heads}",
-                f"{result['report_perplexity']:.3f}" if result.get("report_perplexity") else number(None),
-                _interval(record) if record else number(None),
-                seconds(_median_update(run, record)),
-                f"{record['update_time_ratio']:.3f}×" if record and record["update_time_ratio"] else number(None),
-                gibibytes(result.get("peak_memory_bytes")) + (f" ({signed(memory, 1)})" if memory is not None else ""),
-                seconds(spent),
-                seconds(result.get("total_seconds")),
-            ]
-        )
-    head = ["Arm", "Heads frozen", "Perplexity", "Change, 95% interval", "Median update", "Speed"]
-    columns = [*head, "Peak memory", "Freezing took", "Whole run"]
-    return Table.of("Arms side by side", columns, rows).html()
 
 
 def provenance_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
@@ -152,15 +122,3 @@ def _provenance(run: RecordedRun) -> dict[str, Any]:
 
 def _code(value: Any) -> Any:
     return Cell.code_of(value) if isinstance(value, str) else value
-
-
-def _interval(record: dict[str, Any]) -> Cell:
-    low, high = record["ci95"]
-    return Cell(text=signed(record["delta_ppl_percent"]), aside=f"({signed(low)} to {signed(high)})")
-
-
-def _median_update(run: RecordedRun, record: dict[str, Any] | None) -> float | None:
-    """Return the median over the compared updates where there are such, else the run's own."""
-    if record:
-        return record["update_seconds_frozen"]
-    return ((run.result or {}).get("update_seconds") or {}).get("median")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
+from saf.evaluate.side_by_side import arm_names, compare_all
 from saf.records.files import write_atomically
 from saf.records.quantities import number
 from saf.records.run import RecordedRun
 from saf.report.plot import SHADES, WIDTH, Panel, Scale, cell, document, label, shades, style
-from saf.report.runs.comparison import arm_names, compare_all
 from saf.report.runs.page_data import arm_data, freeze_data, gap_data
 from saf.report.runs.summary import headline
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from saf.evaluate.compare import timing_is_clear
+from saf.evaluate.side_by_side import Comparison
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
 from saf.report.page import bars, key_figure, share_of, text, whisker
-from saf.report.runs.comparison import Comparison
 
 
 def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:

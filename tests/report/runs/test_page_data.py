@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.evaluate.compare import compare_runs
+from saf.evaluate.side_by_side import compare_all
 from saf.records.run import RecordedRun
-from saf.report.runs.comparison import compare_all
 from saf.report.runs.page_data import arm_data, curve, freeze_data, gap_data, log_bins, moving_mean, rounded
 from tests.report.synthetic import Shape, edit, patterns, write_pair, write_run
 

@@ -1,0 +1,173 @@
+"""Runs side by side: which are compared with which, what came of it, and the table of their arms.
+
+A terminal, a page and the document of all results write this one table.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saf.errors import SafError
+from saf.evaluate.compare import compare_runs, timing_is_clear
+from saf.records import paper
+from saf.records.head import read_result
+from saf.records.paper import Quoted, footnotes
+from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
+from saf.records.run import RecordedRun
+from saf.records.table import Cell, Table
+
+_COLUMNS = ("arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interval", "paper's change")
+_COLUMNS += ("median update", "peak memory", "paper's memory", "freezing took", "paper's freezing", "whole run")
+_WIDE = ("loss, nats", "paper's change", "paper's memory", "paper's freezing", "whole run")
+"""Columns that a terminal leaves out: with them its lines would break."""
+_BASELINE = (
+    "Baseline: the ordinary arm. Each arm ran in a process of its own, so update times carry the machine's drift, "
+    "which the alternating pairs of `saf bench update` do not. An arm that continues from a checkpoint counts its own "
+    "part alone as the whole run."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Pair a frozen run with the report's ordinary run; `record` is None when they could not be compared."""
+
+    name: str
+    ordinary: RecordedRun
+    frozen: RecordedRun
+    record: dict[str, Any] | None
+    reason: str | None = None
+
+
+def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Comparison]:
+    """Compare every frozen run with the first ordinary one; differences and failures are kept to be shown."""
+    ordinary = next((run for run in runs if run.arm == "ordinary"), None)
+    if ordinary is None:
+        return []
+    found = []
+    for run, name in zip(runs, names, strict=True):
+        if run.arm != "frozen":
+            continue
+        try:
+            record, reason = compare_runs(ordinary.folder, run.folder, allow_differences=True), None
+        except SafError as error:
+            record = recorded(ordinary, run)
+            reason = str(error) if record is None else None
+        found.append(Comparison(name, ordinary, run, record, reason))
+    return found
+
+
+def recorded(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any] | None:
+    """Return what `saf compare` once wrote into the frozen run's folder, if it is about these two results.
+
+    Archived runs keep their results but not the log-probabilities of every token.
+    """
+    path = frozen.folder / "compare.json"
+    if not path.is_file():
+        return None
+    record = read_result(path)
+    for arm, run in (("ordinary", ordinary), ("frozen", frozen)):
+        if not math.isclose(record[f"ppl_{arm}"], run.finished_result()["report_perplexity"], rel_tol=1e-9):
+            return None
+    return record
+
+
+def arm_names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return a name for each run: its folder's, with as much of the path before it as makes all names differ."""
+    parts = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(path[-depth:]) for path in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path[-1]} {number}" for number, path in enumerate(parts, start=1)]
+
+
+def arms_table(
+    runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison], *, brief: bool = False
+) -> Table:
+    """Return one row a run: loss, perplexity and its change, update time, memory, cost of freezing, and the paper's.
+
+    A ratio behind an update time is ordinary / frozen: above 1 the frozen arm is faster. The paper's columns are there
+    where it has numbers of the same model and shape. `brief`, for a terminal, leaves out what would break its lines.
+    """
+    by_name = {comparison.name: comparison for comparison in comparisons}
+    quoted = [_papers(run) for run in runs]
+    rows = []
+    for run, name, told in zip(runs, names, quoted, strict=True):
+        result, record = run.result or {}, by_name[name].record if name in by_name else None
+        paper_change, paper_memory, paper_seconds = (MISSING if each is None else each.text for each in told)
+        event = (result.get("intervention") or {}).get("seconds") or {}
+        loss, perplexity = result.get("report_loss"), result.get("report_perplexity")
+        row = [
+            Cell(text=name, arm=run.arm),
+            f"{len(run.frozen_heads)} of {run.num_heads}",
+            None if loss is None else f"{loss:.4f}",
+            None if perplexity is None else f"{perplexity:.3f}",
+            None if record is None else _change(record),
+            paper_change,
+            _update(run, record, comparisons),
+            _memory(result, record),
+            paper_memory,
+            seconds(sum(event.values()) if event else None),
+            paper_seconds,
+            seconds(result.get("total_seconds")),
+        ]
+        rows.append(row)
+    notes = [note for comparison in comparisons for note in _notes(comparison)]
+    if brief:
+        return Table.of("Arms side by side", _COLUMNS, rows, notes).without(_WIDE)
+    notes = [*([_BASELINE] if comparisons else []), *notes]
+    notes += [f"Paper, {note}" for note in footnotes(each for told in quoted for each in told)]
+    return Table.of("Arms side by side", _COLUMNS, rows, notes).used()
+
+
+def speed_caveat(record: dict[str, Any]) -> str:
+    """Return why a record's ratio of update times says little; nothing where it is clear."""
+    if not record["update_time_ratio"]:
+        return "too few updates to tell which arm is faster"
+    return "" if timing_is_clear(record) else "which is faster is not clear: spreads overlap"
+
+
+def _papers(run: RecordedRun) -> tuple[Quoted | None, Quoted | None, Quoted | None]:
+    """Return the paper's change of perplexity, memory and seconds of freezing for a run's model, shape and rate."""
+    settings, train = run.config.get("settings") or {}, run.config.get("train") or {}
+    model, length, sequences = settings.get("model"), train.get("length"), train.get("batch_size")
+    rate = len(run.frozen_heads) / run.num_heads if run.num_heads else 0.0
+    return (
+        paper.perplexity(model, length, rate),
+        paper.update_memory((model or "", length or 0, sequences or 0), rate),
+        paper.intervention(model, length, rate, sequences=(run.freeze or {}).get("num_sequences")),
+    )
+
+
+def _change(record: dict[str, Any]) -> Cell:
+    low, high = record["ci95"]
+    return Cell(text=signed(record["delta_ppl_percent"]), aside=f"({signed(low)} to {signed(high)})")
+
+
+def _update(run: RecordedRun, record: dict[str, Any] | None, comparisons: Sequence[Comparison]) -> str:
+    """Return a run's median over the compared updates where these are the same in all comparisons, else its own."""
+    medians = {each.record["update_seconds_ordinary"] for each in comparisons if each.record and each.ordinary is run}
+    if record is not None:
+        medians = {record["update_seconds_frozen"]}
+    own = ((run.result or {}).get("update_seconds") or {}).get("median")
+    ratio = record["update_time_ratio"] if record else None
+    return seconds(medians.pop() if len(medians) == 1 else own) + (f" ({ratio:.3f}×)" if ratio else "")
+
+
+def _memory(result: dict[str, Any], record: dict[str, Any] | None) -> str:
+    peak = result.get("peak_memory_bytes")
+    change = change_percent(record["peak_memory_ordinary"], peak) if record else None
+    return gibibytes(peak) + (f" ({signed(change)})" if change is not None else "")
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """Return what to know about a comparison: why there is none, what differs, over what it was measured."""
+    name, record = comparison.name, comparison.record
+    if record is None:
+        return [f"{name} could not be compared: {comparison.reason}"]
+    lines = [f"{name} differs in more than the freezing: {found}" for found in record["differences"]]
+    facts = [f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples"]
+    if record["timed_updates"]:
+        facts.append(f"update times over updates {' to '.join(map(number, record['timed_updates']))}")
+    return [*lines, f"{name}: {'; '.join(filter(None, [*facts, speed_caveat(record)]))}."]

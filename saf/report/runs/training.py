@@ -1,0 +1,48 @@
+"""What the document of all results says about the training runs of one folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from saf.evaluate.side_by_side import arm_names, arms_table, compare_all
+from saf.records.quantities import number
+from saf.records.run import RecordedRun
+from saf.report.provenance import device_and_versions, link, source
+
+
+def training(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> tuple[list[str], list[str]]:
+    """Return in words what was run and when, and Markdown about the runs of one folder, the ordinary arm first.
+
+    `beside` is the folder of the document that links to `folder`.
+    """
+    runs = sorted(runs, key=lambda run: (len(run.frozen_heads), run.folder.name))
+    names = arm_names(runs)
+    origins = [(run.result or {}).get("provenance") or {} for run in runs]
+    machines = "; ".join(dict.fromkeys(device_and_versions(each) for each in origins))
+    codes = "; ".join(dict.fromkeys(source(each) for each in origins))
+    table = arms_table(runs, names, compare_all(runs, names)).titled("")
+    commands = "\n".join(["```sh", *dict.fromkeys(_command(run) for run in runs), "```"])
+    conditions = ", ".join(_conditions(runs[0]))
+    days = [str(each["date"])[:10] for each in origins if each.get("date")]
+    facts = [conditions, *([f"measured {max(days)}"] if days else [])]
+    return facts, [f"{link(folder, beside)}: {machines}; {codes}.", table.markdown(), commands]
+
+
+def _conditions(run: RecordedRun) -> list[str]:
+    """Return updates, tokens, shape, compilation and precision of a run, those that it records."""
+    train = run.config.get("train") or {}
+    tokens = (run.result or {}).get("tokens")
+    compiled = None if train.get("compile") is None else "compiled" if train["compile"] else "not compiled"
+    words: list[Any] = [
+        f"{number(train.get('updates'))} updates",
+        f"{tokens / 1e6:,.1f}M tokens" if tokens else None,
+        f"{train.get('length'):,} tokens × {train.get('batch_size')} sequences" if train.get("length") else None,
+        compiled,
+        train.get("precision"),
+    ]
+    return list(filter(None, words))
+
+
+def _command(run: RecordedRun) -> str:
+    provenance = (run.result or {}).get("provenance") or {}
+    return str(provenance.get("command") or f"# {run.folder.name}: command not recorded")

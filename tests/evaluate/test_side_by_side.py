@@ -1,0 +1,33 @@
+"""One table of arms: a terminal, a page and a document write the same numbers."""
+
+import pytest
+
+from saf.evaluate.side_by_side import arm_names, arms_table, compare_all, speed_caveat
+from saf.records.run import RecordedRun
+from tests.report.synthetic import write_pair
+
+
+@pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "not clear: spreads overlap")])
+def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
+    record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0]}
+    assert speed_caveat({**record, "update_seconds_spread_frozen": spread}).endswith(caveat)
+    assert bool(speed_caveat({**record, "update_seconds_spread_frozen": spread})) == bool(caveat)
+
+
+def test_too_few_updates_have_no_ratio_and_say_so():
+    assert speed_caveat({"update_time_ratio": None}) == "too few updates to tell which arm is faster"
+
+
+def test_the_brief_table_has_fewer_columns_and_the_same_numbers(tmp_path):
+    runs = [RecordedRun.open(folder) for folder in write_pair(tmp_path)]
+    names = arm_names(runs)
+    comparisons = compare_all(runs, names)
+    brief, whole = (arms_table(runs, names, comparisons, brief=brief) for brief in (True, False))
+    assert set(brief.columns) < set(whole.columns)
+    for short, long in zip(brief.rows, whole.rows, strict=True):
+        told = dict(zip(whole.columns, long, strict=True))
+        assert dict(zip(brief.columns, short, strict=True)).items() <= told.items()
+    record = comparisons[0].record
+    assert record is not None
+    assert f"({record['update_time_ratio']:.3f}×)" in str(brief.rows[1][brief.columns.index("median update")])
+    assert str(brief.rows[1][brief.columns.index("heads frozen")]) == "3 of 12"
