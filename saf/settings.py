@@ -7,7 +7,7 @@ docstring; `saf.cli.command` makes its flags, their defaults and their help from
 import ast
 import inspect
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -34,6 +34,20 @@ class OneOf:
 
     def __repr__(self) -> str:
         return f"one of {', '.join(self.choices)}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OneKindOf:
+    """Mark settings of one of several classes, as `Annotated[Schedule | None, OneKindOf(SCHEDULES)]`, chosen by name.
+
+    On the command line `--schedule NAME` chooses the class; `--schedule.NAME.FIELD` sets a field of it.
+    """
+
+    classes: Mapping[str, type]
+    """The classes by their names; what is added to it later is a choice too."""
+
+    def __repr__(self) -> str:
+        return f"settings of one of {', '.join(self.classes)}"
 
 
 @dataclass(frozen=True)

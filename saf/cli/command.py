@@ -23,7 +23,7 @@ from saf.errors import InputError
 from saf.heads import Head
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json_value
-from saf.settings import FLAT, Flag, OneOf, field_docs
+from saf.settings import FLAT, Flag, OneKindOf, OneOf, field_docs
 
 Built = TypeVar("Built")
 
@@ -66,7 +66,8 @@ def given_values(
 def build(kind: type[Built], given: Mapping[str, Any], before: Built | None = None) -> Built:
     """Return a command or settings with the values of `given_values`, the others as they were `before`, or by default.
 
-    A group of settings that may be None stays so unless one of its fields is given.
+    A group of settings that may be None stays so unless one of its fields is given. Raises InputError for fields of a
+    class of settings that was not chosen.
     """
     values = {**given, **build_groups(kind, given, before)}
     return kind(**values) if before is None else replace(before, **values)  # type: ignore[type-var]
@@ -74,11 +75,14 @@ def build(kind: type[Built], given: Mapping[str, Any], before: Built | None = No
 
 def build_groups(kind: type, given: Mapping[str, Any], before: Any = None) -> dict[str, Any]:
     """Return the groups of settings that `given` has values of, or that have no default, as settings."""
-    return {
-        flag.field.name: build(flag.group, given.get(flag.field.name, {}), getattr(before, flag.field.name, None))
-        for flag in _flags(kind)
-        if flag.group and (flag.field.name in given or flag.required)
-    }
+    groups = {}
+    for flag in _flags(kind):
+        name = flag.field.name
+        if flag.classes and name in given:
+            groups[name] = _build_chosen(flag, given[name], flag.default({} if before is None else vars(before)))
+        elif flag.group and (name in given or flag.required):
+            groups[name] = build(flag.group, given.get(name, {}), getattr(before, name, None))
+    return groups
 
 
 def in_flags(message: str, command: Any) -> str:
@@ -113,6 +117,16 @@ def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
 
 
 @dataclass(frozen=True)
+class _Choice:
+    """Hold what words say about settings of one of several classes."""
+
+    name: Any
+    """The name of the class, or None for no settings; MISSING when no word chooses."""
+    values: dict[str, dict[str, Any]]
+    """By the name of a class, the values that words give to its fields; classes without any are left out."""
+
+
+@dataclass(frozen=True)
 class _Flag:
     """Show a field of a command or of its settings as a flag."""
 
@@ -126,9 +140,24 @@ class _Flag:
 
     @property
     def group(self) -> type | None:
-        """Return the settings that the field stands for, each of whose own fields is a flag."""
+        """Return the settings that the field stands for, each of whose own fields is a flag; None for a choice."""
+        if self.classes:
+            return None
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+    @property
+    def classes(self) -> Mapping[str, type]:
+        """Return the classes, by name, of one of which the field holds settings; none for other fields."""
+        return next((mark.classes for mark in self.marks if isinstance(mark, OneKindOf)), {})
+
+    def class_of(self, value: Any) -> str | None:
+        """Return the name of the class whose settings a value is; None for no settings."""
+        return next((name for name, settings in self.classes.items() if type(value) is settings), None)
+
+    def class_flags(self, name: str) -> "list[_Flag]":
+        """Return the flags of the fields of one of the classes."""
+        return list(_flags(self.classes[name], f"{self.name}.{name}."))
 
     @property
     def prefix(self) -> str:
@@ -171,28 +200,54 @@ def all_flags(kind: type, prefix: str = "") -> Iterator[_Flag]:
             yield from all_flags(flag.group, flag.prefix)
         else:
             yield flag
+            for name in flag.classes:
+                yield from all_flags(flag.classes[name], f"{flag.name}.{name}.")
 
 
-def _unchecked(kind: type, base: Mapping[str, Any], command: type | None = None) -> type:
-    """Return a dataclass with the same flags whose values are what words can say, for tyro; it checks nothing."""
+def _unchecked(
+    kind: type, base: Mapping[str, Any], command: type | None = None, prefix: str = "", *, may_lack: bool = False
+) -> type:
+    """Return a dataclass with the same flags whose values are what words can say, for tyro; it checks nothing.
+
+    With `may_lack`, tyro lets words leave out fields without a default: the class may not be the one that is chosen.
+    """
     command = command or kind
     members = []
-    for flag in _flags(kind):
+    for flag in _flags(kind, prefix):
         value, default = flag.default(base), field()
         told: dict[str, Any] = {"help": in_flags(flag.help, command)}
-        own = [mark for mark in flag.marks if mark != FLAT and not isinstance(mark, OneOf | Flag)]
-        if flag.group:
-            word_kind = _unchecked(flag.group, {} if value in (None, MISSING) else vars(value), command)
+        own = [mark for mark in flag.marks if mark != FLAT and not isinstance(mark, OneOf | OneKindOf | Flag)]
+        if flag.classes:
+            word_kind, told = _unchecked_choice(flag, value, command), {}
+        elif flag.group:
+            word_kind = _unchecked(flag.group, {} if value in (None, MISSING) else vars(value), command, flag.prefix)
             told |= {"name": ""} if FLAT in flag.marks else {}
         else:
             word_kind = _word_kind(flag.kind, flag.marks)
             if value is not MISSING:
                 default = field(default_factory=partial(_spoken, value))
+            elif may_lack:
+                word_kind, default = word_kind | None, field(default=None)
+                told |= {"help_behavior_hint": "(required)"}
             told |= {"metavar": _METAVARS[shape]} if (shape := _shape(flag.kind)) else {}
             told |= {"help_behavior_hint": "(default: none)"} if value in ((), {}) else {}
             told |= {"name": flag.name, "prefix_name": False} if any(isinstance(m, Flag) for m in flag.marks) else {}
         members.append((flag.field.name, Annotated[(word_kind, tyro.conf.arg(**told), *own)], default))
     return make_dataclass(kind.__name__, members, kw_only=True)
+
+
+def _unchecked_choice(flag: _Flag, value: Any, command: type) -> type:
+    """Return a dataclass of the name of a class of settings, `value`'s by default, and of each class's own fields."""
+    names = Literal[tuple(flag.classes)]
+    told = tyro.conf.arg(name=flag.name, prefix_name=False, help=in_flags(flag.help, command))
+    default = field() if value is MISSING else field(default=flag.class_of(value))
+    members = [("chosen", Annotated[names | None if NoneType in get_args(flag.kind) else names, told], default)]
+    for name, settings in flag.classes.items():
+        base = vars(value) if type(value) is settings else {}
+        word_kind = _unchecked(settings, base, command, f"{flag.name}.{name}.", may_lack=True)
+        summary = " ".join(inspect.cleandoc(settings.__doc__ or "").split("\n\n")[0].split())
+        members.append((f"of_{name}", Annotated[word_kind, tyro.conf.arg(name=name, help=summary)], field()))
+    return make_dataclass(flag.field.name, members, kw_only=True)
 
 
 def _shape(kind: Any) -> Any:
@@ -226,12 +281,46 @@ def _given(kind: type, parsed: Any, words: set[str], prefix: str = "") -> dict[s
     values: dict[str, Any] = {}
     for flag in _flags(kind, prefix):
         name, value = flag.field.name, getattr(parsed, flag.field.name)
-        if flag.group:
+        if flag.classes:
+            chosen = value.chosen if words & flag.spellings else MISSING
+            told = {
+                each: _given(settings, getattr(value, f"of_{each}"), words, f"{flag.name}.{each}.")
+                for each, settings in flag.classes.items()
+            }
+            told = {each: own for each, own in told.items() if own}
+            if told or chosen is not MISSING:
+                values[name] = _Choice(chosen, told)
+        elif flag.group:
             if own := _given(flag.group, value, words, flag.prefix):
                 values[name] = own
         elif tyro.conf.Positional in flag.marks or words & flag.spellings:
             values[name] = _meant(flag, value)
     return values
+
+
+def _build_chosen(flag: _Flag, choice: _Choice, before: Any) -> Any:
+    """Return the settings that words choose, those `before` with the values given where words choose no other class.
+
+    Where there were none before, the fields of a single class choose it.
+    """
+    name = choice.name
+    if name is MISSING:
+        name = flag.class_of(before) or next(iter(choice.values))
+    for other in choice.values.keys() - {name}:
+        wrong = next(each for each in flag.class_flags(other) if each.field.name in choice.values[other])
+        raise InputError(
+            f"--{wrong.name} belongs to --{flag.name} {other}, and the {flag.field.name} is {name}; "
+            f"leave it out, or choose --{flag.name} {other}"
+        )
+    if name is None:
+        return None
+    given = choice.values.get(name, {})
+    kept = before if flag.class_of(before) == name else None
+    values = {**({} if kept is None else vars(kept)), **given}
+    lacking = [each.name for each in flag.class_flags(name) if each.required and values.get(each.field.name) is None]
+    if lacking:
+        raise InputError(f"--{flag.name} {name} needs --{' and --'.join(lacking)}")
+    return build(flag.classes[name], given, kept)
 
 
 def _meant(flag: _Flag, value: Any) -> Any:

@@ -1,4 +1,7 @@
-"""When events happen during a run, one schedule a file; a new one is a file and a name in the two lines below."""
+"""When events happen during a run, one schedule a file; a new one is a file and a name in the two lines below.
+
+The command line makes `--schedule NAME` and the flags of every schedule's fields from the registry.
+"""
 
 from dataclasses import asdict
 from typing import Any

@@ -11,8 +11,8 @@ from saf.machine.execution import Device, Execution, Precision, Switch
 from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
-from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dict
-from saf.settings import OneOf, documented
+from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, schedule_to_dict
+from saf.settings import OneKindOf, OneOf, documented
 from saf.tasks import TASKS, Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
 
@@ -94,7 +94,7 @@ class TrainConfig:
     freeze: FreezeConfig | None = None
     """How heads are frozen; None is the ordinary arm. On the command line nothing is frozen without a rate, a count or
     heads."""
-    schedule: Schedule | None = field(default_factory=OneTime)
+    schedule: Annotated[Schedule | None, OneKindOf(SCHEDULES)] = field(default_factory=OneTime)
     """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come, with None nowhere."""
     calibration_sequences: int = 32
     """Windows to calibrate on."""

@@ -1,11 +1,14 @@
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
-from saf.schedules import OneTime
+from saf.schedules import SCHEDULES, OneTime
+from saf.settings import documented
 from saf.train import TrainConfig
 
 SHAPE = "--model-overrides num_layers 2 num_heads 4 hidden_size 32 --length 32 --batch-size 4"
@@ -61,6 +64,90 @@ def test_options_arrive_in_the_settings(tmp_path):
 def test_moments_are_whole_updates_or_shares(tmp_path, text, kind):
     config = parse("--data", "d", "--out", tmp_path, "--freeze-at", text).settings
     assert type(config.schedule.at) is kind
+
+
+@documented
+@dataclass(frozen=True)
+class Late:
+    """Freeze once, some updates before the end."""
+
+    name: ClassVar[str] = "quite_late"
+    updates_left: int
+    """Updates after the event."""
+    worst_loss: float = 9.0
+    """Nats per target above which nothing is frozen."""
+
+    def first_update(self, updates: int) -> int:
+        return updates - self.updates_left
+
+    def start(self, *, updates: int, rate: float):
+        return OneTime(at=self.first_update(updates)).start(updates=updates, rate=rate)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Have a second schedule in the registry, and nowhere else."""
+    monkeypatch.setitem(SCHEDULES, Late.name, Late)
+    return ["--schedule", Late.name, "--schedule.quite-late.updates-left", "1"]
+
+
+def test_a_schedule_is_chosen_by_name_and_has_flags_of_its_own(late, tmp_path):
+    common = ("--data", "d", "--out", tmp_path)
+    assert parse(*common).settings.schedule == OneTime()
+    assert parse(*common, "--schedule", "one_time").settings.schedule == OneTime()
+    assert parse(*common, *late).settings.schedule == Late(updates_left=1)
+    config = parse(*common, *late, "--schedule.quite-late.worst-loss", "3").settings
+    assert config.schedule == Late(updates_left=1, worst_loss=3.0)
+    assert config.to_dict()["schedule"] == {"name": "quite_late", "updates_left": 1, "worst_loss": 3.0}
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert parse(*common, "--schedule", "None").settings.schedule is None
+
+
+def test_a_flag_of_a_schedule_that_was_not_chosen_is_refused(late, tmp_path):
+    for words, message in (
+        (late[2:], "--schedule.quite-late.updates-left belongs to --schedule quite_late, and the schedule is one_time"),
+        ([*late, "--freeze-at", 3], "--freeze-at belongs to --schedule one_time, and the schedule is quite_late"),
+        (["--schedule", "None", "--freeze-at", 3], "--freeze-at belongs to .*, and the schedule is None"),
+        (late[:2], "--schedule quite_late needs --schedule.quite-late.updates-left"),
+        ([*late[:3], "None"], "--schedule quite_late needs --schedule.quite-late.updates-left"),
+        (["--schedule", "one_time", "--freeze-at", "1.5"], "a share in"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parse("--data", "d", "--out", tmp_path, *words)
+
+
+def test_the_help_shows_every_schedule(late, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--schedule {None,one_time,quite_late}" in told
+    assert "Freeze once, some updates before the end." in told
+    assert "--freeze-at INT|FLOAT When: a whole number of updates, or a share of all of them. (default: 0.5)" in told
+    assert "--schedule.quite-late.updates-left {None}|INT Updates after the event. (required)" in told
+    with pytest.raises(SystemExit):
+        parse("--schedule", "never")
+    assert "quite_late" in "".join(capsys.readouterr())
+
+
+def test_a_run_that_goes_on_keeps_its_schedule(late, data, tmp_path):
+    first, frozen = tmp_path / "first", ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10)
+    parse("--data", data, "--out", first, *SMALL, *late, *frozen).run()
+    recorded = json.loads((first / "config.json").read_text())
+    assert recorded["settings"]["schedule"] == {"name": "quite_late", "updates_left": 1, "worst_loss": 9.0}
+    assert parse("--out", first, "--resume").settings.schedule == Late(updates_left=1)
+    changed = parse("--out", first, "--resume", "--schedule.quite-late.worst-loss", 2).settings
+    assert changed.schedule == Late(updates_left=1, worst_loss=2.0)
+    parent = ("--parent", first / "checkpoints" / "step-3", "--out", tmp_path / "second")
+    assert parse(*parent).settings.schedule == Late(updates_left=1)
+    assert parse(*parent, "--schedule", "one_time", "--freeze-at", 4).settings.schedule == OneTime(at=4)
+    with pytest.raises(InputError, match="the schedule is quite_late"):
+        parse(*parent, "--freeze-at", 4)
+
+
+def test_where_nothing_was_scheduled_the_flags_of_a_schedule_choose_it(data, tmp_path):
+    parse("--data", data, "--out", tmp_path, *SMALL, "--schedule", "None").run()
+    assert parse("--out", tmp_path, "--resume").settings.schedule is None
+    assert parse("--out", tmp_path, "--resume", "--freeze-at", 4).settings.schedule == OneTime(at=4)
 
 
 def test_two_arms(data, tmp_path, capsys):
