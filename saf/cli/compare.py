@@ -45,9 +45,9 @@ class Compare(Command):
             resamples=self.resamples,
             seed=self.seed,
         )
-        runs = [RecordedRun.open(folder) for folder in (self.ordinary, self.frozen)]
+        runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
         names = arm_names(runs)
-        table = arms_table(runs, names, [Comparison(names[1], *runs, record)], brief=True)
+        table = arms_table(runs, names, [Comparison(names[1], ordinary, frozen, record)], brief=True)
         show(record, table, as_json=self.json)
         return record
 
