@@ -23,7 +23,7 @@ def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):
     assert "16x1x1" in printed.out
     assert "50%" in printed.out
     assert "toeplitz" in printed.out
-    assert "ratio" in printed.err
+    assert "2 pairs)" in printed.err
     assert json.loads(path.read_text()) == record
 
 

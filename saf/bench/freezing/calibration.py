@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from saf.bench.freezing.dense import measure_dense
-from saf.bench.freezing.fits import Goals, fit_line, measure_fits, read_goals
+from saf.bench.freezing.fits import Goals, measure_fits, read_goals
 from saf.bench.freezing.intervention import Event, Interventions, row_of
 from saf.bench.freezing.model import build, describe, sequences
 from saf.bench.freezing.settings import CalibrationSettings, points_of
-from saf.bench.freezing.tables import intervention_tables
+from saf.bench.freezing.tables import intervention_tables, row_line
 from saf.bench.harness.environment import clean_process, empty_kernel_cache, environment
 from saf.bench.harness.kind import Benchmark
 from saf.bench.harness.measured import Record
@@ -148,7 +148,7 @@ class CalibrationPoint:
             "passes": len(plan.groups),
             "bar_seconds": BARS.get(key) if on_gpu else None,
         }
-        self._keep(row, f"{name} {intervention_line(row)}")
+        _keep(self.recorder, row)
         return row, events[-1].report.statistics
 
     def _dense(self, row: dict[str, Any], statistics: AttentionStatistics) -> None:
@@ -169,12 +169,7 @@ class CalibrationPoint:
             "intervention_ratio": whole / row["seconds"],
             "refused": not found["agrees"],
         }
-        self._keep(dense, f"{self.point.name} {dense_line(dense)}")
-
-    def _keep(self, row: dict[str, Any], line: str) -> None:
-        self.recorder.show([row])
-        self.recorder.keep()
-        self.recorder.say(line)
+        _keep(self.recorder, dense)
 
 
 def record_fits(
@@ -185,23 +180,10 @@ def record_fits(
     if found is None:
         recorder.leave_out(f"fit of {fields['of']}", "out of time")
         return
-    recorder.show([{**fields, **found}])
+    _keep(recorder, {**fields, **found})
+
+
+def _keep(recorder: Recorder, row: dict[str, Any]) -> None:
+    recorder.show([row])
     recorder.keep()
-    recorder.say(fit_line(found))
-
-
-def intervention_line(row: dict[str, Any]) -> str:
-    """Return a row as one line for people."""
-    stages = ", ".join(f"{name} {stage['median']:.3f}" for name, stage in row["stages"].items())
-    return (
-        f"{row['seconds']:.3f} s ({stages}), {row['heads']} heads, first use {row['first_use_seconds']:+.2f} s, "
-        f"peak {row['peak_bytes'] / 2**30:.2f} GiB {row['peak_kind']}"
-    )
-
-
-def dense_line(row: dict[str, Any]) -> str:
-    """Return a row as one line for people."""
-    how = f"from {row['layers']} of {row['of_layers']} layers" if row["extrapolated"] else "all layers measured"
-    agreement = f"largest relative difference from float64 {max(row['difference'].values()):.1e}"
-    ratio = "refused: they disagree" if row["refused"] else f"{row['ratio']:.1f}x the tile loop's time"
-    return f"dense collection: {row['seconds']:.3f} s ({how}), {ratio}; {agreement}"
+    recorder.say(row_line(row))

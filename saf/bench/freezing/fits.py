@@ -98,13 +98,3 @@ def measure_fits(goals: Goals, *, repeats: int, device: torch.device, budget: Bu
 
 def _is_the_bars(kl: Tensor, eta: Tensor) -> bool:
     return (len(kl), eta.shape[-1]) == (144, 4096) and eta.device.type == "cuda"
-
-
-def fit_line(row: dict[str, Any]) -> str:
-    """Return a row as one line for people."""
-    parts = [f"{row['seconds']:.3f} s", f"first use {row['first_use_seconds']:+.2f} s"]
-    parts.append(f"{row['sweeps']['mean']:.1f} sweeps on average, {row['sweeps']['max']} at most")
-    if row["excess_kl"] is not None:
-        parts.append(f"largest excess KL {row['excess_kl']:.1e} nats")
-    parts.append(f"{row['not_converged']} not converged")
-    return f"fit of {row['heads']} heads at T={row['length']}: " + ", ".join(parts)

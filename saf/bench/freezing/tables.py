@@ -34,6 +34,15 @@ def intervention_tables(record: Record) -> list[Part]:
     return [*parts, "\n".join(f"- {note}" for note in _notes(fits, quoted))]
 
 
+def row_line(row: Record) -> str:
+    """Return one row as a line for people, in the cells of its table."""
+    if row["part"] == "intervention":
+        stages = ", ".join(f"{stage} {median}" for stage, median, *_ in _stages(row, []).rows)
+        return f"{_title(row)}: {stages}; {_conditions(row)}"
+    what, table = ("fit", _fits([row])) if row["part"] == "fit" else ("dense collection", _dense([row]))
+    return f"{what}: " + "; ".join(f"{name} {cell}" for name, cell in zip(table.columns, table.rows[0], strict=True))
+
+
 def _title(row: Record) -> str:
     place = f"{Path(row['model']).name}, {row['point']['length']}x{row['point']['batch_size']}"
     return f"{place}, {100 * row['rate']:g}% of heads"

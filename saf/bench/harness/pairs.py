@@ -80,12 +80,3 @@ def make_rows(taken: Taken, *, work: WorkOf, peak: Peak | None, tolerance: float
         }
         rows.append((arm, row))
     return rows
-
-
-def line_of(row: Mapping[str, Any]) -> str:
-    """Return one row as a short line."""
-    verdict = "  REFUSED" if row["refused"] else ""
-    return (
-        f"{row['variant']}: {row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms, "
-        f"ratio {row['ratio']:.4f} ({row['min']:.4f} to {row['max']:.4f}, {row['pairs']} pairs){verdict}"
-    )

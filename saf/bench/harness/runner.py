@@ -8,9 +8,10 @@ import torch
 
 from saf.bench.harness.arms import Arm, Comparison, arms_of, default_backends, default_kernels, default_others, plan
 from saf.bench.harness.kernels import attention_kernels, kernel_seen
-from saf.bench.harness.pairs import FEWEST, Taken, WorkOf, line_of, make_rows, measure_pair
+from saf.bench.harness.pairs import FEWEST, Taken, WorkOf, make_rows, measure_pair
 from saf.bench.harness.recorder import Recorder, in_short
 from saf.bench.harness.settings import SpeedSettings
+from saf.bench.harness.speed_tables import row_line
 from saf.machine.execution import Execution
 from saf.machine.peaks import Peak, peak_of
 
@@ -88,7 +89,7 @@ class PointRunner:
         self.recorder.show(rows)
         self.recorder.keep()
         for row in rows:
-            self.recorder.say(f"{self.name} {line_of(row)}")
+            self.recorder.say(f"{self.name} {row_line(row)}")
         if self.settings.profile:
             self._profile(subjects)
 

@@ -55,6 +55,13 @@ def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
     ]
 
 
+def row_line(row: Record) -> str:
+    """Return one row, an arm's or a control's, as a line for people; a refused one says so behind its ratio."""
+    verdict = f", {REFUSED}" if row["refused"] else ""
+    times = f"{row['arm']} {number(row['arm_ms'])} ms, {row['baseline']} {number(row['baseline_ms'])} ms"
+    return f"{row['variant']}: {times}, {row['ratio']:.3f}× ({_half(row)}, {number(row['pairs'])} pairs){verdict}"
+
+
 def _time(row: Record, side: str) -> str:
     return f"{number(row[f'{side}_ms'])} ({number(row[f'{side}_tflops'], 3)})"
 

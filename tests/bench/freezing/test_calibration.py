@@ -67,8 +67,10 @@ def test_a_row_for_each_rate_for_all_fits_and_for_the_dense_collection(record):
         ("intervention", 0.25, 4), ("intervention", 0.5, 8), ("fit", None, 16), ("dense", None, None),
     ]  # fmt: skip
     assert all("not trained" in row["weights"] and row["text"] == "random tokens" for row in found["rows"])
-    assert sum("warm" in line for line in said) == 6
+    assert sum(": warm " in line for line in said) == 6
     assert any("model runs 1 x" in line for line in said)
+    rows = (", 25% of heads: ", ", 50% of heads: ", "] fit: of tiny; heads 16; ", "] dense collection: point tiny ")
+    assert all(sum(row in line for line in said) == 1 for row in rows)
 
 
 def test_times_are_medians_and_first_use_is_apart(record):
