@@ -1,8 +1,9 @@
 """Tables and their writers: on narrow terminals numbers stay whole; Markdown aligns; HTML is escaped."""
 
 import pytest
-from saf.cli.bench_errors import tables
 
+from saf.bench.accuracy.errors import ErrorSettings
+from saf.bench.accuracy.tables import error_tables
 from saf.cli.output import show
 from saf.records.table import Cell, Table
 
@@ -35,12 +36,11 @@ def test_the_errors_of_a_layer_fit_80_columns(capsys, monkeypatch):
     pair = {"max_abs": 1.03e-06, "relative_l2": 3.59e-07}
     about = {"part": "layer", "backend": "toeplitz", "precision": "fp32", "tensor": "query projection"}
     row = {**about, **pair, "limit": 1e-6, "within": False, "beside": pair, "eager": pair}
-    machine = {"versions": {}, "device": "cpu", "driver": None}
-    show({}, *tables({"provenance": machine, "rows": [row], "left_out": []}), as_json=False)
+    show({}, *error_tables({"settings": ErrorSettings().to_dict(), "rows": [row]}, brief=True), as_json=False)
     printed = capsys.readouterr().out
-    assert printed.count("1.03e-06") == printed.count("3.59e-07") == 3
-    assert "against eager attention" in " ".join(printed.split())
-    assert max(map(len, printed.splitlines())) <= 80
+    assert printed.count("1.03e-6") == printed.count("3.59e-7") == 3
+    assert "above" in printed
+    assert max(len(line) for line in printed.splitlines() if line[:1] in "┏┃┡│└") <= 80
 
 
 MARKED = Table.of(

@@ -106,7 +106,7 @@ class ErrorsKind(Benchmark[ErrorSettings]):
 
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
         """Return a table for each part, backend and precision, and the notes to read them by."""
-        return [*error_tables(record), *unmeasured(record)]
+        return [*error_tables(record, brief=brief), *unmeasured(record)]
 
     def failures(self, record: Record) -> list[str]:
         """Name the rows of a record that are above their limits."""

@@ -14,8 +14,13 @@ _PARTS = {
 _PAPERS_CASE = {"length": 129, "stored": 192, "batch_size": 2, "num_heads": 4, "head_dim": 64, "frozen": [1, 3]}
 
 
-def error_tables(record: Record) -> list[Part]:
-    """Return a table for each part, backend and precision, and the notes to read them by."""
+_COMPARED = ("from eager, max.", "paper, max.", "from eager, L2", "paper, L2")
+"""Columns of the paper's comparison; in a terminal they are a table of their own, so that each fits 80 columns."""
+_BUDGETED = ("max. absolute", "relative L2", "limit", "within")
+
+
+def error_tables(record: Record, *, brief: bool = False) -> list[Part]:
+    """Return a table for each part, backend and precision, and the notes to read them by; `brief` parts wide ones."""
     settings = record["settings"]
     case = {key: list(value) if isinstance(value := settings[key], tuple) else value for key in _PAPERS_CASE}
     papers = case == _PAPERS_CASE
@@ -24,7 +29,14 @@ def error_tables(record: Record) -> list[Part]:
         part, backend, precision = key
         what, beside = _PARTS[part]
         table = _table(list(rows), beside, precision if papers and part == "layer" else None)
-        parts.append(table.titled(f"{what}, {backend}, {precision}"))
+        title = f"{what}, {backend}, {precision}"
+        if not brief:
+            parts.append(table.titled(title))
+            continue
+        parts.append(table.without(_COMPARED).titled(title))
+        if any(name in table.columns for name in _COMPARED):
+            others = (*_BUDGETED, f"{beside}, max.", f"{beside}, L2")
+            parts.append(table.without(others).titled(f"{title}, from eager attention in the same precision"))
     source = paper.GRADIENTS
     told = f"Paper, `{source.label}`: {source.conditions}. It stands beside our column of the same comparison."
     return [*parts, f"- {told if papers else 'The paper tells another case.'}"]
@@ -41,7 +53,7 @@ def _conditions(settings: Record) -> str:
 
 def _table(rows: list[Record], beside: str, precision: str | None) -> Table:
     head = ["tensor", "max. absolute", "relative L2", "limit", "within", f"{beside}, max.", f"{beside}, L2"]
-    head += ["from eager, max.", "paper, max.", "from eager, L2", "paper, L2"]
+    head += _COMPARED
     cells = []
     for row in rows:
         eager = row["eager"] or {}
