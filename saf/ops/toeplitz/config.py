@@ -208,36 +208,36 @@ def choose_config(
 def _by_shape(length: int, columns: int, heads: int, dtype: torch.dtype, descriptors: bool) -> Config:
     """Return blocks, where the scaling goes and how deep the pipeline is."""
     rows = -(-length // 128)
-    tiles = rows * -(-columns // 128) * heads
-    if length <= 1024 and (short := _scaled_in_tile(length, columns, tiles, dtype)):
+    programs = rows * -(-columns // 128) * heads
+    if length <= 1024 and (short := _scaled_in_tile(length, columns, programs, dtype)):
         return short
     if columns <= 64 and columns % 8 == 0 and length > 32768 and descriptors:
         return Config(num_warps=8, num_stages=4, fold=2, loads="descriptor")
-    if (columns <= 64 and length > 2048 and rows * heads > 96) or (columns > 128 and length <= 2048 and tiles < 132):
+    if (columns <= 64 and length > 2048 and rows * heads > 96) or (columns > 128 and length <= 2048 and programs < 132):
         return Config(block_n=64, num_stages=5)
     if columns <= 64 or (columns <= 128 and length <= 4096):
         return Config(block_m=64, block_n=64, block_k=128)
     if columns > 128 and length > 4096 and rows * -(-columns // 256) * heads >= 256:
         return Config(block_n=256, num_warps=8)
-    # Few tiles: one program a multiprocessor, its loads further ahead; more tiles: two that take turns. Long sums of a
+    # Few programs: one a multiprocessor, its loads further ahead; more of them: two that take turns. Long sums of a
     # single column block gain from loads further ahead all the same: 6 heads of 16384 positions and 128 columns took
     # 324 us with four stages and 354 with three, 329 and 366 transposed (H200).
     long = columns <= 128 and length >= 16384
-    return Config(num_stages=4 if tiles < 400 or long else 3)
+    return Config(num_stages=4 if programs < 400 or long else 3)
 
 
-def _scaled_in_tile(length: int, columns: int, tiles: int, dtype: torch.dtype) -> Config | None:
+def _scaled_in_tile(length: int, columns: int, programs: int, dtype: torch.dtype) -> Config | None:
     """Return how to run short inputs, whose scaling costs less in every step than in a pass; None where it does not.
 
     With few programs float16 keeps the pass: its range is narrow, and there is little to gain.
     """
-    if tiles >= 160 and columns <= 128:
+    if programs >= 160 and columns <= 128:
         return None
-    if tiles >= 256:
+    if programs >= 256:
         return Config(prescale="packed" if dtype == torch.bfloat16 else "tile")
     if dtype != torch.bfloat16:
         return None
-    if tiles >= 160:
+    if programs >= 160:
         return Config(prescale="tile") if length <= 512 else None
     if columns >= 256:
         return Config(prescale="tile", block_m=64, block_k=128)
