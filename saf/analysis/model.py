@@ -14,12 +14,12 @@ from saf.adapters import adapter_for
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
 from saf.opening import ModelFolder, find_model, open_data
-from saf.records.head import result_head
+from saf.records.result import result_header
 from saf.settings import documented
 from saf.train.observer import duration
 
 Record = Mapping[str, Any]
-"""What an analysis measured, as JSON has it: the head of every result, then the analysis's own entries."""
+"""What an analysis measured, as JSON has it: the header of every result, then the analysis's own entries."""
 EVERY = 5.0
 """Seconds between two lines about a long measurement: often enough to see it move, seldom enough to read."""
 
@@ -87,9 +87,9 @@ class Opened:
         return sequential_windows(self.data.tokens("controller"), self.length, count)
 
     def record(self, kind: str, values: Record) -> dict[str, Any]:
-        """Return the record of an analysis: the head of every result, the model, and `values`."""
+        """Return the record of an analysis: the header of every result, the model, and `values`."""
         checkpoint = self.source.checkpoint
-        head = result_head(
+        head = result_header(
             kind,
             vars(self.settings),
             device=device_name(adapter_for(self.model).device),

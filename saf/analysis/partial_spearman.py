@@ -11,8 +11,8 @@ from saf.analysis.correlation import matrix, partial_spearman, spearman
 from saf.analysis.model import SILENT, Record, Watch
 from saf.errors import InputError
 from saf.records import paper
-from saf.records.head import read_result, result_head
 from saf.records.quantities import correlation
+from saf.records.result import read_result, result_header
 from saf.records.table import Part, Table
 from saf.settings import documented
 
@@ -45,7 +45,7 @@ def measure(settings: PartialSpearman, watch: Watch = SILENT) -> dict[str, Any]:
             found[name]["layer_entropy"] = partial_spearman(values, change, covariates=[entropy])
             found[name]["with_entropy"] = spearman(values, entropy.masked_fill(~allowed, torch.nan))
     return {
-        **result_head("partial-spearman", vars(settings)),
+        **result_header("partial-spearman", vars(settings)),
         "heads": int(allowed.sum()),
         "correlations": found,
     }

@@ -13,8 +13,8 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records import paper
 from saf.records.events import read_events
-from saf.records.head import result_head
 from saf.records.quantities import correlation
+from saf.records.result import result_header
 from saf.records.table import Part, Table
 from saf.settings import documented
 
@@ -37,7 +37,7 @@ def measure(settings: Stability, watch: Watch = SILENT) -> dict[str, Any]:
     scores = (matrix(events[0]["scores"]), matrix(events[1]["scores"]))
     found = selection_stability(one, other, num_heads=scores[0].shape[1], scores=scores)
     return {
-        **result_head("stability", vars(settings)),
+        **result_header("stability", vars(settings)),
         "of": [settings.first, settings.second],
         **asdict(found),
         "heads": [one.to_list(), other.to_list()],

@@ -14,7 +14,7 @@ from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.records.files import to_json, write_json
-from saf.records.head import read_result
+from saf.records.result import read_result
 from saf.report.analyses import check_figure, write_figure
 from saf.settings import FLAT
 

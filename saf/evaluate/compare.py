@@ -12,7 +12,7 @@ from saf.errors import CompareError, InputError
 from saf.evaluate.paired import paired_delta_ppl
 from saf.evaluate.perplexity import read_evaluation
 from saf.records.files import read_json, write_json
-from saf.records.head import result_head
+from saf.records.result import result_header
 from saf.records.run import RecordedRun
 
 # The first updates after an event or a resumption compile and let the allocator grow: ten, in runs long enough.
@@ -66,7 +66,7 @@ def compare_runs(
     intervention = results[1].get("intervention") or {}
     settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
     finals = (result["provenance"]["checkpoints"].get("final") for result in results)
-    head = result_head(
+    head = result_header(
         "comparison",
         settings,
         checkpoints=dict(zip(("ordinary", "frozen"), finals, strict=True)),

@@ -15,7 +15,7 @@ from saf.data import PARTITIONS, TokenData, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
 from saf.machine.execution import autocast, device_name, resolve_precision
 from saf.records.files import read_tensors, write_json, write_tensors
-from saf.records.head import read_result, result_head
+from saf.records.result import read_result, result_header
 
 WRITTEN = ("evaluation.json", "log_probs.safetensors")
 
@@ -43,7 +43,7 @@ def evaluate_perplexity(
         batch_size: Windows in a forward pass.
         limit: Stop after this many windows; None reads the partition.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere.
-        out: Folder for the files `WRITTEN`; nothing is written when None. What is written has the head of a result.
+        out: Folder for the files `WRITTEN`; nothing is written when None. What is written has the header of a result.
         checkpoints: Hashes for that head, by role: of the checkpoint that `model` is, where it is one.
         progress: Called with (windows done, windows) after each batch.
 
@@ -80,7 +80,7 @@ def evaluate_perplexity(
     if out is not None:
         settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
         settings["precision"] = precision
-        head = result_head(
+        head = result_header(
             "evaluation",
             settings,
             device=device_name(device),

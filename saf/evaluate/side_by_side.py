@@ -11,9 +11,9 @@ from typing import Any
 from saf.errors import SafError
 from saf.evaluate.compare import compare_runs, timing_is_clear
 from saf.records import paper
-from saf.records.head import read_result
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
+from saf.records.result import read_result
 from saf.records.run import RecordedRun
 from saf.records.table import Cell, Table
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.records.events import EventRecord, heads_in_force, read_events
 from saf.records.files import read_json, read_lines
-from saf.records.head import read_result
 from saf.records.paths import Kind, expect
+from saf.records.result import read_result
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from saf.bench.harness.measured import shape
 from saf.bench.kinds import compares_arms
 from saf.errors import InputError
 from saf.records.files import read_json, write_atomically
-from saf.records.head import is_result, with_head
+from saf.records.result import is_result, with_header
 from saf.records.run import RecordedRun
 from saf.report.analyses import FIGURES, analysis_figure
 from saf.report.benchmarks.bars import bars_picture
@@ -96,7 +96,7 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     for path in sorted(results.rglob("*.json"), key=_by_name):
         if not any(folder in path.parents for folder in folders):
             record = read_json(path)
-            files.append(File(path, with_head(record) if is_result(record) else record))
+            files.append(File(path, with_header(record) if is_result(record) else record))
     return trainings, files
 
 

@@ -10,7 +10,7 @@ from saf.errors import InputError, SafWarning
 from saf.records.events import EventRecord, heads_in_force
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
-from saf.records.head import result_head
+from saf.records.result import result_header
 from saf.surgery import pattern_parameters, state_of
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
 from saf.train.run import Run
@@ -48,7 +48,7 @@ def finish(run: Run) -> dict[str, Any]:
     seconds = sum(line["update_seconds"] for line in metrics)
     seconds += sum(intervention["seconds"].values()) if intervention else 0.0
     frozen = _frozen_heads(run)
-    head = result_head(
+    head = result_header(
         "run",
         run.config.to_dict(),
         device=run.execution.device_name,

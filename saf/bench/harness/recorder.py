@@ -10,7 +10,7 @@ from typing import Any
 from saf.bench.harness.timing import Budget
 from saf.errors import InputError
 from saf.records.files import to_json, write_json
-from saf.records.head import result_head
+from saf.records.result import result_header
 
 SAVE_EVERY = 5.0
 """Seconds between writes while a point is being measured."""
@@ -41,7 +41,7 @@ class Recorder:
         self.budget = budget
         self._parts: dict[str, list[dict[str, Any]]] = {"rows": [], "memory": [], "kernels": [], "left_out": []}
         self._current: list[dict[str, Any]] = []
-        self._head = result_head(kind, settings)
+        self._head = result_header(kind, settings)
         self._finished = False
         self._seconds: float | None = None
 

@@ -8,7 +8,7 @@ from saf.bench.harness.measured import Group, Record
 from saf.bench.kinds import KINDS, SPEED_KINDS, compares_arms, groups_of
 from saf.errors import InputError
 from saf.records.files import read_json, write_atomically
-from saf.records.head import is_result, with_head
+from saf.records.result import is_result, with_header
 from saf.records.table import Table
 from saf.report.benchmarks import summary as words
 from saf.report.benchmarks.bars import memory_panel, speed_panels
@@ -25,7 +25,7 @@ def read_records(files: Sequence[Path]) -> list[Record]:
         # Benchmarks alone list what they left out.
         if not is_result(record) or "left_out" not in record:
             raise InputError(f"{file} is no record of `saf bench`; `saf report --results FOLDER` shows every result")
-        records.append(with_head(record))
+        records.append(with_header(record))
     return records
 
 

@@ -1,4 +1,4 @@
-"""The head that every result has: what it is, what was asked for, and where it comes from.
+"""The header that every result has: what it is, what was asked for, and where it comes from.
 
 A result is one JSON object: a benchmark, an analysis, the end of a run, an evaluation, a comparison. All have the same
 first entries, whatever else they hold:
@@ -28,7 +28,7 @@ _CHECKPOINTS = {"parent_hash": "parent", "branch_hash": "branch", "final_hash": 
 _PROVENANCE = ("commit", "source_hash", "command", "versions", "device", "date")
 
 
-def result_head(
+def result_header(
     kind: str,
     settings: Mapping[str, Any],
     *,
@@ -36,7 +36,7 @@ def result_head(
     checkpoints: Mapping[str, str | None] | None = None,
     data: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the head of a result that this process makes now; the result's own entries follow it.
+    """Return the header of a result that this process makes now; the result's own entries follow it.
 
     Asks git for the commit and reads all sources: call it once a result, not once a measurement.
 
@@ -72,7 +72,7 @@ def is_result(record: Mapping[str, Any]) -> bool:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result of this version or an earlier one, with the head that results have now.
+    """Read a result of this version or an earlier one, with the header that results have now.
 
     Raises:
         InputError: The file is missing, not JSON, or not a result.
@@ -83,11 +83,11 @@ def read_result(path: Path) -> dict[str, Any]:
             f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; give a file that "
             "`saf bench`, `saf analyze`, `saf evaluate`, `saf compare` or a run wrote"
         )
-    return with_head(record)
+    return with_header(record)
 
 
-def with_head(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result with the head that results have now; what an earlier version did not record is None or empty.
+def with_header(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result with the header that results have now; what an earlier version did not record is None or empty.
 
     Raises:
         InputError: The record is not a result.

@@ -1,4 +1,4 @@
-"""The head of every result, and reading results of earlier versions."""
+"""The header of every result, and reading results of earlier versions."""
 
 import json
 from pathlib import Path
@@ -6,31 +6,31 @@ from pathlib import Path
 import pytest
 
 from saf.errors import InputError
-from saf.records.head import SCHEMA, is_result, read_result, result_head, with_head
+from saf.records.result import SCHEMA, is_result, read_result, result_header, with_header
 
 RESULTS = Path(__file__).parents[2] / "results"
-HEAD = ("schema", "kind", "settings", "provenance")
+HEADER = ("schema", "kind", "settings", "provenance")
 PROVENANCE = {"commit", "source_hash", "command", "versions", "device", "date", "checkpoints", "data"}
 
 
-def test_a_head_says_what_was_asked_for_and_where_the_result_comes_from():
-    head = result_head(
+def test_a_header_says_what_was_asked_for_and_where_the_result_comes_from():
+    header = result_header(
         "evaluation",
         {"out": Path("a/b"), "limit": None},
         device="cpu (x86_64)",
         checkpoints={"model": "c" * 64, "parent": None},
         data={"report": "d" * 64},
     )
-    assert tuple(head) == HEAD
-    assert head["settings"] == {"out": "a/b", "limit": None}
-    found = head["provenance"]
+    assert tuple(header) == HEADER
+    assert header["settings"] == {"out": "a/b", "limit": None}
+    found = header["provenance"]
     assert found.keys() == PROVENANCE
     assert (found["device"], found["checkpoints"], found["data"]) == (
         "cpu (x86_64)", {"model": "c" * 64}, {"report": "d" * 64},
     )  # fmt: skip
     assert found["versions"]["torch"]
     assert len(found["source_hash"]) == 64
-    assert json.loads(json.dumps(head)) == head
+    assert json.loads(json.dumps(header)) == header
 
 
 EARLIER = [
@@ -43,14 +43,14 @@ EARLIER = [
 
 
 @pytest.mark.parametrize(("record", "kind"), EARLIER, ids=[kind for _, kind in EARLIER])
-def test_a_result_of_an_earlier_version_gets_the_head_that_results_have_now(tmp_path, record, kind):
+def test_a_result_of_an_earlier_version_gets_the_header_that_results_have_now(tmp_path, record, kind):
     path = tmp_path / "x.json"
     path.write_text(json.dumps(record))
     read = read_result(path)
-    assert tuple(read)[:4] == HEAD
+    assert tuple(read)[:4] == HEADER
     assert (read["schema"], read["kind"]) == (SCHEMA, kind)
     assert read["provenance"].keys() == PROVENANCE
-    assert with_head(read) == read
+    assert with_header(read) == read
     moved = {"schema", "kind", "settings", "environment", "provenance"}
     assert {name: read[name] for name in record.keys() - moved} == {
         name: record[name] for name in record.keys() - moved
@@ -58,9 +58,9 @@ def test_a_result_of_an_earlier_version_gets_the_head_that_results_have_now(tmp_
 
 
 def test_hashes_of_an_earlier_version_are_found_by_their_role():
-    assert with_head(EARLIER[2][0])["provenance"]["checkpoints"] == {"final": "e" * 64}
-    assert with_head(EARLIER[3][0])["provenance"]["data"] == {"report": "d" * 64}
-    assert with_head(EARLIER[0][0])["provenance"]["device"] == "x"
+    assert with_header(EARLIER[2][0])["provenance"]["checkpoints"] == {"final": "e" * 64}
+    assert with_header(EARLIER[3][0])["provenance"]["data"] == {"report": "d" * 64}
+    assert with_header(EARLIER[0][0])["provenance"]["device"] == "x"
 
 
 @pytest.mark.parametrize("schema", ["saf.result/3", "saf.analysis/one-head/2", "saf.bench/2", "saf.run/1", None])
