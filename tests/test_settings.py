@@ -47,10 +47,10 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_help_shows_every_field_with_its_description(settings):
-    told = " ".join(pydoc.plain(pydoc.render_doc(settings)).replace("|", " ").split())
+    shown = " ".join(pydoc.plain(pydoc.render_doc(settings)).replace("|", " ").split())
     described = field_docs(settings)
     for field in fields(settings):
-        assert f"{field.name}: {described[field.name]}" in told
+        assert f"{field.name}: {described[field.name]}" in shown
 
 
 @pytest.mark.parametrize(("name", "command"), commands().items(), ids=commands())
@@ -59,14 +59,14 @@ def test_every_field_has_a_flag_with_its_description_and_default(name, command, 
     with pytest.raises(SystemExit) as stop:
         command.from_words(["--help"])
     assert stop.value.code == 0
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert " ".join(inspect.cleandoc(command.__doc__).split("\n\n")[0].split()) in told
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert " ".join(inspect.cleandoc(command.__doc__).split("\n\n")[0].split()) in shown
     flags = list(all_flags(command))
     for flag in flags:
         assert flag.help, f"{name}: {flag.field.name} has no description below it"
-        assert in_flags(flag.help, command) in told
-        assert f"--{flag.name} " in told or f"--{flag.name}, " in told or tyro.conf.Positional in flag.marks
-    assert told.count("(default: ") + told.count("(required)") == len(flags)
+        assert in_flags(flag.help, command) in shown
+        assert f"--{flag.name} " in shown or f"--{flag.name}, " in shown or tyro.conf.Positional in flag.marks
+    assert shown.count("(default: ") + shown.count("(required)") == len(flags)
 
 
 def test_choices_are_those_of_the_registry_when_they_are_asked_for():

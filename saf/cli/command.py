@@ -215,33 +215,35 @@ def _unchecked(
     members = []
     for flag in _flags(kind, prefix):
         value, default = flag.default(base), field()
-        told: dict[str, Any] = {"help": in_flags(flag.help, command)}
+        described: dict[str, Any] = {"help": in_flags(flag.help, command)}
         own = [mark for mark in flag.marks if mark != FLAT and not isinstance(mark, OneOf | OneKindOf | Flag)]
         if flag.classes:
-            word_kind, told = _unchecked_choice(flag, value, command), {}
+            word_kind, described = _unchecked_choice(flag, value, command), {}
         elif flag.group:
             word_kind = _unchecked(flag.group, {} if value in (None, MISSING) else vars(value), command, flag.prefix)
-            told |= {"name": ""} if FLAT in flag.marks else {}
+            described |= {"name": ""} if FLAT in flag.marks else {}
         else:
             word_kind = _word_kind(flag.kind, flag.marks)
             if value is not MISSING:
                 default = field(default_factory=partial(_spoken, value))
             elif may_lack:
                 word_kind, default = word_kind | None, field(default=None)
-                told |= {"help_behavior_hint": "(required)"}
-            told |= {"metavar": _METAVARS[shape]} if (shape := _shape(flag.kind)) else {}
-            told |= {"help_behavior_hint": "(default: none)"} if value in ((), {}) else {}
-            told |= {"name": flag.name, "prefix_name": False} if any(isinstance(m, Flag) for m in flag.marks) else {}
-        members.append((flag.field.name, Annotated[(word_kind, tyro.conf.arg(**told), *own)], default))
+                described |= {"help_behavior_hint": "(required)"}
+            described |= {"metavar": _METAVARS[shape]} if (shape := _shape(flag.kind)) else {}
+            described |= {"help_behavior_hint": "(default: none)"} if value in ((), {}) else {}
+            described |= (
+                {"name": flag.name, "prefix_name": False} if any(isinstance(m, Flag) for m in flag.marks) else {}
+            )
+        members.append((flag.field.name, Annotated[(word_kind, tyro.conf.arg(**described), *own)], default))
     return make_dataclass(kind.__name__, members, kw_only=True)
 
 
 def _unchecked_choice(flag: _Flag, value: Any, command: type) -> type:
     """Return a dataclass of the name of a class of settings, `value`'s by default, and of each class's own fields."""
     names = Literal[tuple(flag.classes)]
-    told = tyro.conf.arg(name=flag.name, prefix_name=False, help=in_flags(flag.help, command))
+    described = tyro.conf.arg(name=flag.name, prefix_name=False, help=in_flags(flag.help, command))
     default = field() if value is MISSING else field(default=flag.class_of(value))
-    members = [("chosen", Annotated[names | None if NoneType in get_args(flag.kind) else names, told], default)]
+    members = [("chosen", Annotated[names | None if NoneType in get_args(flag.kind) else names, described], default)]
     for name, settings in flag.classes.items():
         base = vars(value) if type(value) is settings else {}
         word_kind = _unchecked(settings, base, command, f"{flag.name}.{name}.", may_lack=True)
@@ -283,13 +285,13 @@ def _given(kind: type, parsed: Any, words: set[str], prefix: str = "") -> dict[s
         name, value = flag.field.name, getattr(parsed, flag.field.name)
         if flag.classes:
             chosen = value.chosen if words & flag.spellings else MISSING
-            told = {
+            by_class = {
                 each: _given(settings, getattr(value, f"of_{each}"), words, f"{flag.name}.{each}.")
                 for each, settings in flag.classes.items()
             }
-            told = {each: own for each, own in told.items() if own}
-            if told or chosen is not MISSING:
-                values[name] = _Choice(chosen, told)
+            by_class = {each: own for each, own in by_class.items() if own}
+            if by_class or chosen is not MISSING:
+                values[name] = _Choice(chosen, by_class)
         elif flag.group:
             if own := _given(flag.group, value, words, flag.prefix):
                 values[name] = own

@@ -138,25 +138,25 @@ def _layer_table(result: Mapping[str, Any]) -> list[Part]:
     if not rows:
         return []
     head = ["layer", "heads", "patterns", "stored as T x T", "length", "SHA-256"]
-    told = [_storage_words(result["storage"]), _stored_words(result["patterns"])]
-    return [Table.of("frozen heads", head, rows), *told]
+    notes = [_storage_words(result["storage"]), _stored_words(result["patterns"])]
+    return [Table.of("frozen heads", head, rows), *notes]
 
 
 def _stored_cell(stored: Mapping[str, int]) -> str:
     """Return in a few words how many heads of a layer are stored as T x T matrices."""
-    told = [f"{count} {'dense' if why == 'dense' else f'in {why}'}" for why, count in stored.items() if count]
-    return ", ".join(told) or "none"
+    counts = [f"{count} {'dense' if why == 'dense' else f'in {why}'}" for why, count in stored.items() if count]
+    return ", ".join(counts) or "none"
 
 
 def _stored_words(layers: Sequence[Mapping[str, Any]]) -> str:
     """Return in a sentence how many heads of all layers are stored as T x T matrices, and why."""
     totals = {why: sum(layer["stored"][why] for layer in layers) for why in layers[0]["stored"]}
-    told = [
+    counts = [
         f"{count} whose pattern is dense" if why == "dense" else f"{count} that {why} cannot hold as tables"
         for why, count in totals.items()
         if count
     ]
-    return f"heads that backend toeplitz stores as T x T: {', '.join(told) or 'none'}"
+    return f"heads that backend toeplitz stores as T x T: {', '.join(counts) or 'none'}"
 
 
 def _storage_words(storage: Mapping[str, int]) -> str:

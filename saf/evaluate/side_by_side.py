@@ -93,9 +93,9 @@ def arms_table(
     by_name = {comparison.name: comparison for comparison in comparisons}
     quoted = [_papers(run) for run in runs]
     rows = []
-    for run, name, told in zip(runs, names, quoted, strict=True):
+    for run, name, claims in zip(runs, names, quoted, strict=True):
         result, record = run.result or {}, by_name[name].record if name in by_name else None
-        paper_change, paper_memory, paper_seconds = (MISSING if each is None else each.text for each in told)
+        paper_change, paper_memory, paper_seconds = (MISSING if each is None else each.text for each in claims)
         event = (result.get("intervention") or {}).get("seconds") or {}
         loss, perplexity = result.get("report_loss"), result.get("report_perplexity")
         row = [
@@ -117,7 +117,7 @@ def arms_table(
     if brief:
         return Table.of("Arms side by side", _COLUMNS, rows, notes).without(_WIDE)
     notes = [*([_BASELINE] if comparisons else []), *notes]
-    notes += [f"Paper, {note}" for note in footnotes(each for told in quoted for each in told)]
+    notes += [f"Paper, {note}" for note in footnotes(each for claims in quoted for each in claims)]
     return Table.of("Arms side by side", _COLUMNS, rows, notes).used()
 
 

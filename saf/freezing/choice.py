@@ -144,8 +144,8 @@ def accept(
             else f"no other may be frozen{_kept(choose)}"
         )
         more, in_all = (" more", f"; {frozen_before + len(choose)} are frozen in all") if frozen_before else ("", "")
-        told = f"{len(choose)}{more} of {choose.total} heads could be frozen: {reason}{in_all}"
-        warnings.warn(told, SafWarning, stacklevel=6)
+        message = f"{len(choose)}{more} of {choose.total} heads could be frozen: {reason}{in_all}"
+        warnings.warn(message, SafWarning, stacklevel=6)
     return {head: made[head] for head in HeadSet(choose)}, rejected
 
 

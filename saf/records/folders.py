@@ -77,8 +77,8 @@ def remove_leftovers_(parent: Path) -> None:
 
 def no_room(error: BaseException) -> str | None:
     """Return why a file could not grow, when an error, safetensors' own included, says that; None for any other."""
-    told = re.search(r"os error (\d+)", str(error))
-    number = getattr(error, "errno", None) or (told and int(told[1]))
+    code = re.search(r"os error (\d+)", str(error))
+    number = getattr(error, "errno", None) or (code and int(code[1]))
     return _NO_ROOM.get(number or 0)
 
 

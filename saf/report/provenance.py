@@ -18,8 +18,8 @@ def device_and_versions(provenance: Mapping[str, Any] | None) -> str:
     """Return "NVIDIA H200, torch 2.11.0, ..."; "not recorded" for a file that does not tell."""
     if not provenance or not (provenance.get("device") or provenance.get("versions")):
         return "device and versions not recorded"
-    told = provenance.get("versions") or {}
-    parts = [f"{NAMES.get(name, name)} {version(name, told[name])}" for name in _SHOWN if told.get(name)]
+    versions = provenance.get("versions") or {}
+    parts = [f"{NAMES.get(name, name)} {version(name, versions[name])}" for name in _SHOWN if versions.get(name)]
     if provenance.get("driver"):
         parts.append(f"driver {provenance['driver']}")
     return ", ".join([str(provenance.get("device") or "device not recorded"), *parts])
@@ -64,9 +64,9 @@ def link(file: Path, beside: Path) -> str:
 
 def provenance_section(records: Sequence[Record], names: Sequence[str]) -> str:
     """Return device, versions, source and command of every file, and its settings to open."""
-    told = _columns([_facts(record) for record in records], names, "Where these numbers come from")
+    facts = _columns([_facts(record) for record in records], names, "Where these numbers come from")
     settings = _columns([record["settings"] for record in records], names, "What the benchmarks were asked for")
-    return f'{told}<details class="numbers"><summary>All settings</summary>{settings}</details>'
+    return f'{facts}<details class="numbers"><summary>All settings</summary>{settings}</details>'
 
 
 def measured_on(records: Sequence[Record]) -> str:
@@ -85,12 +85,12 @@ def _facts(record: Record) -> dict[str, Any]:
     provenance = dict(record["provenance"])
     checkpoints, data = provenance.pop("checkpoints"), provenance.pop("data")
     versions, peak = provenance.pop("versions", None) or {}, provenance.pop("peak", None) or {}
-    told = {f"{NAMES.get(key, key)} version": value and version(key, value) for key, value in versions.items()}
+    named = {f"{NAMES.get(key, key)} version": value and version(key, value) for key, value in versions.items()}
     if size := provenance.pop("memory_bytes", None):
         provenance["device memory"] = gibibytes(size)
-    told |= {f"checkpoint, {role}": value for role, value in checkpoints.items()}
-    told |= {f"data, {role}": value for role, value in data.items()}
-    return {**provenance, **told, "peak rates": peak.get("source"), "took": seconds(record["seconds"])}
+    named |= {f"checkpoint, {role}": value for role, value in checkpoints.items()}
+    named |= {f"data, {role}": value for role, value in data.items()}
+    return {**provenance, **named, "peak rates": peak.get("source"), "took": seconds(record["seconds"])}
 
 
 def _cell(value: Any) -> str | Cell:

@@ -274,7 +274,7 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
     asked, before = to_json(config.to_dict()), in_present_form(before)
     kept = sorted(asked.keys() - _FREE_ON_RESUME)
-    if shown := "; ".join(told for key in kept for told in _changes(key, before.get(key), asked[key])):
+    if shown := "; ".join(change for key in kept for change in _changes(key, before.get(key), asked[key])):
         raise InputError(
             f"cannot resume with other settings ({shown}). Leave them out, or start another run with parent="
         )

@@ -170,8 +170,8 @@ def test_arms_that_fail_to_compile_in_advance_are_said(monkeypatch, said):
     monkeypatch.setattr("saf.bench.model.update.UpdateSubject", _nothing)
     record = measure(settings, say=said.append)
     for arm in ("ordinary auto", "50% toeplitz auto"):
-        told = f"T=16 B=1 x1 not compiled in advance: {arm}: its process ended with code 1: no output"
-        assert sum(line.endswith(told) for line in said) == 1
+        message = f"T=16 B=1 x1 not compiled in advance: {arm}: its process ended with code 1: no output"
+        assert sum(line.endswith(message) for line in said) == 1
     assert any("compiled in advance: 0 of 2 arms" in line for line in said)
     # What is missing is what could not be built, not what was tried beforehand.
     assert {entry["why"] for entry in record["left_out"]} == {"InputError: not built here"}

@@ -66,14 +66,14 @@ def test_one_head_under_both_fits(measured):
     assert torch.allclose(both[0].mean(-1), matrix(record["nll_change"]))
     assert record["structured"]["alpha_constant_after"] == 5
     assert (matrix(record["structured"]["fit_kl"]) > matrix(record["fit_kl"])).all()
-    told = record["fit_difference"]
-    assert told.keys() == {"all", "0.25", "0.5"}
+    difference = record["fit_difference"]
+    assert difference.keys() == {"all", "0.25", "0.5"}
     expected = (both[1] - both[0]).flatten(0, 1).mean().item()
-    assert told["all"]["heads"] == 8
-    assert told["all"]["difference"] == pytest.approx(expected)
-    assert told["all"]["ci95"][0] <= expected <= told["all"]["ci95"][1]
+    assert difference["all"]["heads"] == 8
+    assert difference["all"]["difference"] == pytest.approx(expected)
+    assert difference["all"]["ci95"][0] <= expected <= difference["all"]["ci95"][1]
     lowest = matrix(record["scores"]["variance"]).flatten().argsort()[:2]
-    assert told["0.25"]["first"] == pytest.approx(both[0].flatten(0, 1)[lowest].mean().item())
+    assert difference["0.25"]["first"] == pytest.approx(both[0].flatten(0, 1)[lowest].mean().item())
 
 
 def test_one_head_without_a_fit_that_passes_keeps_its_measurements(saf, arms, tmp_path):
@@ -144,40 +144,40 @@ def test_every_score_is_there_when_the_run_kept_gradients(saf_json, text_data, t
     )
     pretrain(config)
     words = ("--windows", 1, "--heldout-sequences", 2, "--structured-after", 4, "--max-fit-kl", 9)
-    told = saf_json("analyze", "one-head", tmp_path / "run", *COMMON, *words)
-    assert told["quality"].keys() == SCORES.keys() - {"random"}
+    printed = saf_json("analyze", "one-head", tmp_path / "run", *COMMON, *words)
+    assert printed["quality"].keys() == SCORES.keys() - {"random"}
 
 
 def test_fits_of_one_half_on_the_other(saf_json, arms):
     checkpoint = arms[0] / "checkpoints" / "step-12"
     words = ("--device", "cpu", "--sequences", 6, "--structured-after", 4, "--rates", 0.25)
-    told = saf_json("analyze", "fits", checkpoint, *words)
-    assert told["sequences"] == [3, 3]
-    values = {(name, half): matrix(each[half]) for name, each in told["fits"].items() for half in ("own", "other")}
+    printed = saf_json("analyze", "fits", checkpoint, *words)
+    assert printed["sequences"] == [3, 3]
+    values = {(name, half): matrix(each[half]) for name, each in printed["fits"].items() for half in ("own", "other")}
     assert (values["free", "own"] < values["structured", "own"]).all()
-    lowest = matrix(told["variance"]).flatten().argsort()[:2]
-    group = told["groups"]["0% to 25%"]
+    lowest = matrix(printed["variance"]).flatten().argsort()[:2]
+    group = printed["groups"]["0% to 25%"]
     assert group["heads"] == 2
     for (name, half), each in values.items():
         assert group[f"{name}_{half}"] == pytest.approx(each.flatten()[lowest].mean().item())
-        assert told["groups"]["all"][f"{name}_{half}"] == pytest.approx(each.mean().item())
+        assert printed["groups"]["all"][f"{name}_{half}"] == pytest.approx(each.mean().item())
     closer = values["structured", "other"] < values["free", "other"]
-    assert told["groups"]["all"]["structured_closer"] == int(closer.sum())
+    assert printed["groups"]["all"]["structured_closer"] == int(closer.sum())
 
 
 def test_distributions(saf_json, saf, arms, monkeypatch):
     words = ("analyze", "distributions", arms[0] / "checkpoints" / "step-12", "--device", "cpu", "--sequences", 12)
-    told = saf_json(*words, "--rate", 0.5, "--shown", 2)
-    assert told["sequences"] == [7, 5]
-    assert told["rows"] == 3
-    assert told["positions"] == [1, 3, 7, 15, 23, 31]
-    assert len(told["heads"]) == 4
-    assert {name: len(rows) for name, rows in told["normalised"].items()} == dict.fromkeys(FAMILIES, 4)
-    flat = [value for row in told["normalised"]["gaussian"] for value in row]
-    assert told["medians"]["gaussian"] == pytest.approx(torch.tensor(flat).quantile(0.5).item())
-    assert [curve["head"] for curve in told["entries"]["curves"]] == [told["heads"][0], told["heads"][2]]
-    assert (told["entries"]["query"], told["entries"]["key"]) == (31, 30)
-    assert all(0 <= value <= 1 for values in told["entries"]["distances"].values() for value in values)
+    printed = saf_json(*words, "--rate", 0.5, "--shown", 2)
+    assert printed["sequences"] == [7, 5]
+    assert printed["rows"] == 3
+    assert printed["positions"] == [1, 3, 7, 15, 23, 31]
+    assert len(printed["heads"]) == 4
+    assert {name: len(rows) for name, rows in printed["normalised"].items()} == dict.fromkeys(FAMILIES, 4)
+    flat = [value for row in printed["normalised"]["gaussian"] for value in row]
+    assert printed["medians"]["gaussian"] == pytest.approx(torch.tensor(flat).quantile(0.5).item())
+    assert [curve["head"] for curve in printed["entries"]["curves"]] == [printed["heads"][0], printed["heads"][2]]
+    assert (printed["entries"]["query"], printed["entries"]["key"]) == (31, 30)
+    assert all(0 <= value <= 1 for values in printed["entries"]["distances"].values() for value in values)
     some = saf_json(*words, "--heads", "1:2", "--positions", 9, 20, "--distance", 20)
     assert some["heads"] == [[1, 2]]
     assert some["entries"]["key"] == 0
@@ -216,11 +216,11 @@ def test_figures(saf, arms, measured, tmp_path):
 
 def test_partial_spearman_reads_what_was_measured(saf_json, saf, measured, tmp_path):
     files = (measured / "one-head.json", "--profiles", measured / "profiles.json")
-    told = saf_json("analyze", "partial-spearman", *files, "--out", tmp_path / "p.json")
+    printed = saf_json("analyze", "partial-spearman", *files, "--out", tmp_path / "p.json")
     quality = read_json(measured / "one-head.json")["quality"]
-    assert told == read_json(tmp_path / "p.json")
-    assert told["heads"] == 8
-    for name, found in told["correlations"].items():
+    assert printed == read_json(tmp_path / "p.json")
+    assert printed["heads"] == 8
+    for name, found in printed["correlations"].items():
         assert found["spearman"] == pytest.approx(quality[name]["spearman"])
         assert found.keys() == {"spearman", "layer", "layer_entropy", "with_entropy"}
     code, _, err = saf("analyze", "partial-spearman", measured / "profiles.json")
@@ -231,9 +231,11 @@ def test_partial_spearman_reads_what_was_measured(saf_json, saf, measured, tmp_p
 def test_joint_cost_of_a_set_with_itself_and_of_files(saf_json, arms, tmp_path):
     checkpoint = arms[0] / "checkpoints" / "step-12"
     sets = ("--first", arms[1] / "events.jsonl", "--second", "0:0", "0:1", "1:2")
-    told = saf_json("analyze", "joint-cost", checkpoint, *COMMON, "--windows", 3, *sets, "--out", tmp_path / "j.json")
-    assert told["heads"][0] == read_events(arms[1])[0].heads
-    assert told["first"]["windows"] == 3
+    printed = saf_json(
+        "analyze", "joint-cost", checkpoint, *COMMON, "--windows", 3, *sets, "--out", tmp_path / "j.json"
+    )
+    assert printed["heads"][0] == read_events(arms[1])[0].heads
+    assert printed["first"]["windows"] == 3
     same = saf_json("analyze", "joint-cost", checkpoint, *COMMON, "--first", "0:0", "1:1", "--second", "1:1", "0:0")
     assert same["difference"]["delta_ppl_percent"] == 0
     assert same["overlap"] == 2
@@ -241,11 +243,11 @@ def test_joint_cost_of_a_set_with_itself_and_of_files(saf_json, arms, tmp_path):
 
 def test_profiles_of_selected_heads(saf_json, saf, arms, measured):
     words = ("analyze", "profiles", arms[0] / "checkpoints" / "step-12", *COMMON)
-    told = saf_json(*words, "--windows", 6, "--selected", arms[1] / "events.jsonl")
-    assert told["profiles"] == read_json(measured / "profiles.json")["profiles"]
-    assert set(told["matched"]) == {"entropy", "local_mass", "largest", "first_token"}
+    printed = saf_json(*words, "--windows", 6, "--selected", arms[1] / "events.jsonl")
+    assert printed["profiles"] == read_json(measured / "profiles.json")["profiles"]
+    assert set(printed["matched"]) == {"entropy", "local_mass", "largest", "first_token"}
     # Windows of 32 tokens have no key further back than 64.
-    assert told["matched"]["local_mass"] == pytest.approx([1, 1])
+    assert printed["matched"]["local_mass"] == pytest.approx([1, 1])
     code, out, _ = saf(*words, "--windows", 2, "--selected", "0:1")
     assert code == 0
     assert "layer-matched" in out
@@ -275,10 +277,10 @@ def test_head_sets_that_cannot_be_compared_are_refused_before_anything_is_measur
 
 
 def test_stability_of_a_selection_with_itself(saf_json, saf, arms):
-    told = saf_json("analyze", "stability", arms[1], arms[1] / "events.jsonl")
-    assert told["first"] == told["overlap"] == 2
-    assert told["expected"] < 2
-    assert told["rank_correlation"] == pytest.approx(1)
+    printed = saf_json("analyze", "stability", arms[1], arms[1] / "events.jsonl")
+    assert printed["first"] == printed["overlap"] == 2
+    assert printed["expected"] < 2
+    assert printed["rank_correlation"] == pytest.approx(1)
     code, _, err = saf("analyze", "stability", arms[1] / "config.json", arms[1])
     assert code == 2
     assert "lists no heads" in err
@@ -288,12 +290,12 @@ def test_geometry_and_costs(saf_json, saf, arms, tmp_path):
     costs = {rate: {name: number for number, name in enumerate(PATTERNS)} for rate in ("0.25", "0.5")}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     words = ("analyze", "geometry", arms[0] / "checkpoints" / "step-12", *COMMON, "--rates", 0.25, 0.5)
-    told = saf_json(*words, "--costs", tmp_path / "costs.json")
-    distances = told["distances"]["squared_error"]
+    printed = saf_json(*words, "--costs", tmp_path / "costs.json")
+    distances = printed["distances"]["squared_error"]
     assert distances["0.25"].keys() == PATTERNS.keys()
     assert distances["0.5"]["mean"] == pytest.approx(0, abs=1e-12)
     assert distances["0.5"]["structured_random"] > distances["0.5"]["sharp_mean"] > 0
-    within, pooled = told["correlations"]["kl"]
+    within, pooled = printed["correlations"]["kl"]
     assert within.keys() == costs.keys()
     assert -1 <= pooled <= 1
     code, _, err = saf(*words[:-2], 0.0)

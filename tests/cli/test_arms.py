@@ -17,10 +17,10 @@ from saf.records.files import read_json
 
 def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
     for run in arms:
-        told = saf_json("evaluate", run, "--device", "cpu", "--out", tmp_path / run.name)
+        printed = saf_json("evaluate", run, "--device", "cpu", "--out", tmp_path / run.name)
         recorded, log_probs = read_evaluation(run)
         again, log_probs_again = read_evaluation(tmp_path / run.name)
-        assert told["loss"] == again["loss"] == pytest.approx(recorded["loss"], rel=1e-6)
+        assert printed["loss"] == again["loss"] == pytest.approx(recorded["loss"], rel=1e-6)
         assert again["windows_hash"] == recorded["windows_hash"]
         assert (log_probs - log_probs_again).abs().max() < 1e-4
 
@@ -93,17 +93,17 @@ def test_evaluate_needs_data_for_a_model_that_does_not_tell(saf, saf_json, arms,
     code, _, err = saf("evaluate", tmp_path / "saved")
     assert code == 2
     assert "give --data" in err
-    told = saf_json("evaluate", tmp_path / "saved", "--data", text_data, "--device", "cpu")
-    assert told["loss"] == pytest.approx(read_json(arms[1] / "evaluation.json")["loss"], rel=1e-6)
+    printed = saf_json("evaluate", tmp_path / "saved", "--data", text_data, "--device", "cpu")
+    assert printed["loss"] == pytest.approx(read_json(arms[1] / "evaluation.json")["loss"], rel=1e-6)
 
 
 def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
-    told = saf_json("compare", *arms, "--out", tmp_path)
-    assert told == read_json(tmp_path / "compare.json")
-    assert told["heads"] == 2
-    assert told["differences"] == []
-    assert told["ci95"][0] <= told["delta_ppl_percent"] <= told["ci95"][1]
-    assert told["timed_updates"] == [16, 24]
+    printed = saf_json("compare", *arms, "--out", tmp_path)
+    assert printed == read_json(tmp_path / "compare.json")
+    assert printed["heads"] == 2
+    assert printed["differences"] == []
+    assert printed["ci95"][0] <= printed["delta_ppl_percent"] <= printed["ci95"][1]
+    assert printed["timed_updates"] == [16, 24]
     code, out, _ = saf("compare", *arms, "--out", tmp_path)
     assert code == 0
     assert "2 of 8" in out
@@ -127,10 +127,10 @@ def test_compare_refuses_arms_in_the_wrong_order_and_lists_differences(saf, saf_
 
 
 def test_report_writes_the_page_and_the_picture(saf_json, arms, tmp_path):
-    told = saf_json("report", *arms, "--out", tmp_path / "page.html", "--picture", tmp_path / "picture.svg")
+    printed = saf_json("report", *arms, "--out", tmp_path / "page.html", "--picture", tmp_path / "picture.svg")
     page = (tmp_path / "page.html").read_text()
-    assert told["report"] == str(tmp_path / "page.html")
-    assert told["bytes"] == len(page.encode())
+    assert printed["report"] == str(tmp_path / "page.html")
+    assert printed["bytes"] == len(page.encode())
     assert "Freezing 2 of 8 attention heads" in page
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
 
@@ -169,9 +169,9 @@ def test_inspect_shows_tables(saf, arms, text_data):
 
 def test_inspect_tells_how_good_the_fits_are(saf, saf_json, arms, tmp_path):
     event = read_events(arms[1])[0].values
-    told = saf_json("inspect", arms[1])
-    assert [record["head"] for record in told["certificates"]] == told["frozen"]
-    assert told["fit_kl"] == event["fit_kl"]
+    printed = saf_json("inspect", arms[1])
+    assert [record["head"] for record in printed["certificates"]] == printed["frozen"]
+    assert printed["fit_kl"] == event["fit_kl"]
     worst = f"KL at most {max(kl for *_, kl in event['fit_kl']):.4f} nats"
     _, out, _ = saf("inspect", arms[1])
     assert f"{worst}; 2 of 2 converged, marginals within " in " ".join(out.replace("│", " ").split())
@@ -226,11 +226,11 @@ def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_p
     from saf.train import load_model
 
     save(load_model(arms[1] / "checkpoints" / "step-24"), tmp_path / "saved")
-    told = saf_json("inspect", tmp_path / "saved")
-    assert (told["kind"], told["verified"], len(told["frozen"])) == ("saved", True, 2)
-    assert sum(layer["kinds"]["compact"] for layer in told["patterns"]) == 2
-    assert {layer["length"] for layer in told["patterns"]} == {32}
-    assert told["patterns"] == saf_json("inspect", arms[1] / "checkpoints" / "step-24")["patterns"]
+    printed = saf_json("inspect", tmp_path / "saved")
+    assert (printed["kind"], printed["verified"], len(printed["frozen"])) == ("saved", True, 2)
+    assert sum(layer["kinds"]["compact"] for layer in printed["patterns"]) == 2
+    assert {layer["length"] for layer in printed["patterns"]} == {32}
+    assert printed["patterns"] == saf_json("inspect", arms[1] / "checkpoints" / "step-24")["patterns"]
     weights = tmp_path / "saved" / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -251,15 +251,17 @@ def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_p
 
 def test_freeze_writes_a_checkpoint_that_evaluates_and_continues(saf, saf_json, arms, tmp_path):
     parent = arms[0] / "checkpoints" / "step-12"
-    told = saf_json("freeze", parent, "--rate", 0.5, "--out", tmp_path / "frozen", "--sequences", 4, "--device", "cpu")
-    assert len(told["heads"]) == 4
+    printed = saf_json(
+        "freeze", parent, "--rate", 0.5, "--out", tmp_path / "frozen", "--sequences", 4, "--device", "cpu"
+    )
+    assert len(printed["heads"]) == 4
     seen = saf_json("inspect", tmp_path / "frozen")
-    assert (seen["hash"], seen["parent"], seen["frozen"]) == (told["hash"], told["parent"], told["heads"])
+    assert (seen["hash"], seen["parent"], seen["frozen"]) == (printed["hash"], printed["parent"], printed["heads"])
     assert read_events(tmp_path / "frozen")[0].update == 12
     assert saf_json("evaluate", tmp_path / "frozen", "--limit", 2)["loss"] > 0
     code, _, err = saf("pretrain", "--parent", tmp_path / "frozen", "--out", tmp_path / "run", "--quiet")
     assert code == 0, err
-    assert saf_json("inspect", tmp_path / "run")["frozen"] == told["heads"]
+    assert saf_json("inspect", tmp_path / "run")["frozen"] == printed["heads"]
 
 
 def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json, arms, tmp_path):
@@ -268,8 +270,8 @@ def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json,
     result = saf_json("pretrain", "--parent", tmp_path / "frozen", "--out", tmp_path / "run", "--quiet")
     assert (result["arm"], result["intervention"]["update"], len(result["intervention"]["heads"])) == ("frozen", 12, 2)
     assert result["provenance"]["patterns_hash"] == read_json(arms[1] / "result.json")["provenance"]["patterns_hash"]
-    told = saf_json("compare", arms[0], tmp_path / "run")
-    assert (told["differences"], told["heads"], told["timed_updates"]) == ([], 2, [16, 24])
+    printed = saf_json("compare", arms[0], tmp_path / "run")
+    assert (printed["differences"], printed["heads"], printed["timed_updates"]) == ([], 2, [16, 24])
     ordinary = shutil.copytree(arms[0], tmp_path / "thinned", ignore=shutil.ignore_patterns("checkpoints"))
     assert saf_json("compare", ordinary, tmp_path / "run")["differences"] == []
 
@@ -277,11 +279,11 @@ def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json,
 def test_freezing_at_the_same_rate_chooses_what_the_run_chose(saf_json, arms, tmp_path):
     parent = arms[0] / "checkpoints" / "step-12"
     options = ("--rate", 0.25, "--sequences", 4, "--batch-size", 4, "--device", "cpu")
-    told = saf_json("freeze", parent, "--out", tmp_path / "frozen", *options)
+    printed = saf_json("freeze", parent, "--out", tmp_path / "frozen", *options)
     event = read_events(arms[1])[0].values
-    assert told["heads"] == event["heads"]
-    assert told["sequences_hash"] == event["sequences_hash"]
-    assert told["scores"] == event["scores"]
+    assert printed["heads"] == event["heads"]
+    assert printed["sequences_hash"] == event["sequences_hash"]
+    assert printed["scores"] == event["scores"]
 
 
 def test_a_finalised_checkpoint_is_smaller(saf_json, arms, tmp_path):

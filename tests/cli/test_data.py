@@ -44,8 +44,8 @@ def test_a_few_long_files_are_held_out_from_as_the_readme_says(tmp_path):
     command = ("prepare", str(tmp_path), "--out", str(tmp_path / "data"), "--vocab-size", "300", "--workers", "1")
     with pytest.raises(DataError, match="got no document: 9 documents in all"):
         run(*command)
-    told = run(*command, *advised)
-    assert all(partition["documents"] for partition in told["partitions"].values())
+    printed = run(*command, *advised)
+    assert all(partition["documents"] for partition in printed["partitions"].values())
 
 
 def test_several_sources_and_held_out_ones(text, tmp_path):

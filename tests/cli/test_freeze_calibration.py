@@ -22,8 +22,8 @@ def test_a_calibration_is_stated_kept_and_read_again(saf, saf_json, arms, tmp_pa
     code, _, err = saf(*words(arms, tmp_path / "half", *kept, "--rate", 0.5))
     assert code == 0
     assert err.splitlines()[1:] == ["calibrated 2/2 layers, found"]
-    told = saf_json(*words(arms, tmp_path / "again", "--rate", 0.5))
-    assert told["heads"] == saf_json("inspect", tmp_path / "half")["frozen"]
+    printed = saf_json(*words(arms, tmp_path / "again", "--rate", 0.5))
+    assert printed["heads"] == saf_json("inspect", tmp_path / "half")["frozen"]
     code, _, err = saf(*words(arms, tmp_path / "other", *kept, "--calibration-seed", 5))
     assert code == 2
     assert "calibration of other inputs (sequences: " in err

@@ -129,17 +129,17 @@ def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, monkeypatch
 
 
 def test_a_record_tells_the_arguments_that_the_command_was_given(saf, monkeypatch):
-    told = []
+    recorded = []
     monkeypatch.setattr("sys.argv", ["demo.py"])
-    monkeypatch.setattr("saf.cli._run", lambda name, rest: told.append(command()) or 0)
+    monkeypatch.setattr("saf.cli._run", lambda name, rest: recorded.append(command()) or 0)
     assert saf("pretrain", "--out", "a run")[0] == 0
-    assert told == ["saf pretrain --out 'a run'"]
-    told = []
+    assert recorded == ["saf pretrain --out 'a run'"]
+    recorded = []
     for path in ("demo.py", "tools/demo.py", "/home/me/tools/demo.py", "/usr/bin/saf", "/site/saf/__main__.py"):
         monkeypatch.setattr("sys.argv", [path, "--fast"])
-        told.append(command())
-    assert told[:3] == ["python demo.py --fast", "python tools/demo.py --fast", "python demo.py --fast"]
-    assert told[3:] == ["saf --fast"] * 2
+        recorded.append(command())
+    assert recorded[:3] == ["python demo.py --fast", "python tools/demo.py --fast", "python demo.py --fast"]
+    assert recorded[3:] == ["saf --fast"] * 2
 
 
 def test_a_bug_keeps_its_traceback(saf, monkeypatch):
@@ -161,12 +161,12 @@ def test_the_module_runs_as_a_program_and_imports_no_other_command():
 
 
 def test_doctor_names_backend_packages_and_devices(saf, saf_json):
-    told = saf_json("doctor")
-    assert told["devices"][0]["device"] == "cpu"
-    assert told["packages"]["torch"]
-    assert any(line.startswith("auto: ") for line in told["backends"][0]["lines"])
-    assert {"cudnn", "flash", "fa3", "fa4"} <= set(told["live_kernels"])
-    assert told["live_kernels"]["math"] is None
+    printed = saf_json("doctor")
+    assert printed["devices"][0]["device"] == "cpu"
+    assert printed["packages"]["torch"]
+    assert any(line.startswith("auto: ") for line in printed["backends"][0]["lines"])
+    assert {"cudnn", "flash", "fa3", "fa4"} <= set(printed["live_kernels"])
+    assert printed["live_kernels"]["math"] is None
     code, out, _ = saf("doctor")
     assert code == 0
     assert "frozen heads on cpu, float32:" in out

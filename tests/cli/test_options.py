@@ -157,12 +157,12 @@ def test_an_unknown_name_is_refused_with_the_known_ones(capsys):
 def test_freezing_a_checkpoint_by_scores_and_lists(saf, saf_json, arms, tmp_path):
     checkpoint = arms[0] / "checkpoints" / "step-12"
     common = ("--device", "cpu", "--sequences", 4, "--heldout-sequences", 3, "--max-fit-kl", 10)
-    told = saf_json("freeze", checkpoint, "--out", tmp_path / "cosine", "--score", "residual_cosine", *common)
-    assert (told["score_name"], len(told["heads"])) == ("residual_cosine", 2)
+    printed = saf_json("freeze", checkpoint, "--out", tmp_path / "cosine", "--score", "residual_cosine", *common)
+    assert (printed["score_name"], len(printed["heads"])) == ("residual_cosine", 2)
     named = saf_json(
         "freeze", checkpoint, "--out", tmp_path / "named", "--heads", tmp_path / "cosine" / "events.jsonl", *common
     )
-    assert named["heads"] == told["heads"] == read_events(tmp_path / "named")[0].heads
+    assert named["heads"] == printed["heads"] == read_events(tmp_path / "named")[0].heads
     code, _, err = saf("freeze", checkpoint, "--out", tmp_path / "gradient", "--score", "qk_gradient", *common)
     assert code == 2
     assert "--track-gradients" in err
@@ -173,6 +173,6 @@ def test_freezing_by_gradients_that_the_run_kept(saf_json, text_data, tmp_path):
     options = "--eval-every 0 --eval-windows 2 --save-every 0 --device cpu --no-tensorboard --quiet --track-gradients"
     saf_json("pretrain", "--data", text_data, "--out", tmp_path / "run", *shape.split(), *options.split())
     words = ("--sequences", 4, "--max-fit-kl", 10, "--device", "cpu", "--score", "qk_gradient")
-    told = saf_json("freeze", tmp_path / "run" / "checkpoints" / "step-2", "--out", tmp_path / "frozen", *words)
+    printed = saf_json("freeze", tmp_path / "run" / "checkpoints" / "step-2", "--out", tmp_path / "frozen", *words)
     state = read_json(tmp_path / "run" / "checkpoints" / "step-2" / "state.json")
-    assert told["scores"] == state["qk_gradient"]["average"]
+    assert printed["scores"] == state["qk_gradient"]["average"]

@@ -119,11 +119,11 @@ def test_a_flag_of_a_schedule_that_was_not_chosen_is_refused(late, tmp_path):
 def test_the_help_shows_every_schedule(late, tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse("--help")
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--schedule {None,one_time,quite_late}" in told
-    assert "Freeze once, some updates before the end." in told
-    assert "--freeze-at INT|FLOAT When: a whole number of updates, or a share of all of them. (default: 0.5)" in told
-    assert "--schedule.quite-late.updates-left {None}|INT Updates after the event. (required)" in told
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--schedule {None,one_time,quite_late}" in printed
+    assert "Freeze once, some updates before the end." in printed
+    assert "--freeze-at INT|FLOAT When: a whole number of updates, or a share of all of them. (default: 0.5)" in printed
+    assert "--schedule.quite-late.updates-left {None}|INT Updates after the event. (required)" in printed
     with pytest.raises(SystemExit):
         parse("--schedule", "never")
     assert "quite_late" in "".join(capsys.readouterr())
@@ -181,9 +181,9 @@ def test_says_what_is_missing(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--out", tmp_path)
     assert stop.value.code == 2
-    told = capsys.readouterr().err
-    assert "--data" in told
-    assert "Folder made by `saf data prepare`" in told
+    printed = capsys.readouterr().err
+    assert "--data" in printed
+    assert "Folder made by `saf data prepare`" in printed
     with pytest.raises(InputError, match=r"--freeze\.max-fit-kl needs --freeze\.rate"):
         parse("--data", "d", "--out", tmp_path, "--freeze.max-fit-kl", 0.3)
 
@@ -203,11 +203,11 @@ def test_help_shows_the_settings_that_words_change(data, tmp_path, capsys, monke
     for words in (("--out", tmp_path / "run", "--resume"), ("--parent", tmp_path / "run/checkpoints/step-2")):
         with pytest.raises(SystemExit) as stop:
             parse(*words, "--out", tmp_path / "run", "--help")
-        told = capsys.readouterr().out
+        printed = capsys.readouterr().out
         assert stop.value.code == 0
-        assert "(default: 0.03125)" in told
-        assert "(default: num_layers 2" in told
-        assert "(required)" not in told
+        assert "(default: 0.03125)" in printed
+        assert "(default: num_layers 2" in printed
+        assert "(required)" not in printed
 
 
 def test_resuming_with_the_same_settings_said_again(data, tmp_path):

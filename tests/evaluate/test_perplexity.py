@@ -61,12 +61,14 @@ def test_files_hold_every_tokens_log_probability(data, tmp_path):
 
 
 def test_the_batch_size_changes_nothing_and_progress_is_told(data):
-    told = []
+    reported = []
     one = evaluate_perplexity(small(), data, limit=7, batch_size=1)
-    other = evaluate_perplexity(small(), data, limit=7, batch_size=3, progress=lambda done, of: told.append((done, of)))
+    other = evaluate_perplexity(
+        small(), data, limit=7, batch_size=3, progress=lambda done, of: reported.append((done, of))
+    )
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
     assert one["windows_hash"] == other["windows_hash"]
-    assert told == [(3, 7), (6, 7), (7, 7)]
+    assert reported == [(3, 7), (6, 7), (7, 7)]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])

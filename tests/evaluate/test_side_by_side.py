@@ -25,8 +25,8 @@ def test_the_brief_table_has_fewer_columns_and_the_same_numbers(tmp_path):
     brief, whole = (arms_table(runs, names, comparisons, brief=brief) for brief in (True, False))
     assert set(brief.columns) < set(whole.columns)
     for short, long in zip(brief.rows, whole.rows, strict=True):
-        told = dict(zip(whole.columns, long, strict=True))
-        assert dict(zip(brief.columns, short, strict=True)).items() <= told.items()
+        cells = dict(zip(whole.columns, long, strict=True))
+        assert dict(zip(brief.columns, short, strict=True)).items() <= cells.items()
     record = comparisons[0].record
     assert record is not None
     assert f"({record['update_time_ratio']:.3f}×)" in str(brief.rows[1][brief.columns.index("median update")])

@@ -29,16 +29,16 @@ def process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     own = torch.randint(0, 64, (4, LENGTH), generator=torch.Generator().manual_seed(rank))
-    told = {}
+    answers = {}
     for name, error in (("known", SelectionError("too few")), ("strange", _Unpicklable())):
         try:
             done_once(lambda error=error: _fail(error))
         except Exception as caught:
-            told[name] = [type(caught).__name__, str(caught)]
+            answers[name] = [type(caught).__name__, str(caught)]
     model = model_of_all()
     report = saf.freeze_(model, [own], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
     assert isinstance(report.patterns, CompactPattern)
-    told |= {
+    answers |= {
         "heads": report.heads.to_list(),
         "alpha": report.patterns.alpha.tolist(),
         "sequences": report.statistics.sequences_hash,
@@ -46,7 +46,7 @@ def process(rank: int, folder: str) -> None:
         "output": model(own[:1] * 0)[0].sum().item(),
         "own": own.sum().item(),
     }
-    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    Path(folder, f"{rank}.json").write_text(json.dumps(answers))
     distributed.destroy_process_group()
 
 

@@ -16,8 +16,8 @@ DEEP = CompactPattern.from_parameters(
 def test_stored_heads_are_told_by_dtype_and_reason():
     patterns = [TrainablePattern(SOFT.alpha, SOFT.rho), DEEP, DensePattern(SOFT.dense()), SOFT]
     frozen = FrozenHeads.from_patterns(patterns, backend="toeplitz", dtype=torch.bfloat16)
-    told = f"num_frozen=4, max_length={LENGTH}, backend='toeplitz', stored as T x T for bfloat16: 1 dense"
-    assert frozen.extra_repr() == told
+    shown = f"num_frozen=4, max_length={LENGTH}, backend='toeplitz', stored as T x T for bfloat16: 1 dense"
+    assert frozen.extra_repr() == shown
     assert frozen.tables(torch.bfloat16)["weights"].shape[0] == 1
     half = FrozenHeads.from_patterns(patterns[1:], backend="toeplitz", dtype=(torch.float16, torch.bfloat16))
     assert half.extra_repr().endswith(

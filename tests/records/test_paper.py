@@ -61,12 +61,12 @@ def test_updates_and_perplexity_are_those_of_the_main_table(text):
 
 
 def test_other_rates_are_those_of_their_table(text):
-    told = {cells[0][-3:].strip(): cells for cells in rows(text, "tab:training-systems-details") if len(cells) == 4}
+    by_rate = {cells[0][-3:].strip(): cells for cells in rows(text, "tab:training-systems-details") if len(cells) == 4}
     point = ("124m", 4096, 8)
     for rate in (0.1, 0.25, 0.5, 0.75):
-        assert paper.update_speed(point, rate).text == number(told[f"{100 * rate:g}%"][1]) + "×"
+        assert paper.update_speed(point, rate).text == number(by_rate[f"{100 * rate:g}%"][1]) + "×"
     for rate, name in ((0.0, "0%"), (0.1, "10%"), (0.75, "75%")):
-        assert paper.update_memory(point, rate).text == told[name][2].replace("GiB", " GiB").replace("  ", " ")
+        assert paper.update_memory(point, rate).text == by_rate[name][2].replace("GiB", " GiB").replace("  ", " ")
 
 
 def test_native_batches_are_the_ratio_of_the_two_times(text):
@@ -84,10 +84,10 @@ def test_native_batches_are_the_ratio_of_the_two_times(text):
 
 
 def test_the_larger_model(text):
-    told = [cells for cells in rows(text, "tab:scale-up-systems") if len(cells) == 6]
+    printed_rows = [cells for cells in rows(text, "tab:scale-up-systems") if len(cells) == 6]
     for sequences in (1, 2):
         for rate in (0.25, 0.5):
-            cells = next(c for c in told if c[0].endswith(f"1 / {sequences}") and c[1] == f"{100 * rate:g}%")
+            cells = next(c for c in printed_rows if c[0].endswith(f"1 / {sequences}") and c[1] == f"{100 * rate:g}%")
             assert paper.update_speed(("1b", 8192, sequences), rate).text == cells[4] + "×"
             assert paper.update_memory(("1b", 8192, sequences), rate).text == number(cells[5]) + "%"
     assert "25% replacement increases perplexity by 0.507%" in text.replace("\\%", "%")
@@ -128,8 +128,8 @@ def test_attention_alone(text):
     for cells in rows(text, "tab:qwen-prefill-details"):
         if len(cells) == 7 and cells[1].isdigit():
             for rate, cell in zip((0.1, 0.2, 0.3, 0.5, 0.75), cells[2:], strict=True):
-                told = re.search(r"\((.*)\)", cell)[1]
-                assert paper.attention_speed(int(cells[1]), int(cells[0][-1]), rate).text == f"{told}×"
+                speed = re.search(r"\((.*)\)", cell)[1]
+                assert paper.attention_speed(int(cells[1]), int(cells[0][-1]), rate).text == f"{speed}×"
                 seen += 1
     assert seen == 30
 
@@ -140,26 +140,26 @@ def test_intervention(text):
         name = re.search(r"(124M|1B), (\dK)", cells[0])
         if name and len(cells) == 5:
             at = (name[1].lower(), LENGTHS[name[2]], float(cells[1][:-1]) / 100)
-            told = [paper.intervention(*at, part).text for part in ("statistics", "fit", "total")]
-            assert told == [f"{cell} s" for cell in cells[2:]]
+            stages = [paper.intervention(*at, part).text for part in ("statistics", "fit", "total")]
+            assert stages == [f"{cell} s" for cell in cells[2:]]
             seen += 1
     assert seen == 4
 
 
 def test_gradient_errors(text):
     names = ("Output", "Input gradient", "Value gradient", "Query", "Key", "Value projection", "Output projection")
-    told = [cells for cells in rows(text, "tab:gradient-errors") if len(cells) == 5]
+    printed_rows = [cells for cells in rows(text, "tab:gradient-errors") if len(cells) == 5]
     for name, (key, values) in zip(names, paper.GRADIENT_ERRORS.items(), strict=True):
-        cells = next(c for c in told if c[0].startswith(name) and (name != "Output" or c[0] == "Output"))
+        cells = next(c for c in printed_rows if c[0].startswith(name) and (name != "Output" or c[0] == "Output"))
         assert tuple(map(number, cells[1:])) == values, key
 
 
 def test_scores(text):
     names = {"variance": "var", "residual_cosine": "cos", "relative_output_change": "rel"}
     names |= {"output_magnitude": "mag", "redundancy": "red"}
-    told = [cells for cells in rows(text, "tab:selector-diagnostic") if len(cells) == 4]
+    printed_rows = [cells for cells in rows(text, "tab:selector-diagnostic") if len(cells) == 4]
     for name, mark in names.items():
-        cells = next(c for c in told if f"mathrm{mark}" in c[0])
+        cells = next(c for c in printed_rows if f"mathrm{mark}" in c[0])
         assert tuple(number(cell) for cell in cells[1:]) == tuple(
             t.rstrip("%") for t in paper.SELECTOR_DIAGNOSTIC[name]
         )
@@ -167,17 +167,17 @@ def test_scores(text):
 
 def test_geometry(text):
     names = {"squared_error": "Squared error", "kl": "KL", "hellinger": "Squared Hellinger", "total_variation": "Total"}
-    told = [cells for cells in rows(text, "tab:prior-geometry-correlation") if len(cells) == 6]
+    printed_rows = [cells for cells in rows(text, "tab:prior-geometry-correlation") if len(cells) == 6]
     for key, name in names.items():
-        cells = next(c for c in told if name in c[0])
+        cells = next(c for c in printed_rows if name in c[0])
         assert tuple(cells[1:]) == tuple(paper.GEOMETRY_CORRELATIONS[key].values())
 
 
 def test_what_stands_in_sentences(text):
     plain = re.sub(r"\s+", " ", re.sub(r"[${}\\]", "", text))
-    told = paper.PROFILES
-    (entropy, others), (local, recent) = told["entropy"], told["local_mass"]
-    first = f"{100 * float(told['first_token'][0]):.3f}"
+    profiles = paper.PROFILES
+    (entropy, others), (local, recent) = profiles["entropy"], profiles["local_mass"]
+    first = f"{100 * float(profiles['first_token'][0]):.3f}"
     stable, joint = (
         {key: value.replace(" to ", "--") for key, value in found.items()}
         for found in (paper.STABILITY, paper.JOINT_COST)

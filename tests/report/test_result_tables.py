@@ -38,9 +38,9 @@ def test_interventions_are_told_stage_by_stage(intervention):
 def test_the_papers_interventions_stand_beside_the_same_case_alone(intervention):
     rows = [row | {"model": "124m", "point": {"length": 4096, "batch_size": 32}} for row in intervention["rows"]]
     text = rendered(intervention | {"rows": rows})
-    told = {row["stage"]: row["paper"] for row in tables(text)[0]}
-    assert (told["statistics"], told["fit"]) == ("51.56 ± 5.96 s with capture", "3.20 ± 0.16 s")
-    assert (told["whole"], told["install"]) == ("54.86 ± 6.04 s", "–")
+    quoted = {row["stage"]: row["paper"] for row in tables(text)[0]}
+    assert (quoted["statistics"], quoted["fit"]) == ("51.56 ± 5.96 s with capture", "3.20 ± 0.16 s")
+    assert (quoted["whole"], quoted["install"]) == ("54.86 ± 6.04 s", "–")
     fewer = [row | {"point": {"length": 4096, "batch_size": 16}} for row in rows]
     assert {row["paper"] for row in tables(rendered(intervention | {"rows": fewer}))[0]} == {"–"}
 

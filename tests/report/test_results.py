@@ -173,9 +173,9 @@ def test_a_stale_document_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     assert tool.stale_results() == []
     path = put(tmp_path / "results", "bench/update.json", record())
-    told = tool.stale_results()
-    assert [line.split(":")[0] for line in told] == ["docs/results.md", "docs/images/bench-update.svg"]
-    assert "saf report --results results --out docs/results.md" in told[0]
+    stale = tool.stale_results()
+    assert [line.split(":")[0] for line in stale] == ["docs/results.md", "docs/images/bench-update.svg"]
+    assert "saf report --results results --out docs/results.md" in stale[0]
     write_results(tmp_path / "results", tmp_path / "docs" / "results.md")
     assert tool.stale_results() == []
     edit(path, seconds=1.0, finished=False)

@@ -102,9 +102,9 @@ raise SystemExit(75)
     ours, terminal = os.openpty()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=terminal, stderr=terminal, start_new_session=True)
     os.close(terminal)
-    told = b""
-    while b"ready" not in told:
-        told += os.read(ours, 1000)
+    printed = b""
+    while b"ready" not in printed:
+        printed += os.read(ours, 1000)
     os.close(ours)
     assert process.wait(timeout=60) == 75
 

@@ -38,8 +38,8 @@ def error_tables(record: Record, *, brief: bool = False) -> list[Part]:
             others = (*_BUDGETED, f"{beside}, max.", f"{beside}, L2")
             parts.append(table.without(others).titled(f"{title}, from eager attention in the same precision"))
     source = paper.GRADIENTS
-    told = f"Paper, `{source.label}`: {source.conditions}. It stands beside our column of the same comparison."
-    return [*parts, f"- {told if papers else 'The paper tells another case.'}"]
+    about_paper = f"Paper, `{source.label}`: {source.conditions}. It stands beside our column of the same comparison."
+    return [*parts, f"- {about_paper if papers else 'The paper tells another case.'}"]
 
 
 def _conditions(settings: Record) -> str:
@@ -57,9 +57,9 @@ def _table(rows: list[Record], beside: str, precision: str | None) -> Table:
     cells = []
     for row in rows:
         eager = row["eager"] or {}
-        told = paper.GRADIENT_ERRORS.get(row["tensor"]) if precision else None
+        quoted = paper.GRADIENT_ERRORS.get(row["tensor"]) if precision else None
         first = 0 if precision == "fp32" else 2
-        most, relative = told[first : first + 2] if told else (MISSING, MISSING)
+        most, relative = quoted[first : first + 2] if quoted else (MISSING, MISSING)
         cells.append(
             [
                 row["tensor"],

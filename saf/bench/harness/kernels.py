@@ -90,11 +90,11 @@ def attention_table(record: Record) -> Table:
 def _attention_rows(entry: Record) -> list[list[str | Cell]]:
     known = [_where(entry), entry["arm"], _SEEN[entry["kernel_seen"]]]
     ran = [kernel for kernel in entry["kernels"] if kernel["name"] in entry["attention"]]
-    told = [
+    kernels = [
         [Cell(text=_short(kernel["name"]), code=True), number(kernel["calls"]), number(kernel["ms"], 3)]
         for kernel in ran
     ]
-    return [[*known, *each] for each in told] or [[*known, "none found by name", MISSING, MISSING]]
+    return [[*known, *each] for each in kernels] or [[*known, "none found by name", MISSING, MISSING]]
 
 
 def _short(name: str) -> str:

@@ -33,7 +33,7 @@ def speed_table(groups: Sequence[Group]) -> Table:
 
 
 def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
-    row, told = arm.row, arm.ratio is not None
+    row, has_ratio = arm.row, arm.ratio is not None
     share = arm.share_of_bound
     return [
         shape(group.point),
@@ -45,7 +45,7 @@ def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
         _time(row, "arm"),
         number(row["arm_floor_ms"]),
         f"{arm.ratio:.3f}×" if arm.ratio is not None else REFUSED,
-        _half(row) if told else MISSING,
+        _half(row) if has_ratio else MISSING,
         number(row["pairs"]),
         f"{1 / arm.ratio:.3f}" if arm.ratio is not None and row.get("part") == "frozen" else MISSING,
         MISSING if group.control is None else f"{group.control['ratio']:.4f}",
@@ -169,11 +169,11 @@ def _floors(record: Record) -> str:
 def _clocks(record: Record) -> str:
     """Say what comes before each block on account of the device's clocks; older records have nothing."""
     settings, cuda = record["settings"], record["provenance"]["driver"]
-    told = (
+    pauses = (
         ("settle_ms", SETTLE_MS, "after up to {:g} ms of untimed ones"),
         ("rest_ms", REST_MS, "after {:g} ms of rest"),
     )
-    for name, usual, words in told:
+    for name, usual, words in pauses:
         asked = settings.get(name, 0.0)
         if milliseconds := (usual if cuda else 0.0) if asked is None else asked:
             return " " + words.format(milliseconds)

@@ -122,5 +122,5 @@ def _measure_memory(
         change = None if ordinary is None else 100 * (peak / ordinary - 1)
         entry = {"arm": arm.name, "backend": arm.backend, "rate": arm.rate, "kind": reply["memory_kind"]}
         recorder.add("memory", point=point.to_dict(), **entry, bytes=peak, change_percent=change)
-        told = "" if change is None else f", {change:+.2f}% against ordinary"
-        recorder.say(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{told}")
+        compared = "" if change is None else f", {change:+.2f}% against ordinary"
+        recorder.say(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")

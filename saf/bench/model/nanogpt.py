@@ -14,13 +14,13 @@ _HEAD += ("nanoGPT, tokens/s", "ours, tokens/s")
 def nanogpt_tables(record: Record) -> list[Part]:
     """Return how it was measured, and one row a point: times, within-pair ratio and its spread, control, tokens/s."""
     tolerance, model = 100 * record["settings"]["tolerance"], str(record["nanogpt_model_sha256"])[:12]
-    told = (
+    protocol = (
         f"Baseline: nanoGPT's own update, its `model.py` of sha256 {model}; ours: ordinary attention in every head. "
         f"Both {compiled(record)}, in the same process; alternating pairs (ABBA). Control: a second nanoGPT against "
         f"the first; measurements whose control is further than {tolerance:g}% from 1 are refused."
     )
     rows = [_cells(row) for row in record["rows"] if not row["control"]]
-    return [told, Table.of("", _HEAD, rows)] if rows else [told]
+    return [protocol, Table.of("", _HEAD, rows)] if rows else [protocol]
 
 
 def _cells(row: Record) -> tuple[str, ...]:

@@ -57,10 +57,10 @@ def _two_fits(record: Record, accepted: set[tuple[int, ...]]) -> list[str]:
     parts += panel.frame("", across="free fit, thousandths of a nat")
     parts.append(panel.line([(scale.low, scale.low), (scale.high, scale.high)], "live thin light"))
     parts += panel.dots(points, "dot-frozen light")
-    told = (record.get("fit_difference") or {}).get("all")
-    if told:
-        low, high = (number(1e3 * end, 2) for end in told["ci95"])
-        words = f"mean difference {number(1e3 * told['difference'], 2)}, 95% interval {low} to {high}"
+    difference = (record.get("fit_difference") or {}).get("all")
+    if difference:
+        low, high = (number(1e3 * end, 2) for end in difference["ci95"])
+        words = f"mean difference {number(1e3 * difference['difference'], 2)}, 95% interval {low} to {high}"
         parts.append(label(550, 76, words, css="small"))
     return parts
 
@@ -75,11 +75,11 @@ def _score(record: Record, name: str, accepted: set[tuple[int, ...]], x: float, 
     upward = Scale.of([0.0, *(point[1] for point in inside + outside)], "root")
     panel = Panel(x, y, 140, 104, across, upward)
     quality = (record.get("quality") or {}).get(name)
-    told = "so far"
+    rank = "so far"
     if quality is not None:
         known = quality["spearman"] is not None
-        told = f"Spearman {number(quality['spearman'], 3)}" if known else "no rank correlation"
-    parts = [label(x - 40, y - 26, name.replace("_", " "), css="name"), label(x - 40, y - 10, told, css="small")]
+        rank = f"Spearman {number(quality['spearman'], 3)}" if known else "no rank correlation"
+    parts = [label(x - 40, y - 26, name.replace("_", " "), css="name"), label(x - 40, y - 10, rank, css="small")]
     return [
         *parts,
         *panel.frame("", ticks=(True, first)),

@@ -65,8 +65,8 @@ def _profile_panel(
     if matched := record["matched"].get(name):
         for value, css in zip(matched, ("frozen", "live"), strict=True):
             parts.append(panel.line([(across.low, value), (across.high, value)], f"{css} thin"))
-        told = f"means {number(matched[0], 3)} selected, {number(matched[1], 3)} in the same layers"
-        parts.append(label(x, y - 12, told, css="small"))
+        means = f"means {number(matched[0], 3)} selected, {number(matched[1], 3)} in the same layers"
+        parts.append(label(x, y - 12, means, css="small"))
     return parts
 
 
@@ -118,8 +118,8 @@ def geometry(record: Record) -> str:
         low, high = min(map(float, rates)), max(map(float, rates))
         across = Scale.of([100 * low, 100 * high])
         panel = Panel(56 + (place % 2) * 490, 100 + (place // 2) * 250, 410, 160, across, Scale.of(known, "log"))
-        told = (record.get("correlations") or {}).get(distance)
-        words = f": Spearman with cost {number(told[1], 3)}, stratified" if told else ""
+        correlation = (record.get("correlations") or {}).get(distance)
+        words = f": Spearman with cost {number(correlation[1], 3)}, stratified" if correlation else ""
         parts += panel.frame(_DISTANCES[distance] + words, across="heads, %", ticks=(False, True))
         for rate in rates:
             at = panel.at((100 * float(rate), panel.upward.low))
@@ -207,8 +207,8 @@ def _energies(record: Record, top: float) -> list[str]:
         spread = [(place + 0.7 * ((index + 0.5) / len(flat) - 0.5), value) for index, value in enumerate(flat)]
         parts += panel.dots(spread, css, radius=1.8)
         median = record["medians"][name]
-        told = f"{name}, {number(median, 3)}"
-        parts.append(label(panel.at((place, 1.0))[0], top + 198, told, css="small", anchor="middle"))
+        caption = f"{name}, {number(median, 3)}"
+        parts.append(label(panel.at((place, 1.0))[0], top + 198, caption, css="small", anchor="middle"))
         if median is not None:
             parts.append(panel.line([(place - 0.4, median), (place + 0.4, median)], _FAMILIES.get(name, "live")))
     distances = record["entries"]["distances"]

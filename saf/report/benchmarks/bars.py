@@ -119,8 +119,8 @@ def _ratios(pairs: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def heading(group: Group) -> tuple[str, str]:
     """Return what a group is about: its point, and the baseline with its median time."""
     times = [row["baseline_ms"] for row in (group.control, *(arm.row for arm in group.arms)) if row is not None]
-    told = f"against {baseline_name(group.baseline)}, {number(median(times))} ms"
-    return shape_in_words(group.point), f"{told}; {group.file}" if group.file else told
+    against = f"against {baseline_name(group.baseline)}, {number(median(times))} ms"
+    return shape_in_words(group.point), f"{against}; {group.file}" if group.file else against
 
 
 def panel_title(group: Group) -> str:
@@ -208,8 +208,8 @@ def _marks(bar: Bar, scale: Scale) -> str:
 
 def _pair(pair: float, scale: Scale) -> str:
     """Return the mark of one pair; of one beyond the axis a mark at its edge, with the number to point at."""
-    told = beyond(scale, pair)
-    title = f' title="{told}"' if told else ""
+    outside = beyond(scale, pair)
+    title = f' title="{outside}"' if outside else ""
     return f'<i class="pair" style="left:{_percent(min(max(scale.share(pair), 0.0), 1.0))}"{title}></i>'
 
 
@@ -231,11 +231,11 @@ def memory_panel(record: Record) -> str:
     for entry in record["memory"]:
         kind = "ordinary" if entry["backend"] is None else "frozen"
         change = entry["change_percent"]
-        told = signed(change) if change is not None and entry["backend"] else ""
+        percent = signed(change) if change is not None and entry["backend"] else ""
         name = f'<span class="speed-name">{text(memory_arm(record, entry))}</span>'
         bar = f'<i class="bar" style="left:0;width:{_percent(entry["bytes"] / largest)}"></i>'
         track = f'<span class="speed-track" aria-hidden="true">{bar}</span>'
-        value = f'<span class="speed-value"><b>{entry["bytes"] / 2**30:.2f} GiB</b> <small>{told}</small></span>'
+        value = f'<span class="speed-value"><b>{entry["bytes"] / 2**30:.2f} GiB</b> <small>{percent}</small></span>'
         rows.append(f'<li class="speed memory" style="--c:var(--{kind})">{name}{track}{value}</li>')
     numbers = (
         memory_table(record, SPEED_KINDS[record["kind"]].quoted_memory)
@@ -354,10 +354,10 @@ def _svg_row(bar: Bar, panel: Panel, y: float) -> list[str]:
         parts.append(f'<circle class="f-live" cx="{end:.1f}" cy="{middle:.1f}" r="3.5"/>')
     foot = y + _BAR + 4
     for pair in bar.pairs:
-        if told := beyond(panel.across, pair):
+        if outside := beyond(panel.across, pair):
             left = pair < panel.across.low
             parts.append(
-                label(_LEFT if left else _RIGHT, foot + 8, told, css="small", anchor="start" if left else "end")
+                label(_LEFT if left else _RIGHT, foot + 8, outside, css="small", anchor="start" if left else "end")
             )
             continue
         x = panel.right(pair)

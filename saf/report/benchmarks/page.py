@@ -63,12 +63,12 @@ def _sections(records: Sequence[Record], names: Sequence[str], own: Sequence[Seq
     parts = []
     groups = [group for part in own for group in part]
     if groups:
-        told = dict.fromkeys(
+        protocols = dict.fromkeys(
             SPEED_KINDS[record["kind"]].protocol(record, part)
             for record, part in zip(records, own, strict=True)
             if part
         )
-        intro = "".join(f"<p>{text(each)}</p>" for each in told)
+        intro = "".join(f"<p>{text(each)}</p>" for each in protocols)
         parts.append(section("speed", "How fast each arm is", intro + speed_panels(groups)))
     memory = [record for record in records if record["memory"]]
     if memory:

@@ -37,16 +37,16 @@ def headline(groups: Sequence[Group], records: Sequence[Record]) -> str:
     """Return the main finding as one sentence of HTML."""
     rates = by_rate(leading(groups))
     if rates:
-        told = [f"{100 * rate:g}% of heads" for rate in rates]
+        shares = [f"{100 * rate:g}% of heads" for rate in rates]
         (first, *others), kind = rates, leading(groups)[0].kind
         more = "".join(f", {100 * rate:g}% <em>{_range(rates[rate])}</em>" for rate in others[: _MOST_RATES - 1])
-        return f"Freezing {told[0]} made {SPEED_KINDS[kind].subject} <em>{_range(rates[first])} as fast</em>{more}"
+        return f"Freezing {shares[0]} made {SPEED_KINDS[kind].subject} <em>{_range(rates[first])} as fast</em>{more}"
     if groups:
         return "No speed can be told: <em>every measurement of frozen heads is refused or missing</em>"
     changes = [entry for record in records for entry in record["memory"] if entry["backend"]]
     if changes and changes[0]["change_percent"] is not None:
-        told = [f"{100 * entry['rate']:g}% by <em>{signed(entry['change_percent'], 1)}</em>" for entry in changes]
-        return f"Freezing heads changed peak memory: {', '.join(told[:_MOST_RATES])}"
+        changed = [f"{100 * entry['rate']:g}% by <em>{signed(entry['change_percent'], 1)}</em>" for entry in changes]
+        return f"Freezing heads changed peak memory: {', '.join(changed[:_MOST_RATES])}"
     return "Nothing was measured"
 
 
@@ -65,11 +65,11 @@ def dek(groups: Sequence[Group], records: Sequence[Record]) -> str:
         f"medians of {pairs} alternating pairs."
     ]
     bounds = {rate: [arm for arm in arms if arm.bound is not None] for rate, arms in by_rate(chosen).items()}
-    told = [
+    speedups = [
         f"{_span([arm.bound for arm in arms if arm.bound])} at {100 * rate:g}%" for rate, arms in bounds.items() if arms
     ]
-    if told:
-        sentences.append(f"If mixing in frozen heads cost nothing, it would be {' and '.join(told[:_MOST_RATES])}.")
+    if speedups:
+        sentences.append(f"If mixing in frozen heads cost nothing, it would be {' and '.join(speedups[:_MOST_RATES])}.")
     return " ".join(sentences)
 
 

@@ -107,17 +107,17 @@ def provenance_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
 
 
 def _provenance(run: RecordedRun) -> dict[str, Any]:
-    told = dict((run.result or {}).get("provenance") or {})
-    versions = told.pop("versions", None) or {}
-    checkpoints, data = told.pop("checkpoints", {}), told.pop("data", {})
-    told |= {f"{role} checkpoint": value for role, value in checkpoints.items()}
-    told |= {f"{role} data": value for role, value in data.items()}
-    told["heads"] = f"{len(run.frozen_heads)} frozen"
+    entries = dict((run.result or {}).get("provenance") or {})
+    versions = entries.pop("versions", None) or {}
+    checkpoints, data = entries.pop("checkpoints", {}), entries.pop("data", {})
+    entries |= {f"{role} checkpoint": value for role, value in checkpoints.items()}
+    entries |= {f"{role} data": value for role, value in data.items()}
+    entries["heads"] = f"{len(run.frozen_heads)} frozen"
     evaluation = run.evaluation or {}
-    told["data fingerprint"] = (run.config.get("data") or {}).get("fingerprint")
-    told["evaluation windows"] = evaluation.get("windows_hash")
-    told |= {f"{name} version": version for name, version in versions.items()}
-    return {key.replace("_", " "): value for key, value in told.items()}
+    entries["data fingerprint"] = (run.config.get("data") or {}).get("fingerprint")
+    entries["evaluation windows"] = evaluation.get("windows_hash")
+    entries |= {f"{name} version": version for name, version in versions.items()}
+    return {key.replace("_", " "): value for key, value in entries.items()}
 
 
 def _code(value: Any) -> Any:

@@ -15,8 +15,8 @@ def test_every_kernel_has_a_control_and_the_first_is_what_others_are_compared_wi
     comparisons = plan(
         kernels=["cudnn", "flash"], others=["auto", "flash"], backends=["toeplitz"], rates=[0.25], free=True
     )
-    told = [(c.role, c.baseline.name, c.arm.name) for c in comparisons]
-    assert told == [
+    arms = [(c.role, c.baseline.name, c.arm.name) for c in comparisons]
+    assert arms == [
         ("control", "ordinary cudnn", "control cudnn"),
         ("control", "ordinary flash", "control flash"),
         ("kernel", "ordinary cudnn", "ordinary flash"),

@@ -116,14 +116,14 @@ def test_an_arm_faster_than_its_bound_has_a_note_in_place_of_a_share(spread, why
 
 def test_unknown_peaks_leave_no_floor():
     measured = record()
-    told = protocol({**measured, "provenance": measured["provenance"] | {"peak": None}}, groups_of(measured))
-    assert "Floors" not in told
+    sentences = protocol({**measured, "provenance": measured["provenance"] | {"peak": None}}, groups_of(measured))
+    assert "Floors" not in sentences
     rows = [row | {"baseline_floor_ms": None, "arm_floor_ms": None} for row in measured["rows"]]
     table = speed_table(groups_of(measured | {"rows": rows}))
     assert not [name for name in table.columns if "floor" in name]
     peak = {"flops": 1e14, "bandwidth": 1e12, "source": "made up"}
-    told = protocol({**measured, "provenance": measured["provenance"] | {"peak": peak}}, groups_of(measured))
-    assert "Floors are roofline bounds at 100 TFLOP/s in bfloat16 and 1 TB/s (made up)." in told
+    sentences = protocol({**measured, "provenance": measured["provenance"] | {"peak": peak}}, groups_of(measured))
+    assert "Floors are roofline bounds at 100 TFLOP/s in bfloat16 and 1 TB/s (made up)." in sentences
 
 
 def test_other_kernels_are_arms_and_other_baselines_groups():
@@ -143,8 +143,8 @@ def test_points_and_ways_part():
     points = [Point(512, 64, precision="autocast"), Point(4096, 1, precision="autocast")]
     groups = groups_of(record(settings=settings, points=points, variants=("call", "graph")))
     assert list(ways(groups)) == ["124m, called, autocast", "124m, replayed as a CUDA graph, autocast"]
-    told = {(shape(g.point), g.variant): [arm.paper and arm.paper.text for arm in g.arms] for g in groups}
-    assert told == {
+    quoted = {(shape(g.point), g.variant): [arm.paper and arm.paper.text for arm in g.arms] for g in groups}
+    assert quoted == {
         ("512x64", "call"): ["1.092 to 1.116×", "1.200 to 1.244×"],
         ("512x64", "graph"): [None, None],
         ("4096x1", "call"): ["0.969×", "0.972×"],
@@ -164,8 +164,8 @@ def test_points_and_ways_part():
 )
 def test_the_time_to_settle_is_told(settle, driver, words):
     plain = record(settings=PrefillSettings(pairs=2, device="cpu", settle_ms=settle), variants=("call",))
-    told = protocol({**plain, "provenance": plain["provenance"] | {"driver": driver}}, groups_of(plain))
-    assert words in told if words else "untimed" not in told
+    sentences = protocol({**plain, "provenance": plain["provenance"] | {"driver": driver}}, groups_of(plain))
+    assert words in sentences if words else "untimed" not in sentences
     older = {name: value for name, value in plain["settings"].items() if name != "settle_ms"}
     assert "untimed" not in protocol({**plain, "settings": older}, groups_of(plain))
 
@@ -174,8 +174,8 @@ def test_the_rest_before_an_operators_block_is_told():
     fields = {"part": "frozen", "alone": 3, "layer": {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}}
     settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))
     plain = record(settings=settings, fields=fields, points=[Point(4096, 8)], variants=("both graph",))
-    told = protocol({**plain, "provenance": plain["provenance"] | {"driver": "580"}}, groups_of(plain))
-    assert "after 200 ms of rest" in told
+    sentences = protocol({**plain, "provenance": plain["provenance"] | {"driver": "580"}}, groups_of(plain))
+    assert "after 200 ms of rest" in sentences
     assert "rest" not in protocol(plain, groups_of(plain))
 
 
@@ -187,14 +187,14 @@ def test_which_operators_were_compiled_is_told_row_by_row():
     older["provenance"] = older["provenance"] | {"driver": "580"}
     assert ", compiled, in the same process" in protocol(older, groups_of(older))
 
-    def told(compiled) -> str:
+    def sentences_of(compiled) -> str:
         rows = [row | {"ran": "compiled" if compiled(row) else "eager"} for row in older["rows"]]
         return protocol(older | {"rows": rows}, groups_of(older))
 
-    assert ", not compiled, in the same process" in told(lambda _: False)
+    assert ", not compiled, in the same process" in sentences_of(lambda _: False)
     words = "not compiled but for layers with frozen heads where replayed as graphs"
-    assert f", {words}, in" in told(lambda row: row["backend"])
-    assert f", {words} and flex attention, in" in told(lambda row: row["backend"] or row["kernel"] == "flex")
+    assert f", {words}, in" in sentences_of(lambda row: row["backend"])
+    assert f", {words} and flex attention, in" in sentences_of(lambda row: row["backend"] or row["kernel"] == "flex")
 
 
 def test_operators_are_told_by_part_and_have_a_floor():

@@ -97,15 +97,15 @@ def test_not_with_padding_nor_shorter_queries_nor_stored_patterns(frozen, heads,
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"backend": "reference"}, "prepared for backend 'toeplitz'"),
         ({"kernel": "fast"}, "unknown attention kernel 'fast'"),
     ],
 )
-def test_wrong_calls_are_refused_as_with_gradients(frozen, heads, calls, change, told):
+def test_wrong_calls_are_refused_as_with_gradients(frozen, heads, calls, change, message):
     for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(InputError, match=told):
+        with torch.set_grad_enabled(grad), pytest.raises(InputError, match=message):
             mixed_attention(*heads, frozen, **change)
     assert not calls
 

@@ -45,8 +45,10 @@ def test_one_head_has_a_cell_for_each_head_and_a_dot_for_each_accepted_one():
     assert "5 heads, 16 windows" in drawn
     assert "Spearman 1<" in drawn
     both = {"alpha_constant_after": 5, "nll_change": 2 * ONE_HEAD["nll_change"]}
-    told = {"all": {"difference": 1e-5, "ci95": [0.0, 2e-5]}}
-    assert len(parts_of(analysis_figure(ONE_HEAD | {"structured": both, "fit_difference": told}), "dot-frozen")) == 12
+    by_rate = {"all": {"difference": 1e-5, "ci95": [0.0, 2e-5]}}
+    assert (
+        len(parts_of(analysis_figure(ONE_HEAD | {"structured": both, "fit_difference": by_rate}), "dot-frozen")) == 12
+    )
 
 
 def test_a_partial_record_can_be_drawn():

@@ -22,8 +22,8 @@ def profiled(by_arm: dict[str, list[dict]]) -> dict:
     entries = []
     for arm, kernels in by_arm.items():
         seen = kernel_seen(arm.split()[-1], kernels, torch.device("cuda"))
-        told = {"arm": arm, "kernel_seen": seen, "attention": attention_kernels(kernels), "kernels": kernels}
-        entries.append({"model": "124m", "point": measured["rows"][0]["point"], **told})
+        entry = {"arm": arm, "kernel_seen": seen, "attention": attention_kernels(kernels), "kernels": kernels}
+        entries.append({"model": "124m", "point": measured["rows"][0]["point"], **entry})
     return measured | {"kernels": entries}
 
 

@@ -140,15 +140,15 @@ def command(*words: object) -> dict:
 def test_the_command_writes_page_picture_and_document(tmp_path, capsys):
     path = tmp_path / "results" / "update.json"
     record(path)
-    told = command(path, "--picture", tmp_path / "bars.svg")
-    assert told["report"] == str(path.with_suffix(".html"))
+    answer = command(path, "--picture", tmp_path / "bars.svg")
+    assert answer["report"] == str(path.with_suffix(".html"))
     assert path.with_suffix(".html").read_text().startswith("<!doctype html>")
     assert (tmp_path / "bars.svg").read_text().startswith("<svg")
     capsys.readouterr()
-    told = command("--results", path.parent, "--out", tmp_path / "docs" / "all.md", "--json")
-    assert json.loads(capsys.readouterr().out) == told
+    answer = command("--results", path.parent, "--out", tmp_path / "docs" / "all.md", "--json")
+    assert json.loads(capsys.readouterr().out) == answer
     assert (tmp_path / "docs" / "all.md").read_text().startswith("# Results")
-    assert told["pictures"] == [str(tmp_path / "docs" / "images" / "bench-update.svg")]
+    assert answer["pictures"] == [str(tmp_path / "docs" / "images" / "bench-update.svg")]
 
 
 def test_the_command_says_what_does_not_go_together(tmp_path):

@@ -60,9 +60,9 @@ def test_a_later_event_tells_of_earlier_ones(page, tmp_path):
     event["scores"][0][live[1]] = None
     edit(run / "freeze.json", scores=event["scores"])
     page.goto(write_report([run], tmp_path / "report.html").as_uri())
-    told = page.locator("#map-intro").inner_text()
-    assert "heads with the lowest variance among those still live" in told
-    assert "One head was frozen earlier." in told
+    intro = page.locator("#map-intro").inner_text()
+    assert "heads with the lowest variance among those still live" in intro
+    assert "One head was frozen earlier." in intro
 
 
 def test_a_frozen_head_without_its_pattern_is_not_called_live(page, tmp_path):
