@@ -19,7 +19,7 @@ from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import AttentionStatistics
 
-Storage = Literal["compact", "dense"]
+Storage = Literal["compact", "dense", "dense_bfloat16"]
 
 
 class PatternKind(NamedTuple):
@@ -98,7 +98,7 @@ def dense_pattern(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> DensePattern:
-    """Return the pattern of `heads`, in order, entry by entry: float32 for analysis, bfloat16 for execution.
+    """Return the pattern of `heads`, in order, entry by entry, rounded to `dtype`.
 
     Options and errors are those of `target`.
     """

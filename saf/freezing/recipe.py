@@ -178,8 +178,9 @@ def _make(
 ) -> dict[Head, Made]:
     """Make the patterns of heads whose statistics are all there; fits run on `device`."""
     options = {"seed": config.seed} | config.pattern_options
-    if config.storage == "dense":
-        patterns = dense_pattern(statistics, heads, config.pattern, dtype=torch.bfloat16, **options)
+    if config.storage != "compact":
+        dtype = torch.bfloat16 if config.storage == "dense_bfloat16" else torch.float32
+        patterns = dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options)
         return {head: Made(patterns[number]) for number, head in enumerate(heads)}
     if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
         exact = exact.canonical()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, mixed_attention
-from saf.patterns import CompactPattern
+from saf.patterns import CompactPattern, DensePattern
 from tests.ops.hard_patterns import hard_patterns
 
 
@@ -16,7 +16,8 @@ from tests.ops.hard_patterns import hard_patterns
 class Case:
     """A layer: `heads` query heads in groups that share a value head, of which `frozen` (original ids) are frozen.
 
-    `patterns` are names of hard patterns, taken in turn; they cover `extra` more positions than the input.
+    `patterns` are names of hard patterns, taken in turn; they cover `extra` more positions than the input, and with
+    `dense` are given entry by entry, in float32 or wider.
     `layout` is how operands lie in memory: "packed" views of a larger buffer, "contiguous", or "channels", whose
     channels have no unit stride. Where no kernel of PyTorch reads it, the memory around packed views is NaN.
     """
@@ -31,6 +32,7 @@ class Case:
     frozen: tuple[int, ...] = (1, 3)
     patterns: tuple[str, ...] = ("decay", "ripple")
     extra: int = 63
+    dense: bool = False
     layout: str = "packed"
 
     @property
@@ -39,6 +41,7 @@ class Case:
         kind = str(self.dtype).removeprefix("torch.")
         which = "".join(map(str, self.frozen)) or "none"
         grouped = f"-of-{self.heads}-by-{self.group}" if self.group > 1 else f"-of-{self.heads}"
+        kind += "-dense" * self.dense
         return f"{self.backend}-{kind}-T{self.length}-B{self.batch}-D{self.dim}-{which}{grouped}-{self.layout}"
 
     @cached_property
@@ -98,7 +101,10 @@ def mix(
     frozen = None
     if pattern is not None and case.frozen:
         options = {"backend": case.backend, "dtype": case.dtype, "device": device, "kv_head": case.kv_head}
-        frozen = FrozenHeads.from_patterns(pattern, **options)
+        given = (
+            DensePattern(pattern.dense().to(torch.promote_types(case.dtype, torch.float32))) if case.dense else pattern
+        )
+        frozen = FrozenHeads.from_patterns(given, **options)
     output = mixed_attention(*(view for _, view in leaves.values()), frozen)
     assert output.dtype == case.dtype
     output.backward(upstream)

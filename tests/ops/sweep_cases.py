@@ -29,6 +29,8 @@ FUSED = [
     Case(length=40, dim=16, batch=1, dtype=FULL, group=4, frozen=(1,), layout="contiguous", backend="fused"),
     Case(length=70, dim=16, batch=1, dtype=FULL, **HARD, backend="fused"),
     Case(length=129, batch=1, dtype=FULL, heads=3, frozen=(1,), backend="fused"),
+    Case(length=66, dim=16, batch=1, dtype=FULL, heads=3, frozen=(0, 1), dense=True, backend="fused"),
+    Case(length=66, dim=16, batch=1, dtype=HALF, heads=3, frozen=(0, 1), dense=True, backend="fused"),
     # Not bfloat16: the interpreter truncates to it where devices round, so that its errors are no measure of theirs.
     Case(length=129, batch=1, dtype=HALF, heads=3, frozen=(1,), backend="fused"),
 ]

@@ -22,6 +22,7 @@ SHAPES = [
     Case(length=129, dim=16, frozen=()),
     Case(length=70, dim=256, batch=1, heads=4, group=4, frozen=()),
     Case(length=512, dim=16, heads=4, group=2, frozen=(2, 3)),
+    Case(length=129, dim=16, dense=True),
     Case(length=600, dim=16, batch=1, heads=len(NAMES), frozen=ALL, patterns=NAMES),
 ]
 
