@@ -77,7 +77,7 @@ class NanoGPT:
         for _ in range(self.warmup):
             self.update()
 
-    def block(self, _):
+    def timed_block(self, _):
         """Return the mean milliseconds of some updates in a row."""
         wait_for(self.device)
         began = time.perf_counter()
@@ -135,7 +135,7 @@ def measure(settings, point, source, recorder):
             break
         for name, pairs in taken.items():
             baseline, arm = arms["nanoGPT"], arms[name]
-            pairs.append(measure_pair(lambda b=baseline: b.block(""), lambda a=arm: a.block(""), number))
+            pairs.append(measure_pair(lambda b=baseline: b.timed_block(""), lambda a=arm: a.timed_block(""), number))
     control = summary(taken["control nanoGPT"])["ratio"] if taken["control nanoGPT"] else None
     tokens = point.length * point.batch_size * point.accumulation
     for name, pairs in taken.items():

@@ -65,7 +65,7 @@ class _Modules(NamedTuple):
     """Hold the attention module with the output projection, the decoder layer around it, and the values' bias."""
 
     attention: nn.Module
-    block: nn.Module
+    layer: nn.Module
     value_bias: Tensor | None
 
 
@@ -82,7 +82,7 @@ def _modules_of(model: nn.Module, site: Site) -> _Modules:
     path = owners[id(output)].split(".")
     bias = getattr(model.get_submodule(owners[id(value)]), "bias", None)
     if len(path) < 3 or (bias is not None and bias.shape != value.shape[dimension : dimension + 1]):
-        raise UnsupportedError(f"expected block.attention.projection with its own values; got {'.'.join(path)}")
+        raise UnsupportedError(f"expected layer.attention.projection with its own values; got {'.'.join(path)}")
     return _Modules(model.get_submodule(".".join(path[:-1])), model.get_submodule(".".join(path[:-2])), bias)
 
 
@@ -114,7 +114,7 @@ def _watch(site: Site, modules: _Modules, sink: Callable[[_Seen], None]) -> Exit
         seen.clear()
 
     stack = ExitStack()
-    for module, name in ((modules.block, "residual"), (modules.attention, "normed")):
+    for module, name in ((modules.layer, "residual"), (modules.attention, "normed")):
         stack.callback(module.register_forward_pre_hook(keep_input(name), with_kwargs=True).remove)
     stack.enter_context(site.capture(lambda query, key: seen.update(query=query.detach(), key=key.detach())))
     stack.callback(modules.attention.register_forward_hook(attention_output).remove)

@@ -27,12 +27,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(ratio * hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
+        """Apply both matrices."""
         return gelu_linear(self.up(x), plain_weight(self.down))
 
 
-class Block(nn.Module):
-    """Apply one decoder layer."""
+class DecoderLayer(nn.Module):
+    """Apply attention and then an MLP, each to the normed residual stream: a decoder layer."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.mlp = MLP(config.hidden_size, config.mlp_ratio)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
-        """Apply attention and MLP, each added to the residual stream `x [B, T, C]`."""
+        """Add attention's and then the MLP's output to the residual stream `x [B, T, C]`."""
         x = x + self.attention(self.attention_norm(x), rotation, start)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -56,7 +56,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position = nn.Embedding(config.max_length, config.hidden_size) if config.position == "learned" else None
         self.rotary = Rotary(config.head_dim, config.max_length) if config.position == "rope" else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, bias=False)
         self.reset_parameters()
 
@@ -103,8 +103,8 @@ class GPT(nn.Module):
         if self.position is not None:
             x = x + self.position(positions)
         rotation = None if self.rotary is None else self.rotary(positions)
-        for block in self.blocks:
-            x = block(x, rotation, start)
+        for layer in self.blocks:
+            x = layer(x, rotation, start)
         return self.norm(x)
 
     def forward(

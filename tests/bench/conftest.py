@@ -35,7 +35,7 @@ class FakeSubject:
     def warm_up(self) -> None:
         self.log.append(f"warm {self.arm.name}")
 
-    def block(self, variant: str) -> float:
+    def timed_block(self, variant: str) -> float:
         self.log.append(self.arm.name)
         self.blocks += 1
         return self.times[(self.blocks - 1) % len(self.times)]

@@ -37,7 +37,7 @@ class _Timed:
     def warm_up(self) -> None:
         pass
 
-    def block(self, variant: str) -> float:
+    def timed_block(self, variant: str) -> float:
         self._asked += 1
         return self._times[(self._asked - 1) % len(self._times)]
 

@@ -87,7 +87,7 @@ class SpeedKind(Benchmark[AskedSpeed]):
     same: ClassVar[str] = "the same model"
     """What the baseline is, but for its heads."""
     up_to_repeats: ClassVar[bool] = True
-    """Whether a block may have fewer calls than `repeats`."""
+    """Whether a timed block may have fewer calls than `repeats`."""
     micro_batches: ClassVar[bool] = False
     """Whether a point has micro-batches."""
     grids: ClassVar[Shapes]

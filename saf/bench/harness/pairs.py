@@ -14,7 +14,7 @@ FEWEST = 2
 
 
 def measure_pair(baseline: Callable[[], float], arm: Callable[[], float], number: int) -> Pair:
-    """Time one block of each, baseline first in even pairs and last in odd ones: AB BA AB BA."""
+    """Take one timed block of each, baseline first in even pairs and last in odd ones: AB BA AB BA."""
     if number % 2 == 0:
         first = baseline()
         return first, arm()

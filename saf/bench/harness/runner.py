@@ -23,8 +23,8 @@ class Subject(Protocol):
         """Compile and run untimed."""
         ...
 
-    def block(self, variant: str) -> float:
-        """Return the milliseconds of one block."""
+    def timed_block(self, variant: str) -> float:
+        """Return the milliseconds of one timed block."""
         ...
 
     def kernels(self) -> list[dict[str, Any]]:
@@ -151,8 +151,8 @@ class PointRunner:
         for (comparison, variant), pairs in taken.items():
             baseline, arm = subjects[comparison.baseline], subjects[comparison.arm]
             times = measure_pair(
-                lambda baseline=baseline, variant=variant: baseline.block(variant),
-                lambda arm=arm, variant=variant: arm.block(variant),
+                lambda baseline=baseline, variant=variant: baseline.timed_block(variant),
+                lambda arm=arm, variant=variant: arm.timed_block(variant),
                 number,
             )
             pairs.append(times)

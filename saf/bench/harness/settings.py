@@ -64,7 +64,7 @@ class SpeedSettings(BenchSettings):
     pairs: int = 8
     """Pairs of each arm with its baseline, in ABBA order; 0, beside --memory, times nothing."""
     repeats: int = 1
-    """Timed calls in a block; the block's time is their median."""
+    """Timed calls in a timed block; the block's time is their median."""
     warmup: int = 3
     """Untimed calls of each arm."""
     tolerance: float = 0.01

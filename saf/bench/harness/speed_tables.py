@@ -141,14 +141,14 @@ def _quoted(quoted: Quoted | None) -> str:
 def protocol(record: Record, groups: Sequence[Group], *, same: str, up_to_repeats: bool) -> str:
     """Return in one paragraph how a record's speeds were measured, and against what.
 
-    `same` is what the baseline is but for its heads; `up_to_repeats` says that a block may have fewer calls.
+    `same` is what the baseline is but for its heads; `up_to_repeats` says that a timed block may have fewer calls.
     """
     settings = record["settings"]
     baselines = " or ".join(dict.fromkeys(baseline_name(group.baseline) for group in groups))
-    process = "every block in a process of its own" if settings.get("fresh") else "in the same process"
+    process = "every timed block in a process of its own" if settings.get("fresh") else "in the same process"
     count = number(settings["repeats"])
-    block = f"each block the median of {'up to ' * up_to_repeats}{count} calls"
-    block = "each block one call" if settings["repeats"] == 1 else block
+    block = f"each timed block the median of {'up to ' * up_to_repeats}{count} calls"
+    block = "each timed block one call" if settings["repeats"] == 1 else block
     return (
         f"Baseline: {same} with {baselines} in every head, "
         f"{compiled(record)}, {process}; alternating pairs (ABBA), {block}{_clocks(record)}. "
@@ -167,7 +167,7 @@ def _floors(record: Record) -> str:
 
 
 def _clocks(record: Record) -> str:
-    """Say what comes before each block on account of the device's clocks; older records have nothing."""
+    """Say what comes before each timed block on account of the device's clocks; older records have nothing."""
     settings, cuda = record["settings"], record["provenance"]["driver"]
     pauses = (
         ("settle_ms", SETTLE_MS, "after up to {:g} ms of untimed ones"),

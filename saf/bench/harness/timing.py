@@ -11,9 +11,9 @@ from saf.machine.cuda_graphs import Call
 
 CALL, GRAPH = "call", "graph"
 SETTLE_MS = 400.0
-"""Untimed calls before a block of a model on CUDA, milliseconds: clocks follow the load over more than 100 ms."""
+"""Untimed calls before a timed block of a model on CUDA, milliseconds: clocks follow the load over more than 100 ms."""
 REST_MS = 200.0
-"""Idle time before a block of an operator on CUDA, milliseconds: clocks are back at their highest after about 150."""
+"""Idle time before a timed block of an operator on CUDA, ms: clocks are back at their highest after about 150."""
 
 BEGIN_SHARE = 0.5
 """Something is begun when this share of the longest before it is left; it then ends with fewer pairs."""
@@ -61,7 +61,7 @@ def event_block(call: Call, *, repeats: int, device: torch.device, rest: float =
 
 
 def resting_ms(rest_ms: float | None, device: torch.device) -> float:
-    """Return for how long the device idles before a block of an operator's calls, milliseconds.
+    """Return for how long the device idles before a timed block of an operator's calls, milliseconds.
 
     A GPU at its power limit lowers its clocks some 20 ms after a demanding arm began and raises them again over more
     than 100 ms; short blocks after a rest see neither (docs/log.md).
@@ -71,7 +71,7 @@ def resting_ms(rest_ms: float | None, device: torch.device) -> float:
 
 
 def settling_calls(settle_ms: float | None, once_ms: float, device: torch.device) -> int:
-    """Return how many untimed calls of `once_ms` come before a model's block; none where one alone takes longer.
+    """Return how many untimed calls of `once_ms` come before a model's timed block; none where one alone takes longer.
 
     Models run at the clocks that their own load leaves, and those follow it over more than 100 ms (docs/log.md).
     """
@@ -92,7 +92,7 @@ def ways_of(graphs: str, device: torch.device) -> tuple[str, ...]:
 
 
 def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
-    """Return how many repeats of `once_ms` fill a block of `block_ms`: at least 1, at most `most`."""
+    """Return how many repeats of `once_ms` fill a timed block of `block_ms`: at least 1, at most `most`."""
     return min(most, max(1, math.ceil(block_ms / once_ms)))
 
 

@@ -23,7 +23,7 @@ Asked = TypeVar("Asked", bound=ModelSettings)
 
 
 class ModelKind(SpeedKind[Asked]):
-    """Measure whole models, all arms of a point in one process or each block in one of its own."""
+    """Measure whole models, all arms of a point in one process or each timed block in one of its own."""
 
     @abstractmethod
     def variants(self, settings: Asked, device: torch.device) -> tuple[str, ...]:

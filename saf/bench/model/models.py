@@ -36,7 +36,7 @@ class ModelSettings(SpeedSettings):
     per_layer: tuple[int, ...] = ()
     """Frozen heads of each layer, instead of --rates and --placement."""
     fresh: bool = False
-    """Time every block in a process of its own."""
+    """Take every timed block in a process of its own."""
     memory: bool = False
     """Also measure peak memory, one arm a process."""
     precompile: bool = False

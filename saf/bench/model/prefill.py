@@ -45,11 +45,11 @@ class PrefillSettings(ModelSettings):
     graphs: Literal["off", "on", "both"] = "off"
     """Call the model, replay a CUDA graph of it, or both."""
     repeats: int = 40
-    """Timed calls in a block; the block's time is their median."""
+    """Timed calls in a timed block; the block's time is their median."""
     block_ms: float = 200.0
-    """Fewer repeats where a block would take longer than this, milliseconds."""
+    """Fewer repeats where a timed block would take longer than this, milliseconds."""
     settle_ms: float | None = None
-    """Untimed calls before every block for about this long; left out: 400 ms on CUDA, none on CPU."""
+    """Untimed calls before every timed block for about this long; left out: 400 ms on CUDA, none on CPU."""
 
     def __post_init__(self):
         """Check the settings of prefill too."""
@@ -105,7 +105,7 @@ class PrefillSubject:
             repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
             self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once, self._device)
 
-    def block(self, variant: str) -> float:
+    def timed_block(self, variant: str) -> float:
         """Return the median milliseconds of one prefill, the device waited for before and after."""
         call, repeats, settle = self._calls[variant]
         return wall_block(call, repeats=repeats, device=self._device, settle=settle)

@@ -141,7 +141,7 @@ def compile_specification(settings: ModelSettings, point: Point, arm: Arm) -> di
 
 
 class FreshSubject:
-    """Run an arm whose every block runs in a new process; its compiled code is kept on disk between them."""
+    """Run an arm whose every timed block runs in a new process; its compiled code is kept on disk between them."""
 
     def __init__(self, settings: ModelSettings, point: Point, arm: Arm, children: Children):
         self._children = children
@@ -154,8 +154,8 @@ class FreshSubject:
         """Run once, so that later processes find the compiled code."""
         self._kernels = self._reply(self._first)["kernels"]
 
-    def block(self, variant: str) -> float:
-        """Return one block's milliseconds; a process times every variant once, so it serves them all."""
+    def timed_block(self, variant: str) -> float:
+        """Return one timed block's milliseconds; a process times every variant once, so it serves them all."""
         if variant not in self._blocks:
             self._blocks = self._reply(self._timed)["block_ms"]
         return self._blocks.pop(variant)

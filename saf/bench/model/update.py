@@ -46,7 +46,7 @@ class UpdateSettings(ModelSettings):
     warmup: int = 2
     """Untimed updates of each arm."""
     repeats: int = 2
-    """Updates in a block, timed as one; its time is their mean."""
+    """Updates in a timed block, timed as one; its time is their mean."""
 
 
 class Preloaded:
@@ -100,7 +100,7 @@ class UpdateSubject:
         for _ in range(self._settings.warmup):
             self.updater.update(LEARNING_RATE)
 
-    def block(self, variant: str) -> float:
+    def timed_block(self, variant: str) -> float:
         """Return the mean milliseconds of `repeats` updates in a row, the device waited for before and after."""
         device, repeats = self.updater.execution.device, self._settings.repeats
         wait_for(device)

@@ -22,7 +22,7 @@ from saf.machine.cuda_graphs import GraphPool
 
 
 def measure(specification: dict[str, Any]) -> dict[str, Any]:
-    """Warm one arm up, time a block of each variant, and tell its peak memory since the warm-up.
+    """Warm one arm up, take a timed block of each variant, and tell its peak memory since the warm-up.
 
     With `"only_compile"` the reply is empty: the compiler's cache on disk is what is wanted.
 
@@ -40,12 +40,12 @@ def measure(specification: dict[str, Any]) -> dict[str, Any]:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         variants = kind.variants(settings, torch.device("cuda" if cuda else "cpu"))
-        blocks = {variant: subject.block(variant) for variant in variants}
+        times = {variant: subject.timed_block(variant) for variant in variants}
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if cuda else resident
         kernels = subject.kernels() if specification["profile"] else []
     return {
-        "block_ms": blocks,
+        "block_ms": times,
         "peak_memory_bytes": peak,
         "memory_kind": "allocated" if cuda else "resident",
         "kernels": kernels,

@@ -48,11 +48,11 @@ class OpSettings(SpeedSettings):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Of the operands; bf16 on CUDA, fp32 on CPU."""
     repeats: int = 20
-    """Passes over the operands in a block; the block's time is their median."""
+    """Passes over the operands in a timed block; the block's time is their median."""
     block_ms: float = 15.0
-    """Fewer repeats where a block would take longer than this, milliseconds."""
+    """Fewer repeats where a timed block would take longer than this, milliseconds."""
     rest_ms: float | None = None
-    """Idle time before every block, so that each begins at full clocks, ms; left out: 200 ms on CUDA, none on CPU."""
+    """Idle time before every timed block, so that each begins at full clocks, ms; left out: 200 on CUDA, 0 on CPU."""
 
     def __post_init__(self):
         """Check the settings of operators too."""

@@ -112,7 +112,7 @@ class OpSubject:
             value_gradient=None if gradients is None else gradients[-1][:, slots],
         )
 
-    def block(self, variant: str) -> float:
+    def timed_block(self, variant: str) -> float:
         """Return the median milliseconds of one call."""
         call, repeats = self._passes[variant]
         device = self._case.device

@@ -104,7 +104,7 @@ def test_the_file_is_valid_after_an_interruption(make_recorder, build, tmp_path,
 
     def interrupted(arm: Arm):
         subject = build()(arm)
-        block = subject.block
+        block = subject.timed_block
 
         def stop(variant: str) -> float:
             if subject.blocks == 3:
@@ -113,7 +113,7 @@ def test_the_file_is_valid_after_an_interruption(make_recorder, build, tmp_path,
                 raise KeyboardInterrupt
             return block(variant)
 
-        subject.block = stop if arm.backend else block
+        subject.timed_block = stop if arm.backend else block
         return subject
 
     with pytest.raises(KeyboardInterrupt), make_recorder(path) as recorder:

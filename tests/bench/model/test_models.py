@@ -95,7 +95,7 @@ def test_updates_are_the_trainers_own_and_change_weights():
     taken = []
     take = subject.updater.batches.take
     subject.updater.batches.take = lambda: taken.append(1) or take()
-    assert subject.block("update") > 0
+    assert subject.timed_block("update") > 0
     assert subject.updater.done == 2
     assert len(taken) == 6
     assert not torch.equal(before, subject.updater.model.blocks[0].mlp.up.weight)

@@ -88,7 +88,7 @@ def test_a_prefill_is_timed_and_its_work_counted():
         for arm in (Arm("math"), Arm("math", "toeplitz", 0.5), Arm("math", "free", 0.5)):
             subject = PrefillSubject(settings(), point, arm, GraphPool())
             subject.warm_up()
-            assert subject.block("call") > 0
+            assert subject.timed_block("call") > 0
             work[arm.backend] = PrefillKind().work(settings(), point, arm).flops
     assert work[None] > work["toeplitz"] > work["free"]
 

@@ -29,7 +29,7 @@ def test_every_arm_runs_and_is_right(part, backend):
         case, arm = case_of(part), Arm("auto", backend, 0.5 if backend else 0.0)
         subject = OpSubject(case, arm, GraphPool(), compiled=False)
         subject.warm_up()
-        times = [subject.block(variant) for variant in variants_of(case.settings, CPU)]
+        times = [subject.timed_block(variant) for variant in variants_of(case.settings, CPU)]
     assert len(times) == 2
     assert min(times) > 0
 
@@ -105,7 +105,7 @@ def test_each_function_that_is_timed_is_checked(monkeypatch, wrong):
     subject.warm_up()
     for variant, name in (("forward graph", "compiled"), ("forward call", "eager")):
         ran.clear()
-        subject.block(variant)
+        subject.timed_block(variant)
         assert set(ran) == {name}
 
 
@@ -161,4 +161,4 @@ def test_graphs_replay_on_cuda(part):
     for arm in (Arm("cudnn"), Arm("cudnn", "toeplitz", 0.5)):
         subject = OpSubject(case, arm, pool, compiled=True)
         subject.warm_up()
-        assert all(subject.block(variant) > 0 for variant in variants_of(case.settings, case.device))
+        assert all(subject.timed_block(variant) > 0 for variant in variants_of(case.settings, case.device))
