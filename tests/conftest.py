@@ -62,6 +62,14 @@ def no_network() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what data folders are remembered by out of the cache folder of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Real corpora, tokenizers and patterns, in a folder beside the repository that not every checkout has."""

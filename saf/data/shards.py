@@ -19,6 +19,13 @@ class FileInfo:
     bytes: int
     sha256: str
 
+    def __post_init__(self):
+        """Raise ValueError for a name that leads out of the folder, or a size or sum that is none."""
+        if not isinstance(self.file, str) or self.file in ("", ".", "..") or set(self.file) & set("/\\\0"):
+            raise ValueError(f"{self.file!r} is not the name of a file in the folder")
+        if not _is_count(self.bytes) or not isinstance(self.sha256, str):
+            raise ValueError(f"{self.file}: bytes {self.bytes!r}, SHA-256 {self.sha256!r}")
+
 
 @dataclass(frozen=True)
 class PartitionInfo:
@@ -30,6 +37,18 @@ class PartitionInfo:
     unigram_entropy: float | None
     shards: tuple[FileInfo, ...] = ()
     digests: FileInfo | None = None
+
+    def __post_init__(self):
+        """Raise ValueError for counts that are none."""
+        for name in ("tokens", "documents", "bytes"):
+            if not _is_count(getattr(self, name)):
+                raise ValueError(f"{name} must be a whole number, not negative; got {getattr(self, name)!r}")
+        if not (self.unigram_entropy is None or isinstance(self.unigram_entropy, int | float)):
+            raise ValueError(f"unigram_entropy must be a number; got {self.unigram_entropy!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

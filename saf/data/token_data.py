@@ -1,22 +1,27 @@
 """A data folder: its index, and its tokens opened for reading, checked and memory-mapped, a partition at a time."""
 
 import json
+import warnings
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from saf.data.documents import DIGEST_BYTES, PARTITIONS, check_disjoint
 from saf.data.shards import FileInfo, PartitionInfo, ShardedTokens
 from saf.data.tokenizer import Tokenizer
-from saf.errors import DataError, InputError
+from saf.data.verification import AGAIN, check_content, is_remembered, marks, remember
+from saf.errors import DataError, InputError, SafWarning
 from saf.records.files import check_file, file_hash, read_json, write_json
+from saf.records.folders import entries_hash
 
-SCHEMA = "saf.data/1"
+SCHEMA = "saf.data/2"
+UNSEALED = "saf.data/1"
+"""The schema before, whose index has no hash of its own: readable, and told to be less well checked."""
 INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
-_AGAIN = "prepare it again"
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,13 @@ class TokenizerInfo:
     vocab_size: int
     eot_id: int
     trained_on: dict | None = None
+
+    def __post_init__(self):
+        """Raise ValueError for what no tokenizer has."""
+        if not isinstance(self.vocab_size, int) or not isinstance(self.eot_id, int):
+            raise ValueError(f"vocab_size {self.vocab_size!r} and eot_id {self.eot_id!r} must be whole numbers")
+        if not 0 <= self.eot_id < self.vocab_size:
+            raise ValueError(f"eot_id {self.eot_id} is none of {self.vocab_size} ids")
 
 
 @dataclass(frozen=True)
@@ -44,29 +56,41 @@ class DataIndex:
     settings: dict = field(default_factory=dict)
     versions: dict = field(default_factory=dict)
 
+    def __post_init__(self):
+        """Raise ValueError for what no prepared folder has."""
+        if self.dtype not in ("uint16", "uint32") or self.calibration_from not in ("heldout", "train"):
+            raise ValueError(f"dtype {self.dtype!r}, calibration_from {self.calibration_from!r}")
+
     @property
     def fingerprint(self) -> str:
         """Return the SHA-256 of the tokenizer and of every token in order; paths play no part."""
         facts = {name: info.shards for name, info in self.partitions.items()}
         hashes = {name: [shard.sha256 for shard in shards] for name, shards in facts.items()}
-        text = json.dumps([SCHEMA, self.tokenizer.sha256, self.dtype, hashes], sort_keys=True)
+        # The schema's first name stays in it: checkpoints and results name data by their fingerprint.
+        text = json.dumps([UNSEALED, self.tokenizer.sha256, self.dtype, hashes], sort_keys=True)
         return sha256(text.encode()).hexdigest()
 
     def to_dict(self) -> dict:
-        """Return plain JSON types, as in index.json."""
-        facts = {"schema": SCHEMA, "fingerprint": self.fingerprint, **asdict(self)}
-        return json.loads(json.dumps(facts))
+        """Return plain JSON types, as in index.json, with a hash of all of them."""
+        facts = json.loads(json.dumps({"schema": SCHEMA, "fingerprint": self.fingerprint, **asdict(self)}))
+        return {**facts, "hash": entries_hash(facts)}
 
     @classmethod
     def from_dict(cls, data: dict) -> "DataIndex":
         """Build from `to_dict`'s output; raise KeyError, TypeError or ValueError on anything else."""
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA!r}")
+        schema = data["schema"]
+        if schema not in (SCHEMA, UNSEALED):
+            raise ValueError(f"schema {schema!r}, this version reads {SCHEMA!r}")
+        if schema == SCHEMA and data["hash"] != entries_hash(data):
+            raise ValueError(f"its entries were changed: its hash is {data['hash']}, theirs {entries_hash(data)}")
         names = cls.__dataclass_fields__
         values = {name: value for name, value in data.items() if name in names}
         values["tokenizer"] = TokenizerInfo(**data["tokenizer"])
         values["partitions"] = {name: _partition(data["partitions"][name]) for name in PARTITIONS}
-        return cls(**values)
+        index = cls(**values)
+        if data["fingerprint"] != index.fingerprint:
+            raise ValueError(f"its fingerprint is {data['fingerprint']}, its sums give {index.fingerprint}")
+        return index
 
     def save(self, folder: Path):
         """Write index.json into a folder."""
@@ -80,12 +104,20 @@ class DataIndex:
             raise DataError(f"{folder}: no such data folder here; give --data, or make one with `saf data prepare`")
         if not path.is_file():
             raise DataError(f"{folder}: not a data folder, it has no {INDEX_FILE}; make one with `saf data prepare`")
-        record = read_json(path, error=DataError, advice=_AGAIN)
+        record = read_json(path, error=DataError, advice=AGAIN)
         try:
-            return cls.from_dict(record)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            index = cls.from_dict(record)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
-            raise DataError(f"{path}: damaged or from another version ({problem}); {_AGAIN}") from error
+            raise DataError(f"{path}: damaged or from another version ({problem}); restore it or {AGAIN}") from error
+        if record["schema"] == UNSEALED:
+            warnings.warn(
+                f"{path} is of a version that kept no hash of it: tokens, tokenizer and vocabulary are checked, what "
+                f"else it tells (sources, settings, entropies) cannot be; {AGAIN} to have it checked whole",
+                SafWarning,
+                stacklevel=3,
+            )
+        return index
 
 
 def _partition(data: dict) -> PartitionInfo:
@@ -106,24 +138,32 @@ class TokenData:
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = False) -> "TokenData":
-        """Open a data folder, checking every file's size and that no document is in two partitions.
+        """Open a data folder and check that it is what was prepared; a second time only what changed since is read.
+
+        Every file's SHA-256, every token against the vocabulary, the vocabulary and end-of-text id against the
+        tokenizer, and that no document is in two partitions.
 
         Args:
             folder: made by `saf.data.prepare`.
-            verify: also check every file's SHA-256.
+            verify: read everything, also what was found whole before and has not changed.
 
         Raises:
             DataError: when a file is missing, was changed, or belongs to another folder.
         """
-        folder = Path(folder)
+        folder = _path(folder)
         index = DataIndex.load(folder)
-        _check_tokenizer(folder, index)
-        _check_counts(folder, index)
-        for info in _files(index):
-            expected = info.sha256 if verify else None
-            check_file(folder / info.file, size=info.bytes, sha256=expected, error=DataError, advice=_AGAIN)
         data = cls(folder, index)
-        _check_disjoint(data)
+        files = _files(index)
+        found = marks(folder, [INDEX_FILE, TOKENIZER_FILE, *(info.file for info in files)])
+        if verify or not is_remembered(folder, found):
+            try:
+                _check_tokenizer(folder, index)
+                _check_counts(folder, index)
+                _check_files(folder, index)
+                _check_disjoint(data)
+            except OSError as error:
+                raise DataError(f"{error.filename or folder} cannot be read ({error.strerror}); {AGAIN}") from error
+            remember(folder, found)
         return data
 
     @property
@@ -174,8 +214,6 @@ class TokenData:
         """Return the digest of each document of a partition, uint8 `[documents, 16]`."""
         info = self._partition(partition).digests
         data = (self.folder / info.file).read_bytes() if info else b""
-        if len(data) % DIGEST_BYTES:
-            raise DataError(f"{self.folder}: damaged digests of its {partition} documents; prepare it again")
         return np.frombuffer(data, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
     def _partition(self, name: str):
@@ -197,23 +235,52 @@ def _files(index: DataIndex) -> list[FileInfo]:
     return files + [info.digests for info in index.partitions.values() if info.digests]
 
 
+def _path(folder: Any) -> Path:
+    """Return a folder's name as a path; raise InputError for what is no name."""
+    if not isinstance(folder, str | Path):
+        raise InputError(f"a data folder is named by a string or a Path; got {folder!r}")
+    return Path(folder)
+
+
 def _check_tokenizer(folder: Path, index: DataIndex):
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
-        raise DataError(f"{folder}: its {TOKENIZER_FILE} is missing; {_AGAIN}")
+    """Compare the tokenizer with its sum and, where an index may have been changed, with what it says of it."""
+    path, recorded = folder / TOKENIZER_FILE, index.tokenizer
     found = file_hash(path)
-    if found != index.tokenizer.sha256:
+    if found != recorded.sha256:
         raise DataError(
             f"{folder}: a data folder made with another tokenizer: {TOKENIZER_FILE} has SHA-256 {found[:12]}, "
-            f"its tokens were made with {index.tokenizer.sha256[:12]}; restore that file or prepare it again"
+            f"its tokens were made with {recorded.sha256[:12]}; restore that file or {AGAIN}"
+        )
+    tokenizer = Tokenizer.load(path)
+    if (tokenizer.vocab_size, tokenizer.eot_id) != (recorded.vocab_size, recorded.eot_id):
+        raise DataError(
+            f"{folder / INDEX_FILE} tells of {recorded.vocab_size:,} ids and end-of-text {recorded.eot_id}, "
+            f"{TOKENIZER_FILE} has {tokenizer.vocab_size:,} and {tokenizer.eot_id}; {AGAIN}"
         )
 
 
 def _check_counts(folder: Path, index: DataIndex):
     for name, info in index.partitions.items():
-        held = sum(shard.bytes for shard in info.shards) // np.dtype(index.dtype).itemsize
+        held = sum(shard.bytes for shard in info.shards) / np.dtype(index.dtype).itemsize
         if held != info.tokens:
-            raise DataError(f"{folder}: damaged index, its {name} shards hold {held} tokens, not {info.tokens}")
+            raise DataError(f"{folder}: damaged index, its {name} shards hold {held:,.0f} tokens, not {info.tokens:,}")
+        kept = info.digests.bytes / DIGEST_BYTES if info.digests else 0
+        if kept != info.documents:
+            raise DataError(
+                f"{folder}: damaged index, its {name} digests are of {kept:g} documents, not {info.documents}"
+            )
+
+
+def _check_files(folder: Path, index: DataIndex):
+    """Check sizes of all files first, which costs nothing, then their content."""
+    for info in _files(index):
+        check_file(folder / info.file, size=info.bytes, error=DataError, advice=AGAIN)
+    for partition in index.partitions.values():
+        for shard in partition.shards:
+            dtype = np.dtype(index.dtype).newbyteorder("<")
+            check_content(folder / shard.file, shard, dtype=dtype, vocab_size=index.tokenizer.vocab_size)
+        if partition.digests:
+            check_content(folder / partition.digests.file, partition.digests)
 
 
 def _check_disjoint(data: TokenData):

@@ -108,7 +108,7 @@ def read_json_value(path: Path, *, error: type[SafError] = InputError, advice: s
         raise error(_advised(f"{path} does not exist", advice)) from None
     except OSError as problem:
         raise error(_advised(f"{path} cannot be read: {problem.strerror}", advice)) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+    except (ValueError, RecursionError) as problem:  # also of numbers with too many digits, of too many brackets
         raise error(_advised(f"{path} is not valid JSON: {problem}", advice)) from None
 
 

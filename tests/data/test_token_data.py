@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from hashlib import sha256
 
@@ -9,7 +10,9 @@ from saf.data import TokenData, prepare
 from saf.data.shards import ShardedTokens, ShardWriter, chunks, entropy, token_dtype
 from saf.data.token_data import DataIndex
 from saf.data.tokenizer import train_bpe
-from saf.errors import DataError, InputError
+from saf.data.verification import check_content
+from saf.errors import DataError, InputError, SafWarning
+from saf.records.folders import entries_hash
 
 
 @pytest.fixture
@@ -95,20 +98,154 @@ def test_another_tokenizer_is_refused(folder, texts):
         TokenData.open(folder)
 
 
-def test_sizes_are_always_checked_and_hashes_on_request(folder):
+def change_index(folder, change, *, seal=True):
+    """Change index.json; with `seal`, its fingerprint and hash too, as nobody does by accident."""
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    if seal:
+        shards = {name: [shard["sha256"] for shard in info["shards"]] for name, info in index["partitions"].items()}
+        text = json.dumps(["saf.data/1", index["tokenizer"]["sha256"], index["dtype"], shards], sort_keys=True)
+        index["fingerprint"] = sha256(text.encode()).hexdigest()
+        index["hash"] = entries_hash(index)
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def damage(path, at, value):
+    data = bytearray(path.read_bytes())
+    data[at : at + len(value)] = value
+    path.write_bytes(data)
+
+
+def test_a_changed_shard_is_named(folder):
     path = folder / "report-00000.bin"
     data = path.read_bytes()
     path.write_bytes(data[:-2])
-    with pytest.raises(
-        DataError, match=rf"report-00000.bin is damaged: expected {len(data):,} bytes, got {len(data) - 2:,}"
-    ):
+    size = rf"report-00000.bin is damaged: expected {len(data):,} bytes, got {len(data) - 2:,}"
+    with pytest.raises(DataError, match=size):
         TokenData.open(folder)
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    TokenData.open(folder)
-    with pytest.raises(DataError, match=r"report-00000.bin is damaged: expected SHA-256"):
-        TokenData.open(folder, verify=True)
+    with pytest.raises(
+        DataError, match=r"report-00000.bin is damaged: expected SHA-256 \w+, got \w+; prepare it again"
+    ):
+        TokenData.open(folder)
     path.unlink()
     with pytest.raises(DataError, match=r"report-00000.bin is missing"):
+        TokenData.open(folder)
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_place(folder, monkeypatch):
+    monkeypatch.setattr("saf.data.verification.BLOCK_BYTES", 512)
+    path = folder / "train-00000.bin"
+    damage(path, 2 * 777, (300).to_bytes(2, "little"))
+    outside = "token 300 at position 777 is outside the vocabulary of 300 ids"
+    with pytest.raises(DataError, match=rf"train-00000.bin is damaged: expected SHA-256 .* \({outside}\)"):
+        TokenData.open(folder)
+
+    def seal(index):
+        index["partitions"]["train"]["shards"][0]["sha256"] = sha256(path.read_bytes()).hexdigest()
+
+    change_index(folder, seal)
+    with pytest.raises(DataError, match=rf"train-00000.bin: {outside}; prepare it again"):
+        TokenData.open(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index["tokenizer"].update(vocab_size=280),
+        lambda index: index["tokenizer"].update(eot_id=7),
+        lambda index: index["partitions"]["report"].update(unigram_entropy=1.0),
+        lambda index: index.update(calibration_from="train"),
+    ],
+)
+def test_a_changed_index_is_refused(folder, change):
+    change_index(folder, change, seal=False)
+    with pytest.raises(DataError, match=r"index.json: damaged .* its entries were changed.*prepare it again"):
+        TokenData.open(folder)
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 280), ("eot_id", 7)])
+def test_the_vocabulary_is_the_tokenizers(folder, name, value):
+    change_index(folder, lambda index: index["tokenizer"].update({name: value}))
+    with pytest.raises(
+        DataError, match=r"index.json tells of \d+ ids and end-of-text \d, tokenizer.json has 300 and 0"
+    ):
+        TokenData.open(folder)
+
+
+def test_a_fingerprint_of_other_data_is_refused(folder):
+    def change(index):
+        index["fingerprint"] = 64 * "0"
+        index["hash"] = entries_hash(index)
+
+    change_index(folder, change, seal=False)
+    with pytest.raises(DataError, match=r"its fingerprint is 0000.*, its sums give"):
+        TokenData.open(folder)
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[str]:
+    """The names of the files that are read for their sums."""
+    names = []
+
+    def reading(path, *rest, **options):
+        names.append(path.name)
+        return check_content(path, *rest, **options)
+
+    monkeypatch.setattr("saf.data.token_data.check_content", reading)
+    return names
+
+
+def test_what_was_found_whole_is_not_read_again_until_it_changes(folder, read, monkeypatch):
+    TokenData.open(folder)
+    TokenData.open(folder)
+    assert len(read) == 16, "two seconds after a change another one might not show"
+    monkeypatch.setattr("saf.data.verification.AT_REST", 0.0)
+    TokenData.open(folder)
+    read.clear()
+    for _ in range(3):
+        TokenData.open(folder)
+    assert read == []
+    TokenData.open(folder, verify=True)
+    assert len(read) == 8
+    path = folder / "train-00000.bin"
+    times = path.stat()
+    damage(path, 100, b"\1")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(DataError, match=r"train-00000.bin is damaged: expected SHA-256"):
+        TokenData.open(folder)
+
+
+def test_nothing_can_be_remembered_where_nothing_can_be_written(folder, read, monkeypatch, tmp_path):
+    monkeypatch.setattr("saf.data.verification.AT_REST", 0.0)
+    (tmp_path / "file").write_text("no folder")
+    for cache in (str(tmp_path / "file"), "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        read.clear()
+        for _ in range(2):
+            TokenData.open(folder)
+        assert len(read) == 16
+    assert not (folder / "relative").exists()
+
+
+def test_folders_of_the_version_before_open_with_a_word_on_what_is_not_checked(folder, prepared):
+    def older(index):
+        index.update(schema="saf.data/1")
+        del index["hash"]
+
+    change_index(folder, older, seal=False)
+    with pytest.warns(SafWarning, match=r"index.json is of a version that kept no hash of it: tokens.* are checked"):
+        data = TokenData.open(folder)
+    assert data.fingerprint == DataIndex.load(prepared).fingerprint
+    change_index(folder, lambda index: index["tokenizer"].update(eot_id=7), seal=False)
+    with pytest.warns(SafWarning), pytest.raises(DataError, match=r"tokenizer.json has 300 and 0"):
+        TokenData.open(folder)
+
+
+@pytest.mark.parametrize("name", ["../train-00000.bin", "/etc/passwd", "a/b.bin", "..", ""])
+def test_shards_stay_inside_their_folder(folder, name):
+    change_index(folder, lambda index: index["partitions"]["train"]["shards"][0].update(file=name))
+    with pytest.raises(DataError, match="is not the name of a file in the folder"):
         TokenData.open(folder)
 
 
@@ -116,17 +253,14 @@ def test_a_document_in_two_partitions_is_refused(folder):
     train, report = folder / "train-documents.bin", folder / "report-documents.bin"
     data = train.read_bytes()[:16] + report.read_bytes()[16:]
     report.write_bytes(data)
-    index = json.loads((folder / "index.json").read_text())
-    index["partitions"]["report"]["digests"]["sha256"] = sha256(data).hexdigest()
-    (folder / "index.json").write_text(json.dumps(index))
+    digest = sha256(data).hexdigest()
+    change_index(folder, lambda index: index["partitions"]["report"]["digests"].update(sha256=digest))
     with pytest.raises(DataError, match="1 documents lie in two partitions"):
         TokenData.open(folder)
 
 
 def test_partitions_of_the_same_text_are_refused(folder):
-    index = json.loads((folder / "index.json").read_text())
-    index["partitions"]["calibration"] = index["partitions"]["report"]
-    (folder / "index.json").write_text(json.dumps(index))
+    change_index(folder, lambda index: index["partitions"].update(calibration=index["partitions"]["report"]))
     with pytest.raises(DataError, match="calibration and report hold the same text"):
         TokenData.open(folder)
 
@@ -134,15 +268,20 @@ def test_partitions_of_the_same_text_are_refused(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda index: index.pop("partitions"), "damaged or from another version.*partitions"),
-        (lambda index: index.update(schema="saf.data/9"), "schema 'saf.data/9', this version reads 'saf.data/1'"),
+        (lambda index: index["partitions"].pop("report"), "damaged or from another version.*report"),
+        (lambda index: index.update(schema="saf.data/9"), "schema 'saf.data/9', this version reads 'saf.data/2'"),
+        (lambda index: index.update(dtype="float64"), "dtype 'float64'"),
+        (lambda index: index["tokenizer"].update(eot_id=300), "eot_id 300 is none of 300 ids"),
+        (lambda index: index["tokenizer"].update(vocab_size="many"), "vocab_size 'many' .* must be whole numbers"),
         (lambda index: index["partitions"]["train"].update(tokens=5), "train shards hold .* tokens, not 5"),
+        (lambda index: index["partitions"]["train"].update(documents=5), "train digests are of .* documents, not 5"),
+        (lambda index: index["partitions"]["train"].update(tokens=None), "tokens must be a whole number"),
+        (lambda index: index["partitions"]["train"]["shards"][0].update(bytes=-1), "train-00000.bin: bytes -1"),
+        (lambda index: index["partitions"]["train"].update(unigram_entropy="x"), "unigram_entropy must be a number"),
     ],
 )
 def test_a_damaged_index_is_named(folder, change, message):
-    index = json.loads((folder / "index.json").read_text())
-    change(index)
-    (folder / "index.json").write_text(json.dumps(index))
+    change_index(folder, change)
     with pytest.raises(DataError, match=message):
         TokenData.open(folder)
 
@@ -155,3 +294,8 @@ def test_folders_that_are_not_data_folders(tmp_path, folder):
     (folder / "index.json").write_text("{")
     with pytest.raises(DataError, match=r"index.json is not valid JSON.*; prepare it again"):
         TokenData.open(folder)
+    (folder / "index.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"index.json is not valid JSON"):
+        TokenData.open(folder)
+    with pytest.raises(InputError, match=r"named by a string or a Path; got 5"):
+        TokenData.open(5)
