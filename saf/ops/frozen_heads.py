@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from saf.errors import InputError
 from saf.ops.backend import Tables
 from saf.ops.backends import BACKENDS, check_trainable, choose_backend
-from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head
+from saf.patterns import Pattern, is_trainable, pattern_for_each_head
 
 
 class FrozenHeads(nn.Module):
@@ -28,7 +28,7 @@ class FrozenHeads(nn.Module):
         self.fixed = tuple(slot for slot in range(len(patterns)) if slot not in self.trainable)
         # Not only in the list: as children their parameters are the model's.
         for slot, one in enumerate(patterns):
-            if isinstance(one, TrainablePattern):
+            if is_trainable(one):
                 self.add_module(f"pattern_{slot}", one)
         self.patterns = [one.own() for one in patterns]
         self.backend = backend
@@ -68,7 +68,7 @@ class FrozenHeads(nn.Module):
             raise InputError(f"kv_head names value heads from 0; got {slots}")
         if slots is not None and len(slots) < len(patterns):
             raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
-        trained = [single for single in patterns if isinstance(single, TrainablePattern)]
+        trained = [single for single in patterns if is_trainable(single)]
         fixed = [single for single in patterns if not single.trainable]
         name = choose_backend(backend, device=torch.device(device), dtypes=dtypes, trainable=bool(trained))
         check_trainable(name, trained, dtypes)
@@ -98,7 +98,7 @@ class FrozenHeads(nn.Module):
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """Return alpha and rho of the trainable patterns, `[trainable, T]` each."""
-        patterns = [one for one in self.children() if isinstance(one, TrainablePattern)]
+        patterns = [one for one in self.children() if is_trainable(one)]
         return torch.stack([one.alpha for one in patterns]), torch.stack([one.rho for one in patterns])
 
     @property

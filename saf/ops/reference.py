@@ -57,6 +57,7 @@ class Reference(Backend):
 
 def _weights(pattern: Pattern) -> Tensor:
     """Return P, `[T, T]`, a compact one normalised anew in float64."""
-    if isinstance(pattern, CompactPattern):
-        return CompactPattern.from_parameters(pattern.alpha.double(), pattern.rho.double()).dense()
-    return pattern.dense()
+    compact = pattern.compact()
+    if compact is None:
+        return pattern.dense()
+    return CompactPattern.from_parameters(compact.alpha.double(), compact.rho.double()).dense()

@@ -13,7 +13,7 @@ from saf.patterns.compact import CompactPattern
 from saf.patterns.dense import DensePattern
 from saf.patterns.pattern import Pattern, pattern_for_each_head
 from saf.patterns.storage import StorageReport, storage_report
-from saf.patterns.trainable import TrainablePattern, trained_logits
+from saf.patterns.trainable import TrainablePattern, is_trainable, trained_logits
 
 __all__ = [
     "KINDS",
@@ -22,6 +22,7 @@ __all__ = [
     "Pattern",
     "StorageReport",
     "TrainablePattern",
+    "is_trainable",
     "pattern_for_each_head",
     "pattern_from_state",
     "storage_report",

@@ -100,6 +100,10 @@ class CompactPattern:
         check_prefix(length, self.length)
         return CompactPattern(self.alpha[..., :length], self.rho[..., :length], self.log_z[..., :length])
 
+    def compact(self) -> "CompactPattern":
+        """Return the pattern itself."""
+        return self
+
     def singles(self) -> list["CompactPattern"]:
         """Return one pattern `[T]` a head of `[F, T]`, or the pattern itself; InputError for more dimensions."""
         return split_leading(self)

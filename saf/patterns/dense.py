@@ -78,6 +78,9 @@ class DensePattern:
         """Return the weights, `[..., T, T]`."""
         return self.weights
 
+    def compact(self) -> None:
+        """Return None: entries have no key and distance logits."""
+
     def singles(self) -> list["DensePattern"]:
         """Return one pattern `[T, T]` a head of `[F, T, T]`, or the pattern itself; InputError for more dimensions."""
         return split_leading(self)

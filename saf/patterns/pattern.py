@@ -5,12 +5,15 @@ execute it is theirs to say.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from saf.errors import InputError
+
+if TYPE_CHECKING:
+    from saf.patterns.compact import CompactPattern
 
 
 class Pattern(Protocol):
@@ -38,6 +41,10 @@ class Pattern(Protocol):
 
     def dense(self) -> Tensor:
         """Return the matrix entry by entry, `[..., T, T]`."""
+        ...
+
+    def compact(self) -> "CompactPattern | None":
+        """Return the compact pattern that it is now, fixed; None where it has no key and distance logits."""
         ...
 
     def singles(self) -> Sequence["Pattern"]:

@@ -1,7 +1,7 @@
 """A compact pattern whose key and distance logits an optimiser trains."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,16 @@ class TrainablePattern(nn.Module):
     def of(
         cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "TrainablePattern":
-        """Start from a compact pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it.
+        """Start from a pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it.
 
         Raises UnsupportedError for a pattern that has no key and distance logits.
         """
-        if not isinstance(pattern, CompactPattern):
+        if (start := pattern.compact()) is None:
             raise UnsupportedError(
                 f"only key and distance logits can be trained, a {type(pattern).__name__} has none; fit a compact "
                 "pattern (storage='compact'), or use trainable=False"
             )
-        balanced = pattern.to(dtype=torch.float64, device=device).balanced()
+        balanced = start.to(dtype=torch.float64, device=device).balanced()
         return cls(balanced.alpha.to(dtype), balanced.rho.to(dtype))
 
     @property
@@ -103,6 +103,11 @@ class TrainablePattern(nn.Module):
         raise InputError("a pattern is executed by saf.frozen_attention; call compact() to look at it")
 
 
+def is_trainable(pattern: Any) -> TypeGuard[TrainablePattern]:
+    """Return whether a pattern is a module whose parameters an optimiser trains."""
+    return pattern.trainable
+
+
 def trained_logits(patterns: Iterable[Pattern]) -> list[nn.Parameter]:
     """Return the parameters of the trainable ones among these patterns: alpha and rho of each, `[T]`."""
-    return [logits for one in patterns if isinstance(one, TrainablePattern) for logits in (one.alpha, one.rho)]
+    return [logits for one in patterns if is_trainable(one) for logits in (one.alpha, one.rho)]

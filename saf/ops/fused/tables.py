@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.ops.operator import has_triton
-from saf.patterns import CompactPattern, Pattern
+from saf.patterns import Pattern
 
 LIVE, COMPACT, DENSE = 0, 1, 2
 """States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""
@@ -181,15 +181,16 @@ def fused_tables(
     """
     length = patterns[0].length
     empty = torch.zeros(0, length, dtype=torch.float64, device=device)
-    compact = [p.to(device=device, dtype=torch.float64).balanced() for p in patterns if isinstance(p, CompactPattern)]
-    dense = [p.dense().to(device=device, dtype=dtype) for p in patterns if not isinstance(p, CompactPattern)]
+    forms = [pattern.compact() for pattern in patterns]
+    compact = [form.to(device=device, dtype=torch.float64).balanced() for form in forms if form is not None]
+    dense = [p.dense().to(device=device, dtype=dtype) for p, form in zip(patterns, forms, strict=True) if form is None]
     alpha, rho, log_z = (
         torch.stack([getattr(p, name) for p in compact]) if compact else empty for name in ("alpha", "rho", "log_z")
     )
     stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
     made = FusedPatterns.build(alpha, rho, log_z, stored)
     tables: dict[str, Any] = {name: getattr(made, name) for name in PATTERNS}
-    kinds = [COMPACT if isinstance(p, CompactPattern) else DENSE for p in patterns]
+    kinds = [DENSE if form is None else COMPACT for form in forms]
     layouts = {"alone": (kinds, tuple(range(len(kinds))))}
     if kv_head is not None:
         layouts["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)

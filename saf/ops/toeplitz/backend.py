@@ -53,7 +53,7 @@ class Toeplitz(Backend):
         (float64 for float64 values) and `table` from `distance_table`, for the `C` heads of `convolved`;
         `weights [F - C, T, T]` for those of `stored`; and, where none is stored, what one launch of few tokens reads.
         """
-        compact = {slot: pattern for slot, pattern in enumerate(patterns) if isinstance(pattern, CompactPattern)}
+        compact = {slot: own for slot, one in enumerate(patterns) if (own := one.compact()) is not None}
         made: Tables = {}
         convolved: tuple[int, ...] = ()
         if compact:
