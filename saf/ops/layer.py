@@ -16,7 +16,7 @@ together or part by part (`project_parts`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops.backends import BACKENDS
-from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.heads import flat_heads, join_heads, live_keys, part_heads, put_together, read_heads, take_heads
 from saf.ops.live import check_kernel, live_attention
 from saf.ops.positions import check_positions, check_start, shift_rows
+
+if TYPE_CHECKING:  # heads are asked, not made, here: this file and theirs stand side by side
+    from saf.ops.frozen_heads import FrozenHeads
 
 JOINED = 8192 * 768
 """Size B x T x H * D up to which training joins live and frozen heads before the product.
@@ -56,7 +58,7 @@ class Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    frozen: FrozenHeads | None
+    frozen: "FrozenHeads | None"
     live_slots: tuple[int, ...]
     frozen_slots: tuple[int, ...]
     scale: float | None
@@ -70,7 +72,7 @@ def _checked(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    frozen: FrozenHeads | None,
+    frozen: "FrozenHeads | None",
     *,
     scale: float | None = None,
     backend: str = "auto",
@@ -101,7 +103,7 @@ def _checked(
     return Call(query, key, value, frozen, live_slots, frozen_slots, scale, start, kernel, apart, projection)
 
 
-def _checked_frozen(value: Tensor, frozen: FrozenHeads, backend: str, start: Tensor | None) -> tuple[int, ...]:
+def _checked_frozen(value: Tensor, frozen: "FrozenHeads", backend: str, start: Tensor | None) -> tuple[int, ...]:
     """Return the value head of each frozen slot; raise InputError for values, backend or start that do not fit."""
     frozen.check_call(value, backend)
     if start is not None:
@@ -109,7 +111,7 @@ def _checked_frozen(value: Tensor, frozen: FrozenHeads, backend: str, start: Ten
     return frozen.value_heads(value.shape[1])
 
 
-def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None) -> tuple[int, ...]:
+def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: "FrozenHeads | None") -> tuple[int, ...]:
     """Return the value head of each live slot; raise InputError for heads that do not fit together."""
     num_live, num_value_heads = query.shape[1], value.shape[1]
     slots = None if frozen is None else frozen.kv_head
@@ -209,7 +211,7 @@ def _attend_and_mix(call: Call) -> tuple[Tensor, ...]:
     return live, _mix_padded(selected, call.frozen, call.start, call.query.shape[-2])
 
 
-def _mix_padded(value: Tensor, frozen: FrozenHeads, start: Tensor | None, rows: int) -> Tensor:
+def _mix_padded(value: Tensor, frozen: "FrozenHeads", start: Tensor | None, rows: int) -> Tensor:
     """Return the last `rows` of frozen heads, of values `[B, F, T, D]` that their slots read, in their order."""
     if start is None:
         return _mix(value, frozen, rows)
@@ -219,7 +221,7 @@ def _mix_padded(value: Tensor, frozen: FrozenHeads, start: Tensor | None, rows: 
     return mixed[:, :, length - rows :]
 
 
-def _mix(value: Tensor, frozen: FrozenHeads, rows: int) -> Tensor:
+def _mix(value: Tensor, frozen: "FrozenHeads", rows: int) -> Tensor:
     """Mix `value [B, F, T, D]` by the backend, fixed and trainable patterns apart, and keep the last `rows`."""
     backend, tables = BACKENDS[frozen.backend], frozen.tables(value.dtype)
     if not frozen.trainable:
@@ -269,7 +271,7 @@ def mixed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    frozen: FrozenHeads | None,
+    frozen: "FrozenHeads | None",
     *,
     scale: float | None = None,
     backend: str = "auto",
@@ -307,7 +309,7 @@ def split_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    frozen: FrozenHeads | None,
+    frozen: "FrozenHeads | None",
     *,
     scale: float | None = None,
     backend: str = "auto",
@@ -332,7 +334,7 @@ def projected_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    frozen: FrozenHeads,
+    frozen: "FrozenHeads",
     projection: Tensor,
     *,
     start: Tensor | None = None,
@@ -364,7 +366,7 @@ def project_parts(parts: Sequence[Tensor], projection: Tensor) -> Tensor:
 
 def frozen_attention(
     value: Tensor,
-    frozen: FrozenHeads,
+    frozen: "FrozenHeads",
     *,
     backend: str = "auto",
     start: Tensor | None = None,
