@@ -7,6 +7,7 @@ from saf.errors import InputError
 from saf.settings import documented
 
 DEFAULT_HELDOUT_FRACTION = 0.05
+"""Chosen, not measured: a corpus of ten million tokens still keeps half a million apart, 122 windows of 4,096."""
 
 
 @documented

@@ -19,6 +19,7 @@ DIGEST_BYTES = 16
 """128 bits of BLAKE2: two documents of a corpus never share them, and a million take 16 MB."""
 PARTITIONS = ("train", "calibration", "controller", "report")
 TRAIN, CALIBRATION, CONTROLLER, REPORT = range(4)
+"""The places of these names in `PARTITIONS`."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ import numpy as np
 if TYPE_CHECKING:
     from saf.data.documents import Document
 
-# What a worker gets at once: large enough that the pipe costs nothing beside it, small enough to share text out evenly.
+# What a worker gets at once: large enough that the pipe costs nothing beside it, small enough to share text out evenly;
+# whichever comes first. Chosen, not measured.
 BATCH_BYTES = 2**20
-BATCH_DOCUMENTS = 1024
+BATCH_DOCUMENTS = 1024  # where documents are so short that their number, not their text, is the work
 
 
 def usable_cores() -> int:

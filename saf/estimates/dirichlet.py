@@ -17,7 +17,7 @@ PARAMETER_FLOOR = 1e-6
 # A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
 # concentration would be a quotient of rounding errors.
 NEAR_DETERMINISTIC = 1e-6
-NEAR_CONSTANT = 1e-15
+NEAR_CONSTANT = 1e-15  # a sum of squares of rounding errors, 3e-8 each; chosen, not measured
 
 
 def dirichlet(

@@ -62,6 +62,9 @@ class GPTConfig:
             raise InputError(f"not a model configuration: {error}") from error
 
 
+# 124m and 774m: GPT-2's small and large model, the paper's 124M and 774M. 1b: the paper's 1B (appendix on scale), 8K of
+# context. The paper's contexts of 4K otherwise; others are made by `max_length`. GPT-2's 50,257 tokens, rounded up to
+# 50,304 = 393 x 128 for matrix units. tiny: chosen so that a demo trains in minutes on two CPU cores.
 PRESETS = {
     "tiny": GPTConfig(vocab_size=2_048, num_layers=4, num_heads=4, hidden_size=128, max_length=256),
     "124m": GPTConfig(num_layers=12, num_heads=12, hidden_size=768, max_length=4_096),

@@ -17,7 +17,7 @@ from saf.records.quantities import number
 
 WIDTH = 980
 """Of a figure, in pixels: that of a page's column of text and figures."""
-LIGHT, DARK = 0, 1
+LIGHT, DARK = 0, 1  # places of the two colours of a pair
 _FIXED = (
     "text{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
     ".title{font:600 20px Georgia,'Times New Roman',serif}.line{fill:none;stroke-width:2;stroke-linejoin:round}"

@@ -12,8 +12,12 @@ from saf.ops.operator import has_triton
 from saf.patterns import CompactPattern
 
 BLOCK = 128
-# A GPU wants large products even when a layer has few frozen heads, a CPU tiles that stay in its cache.
 GPU_BLOCK = 512
+"""Positions a block on a CPU, and on a GPU, which wants large products even when a layer has few frozen heads.
+
+A CPU's tile of 128 x 128 float64 numbers, 128 KiB, stays in a core's cache. The GPU's size is chosen, not measured
+against others.
+"""
 # Elements of tiles held at once, 16 MiB in float32; block offsets beyond that wait their turn.
 _HELD_ELEMENTS = 1 << 22
 
@@ -198,7 +202,11 @@ def _slope(x: Tensor) -> Tensor:
 
 
 ROW_SUM_TOLERANCE = 0.02
+"""How far a row's executed weights may miss a sum of one: five times the most that rounding both factors to bfloat16,
+2**-9 each, makes of a row, so that only lost weight exceeds it. Chosen, not measured."""
 SMALL_VALUE = 2.0**-8
+"""A value beside those of size one that a pattern must still mix: scaled by a small exp(alpha) it is the first to fall
+below the dtype's range. As much smaller as bfloat16 resolves beside one; chosen, not measured."""
 
 
 def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

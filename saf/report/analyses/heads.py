@@ -8,6 +8,7 @@ from saf.records.quantities import number, signed
 from saf.report.plot import COLOURS, SHADES, WIDTH, Panel, Scale, cell, document, label, legend, style
 
 Record = Mapping[str, Any]
+# Pixels: the map of heads beside a panel, and how many panels 980 of them hold side by side.
 _MAP = 330
 _COLUMNS = 5
 

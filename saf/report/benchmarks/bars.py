@@ -260,6 +260,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
+# Pixels of a figure: names end and ratios begin at these, and a row of an arm with its bar is so high.
 _LEFT, _RIGHT = 256, 820
 _ROW = 30
 _HEADING = 26

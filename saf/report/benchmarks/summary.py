@@ -8,7 +8,7 @@ from saf.bench.kinds import SPEED_KINDS
 from saf.records.quantities import gibibytes, number, signed
 from saf.report.page import bars, key_figure, share_of, text, whisker
 
-_MOST_RATES = 2
+_MOST_RATES = 2  # of a headline, so that it stays one line
 
 
 def leading(groups: Sequence[Group]) -> list[Group]:

@@ -12,7 +12,7 @@ from saf.records.run import RecordedRun
 
 # About as many as the page has pixels to show them in; a page with every point would have megabytes.
 CURVE_POINTS = 512
-PATTERN_POINTS = 256
+PATTERN_POINTS = 256  # bins a side of a picture that is 340 pixels wide
 MARGINAL_POINTS = 128
 _SCORES = ("variance", "forward_kl")
 

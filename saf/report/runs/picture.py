@@ -15,6 +15,7 @@ from saf.report.plot import SHADES, WIDTH, Panel, Scale, cell, document, label, 
 from saf.report.runs.page_data import arm_data, freeze_data, gap_data
 from saf.report.runs.summary import headline
 
+# Pixels: the picture's height, the map's place and size, and where the curves beside it begin and end.
 _HEIGHT = 486
 _MAP_TOP, _MAP_SIZE = 112, 330
 _CHART_LEFT, _CHART_RIGHT = 506, 940
