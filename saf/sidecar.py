@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from saf.adapters import Adapter, adapter_for
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig
 from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
 from saf.records.paths import Kind, expect
-from saf.surgery import apply_, restore_, state_of, weight_sums
+from saf.surgery import apply_, load_weights_, restore_, state_of, weight_sums
 
 STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
@@ -96,16 +96,8 @@ def load(
         return model
     weights = read_tensors(source / WEIGHTS, error=CheckpointError)
     restore_(model, state, tensors, backend=backend)
-    load_weights_(model, weights)
+    load_weights_(model, weights, source)
     return model
-
-
-def load_weights_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load weights into a model whose layout has been restored; raise CheckpointError naming what does not fit."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"the weights do not fit the model: {error}") from error
 
 
 def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]:

@@ -94,9 +94,14 @@ def run_digest(folder: Path) -> str:
     metrics = [[line[name] for name in ("update", "loss", "lr", "grad_norm")] for line in lines]
     result = json.loads((folder / "result.json").read_text())
     model = saf.load(folder)
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("frozen_layout")}
+    state = numbers(model)
     tensors = [state[name] for name in sorted(state)]
     return digest(metrics, sorted(state), result["provenance"]["heads"], result["report_loss"], *tensors)
+
+
+def numbers(model: "saf.GPT") -> dict[str, Tensor]:
+    """Return the state dict without what only tells which heads are frozen."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("frozen_layout")}
 
 
 def drawn(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> Tensor:
@@ -173,9 +178,9 @@ def models(device: str) -> Iterator[tuple[str, str]]:
         model = decoder()
         saf.freeze_(model, batches, saf.FreezeConfig(rate=0.5, pattern=name, max_fit_kl=9.0))
         with torch.no_grad():
-            yield f"freeze_ {name}", digest(model(tokens.to(device)), *model.state_dict().values())
+            yield f"freeze_ {name}", digest(model(tokens.to(device)), *numbers(model).values())
         saf.uninstall_(model)
-        yield f"undo {name}", digest(*model.state_dict().values())
+        yield f"undo {name}", digest(*numbers(model).values())
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:

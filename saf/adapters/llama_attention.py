@@ -11,12 +11,13 @@ from saf.adapters.adapter import Removed, Sink
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, live_attention, mixed_attention
+from saf.ops.frozen_layout import LAYOUT, TellsLayout
 from saf.ops.positions import assert_later, left_padding
 
 NAME = "saf"
 
 
-class HeadState(nn.Module):
+class HeadState(TellsLayout):
     """Hold which heads of one attention layer are frozen, and what is known of them."""
 
     def __init__(self, layout: HeadLayout):
@@ -40,6 +41,7 @@ class HeadState(nn.Module):
     def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed, device: torch.device) -> None:
         """Take another layout; `used` then holds the key heads that some live head reads, None for all."""
         self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
+        self.tell_layout(layout, frozen, device)
         read = sorted(set(layout.kv_head[: layout.num_live])) if layout.grouped else []
         some = 0 < len(read) < layout.num_kv_heads
         self.used = torch.tensor(read, device=device) if some else None
@@ -104,6 +106,7 @@ def attach_state(attention: Any) -> HeadState:
         return state
     attention.saf = HeadState(layout_of(attention))
     attention.register_forward_pre_hook(check_function)
+    attention.register_load_state_dict_pre_hook(check_layout)
     return attention.saf
 
 
@@ -114,6 +117,9 @@ def detach_idle_state(attention: Any) -> None:
         for number, hook in list(attention._forward_pre_hooks.items()):
             if hook is check_function:
                 del attention._forward_pre_hooks[number]
+        for number, wrapped in list(attention._load_state_dict_pre_hooks.items()):
+            if wrapped.hook is check_layout:
+                del attention._load_state_dict_pre_hooks[number]
 
 
 def layout_of(attention: Any) -> HeadLayout:
@@ -130,6 +136,11 @@ def check_function(module: Any, _: Any) -> None:
             f"a model with frozen heads attends by {NAME!r}, not {name!r}; call "
             f"model.set_attn_implementation({NAME!r}), or uninstall_ first"
         )
+
+
+def check_layout(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raise CheckpointError for weights of a layer that tell of other frozen heads, or of none."""
+    module.saf.compare_layout(state_dict, prefix, f"{prefix}saf.{LAYOUT}")
 
 
 def attend(

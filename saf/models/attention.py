@@ -10,6 +10,7 @@ from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.models.rotary import rotate
 from saf.ops import FrozenHeads, frozen_attention, live_attention, projected_attention
+from saf.ops.frozen_layout import TellsLayout
 from saf.ops.heads import flat_heads
 
 
@@ -39,7 +40,7 @@ class LiveAttention(nn.Module):
         return projected_attention(query, key, value, frozen, projection, start=start, kernel=self.kernel)
 
 
-class Attention(nn.Module):
+class Attention(TellsLayout):
     """Project and mix one layer's heads. Frozen heads have no rows in `q_proj` and `k_proj`."""
 
     def __init__(self, hidden_size: int, num_heads: int):

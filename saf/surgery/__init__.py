@@ -6,13 +6,14 @@ weights and moments; `state` is what of it files hold.
 
 from saf.surgery.edit import check_editable
 from saf.surgery.install import finalize_, install_, pattern_parameters, uninstall_
-from saf.surgery.state import apply_, restore_, state_of, weight_sums
+from saf.surgery.state import apply_, load_weights_, restore_, state_of, weight_sums
 
 __all__ = [
     "apply_",
     "check_editable",
     "finalize_",
     "install_",
+    "load_weights_",
     "pattern_parameters",
     "restore_",
     "state_of",

@@ -1,6 +1,6 @@
 """The frozen heads of a model as plain data: what checkpoints and sidecars store beside the weights, and its way back.
 
-`state_of` makes it. `restore_` shapes a model for the saved weights, which are loaded afterwards; `apply_` freezes a
+`state_of` makes it. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_` freezes a
 model that has its weights. `weight_sums` tell the weights that were saved from others.
 """
 
@@ -8,6 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from saf.adapters import Site, adapter_for
 from saf.errors import CheckpointError, SafWarning
 from saf.heads import HeadSet
+from saf.ops.frozen_layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
 from saf.surgery.edit import editing, heads_with_rows, plan_edit
 from saf.surgery.install import install_, uninstall_
@@ -74,6 +76,17 @@ def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tens
             parameter, dimension = site.projections()[role]
             replace_data_(parameter, parameter.data.narrow(dimension, 0, len(heads) * site.head_dim).clone())
         site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout.frozen, tensors))
+
+
+def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    """Load the weights of `source` into a model that `restore_` has shaped; raise CheckpointError for what misfits.
+
+    Weights of earlier files do not tell which heads are frozen; the state that shaped the model told it.
+    """
+    try:
+        model.load_state_dict(with_layout(weights, model))
+    except (RuntimeError, CheckpointError) as error:
+        raise CheckpointError(f"{source} does not fit the model it describes: {error}") from error
 
 
 def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:

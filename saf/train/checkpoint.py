@@ -19,7 +19,7 @@ from saf.models import GPT, GPTConfig
 from saf.records.files import read_json, read_tensors
 from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
 from saf.records.paths import Kind, kind_of
-from saf.surgery import restore_, state_of
+from saf.surgery import load_weights_, restore_, state_of
 from saf.train.optimizer import optimizer_state, restore_optimizer
 
 OPTIMIZER = "optimizer.safetensors"
@@ -45,11 +45,7 @@ class Checkpoint:
         model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
         heads = read_json(self.path / "saf.json", error=CheckpointError)
         restore_(model, heads, self._tensors("saf.safetensors"), backend=backend)
-        weights = self._tensors("model.safetensors", device)
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise CheckpointError(f"{self.path} does not fit the model it describes: {error}") from error
+        load_weights_(model, self._tensors("model.safetensors", device), self.path)
         return model
 
     def optimizer(self, model: GPT) -> AdamW:

@@ -10,6 +10,7 @@ from safetensors.torch import load_model
 
 import saf
 from saf.errors import CheckpointError, InputError, SafWarning
+from saf.heads import HeadSet
 from tests.transformers_models import freeze, make, tokens
 
 
@@ -108,3 +109,21 @@ def test_a_sidecar_of_other_heads_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match="frozen heads"):
             saf.load(other, tmp_path)
         assert all(torch.equal(other.state_dict()[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_of_other_heads_are_refused_by_layer_and_heads(family, strict):
+    model, other, ordinary = make(family), make(family), make(family)
+    freeze(model)
+    freeze(other, HeadSet([(0, 0), (0, 2), (1, 0), (1, 1), (2, 3)]))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn: .* heads \[1, 2\], this one has \[0, 2\]"):
+        other.load_state_dict(model.state_dict(), strict=strict)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn: .* heads none, this one has \[1, 2\]"):
+        model.load_state_dict(ordinary.state_dict(), strict=strict)
+    with pytest.raises(RuntimeError, match=r"model\.layers\.0\.self_attn"):
+        ordinary.load_state_dict(model.state_dict(), strict=strict)
+    copy.deepcopy(model).load_state_dict(model.state_dict())
+    saf.uninstall_(model)
+    assert model.state_dict().keys() == ordinary.state_dict().keys()
+    assert not model.model.layers[0].self_attn._load_state_dict_pre_hooks
+    ordinary.load_state_dict(model.state_dict())

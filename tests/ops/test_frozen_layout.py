@@ -1,0 +1,74 @@
+"""State dicts that tell which heads are frozen: at home where these are, refused by layer and heads anywhere else."""
+
+import copy
+
+import pytest
+import torch
+
+import saf
+from saf.errors import CheckpointError
+from saf.ops.frozen_layout import with_layout
+from tests.freezing.small_model import make, tokens
+
+KEY = "blocks.1.attention.frozen_layout"
+
+
+def frozen(*heads: tuple[int, int], **settings) -> saf.GPT:
+    model = make()
+    saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=heads, max_fit_kl=100, **settings))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> saf.GPT:
+    return frozen((1, 0), (1, 2))
+
+
+def test_one_tensor_of_integers_a_layer_while_heads_are_frozen(model):
+    told = model.state_dict()[KEY]
+    assert told.dtype == torch.int64
+    assert told[:, 0].tolist() == [1, 0, 1, 0]
+    assert [name for name in model.state_dict() if "layout" in name] == [KEY]
+    again = copy.deepcopy(model).half()
+    assert torch.equal(again.state_dict()[KEY], told)
+    saf.uninstall_(again, [(1, 0)])
+    assert again.state_dict()[KEY][:, 0].tolist() == [0, 0, 1, 0]
+    saf.uninstall_(again)
+    assert again.state_dict().keys() == make().state_dict().keys()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_other_heads_and_patterns_are_refused_by_name(model, strict):
+    ordinary, weights = make(), model.state_dict()
+    for there, here, message in (
+        (model, frozen((1, 0), (1, 3)), r"blocks\.1\.attention: .* frozen heads \[0, 2\], this one has \[0, 3\]"),
+        (ordinary, frozen((2, 0)), r"blocks\.2\.attention: .* frozen heads none, this one has \[0\]"),
+        (model, ordinary, r"blocks\.1\.attention: .* frozen heads \[0, 2\], this one has none"),
+        (model, frozen((1, 0), (1, 2), storage="dense"), r"blocks\.1\.attention: heads \[0, 2\] .* other patterns"),
+    ):
+        before = {name: tensor.clone() for name, tensor in here.state_dict().items() if name.startswith("blocks.2")}
+        with pytest.raises(CheckpointError, match=message):
+            here.load_state_dict(there.state_dict(), strict=strict)
+        assert all(torch.equal(here.state_dict()[name], tensor) for name, tensor in before.items())
+    with pytest.raises(CheckpointError, match=r"frozen_layout is damaged: expected int64 \[heads, 2\]"):
+        model.load_state_dict(weights | {KEY: torch.zeros(4)}, strict=strict)
+    assert model.load_state_dict({"norm.weight": weights["norm.weight"]}, strict=False).unexpected_keys == []
+
+
+def test_trainable_patterns_are_compared_by_their_heads_alone():
+    one, other = frozen((1, 0), trainable=True), frozen((1, 0), trainable=True)
+    with torch.no_grad():
+        one.blocks[1].attention.frozen.patterns[0].rho.mul_(0.5)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other(tokens()), one(tokens()))
+
+
+def test_weights_of_earlier_files_take_the_layout_that_their_description_tells(model, tmp_path, monkeypatch):
+    earlier = {name: tensor for name, tensor in model.state_dict().items() if name != KEY}
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attention: .* none, this one has \[0, 2\]"):
+        model.load_state_dict(earlier)
+    model.load_state_dict(with_layout(earlier, model))
+    monkeypatch.setattr(type(model), "state_dict", lambda self: earlier)
+    saf.save(model, tmp_path)
+    monkeypatch.undo()
+    assert torch.equal(saf.load(tmp_path)(tokens()), model(tokens()))
