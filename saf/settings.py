@@ -9,7 +9,9 @@ import inspect
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TypeVar
 
 Settings = TypeVar("Settings")
@@ -71,8 +73,11 @@ def documented(settings: type[Settings]) -> type[Settings]:
     return settings
 
 
-def field_docs(settings: type) -> dict[str, str]:
+@cache
+def field_docs(settings: type) -> Mapping[str, str]:
     """Return the string below each field in the source of a class and of its bases, in one line each.
+
+    Kept, since parsing a class's source takes milliseconds and a command asks for each several times.
 
     A class whose source is not there, such as one typed at Python's prompt, has no descriptions.
     """
@@ -83,7 +88,7 @@ def field_docs(settings: type) -> dict[str, str]:
         except (OSError, TypeError):
             continue
         described |= _strings_below(ast.parse(source).body[0])
-    return described
+    return MappingProxyType(described)
 
 
 def _strings_below(statement: ast.stmt) -> dict[str, str]:

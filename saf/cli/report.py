@@ -1,4 +1,4 @@
-"""`saf report`: one page about runs or benchmarks, or one document of all results."""
+"""`saf report`: one page about runs or benchmarks, the tables of recipes, or one document of all results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,12 @@ import tyro
 
 from saf.cli.command import Command
 from saf.cli.output import show
+from saf.data import TokenData
 from saf.errors import InputError
+from saf.experiments.plan import plan
+from saf.experiments.recipe import open_recipes, scale_named
+from saf.experiments.render import render
+from saf.experiments.store import Store
 from saf.records.paths import Kind, expect
 from saf.report.benchmarks.bars import write_bars
 from saf.report.benchmarks.page import read_records, write_bench_report
@@ -21,11 +26,21 @@ from saf.report.runs.picture import write_picture
 class Report(Command):
     """Write one self-contained HTML page: about runs, or bars of speedup and tables from files of `saf bench`.
 
-    With --results, a document of every result in a folder instead, in tables beside the paper's.
+    Names of recipes instead: their tables, from the records that `saf run` left. With --results, a document of every
+    result in a folder, in tables beside the paper's.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Run folders, the first ordinary one is what frozen ones are compared with; or .json files of `saf bench`."""
+    """Run folders, the first ordinary one is what frozen ones are compared with; .json files of `saf bench`; or names
+    of recipes."""
+    scale: str = "small"
+    """Of the runs of a recipe."""
+    store: Path = Path("runs/recipes")
+    """Of a recipe's records."""
+    data: Path | None = None
+    """Which data's runs of a recipe, where the store has several."""
+    seeds: tuple[int, ...] = ()
+    """Which seeds of a recipe; the scale's own when none are named."""
     results: Path | None = None
     """A folder of results, in place of runs; its tables go to --out, a Markdown file, with pictures beside it."""
     out: Path | None = None
@@ -36,8 +51,15 @@ class Report(Command):
     """Print JSON instead of lines."""
 
     def run(self) -> dict[str, Any]:
-        """Write the page or the document and return where it is."""
-        return self._document(self.results) if self.results is not None else self._page()
+        """Write the page, the tables or the document and return where they are."""
+        if self.results is not None:
+            return self._document(self.results)
+        named = bool(self.runs) and not any(path.exists() for path in self.runs)
+        return (
+            self._tables()
+            if named and all(len(path.parts) == 1 and not path.suffix for path in self.runs)
+            else self._page()
+        )
 
     def _document(self, results: Path) -> dict[str, Any]:
         if self.runs or self.picture:
@@ -47,6 +69,18 @@ class Report(Command):
         document, *pictures = write_results(results, self.out)
         result = {"document": str(document), "pictures": [str(path) for path in pictures]}
         show(result, str(document), *result["pictures"], as_json=self.json)
+        return result
+
+    def _tables(self) -> dict[str, Any]:
+        """Show the tables of recipes, and write them where --out says."""
+        recipes = open_recipes(tuple(map(str, self.runs)))
+        store = Store(self.store).open(write=False)
+        data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint()
+        made = plan(recipes, scale_named(self.scale), data=data, seeds=self.seeds)
+        rendered = [render(name, recipe, made, store) for name, recipe in recipes.items()]
+        written = [path for table in rendered for path in (table.write(self.out) if self.out else ())]
+        result = {"tables": [table.to_dict() for table in rendered], "files": list(map(str, written))}
+        show(result, *(table.table() for table in rendered), *result["files"], as_json=self.json)
         return result
 
     def _page(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Where and how a model computes: device, precision, compilation; resolved once, for runs and benchmarks alike."""
 
+import os
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -85,3 +86,11 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Return the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(name for name in named.split(",") if name)
+    return tuple(map(str, range(torch.cuda.device_count())))

@@ -83,6 +83,8 @@ class TrainConfig:
     """Windows of the controller partition to evaluate; all of them where it holds fewer."""
     save_every: int = 500
     """Updates between checkpoints; 0 for none but those at the freezing point and the end."""
+    save_at: tuple[float, ...] = ()
+    """Shares of the updates after which a checkpoint is saved and kept, for other runs to go on from."""
     keep: int = 2
     """Newest checkpoints to keep beside the one at the freezing point; 0 keeps all."""
     log_every: int = 10
@@ -109,6 +111,7 @@ class TrainConfig:
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
         self.betas = (float(self.betas[0]), float(self.betas[1]))
+        self.save_at = tuple(float(share) for share in self.save_at)
         for name in _AT_LEAST_ONE:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"):
@@ -119,6 +122,7 @@ class TrainConfig:
         self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         self._require("lr_start", self.lr_start < self.updates, f"below updates={self.updates}")
+        self._require("save_at", all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]")
         self._require("warmup", 0 <= self.warmup_share < 1, "updates or a share, fewer than all")
         budget = self.time_budget_seconds
         self._require(
@@ -147,6 +151,12 @@ class TrainConfig:
         return None if self.schedule is None else self.schedule.first_update(self.updates)
 
     @property
+    def branch_updates(self) -> frozenset[int]:
+        """Return the updates whose checkpoints are kept for other runs to go on from."""
+        asked = {OneTime(at=share).first_update(self.updates) for share in self.save_at}
+        return frozenset(asked if self.freeze_update is None else {*asked, self.freeze_update})
+
+    @property
     def warmup_share(self) -> float:
         """Return the share of the learning-rate schedule that warms up."""
         return self.warmup / (self.updates - self.lr_start) if isinstance(self.warmup, int) else self.warmup
@@ -155,6 +165,7 @@ class TrainConfig:
         """Return plain values for JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["betas"] = list(self.betas)
+        values["save_at"] = list(self.save_at)
         values["freeze"] = self.freeze and self.freeze.to_dict()
         values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
         return values
@@ -212,7 +223,7 @@ _ARITHMETIC = (
 )
 """Settings that decide what an update computes: both arms of a comparison must share them."""
 _FREE_ON_RESUME = frozenset(
-    ("out", "data", "device", "eval_every", "save_every", "keep", "log_every", "tensorboard", "quiet")
+    ("out", "data", "device", "eval_every", "save_every", "save_at", "keep", "log_every", "tensorboard", "quiet")
 )
 """Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""
 

@@ -85,7 +85,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
         periodic = config.save_every and run.update % config.save_every == 0
         # Looked at once: a signal that comes while this line runs waits for the next update, which it then saves.
         stopping = stop.requested and not finished
-        if periodic or finished or stopping or run.update == config.freeze_update:
+        if periodic or finished or stopping or run.update in config.branch_updates:
             run.save()
         if stopping:
             return False

@@ -177,8 +177,7 @@ class Run:
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
         save_checkpoint(path, self.model, self.updater.optimizer, state=state, parent=self.parent_hash)
-        branch = self.config.freeze_update
-        protect = set() if branch is None else {step_name(branch)}
+        protect = {step_name(update) for update in self.config.branch_updates}
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
 
     def last_good(self) -> str:

@@ -1,0 +1,34 @@
+"""Frozen against trainable patterns from the same fit: tab:pattern-controls (a)."""
+
+from saf.experiments.recipe import Arm, Recipe
+from saf.records.paper import Source
+
+FREEZE = {"freeze.rate": 0.25, "freeze.strict": True}
+
+RECIPE = Recipe(
+    title="Frozen against trainable patterns at 25%",
+    source=Source("tab:pattern-controls", "124M at 4K, mean ± SE of three seeds; updates on GH200"),
+    arms=(
+        Arm(name="ordinary", reference=None),
+        Arm(
+            name="frozen",
+            parent="ordinary",
+            settings=FREEZE,
+            paper={"perplexity": "24.055 ± 0.040", "update": "2159 ± 12", "peak": "31.668 ± 0.002"},
+        ),
+        Arm(
+            name="trainable",
+            parent="ordinary",
+            settings={**FREEZE, "freeze.trainable": True},
+            against="frozen",
+            paper={
+                "perplexity": "24.052 ± 0.042",
+                "difference": "−0.010 ± 0.006",
+                "update": "2416 ± 13",
+                "peak": "31.801 ± 0.002",
+            },
+        ),
+    ),
+    columns=("perplexity", "delta", "difference", "update", "peak"),
+    notes=("The difference is that of the trainable arm from the frozen one; an update is of 15 micro-batches there.",),
+)

@@ -1,0 +1,162 @@
+"""`saf run`: what a table or figure needs, trained; and which recipes there are."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from saf.cli.command import Command
+from saf.cli.output import show
+from saf.data import TokenData
+from saf.errors import SafError
+from saf.experiments.execution import Launch, Outcome, execute, in_a_process
+from saf.experiments.plan import Plan, plan
+from saf.experiments.recipe import Scale, open_recipes, scale_named
+from saf.experiments.render import render
+from saf.experiments.store import Store
+from saf.records.table import Table
+from saf.train.loop import StopRequest
+from saf.train.observer import duration
+
+SMOKE_DATA = ("python", "--max-bytes", "1000000", "--vocab-size", "512", "--seed", "0")
+"""What the smoke scale trains on where no data are named."""
+
+
+@dataclass(kw_only=True)
+class Run(Command):
+    """Train what recipes lack, parents first and each run once, and print their tables; alone, list the recipes.
+
+    The same command goes on with what stopped or failed; what is there already is never made again.
+    """
+
+    recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of recipes; `saf run` alone lists them."""
+    scale: str = "small"
+    """paper (its exact settings), small (any prepared folder), or smoke (seconds, on any machine)."""
+    data: Path | None = None
+    """Folder made by `saf data prepare`; the smoke scale makes its own."""
+    store: Path = Path("runs/recipes")
+    """Folder of the runs and their records; recipes share it."""
+    arms: tuple[str, ...] = ()
+    """Only these arms, with what they go on from and are compared with."""
+    seeds: tuple[int, ...] = ()
+    """Seeds instead of the scale's own."""
+    dry_run: bool = False
+    """Say what would run, how long and with how much memory, and stop."""
+    jobs: int = 1
+    """Runs at a time. Runs that share a device tell nothing of their speed."""
+    folder: Path | None = None
+    """Folder of recipes instead of the project's own."""
+    out: Path | None = None
+    """Also write the tables into this folder: Markdown, LaTeX, CSV, HTML and JSON."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def run(self) -> dict[str, Any]:
+        """List, plan or carry out, and return what was shown.
+
+        Raises:
+            SafError: A run failed; the table shows the others.
+        """
+        recipes = open_recipes(self.recipes, folder=self.folder)
+        scale = scale_named(self.scale)
+        if self.jobs < 1:
+            raise SafError(f"--jobs must be at least 1; got {self.jobs}")
+        data = self._data(scale)
+        made = plan(recipes, scale, data=data[1] if data else "", seeds=self.seeds, arms=self.arms)
+        if not self.recipes:
+            return self._list(made, Store(self.store).open(write=False), known=data is not None)
+        if self.dry_run:
+            return self._foretell(made)
+        if data is None:
+            raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
+        store = Store(self.store).open(write=True)
+        outcome = execute(made, store, data[0], say=_say, jobs=self.jobs, launch=self._launch(scale))
+        tables = [render(name, recipe, made, store) for name, recipe in recipes.items()]
+        for table in tables if self.out else ():
+            for path in table.write(self.out or Path()):
+                _say(f"wrote {path}")
+        result = {"ended": outcome.ended, "found": outcome.found, "failed": outcome.failed}
+        show({**result, "tables": [t.to_dict() for t in tables]}, *(t.table() for t in tables), as_json=self.json)
+        _check(outcome)
+        return result
+
+    def _data(self, scale: Scale) -> tuple[Path, str] | None:
+        """Return the folder of the data and its fingerprint; the smoke scale's are made where there are none."""
+        folder = self.data
+        if folder is None and scale.name == "smoke" and self.recipes and not self.dry_run:
+            folder = Store(self.store).open(write=True).folder / "data"
+            if not folder.exists():
+                _say(f"preparing {folder}")
+                in_this_process(["data", "prepare", *SMOKE_DATA, "--out", str(folder)], folder.parent / "data.log")
+        return None if folder is None else (folder, TokenData.open(folder).fingerprint)
+
+    def _launch(self, scale: Scale) -> Launch:
+        """Return how a run is made: in this process where starting one would take longer than the run."""
+        return in_this_process if scale.name == "smoke" and self.jobs == 1 else in_a_process
+
+    def _list(self, made: Plan, store: Store, *, known: bool) -> dict[str, Any]:
+        rows, listed = [], {}
+        for name, recipe in open_recipes(folder=self.folder).items():
+            keys = {key for (of, _, _), key in made.arms.items() if of == name}
+            done = sum(store.record(key) is not None for key in keys) if known else None
+            listed[name] = {"title": recipe.title, "source": recipe.source.label, "runs": len(keys), "done": done}
+            rows.append([name, recipe.title, recipe.source.label, len(keys), done])
+        notes = () if known else ("Name --data to see which of them are done.",)
+        table = Table.of(f"Recipes ({made.scale.name})", ["name", "table", "paper", "runs", "done"], rows, notes)
+        show(listed, table, "`saf run NAME --scale small --data FOLDER` trains what is missing.", as_json=self.json)
+        return listed
+
+    def _foretell(self, made: Plan) -> dict[str, Any]:
+        runs = list(made.runs.values())
+        rows = [
+            [run.title, run.updates_to_do, duration(run.predicted_seconds), f"{run.predicted_bytes / 2**30:.1f} GiB"]
+            for run in runs
+        ]
+        seconds = sum(run.predicted_seconds for run in runs)
+        notes = (
+            f"{len(runs)} runs, {duration(seconds)} on one GPU that trains at 400 TFLOP/s, compilation left out.",
+            "All heads are counted as live; memory is that of an update, foretold from the peak of 124M at 8 x 4,096.",
+        )
+        table = Table.of(
+            f"Plan ({made.scale.name}: {made.scale.text})", ["run", "updates", "time", "memory"], rows, notes
+        )
+        result = {"runs": len(runs), "seconds": seconds, "bytes": max(run.predicted_bytes for run in runs)}
+        show(result, table, as_json=self.json)
+        return result
+
+
+def in_this_process(
+    arguments: Sequence[str], log: Path, device: str | None = None, stop: StopRequest | None = None
+) -> int:
+    """Run `saf` with its output in a file, without a process of its own, and return its exit code."""
+    from contextlib import redirect_stderr, redirect_stdout
+
+    from saf.cli import main
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as file, redirect_stdout(file), redirect_stderr(file):
+        try:
+            return main(arguments)
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _check(outcome: Outcome) -> None:
+    if outcome.failed:
+        listed = "\n  ".join(outcome.failed.values())
+        raise SafError(
+            f"{len(outcome.failed)} runs did not end:\n  {listed}\nMend the cause, then give the same command"
+        )
+    if outcome.stopped:
+        raise SafError("a signal stopped the plan after a checkpoint; the same command goes on with it")
+
+
+COMMAND = Run

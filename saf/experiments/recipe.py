@@ -1,0 +1,223 @@
+"""What a recipe is: the arms of one table or figure, as data, and the scales at which it can be run.
+
+A recipe is a module of the folder `recipes` with a `RECIPE`. It says nothing of how runs are made:
+`saf.experiments.plan` turns its arms into runs of `saf pretrain`, `saf.experiments.render` makes their table.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import saf
+from saf.errors import InputError
+from saf.records.paper import Source
+
+Flags = Mapping[str, Any]
+"""Settings of `saf pretrain` by the names of its flags, without dashes: {"freeze.rate": 0.25, "batch_size": 8}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """Describe one row of a table: a run for each seed."""
+
+    name: str
+    """By which other arms and `--arms` name it."""
+    settings: Flags = field(default_factory=dict)
+    """What it changes: of the scale's settings, or of its parent's."""
+    parent: str | None = None
+    """The arm whose run it goes on from; None starts from initialisation."""
+    at: float = 0.5
+    """The share of the parent's updates after which it does."""
+    context: int = 4_096
+    """Tokens of context in the paper; other scales have their own for it."""
+    reference: str | None = "ordinary"
+    """The arm, of the same seed, that its perplexity is compared with; None for one that is only compared with."""
+    against: str | None = None
+    """The arm that its paired difference is taken from, where the paper gives one."""
+    paper: Mapping[str, str] = field(default_factory=dict)
+    """The paper's numbers, by the names of columns."""
+    smoke: bool = True
+    """Whether it is run at the smoke scale, which has two values of each axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Describe one table or figure: its arms, in the order of its rows, and what is shown of each."""
+
+    title: str
+    source: Source
+    """The paper's table, and the conditions of its numbers."""
+    arms: tuple[Arm, ...]
+    columns: tuple[str, ...]
+    """Names in `saf.experiments.columns.COLUMNS`."""
+    notes: tuple[str, ...] = ()
+    """Sentences below the table."""
+
+    def __post_init__(self):
+        """Raise InputError for two arms of one name, or for an arm that names one that is not there."""
+        before: set[str] = set()
+        names = [arm.name for arm in self.arms]
+        for arm in self.arms:
+            if arm.name in before:
+                raise InputError(f"{self.title}: two arms are called {arm.name!r}")
+            if arm.parent is not None and arm.parent not in before:
+                raise InputError(
+                    f"{self.title}: arm {arm.name!r} goes on from {arm.parent!r}, which is no arm before it"
+                )
+            for other in filter(None, (arm.reference, arm.against)):
+                if other not in names:
+                    raise InputError(
+                        f"{self.title}: arm {arm.name!r} is compared with {other!r}, which is no arm of it"
+                    )
+            before.add(arm.name)
+
+    def chosen(self, names: tuple[str, ...], *, smoke: bool) -> tuple[Arm, ...]:
+        """Return the arms asked for with those that they go on from and are compared with; all of them without names.
+
+        Raises:
+            InputError: A name that no arm has, with the nearest ones.
+        """
+        by_name = {arm.name: arm for arm in self.arms}
+        wanted = list(names) or [arm.name for arm in self.arms if arm.smoke or not smoke]
+        kept: set[str] = set()
+        while wanted:
+            name = wanted.pop()
+            if name not in by_name:
+                raise InputError(f"there is no arm {name!r}; {_nearest(name, by_name)}")
+            if name not in kept:
+                kept.add(name)
+                arm = by_name[name]
+                wanted += filter(None, (arm.parent, arm.reference, arm.against))
+        return tuple(arm for arm in self.arms if arm.name in kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Describe how large the runs of a recipe are: the settings of every run from initialisation."""
+
+    name: str
+    settings: Flags
+    """Of every run."""
+    contexts: Mapping[int, Flags]
+    """Further ones by the paper's context."""
+    seeds: tuple[int, ...]
+    save_at: tuple[float, ...]
+    """The shares of its updates after which every run from initialisation keeps a checkpoint to go on from."""
+    text: str
+    """What it is trained on, in words."""
+
+    def flags(self, context: int) -> dict[str, Any]:
+        """Return the settings of a run from initialisation; raise InputError for a context that the scale has not."""
+        if context not in self.contexts:
+            raise InputError(
+                f"the scale {self.name!r} has no runs of {context:,} tokens; it has {sorted(self.contexts)}"
+            )
+        return {**self.settings, **self.contexts[context]}
+
+
+_BRANCHES = (0.25, 0.4, 0.5, 0.6, 0.75)
+"""The moments of tab:timing-main; the sixth, after training, is every run's last checkpoint."""
+
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale(
+            name="paper",
+            # app:controlled-pretraining-details and app:fixed-token-controls.
+            settings={
+                **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 15, "updates": 5_000},
+                **{"peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 0},
+                "calibration_sequences": 32,
+            },
+            contexts={
+                4_096: {"length": 4_096, "batch_size": 8},
+                8_192: {"length": 8_192, "batch_size": 4, "calibration_sequences": 16},
+                16_384: {"length": 16_384, "batch_size": 2, "calibration_sequences": 16},
+            },
+            seeds=(1337, 1338, 1339),
+            save_at=_BRANCHES,
+            text="FineWeb-Edu by GPT-2's tokenizer, 2.4576B tokens",
+        ),
+        Scale(
+            name="small",
+            # Some 20M weights: four to five minutes a run on one H200, a parent with its arms in half an hour.
+            settings={
+                "model": "124m",
+                "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
+                **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 0},
+                **{"save_every": 0, "log_every": 200, "calibration_sequences": 32},
+            },
+            contexts={
+                4_096: {"length": 4_096, "batch_size": 16, "updates": 3_540},
+                8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, "calibration_sequences": 16},
+                16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, "calibration_sequences": 16},
+            },
+            seeds=(1337,),
+            save_at=_BRANCHES,
+            text="any prepared folder; a vocabulary of 16K is meant",
+        ),
+        Scale(
+            name="smoke",
+            # As small as a run can be that calibrates, freezes and is compared.
+            settings={
+                "model": "tiny",
+                "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
+                **{"batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2, "eval_every": 0, "save_every": 0},
+                **{"eval_windows": 4, "calibration_sequences": 4, "heldout_sequences": 4, "tensorboard": False},
+            },
+            contexts={4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
+            seeds=(1337, 1338),
+            save_at=_BRANCHES,
+            text="a megabyte of Python's own library",
+        ),
+    )
+}
+
+
+def scale_named(name: str) -> Scale:
+    """Return a scale; raise InputError naming the nearest ones."""
+    if name not in SCALES:
+        raise InputError(f"there is no scale {name!r}; {_nearest(name, SCALES)}")
+    return SCALES[name]
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the recipes that come with the project: `recipes`, beside the package."""
+    return Path(saf.__file__).resolve().parents[1] / "recipes"
+
+
+def open_recipes(names: tuple[str, ...] = (), *, folder: Path | None = None) -> dict[str, Recipe]:
+    """Return recipes by name, all of a folder's without `names`.
+
+    Raises:
+        InputError: There is no such folder or recipe (with the nearest names), or a file of it that is no recipe.
+    """
+    folder = folder or recipes_folder()
+    files = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
+    if not files:
+        raise InputError(f"{folder} holds no recipes; they stand beside the package in a checkout, or name a folder")
+    for name in names:
+        if name not in files:
+            raise InputError(f"there is no recipe {name!r}; {_nearest(name, files)}")
+    return {name: _open(files[name]) for name in names or files}
+
+
+def _open(path: Path) -> Recipe:
+    """Run one module of recipes and return its RECIPE."""
+    spec = importlib.util.spec_from_file_location(f"recipes.{path.stem}", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    recipe = getattr(module, "RECIPE", None)
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"{path} is no recipe: it must set RECIPE to a saf.experiments.recipe.Recipe")
+    return recipe
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    near = get_close_matches(name, list(known), n=3)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

@@ -1,0 +1,85 @@
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from saf.experiments.plan import plan
+from saf.experiments.recipe import SCALES, Arm, Recipe
+from saf.experiments.store import Store
+from saf.records.files import write_json, write_tensors
+from saf.records.folders import write_manifest
+from saf.records.paper import Source
+from saf.records.result import result_header
+from saf.train.checkpoint import step_name
+
+SOURCE = Source("tab:none", "made up")
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return Recipe(
+        title="Made up",
+        source=SOURCE,
+        arms=(
+            Arm(name="ordinary", reference=None, paper={"perplexity": "20.0"}),
+            Arm(name="a", parent="ordinary", settings={"freeze.rate": 0.25}, paper={"delta": "+1.0"}),
+            Arm(name="b", parent="ordinary", settings={"freeze.rate": 0.5}, against="a"),
+        ),
+        columns=("perplexity", "delta", "difference"),
+    )
+
+
+@pytest.fixture
+def make_plan(recipe):
+    def make(*, seeds: Sequence[int] = (1,), arms: tuple[str, ...] = (), **recipes: Recipe):
+        return plan(recipes or {"made_up": recipe}, SCALES["smoke"], data="data", seeds=seeds, arms=arms)
+
+    return make
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store(tmp_path / "store").open(write=True)
+
+
+class Trainer:
+    """Stands in for `saf pretrain`: writes what a run leaves, with losses that are given by the order of runs."""
+
+    def __init__(self):
+        self.calls: list[list[str]] = []
+        self.codes: list[int] = []
+        self.losses: dict[str, list[float]] = {}
+
+    def __call__(self, words: Sequence[str], log: Path, device: str | None, stop: object) -> int:
+        words = list(words)
+        self.calls.append(words)
+        log.write_text("said something\n")
+        folder = Path(words[words.index("--out") + 1])
+        write_json(folder / "config.json", {"words": words})
+        code = self.codes.pop(0) if self.codes else 0
+        if code == 0:
+            self._finish(folder)
+        return code
+
+    def _finish(self, folder: Path) -> None:
+        for step in (4, 8):
+            checkpoint = folder / "checkpoints" / step_name(step)
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            write_json(checkpoint / "state.json", {"update": step})
+            write_manifest(checkpoint, update=step, parent=None)
+        losses = torch.tensor(self.losses.get(folder.name, [3.0, 3.2]))
+        log_probs = -losses[:, None].expand(-1, 4).contiguous()
+        header = result_header("run", {}, device="cpu")
+        header["provenance"] |= {"heads": [], "commit": "0" * 40}
+        loss = float(losses.mean())
+        numbers = {"report_loss": loss, "report_perplexity": float(torch.tensor(loss).exp()), "updates": 8}
+        write_json(folder / "result.json", {**header, **numbers})
+        evaluation = {"windows": len(losses), "length": 4, "loss": loss, "windows_hash": "same"}
+        write_json(folder / "evaluation.json", {**result_header("evaluation", {}), **evaluation})
+        write_tensors(folder / "log_probs.safetensors", {"log_probs": log_probs})
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()

@@ -1,0 +1,140 @@
+import shutil
+
+import pytest
+
+from saf.errors import InputError
+from saf.experiments.execution import execute
+from saf.experiments.store import Store
+from saf.records.files import read_json, write_json
+from saf.train import EXIT_STOPPED
+
+
+def carry_out(plan, store, trainer, **settings):
+    said = []
+    outcome = execute(plan, store, store.folder / "data", say=said.append, launch=trainer, **settings)
+    return outcome, said
+
+
+def test_a_plan_is_carried_out_once(make_plan, store, trainer):
+    made = make_plan(seeds=(1, 2))
+    outcome, said = carry_out(made, store, trainer)
+    assert len(outcome.ended) == 6
+    assert not outcome.failed
+    assert "left" in said[1]
+    assert "6 of 6 runs" in said[-1]
+    children = [words for words in trainer.calls if "--parent" in words]
+    parents = {words[words.index("--parent") + 1] for words in children}
+    assert len(children) == 4
+    assert parents == {str(store.checkpoint(run)) for run in made.runs.values() if run.parent}
+    assert len(parents) == 2, "the arms of a seed go on from one checkpoint"
+
+    again, _ = carry_out(made, store, trainer)
+    assert len(trainer.calls) == 6
+    assert not again.ended
+    assert len(again.found) == 6
+
+
+def test_arms_find_the_settings_of_their_scale(make_plan, store, trainer):
+    carry_out(make_plan(arms=("a",)), store, trainer)
+    ordinary, arm = (" ".join(words) for words in trainer.calls)
+    for part in (
+        "--data",
+        "--model tiny",
+        "--model-overrides num_layers 2 num_heads 4",
+        "--seed 1",
+        "--no-tensorboard",
+    ):
+        assert part in ordinary
+    assert "--save-at 0.25 0.4 0.5 0.6 0.75" in ordinary
+    assert arm.endswith("--freeze.rate 0.25")
+
+
+def test_a_failure_keeps_its_children_from_beginning_and_the_others_go_on(make_plan, store, trainer):
+    made = make_plan(seeds=(1, 2))
+    trainer.codes = [2]
+    outcome, _ = carry_out(made, store, trainer)
+    assert len(outcome.ended) == 3, "the other seed"
+    problems = list(outcome.failed.values())
+    assert "ordinary, seed 1 ended with exit code 2: said something" in problems[0]
+    assert sum("was not begun" in problem for problem in problems) == 2
+    outcome, _ = carry_out(made, store, trainer)
+    assert len(outcome.ended) == 3
+    assert trainer.calls[4][-1] == "--resume", "the failed run left a folder to resume"
+
+
+def test_a_stopped_plan_goes_on_where_it_was(make_plan, store, trainer):
+    made = make_plan()
+    trainer.codes = [0, EXIT_STOPPED]
+    outcome, _ = carry_out(made, store, trainer)
+    assert outcome.stopped
+    assert len(trainer.calls) == 2
+    outcome, said = carry_out(made, store, trainer)
+    assert not outcome.stopped
+    assert trainer.calls[2][-1] == "--resume"
+    assert "resuming" in said[0]
+    assert len(trainer.calls) == 4
+
+
+def test_several_runs_at_a_time_wait_for_their_parents(make_plan, store, trainer):
+    outcome, _ = carry_out(make_plan(seeds=(1, 2, 3)), store, trainer, jobs=4)
+    assert len(outcome.ended) == 9
+    began = [words[words.index("--out") + 1] for words in trainer.calls]
+    for words in trainer.calls:
+        if "--parent" in words:
+            parent = words[words.index("--parent") + 1].rsplit("/checkpoints", 1)[0]
+            assert began.index(parent) < began.index(words[words.index("--out") + 1])
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
+def test_a_lost_parent_is_trained_again_for_an_arm_that_needs_it(make_plan, store, trainer, harm):
+    carry_out(make_plan(arms=("a",)), store, trainer)
+    made = make_plan()
+    parent = store.run_folder(made.arms["made_up", "ordinary", 1])
+    if harm == "missing":
+        shutil.rmtree(parent)
+    else:
+        (parent / "checkpoints" / "step-4" / "state.json").write_text("{}")
+    outcome, said = carry_out(made, store, trainer)
+    assert "trained again for made_up/b" in said[0]
+    assert len(outcome.ended) == 2
+    assert len(trainer.calls) == 4
+
+
+def test_a_lost_parent_that_nobody_needs_stays_lost(make_plan, store, trainer):
+    made = make_plan()
+    carry_out(made, store, trainer)
+    shutil.rmtree(store.folder / "runs")
+    carry_out(made, store, trainer)
+    assert len(trainer.calls) == 3
+
+
+def test_a_store_of_another_version_or_something_else_is_refused(tmp_path):
+    folder = tmp_path / "store"
+    write_json(folder / "store.json", {"schema": "saf.experiment/0"})
+    with pytest.raises(InputError, match=r"version 'saf\.experiment/0'"):
+        Store(folder).open(write=False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="holds something else"):
+        Store(tmp_path / "other").open(write=True)
+
+
+def test_a_record_of_another_run_is_refused(make_plan, store, trainer):
+    made = make_plan()
+    carry_out(made, store, trainer)
+    one, other = list(made.runs)[:2]
+    shutil.copy(store.record_file(one), store.record_file(other))
+    with pytest.raises(InputError, match=f"is the record of '{one}'"):
+        store.record(other)
+
+
+def test_a_record_says_where_its_numbers_come_from(make_plan, store, trainer):
+    made = make_plan()
+    carry_out(made, store, trainer)
+    key = made.arms["made_up", "a", 1]
+    record = read_json(store.record_file(key))
+    assert record["kind"] == "experiment"
+    assert record["provenance"]["commit"] == "0" * 40
+    assert record["settings"]["freeze.rate"] == 0.25
+    assert (record["parent"], record["step"]) == (made.arms["made_up", "ordinary", 1], 4)
+    assert record["window_losses"] == pytest.approx([3.0, 3.2])
