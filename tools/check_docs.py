@@ -120,16 +120,20 @@ def static_problems(path: Path) -> list[str]:
 
 
 def stale_results() -> list[str]:
-    """Return what the rendered results lack of what `saf report --results` makes of the files under results/."""
+    """Return what rendered results lack of what `saf report --results` makes of results/, and files to be removed."""
     if not (ROOT / "results").is_dir():
         return []
     sys.path.insert(0, str(ROOT))
+    from saf.report.collection import find, superseded
     from saf.report.results import render_results
 
     made = render_results(ROOT / "results", ROOT / "docs")
     stale = [name for name, text in made.items() if _read(ROOT / "docs" / name) != text]
     advice = "run `saf report --results results --out docs/results.md`"
-    return [f"docs/{name}: not what results/ renders to; {advice}" for name in stale]
+    found = [f"docs/{name}: not what results/ renders to; {advice}" for name in stale]
+    older = superseded(find(ROOT / "results")[1])
+    advice = "all that it measured stands newer in other files; remove it, the history keeps it"
+    return found + [f"{file.path.relative_to(ROOT).as_posix()}: {advice}" for file in older]
 
 
 def _read(path: Path) -> str | None:

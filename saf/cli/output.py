@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from saf.records.files import to_json
 from saf.records.table import Part
+from saf.records.text import plain
 from saf.train.observer import duration
 
 EVERY = 10.0
@@ -24,7 +25,7 @@ def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
         return
     for part in parts:
         if isinstance(part, str):
-            print(part)
+            print("\n".join(map(plain, part.split("\n"))))
         else:
             part.print()
 
@@ -55,7 +56,7 @@ class LayerProgress(AbstractContextManager):
 
     def say(self, text: str) -> None:
         """Show a line of its own."""
-        self._console.print(text, markup=False)
+        self._console.print(plain(text), markup=False)
 
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` layers are there; the first call tells how many were before anything ran."""

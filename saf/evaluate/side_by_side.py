@@ -23,7 +23,7 @@ _WIDE = ("loss, nats", "paper's change", "paper's memory", "paper's freezing", "
 """Columns that a terminal leaves out: with them its lines would break."""
 _BASELINE = (
     "Baseline: the ordinary arm. Each arm ran in a process of its own, so update times carry the machine's drift, "
-    "which the alternating pairs of `saf bench update` do not. An arm that continues from a checkpoint counts its own "
+    "which the alternating pairs of saf bench update do not. An arm that continues from a checkpoint counts its own "
     "part alone as the whole run."
 )
 

@@ -212,7 +212,7 @@ def attention_speed(length: int, sequences: int, rate: float) -> Quoted | None:
 def footnotes(quoted: Iterable[Quoted | None]) -> list[str]:
     """Return one line for each source that is quoted, in order of first use."""
     sources = dict.fromkeys(each.source for each in quoted if each is not None)
-    return [f"`{source.label}`: {source.conditions}." for source in sources]
+    return [f"{source.label}: {source.conditions}." for source in sources]
 
 
 def notes(source: Source) -> list[str]:

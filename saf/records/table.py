@@ -1,16 +1,18 @@
-"""One table and its three writers: for a terminal, as Markdown, as HTML.
+"""Parts of what is shown, with three writers each: for a terminal, as Markdown, as HTML.
 
-Every measurement states its table once, beside itself; commands, documents and pages write it in their own way.
+Every measurement states its paragraphs, tables and notes once, beside itself; commands, documents and pages write them
+in their own way. All of it is text: nothing in a cell, a title or a note is read as markup of any writer.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from textwrap import wrap
 from typing import Any
+from urllib.parse import quote
 
 from saf.records.quantities import MISSING
+from saf.records.text import html, markdown, markdown_code, plain
 
 LONGEST_WORD = 20
 """Characters of a word that a terminal's table keeps whole; longer ones, hashes and paths, fold where it is narrow."""
@@ -29,13 +31,17 @@ class Cell:
     strong: bool = False
     """It asks for attention."""
     code: bool = False
-    """It is a name or a command: set in a fixed width, and never read as Markdown."""
+    """It is a name or a command: set in a fixed width."""
     aside: str = ""
     """What stands smaller behind it."""
     whole: str = ""
     """What `text` is short for; HTML shows it under the pointer."""
     arm: str = ""
-    """The kind of arm it names, `ordinary` or `frozen`; HTML shows it by the arm's colour."""
+    """The colour of the arm that it names, such as `ordinary` or `frozen-2`; HTML shows it, as the figures do."""
+    link: str = ""
+    """Where the file that it names lies, seen from the document; a terminal leaves it out."""
+    picture: bool = False
+    """The file is a picture, to be shown in a document."""
 
     @classmethod
     def code_of(cls, value: str) -> "Cell":
@@ -44,6 +50,30 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.text} {self.aside}" if self.aside else self.text
+
+    def markdown(self) -> str:
+        """Return Markdown, within a table too."""
+        shown = markdown_code(self.text) if self.code else markdown(self.text)
+        shown = f"{'!' * self.picture}[{shown}]({self._address})" if self.link else shown
+        return " ".join(filter(None, [f"**{shown}**" if self.strong else shown, markdown(self.aside)]))
+
+    def html(self) -> str:
+        """Return HTML."""
+        shown = html(self.text)
+        if self.code:
+            whole = f' title="{html(self.whole)}"' if self.whole else ""
+            shown = f"<code{whole}>{shown}</code>"
+        if self.link:
+            shown = f'<a href="{self._address}">{shown}</a>'
+        if self.strong:
+            shown = f"<strong>{shown}</strong>"
+        if self.arm:
+            shown = f'<span class="arm" style="--c:var(--{html(self.arm)})">{shown}</span>'
+        return f"{shown} <small>{html(self.aside)}</small>" if self.aside else shown
+
+    @property
+    def _address(self) -> str:
+        return quote(self.link, errors="surrogateescape")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +117,18 @@ class Table:
         rows = tuple(tuple(row[number] for number in kept) for row in self.rows)
         return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
 
+    @classmethod
+    def stacked(cls, title: str, tables: Sequence[tuple["str | Cell", "Table"]], *, source: str = "in") -> "Table":
+        """Return the rows of several tables below one another, a last column `source` naming where each comes from."""
+        columns = tuple(dict.fromkeys(name for _, table in tables for name in table.columns))
+        rows = []
+        for name, table in tables:
+            for row in table.rows:
+                cells = dict(zip(table.columns, row, strict=True))
+                rows.append((*(cells.get(column, MISSING) for column in columns), name))
+        notes = tuple(dict.fromkeys(note for _, table in tables for note in table.notes))
+        return cls(title=title, columns=(*columns, source), rows=tuple(rows), notes=notes)
+
     def titled(self, title: str) -> "Table":
         """Return the same table under another title."""
         return replace(self, title=title)
@@ -98,22 +140,23 @@ class Table:
         """
         columns = self.columns or ("",) * (len(self.rows[0]) if self.rows else 2)
         rule = ["---:" if number and self._numeric(number) else "---" for number in range(len(columns))]
-        lines = [_markdown_line(row) for row in (columns, rule, *self.rows)]
-        parts = [f"**{self.title}**" if self.title else "", "\n".join(lines), "\n".join(f"- {n}" for n in self.notes)]
-        return "\n\n".join(filter(None, parts))
+        lines = [_markdown_line(map(_markdown, row)) for row in (columns, *self.rows)]
+        lines.insert(1, _markdown_line(rule))
+        title = f"**{markdown(self.title)}**" if self.title else ""
+        return "\n\n".join(filter(None, [title, "\n".join(lines), Notes(self.notes).markdown()]))
 
     def html(self) -> str:
-        """Return an HTML table whose caption is the title, in a box that scrolls, with the notes below; all escaped."""
-        head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.columns)
+        """Return an HTML table whose caption is the title, in a box that scrolls, with the notes below."""
+        head = "".join(f'<th scope="col">{html(name)}</th>' for name in self.columns)
         head = f"<thead><tr>{head}</tr></thead>" if head else ""
         rows = "".join(
             f'<tr><th scope="row">{_html(first)}</th>{"".join(f"<td>{_html(cell)}</td>" for cell in rest)}</tr>'
             for first, *rest in self.rows
         )
-        notes = "".join(f'<p class="small">{escape(note)}</p>' for note in self.notes)
-        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        notes = "".join(f'<p class="small">{html(note)}</p>' for note in self.notes)
+        caption = f"<caption>{html(self.title)}</caption>" if self.title else ""
         return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title or "Table")}">'
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{html(self.title or "Table")}">'
             f"<table>{caption}{head}<tbody>{rows}</tbody></table></div>{notes}"
         )
 
@@ -124,6 +167,7 @@ class Table:
         columns is wider than the terminal rather than having its numbers split.
         """
         from rich.console import Console
+        from rich.text import Text
 
         console = Console(highlight=False)
         table = self.__rich__()
@@ -131,19 +175,19 @@ class Table:
         if wished > console.width:
             for column in table.columns:
                 if column.no_wrap and column.min_width:
-                    column.header = "\n".join(wrap(str(column.header), column.min_width, break_long_words=False))
+                    column.header = Text("\n".join(wrap(str(column.header), column.min_width, break_long_words=False)))
             console.width = max(console.width, sum((column.min_width or 1) + 3 for column in table.columns) + 1)
         console.print(table, crop=False)
 
     def __rich__(self) -> Any:
-        from rich.markup import escape as plain
         from rich.table import Table as RichTable
+        from rich.text import Text
 
         table = RichTable(
-            title=plain(self.title),
+            title=Text(plain(self.title)),
             title_justify="left",
             title_style="bold",
-            caption=plain("\n".join(self.notes)) or None,
+            caption=Text("\n".join(map(plain, self.notes))) if self.notes else None,
             caption_justify="left",
             show_header=bool(self.columns),
         )
@@ -154,7 +198,7 @@ class Table:
             cells = [str(row[number]) for row in self.rows]
             longest = max(map(len, " ".join([name, *cells]).split()), default=1)
             table.add_column(
-                plain(name),
+                Text(plain(name)),
                 justify="right" if number else "left",
                 overflow="fold",
                 min_width=min(longest, LONGEST_WORD),
@@ -177,37 +221,52 @@ def _cell(value: Any) -> str | Cell:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _terminal(cell: str | Cell) -> str:
-    from rich.markup import escape as plain
+def _terminal(cell: str | Cell) -> Any:
+    from rich.text import Text
 
-    shown = plain(str(cell))
-    return f"[bold]{shown}[/bold]" if isinstance(cell, Cell) and cell.strong else shown
+    return Text(plain(str(cell)), style="bold" if isinstance(cell, Cell) and cell.strong else "")
 
 
-def _markdown_line(cells: Sequence[str | Cell]) -> str:
-    return "| " + " | ".join(_markdown(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+def _markdown_line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _markdown(cell: str | Cell) -> str:
-    if isinstance(cell, str):
-        return cell
-    shown = f"`{cell.text.replace('`', chr(39))}`" if cell.code else cell.text
-    return " ".join(filter(None, [f"**{shown}**" if cell.strong else shown, cell.aside]))
+    return markdown(cell) if isinstance(cell, str) else cell.markdown()
 
 
 def _html(cell: str | Cell) -> str:
-    if isinstance(cell, str):
-        return escape(cell)
-    shown = escape(cell.text)
-    if cell.code:
-        whole = f' title="{escape(cell.whole)}"' if cell.whole else ""
-        shown = f"<code{whole}>{shown}</code>"
-    if cell.strong:
-        shown = f"<strong>{shown}</strong>"
-    if cell.arm:
-        shown = f'<span class="arm {escape(cell.arm)}">{shown}</span>'
-    return f"{shown} <small>{escape(cell.aside)}</small>" if cell.aside else shown
+    return html(cell) if isinstance(cell, str) else cell.html()
 
 
-Part = str | Table
-"""What a document is made of: a paragraph or list of notes as Markdown, or a table."""
+@dataclass(frozen=True)
+class Notes:
+    """Hold what to read numbers by, a line each."""
+
+    lines: Sequence[str]
+
+    def markdown(self) -> str:
+        """Return a list of Markdown."""
+        return "\n".join(f"- {markdown(line)}" for line in self.lines)
+
+    def html(self) -> str:
+        """Return a list of HTML."""
+        return f"<ul>{''.join(f'<li>{html(line)}</li>' for line in self.lines)}</ul>"
+
+    def print(self) -> None:
+        """Print a list on the terminal."""
+        print("\n".join(f"- {plain(line)}" for line in self.lines))
+
+
+Part = str | Notes | Table
+"""What a document is made of; a string is a paragraph."""
+
+
+def markdown_of(part: Part) -> str:
+    """Return a part as Markdown."""
+    return markdown(part) if isinstance(part, str) else part.markdown()
+
+
+def html_of(part: Part) -> str:
+    """Return a part as HTML."""
+    return f"<p>{html(part)}</p>" if isinstance(part, str) else part.html()

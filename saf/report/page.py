@@ -4,15 +4,14 @@ import base64
 import hashlib
 import json
 import platform
-import re
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
 
 from saf.records.files import to_json
 from saf.records.quantities import MISSING
+from saf.records.text import html
 
 _WIDTH = 200
 """Pixels of a drawing; a page shows it at most so wide."""
@@ -113,10 +112,4 @@ def asset(name: str) -> str:
 
 def text(value: Any) -> str:
     """Return a value as escaped HTML; a dash for None."""
-    return MISSING if value is None else escape(str(value))
-
-
-def inline(words: str) -> str:
-    """Return Markdown's bold and code as HTML."""
-    bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text(words))
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
+    return MISSING if value is None else html(str(value))

@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib.resources import files
 from typing import Literal
 
 import numpy as np
 
 from saf.records.quantities import number
+from saf.records.text import html
 
 WIDTH = 980
 """Of a figure, in pixels: that of a page's column of text and figures."""
@@ -39,7 +39,7 @@ def document(
     """Return `content` as an SVG on a page-coloured ground; `style` gives further rules of a scheme."""
     rules = [_rules(scheme) + style(scheme) for scheme in (LIGHT, DARK)]
     sheet = f"{_FIXED}{rules[LIGHT]}@media(prefers-color-scheme:dark){{{rules[DARK]}}}"
-    attributes = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}"'
+    attributes = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html(title)}"'
     paper = f'<rect class="paper" width="{width:g}" height="{height:g}"/>'
     body = f'<g transform="translate(20 22)">{content}</g>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}><style>{sheet}</style>{paper}{body}</svg>\n'
@@ -53,7 +53,7 @@ def colour(name: str, scheme: int) -> str:
 
 def label(x: float, y: float, content: str, *, css: str, anchor: str = "start") -> str:
     """Return a line of text."""
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html(content)}</text>'
 
 
 def _rules(scheme: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from saf.records.quantities import MISSING, gibibytes, seconds
 from saf.records.table import Cell, Table
+from saf.records.text import markdown, markdown_block
 from saf.report.page import text
 
 Record = Mapping[str, Any]
@@ -51,15 +52,15 @@ def origin_of(file: Path, beside: Path, provenance: Mapping[str, Any] | None) ->
     words = [device_and_versions(provenance)]
     if provenance:
         words.append(source(provenance))
-    lines = [f"{link(file, beside)}: {'; '.join(words)}."]
+    lines = [f"{link(file, beside).markdown()}: {markdown('; '.join(words))}."]
     command = (provenance or {}).get("command")
-    return [*lines, f"```sh\n{command}\n```" if command else "Command not recorded."]
+    return [*lines, markdown_block(str(command)) if command else "Command not recorded."]
 
 
-def link(file: Path, beside: Path) -> str:
-    """Return a Markdown link from a document in the folder `beside`."""
+def link(file: Path, beside: Path, name: str | None = None) -> Cell:
+    """Return a link from a document in the folder `beside`, named by the path if not otherwise."""
     target = Path(os.path.relpath(file, beside)).as_posix()
-    return f"[{target.removeprefix('../')}]({target})"
+    return Cell(text=name or target.removeprefix("../"), link=target)
 
 
 def provenance_section(records: Sequence[Record], names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from saf.bench.harness.recorder import unmeasured
 from saf.bench.kinds import KINDS
 from saf.bench.model.update import UpdateKind
 from saf.records.quantities import MISSING, number
-from saf.records.table import Part, Table
+from saf.records.table import Part, Table, markdown_of
 
 TITLES = {
     UpdateKind.name: UpdateKind.title,
@@ -25,7 +25,7 @@ _MOST_ROWS = 40
 
 def body_of(record: Mapping[str, Any]) -> list[str]:
     """Return Markdown paragraphs: how it was measured, tables, what to know about them."""
-    return [part.markdown() if isinstance(part, Table) else part for part in parts_of(record)]
+    return [markdown_of(part) for part in parts_of(record)]
 
 
 def parts_of(record: Mapping[str, Any]) -> list[Part]:

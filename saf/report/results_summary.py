@@ -1,6 +1,5 @@
 """The table that begins the document of results: each main number once, its newest value, beside the paper's."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from saf.records import paper
 from saf.records.paper import Quoted
 from saf.records.quantities import MISSING, number, percent, seconds, signed
 from saf.records.run import RecordedRun
-from saf.records.table import Table
+from saf.records.table import Cell, Table
+from saf.records.text import natural_order
 
 Record = Mapping[str, Any]
 RATES = (0.25, 0.5)
@@ -34,16 +34,18 @@ class Finding:
     ours: str
     quoted: Quoted | None
     date: str
-    source: str
-    """The name of its file or folder."""
+    source: Cell
+    """Names its file or folder."""
 
 
-def summary_table(trainings: Mapping[Path, Sequence[RecordedRun]], files: Iterable[tuple[str, Record]]) -> Table:
-    """Return one row for what was measured at one point; where files share a point, the newest one's number stands.
+def summary_table(
+    trainings: Iterable[tuple[Cell, Sequence[RecordedRun]]], files: Iterable[tuple[Cell, Record]]
+) -> Table:
+    """Return one row for what was measured at one point; where runs share a point, the newest one's number stands.
 
-    `files` are records by the name that the document has for them.
+    Folders of runs and records of files come with the cells that name them in the document.
     """
-    found = [finding for folder, runs in trainings.items() for finding in _of_runs(folder, runs)]
+    found = [finding for name, runs in trainings for finding in _of_runs(name, runs)]
     for name, record in files:
         if compares_arms(record):
             found += [*_of_speeds(name, record), *_of_memory(name, record)]
@@ -61,17 +63,17 @@ def summary_table(trainings: Mapping[Path, Sequence[RecordedRun]], files: Iterab
     return Table.of("", [*head, "in"], [_row(*key, newest[key]) for key in order])
 
 
-def _row(what: str, where: str, by_rate: Mapping[float, Finding]) -> list[str]:
-    cells = []
+def _row(what: str, where: str, by_rate: Mapping[float, Finding]) -> list[str | Cell]:
+    cells: list[str | Cell] = []
     for rate in RATES:
         finding = by_rate.get(rate)
         quoted = finding.quoted.text if finding is not None and finding.quoted is not None else MISSING
         cells += [MISSING if finding is None else finding.ours, quoted]
-    sources = dict.fromkeys(finding.source for finding in by_rate.values())
-    return [what, where, *cells, ", ".join(f"[{name}](#{name})" for name in sources)]
+    # One that another file has newer at one rate alone is found in the section's table.
+    return [what, where, *cells, max(by_rate.values(), key=lambda finding: finding.date).source]
 
 
-def _of_runs(folder: Path, runs: Sequence[RecordedRun]) -> Iterator[Finding]:
+def _of_runs(source: Cell, runs: Sequence[RecordedRun]) -> Iterator[Finding]:
     """Yield the change of perplexity of each frozen arm that was compared with the folder's ordinary one."""
     for comparison in compare_all(runs, arm_names(runs)):
         run, record = comparison.frozen, comparison.record
@@ -86,11 +88,11 @@ def _of_runs(folder: Path, runs: Sequence[RecordedRun]) -> Iterator[Finding]:
             ours=signed(record["delta_ppl_percent"]),
             quoted=paper.perplexity(model, length, rate),
             date=str(((run.result or {}).get("provenance") or {}).get("date")),
-            source=folder.name,
+            source=source,
         )
 
 
-def _of_speeds(name: str, record: Record) -> Iterator[Finding]:
+def _of_speeds(source: Cell, record: Record) -> Iterator[Finding]:
     for group in groups_of(record):
         baseline = kernel_name(group.baseline.removeprefix("ordinary "))
         for arm in group.arms:
@@ -103,11 +105,11 @@ def _of_speeds(name: str, record: Record) -> Iterator[Finding]:
                 ours="refused" if arm.ratio is None else f"{arm.ratio:.3f}×",
                 quoted=arm.paper,
                 date=_date(record),
-                source=name,
+                source=source,
             )
 
 
-def _of_memory(name: str, record: Record) -> Iterator[Finding]:
+def _of_memory(source: Cell, record: Record) -> Iterator[Finding]:
     for entry in record["memory"]:
         if entry["backend"] == BACKEND and entry["change_percent"] is not None and entry["rate"] in RATES:
             yield Finding(
@@ -117,11 +119,11 @@ def _of_memory(name: str, record: Record) -> Iterator[Finding]:
                 ours=signed(entry["change_percent"]),
                 quoted=SPEED_KINDS[record["kind"]].quoted_memory(record, entry),
                 date=_date(record),
-                source=name,
+                source=source,
             )
 
 
-def _of_interventions(name: str, record: Record) -> Iterator[Finding]:
+def _of_interventions(source: Cell, record: Record) -> Iterator[Finding]:
     for row in record["rows"]:
         if row["part"] != "intervention":
             continue
@@ -133,14 +135,8 @@ def _of_interventions(name: str, record: Record) -> Iterator[Finding]:
             ours=seconds(row["seconds"]),
             quoted=paper.intervention(model, point["length"], row["rate"], sequences=point["batch_size"]),
             date=_date(record),
-            source=name,
+            source=source,
         )
-
-
-def natural_order(name: str) -> list[tuple[int, Any]]:
-    """Return what sorts names with numbers as people do: update-8k before update-16k."""
-    parts = re.split(r"(\d+)", name)
-    return [(1, int(part)) if part.isdigit() else (0, part) for part in parts]
 
 
 def _date(record: Record) -> str:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from saf.records.files import LineLog
+from saf.records.text import plain
 
 
 class Progress:
@@ -20,7 +21,7 @@ class Progress:
         self.total = total
         self.every = every
         self.quiet = quiet
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
         self._ends = None if budget is None else time.monotonic() + budget
         self._recent: deque[float] = deque(maxlen=50)
         self._compiling = False
@@ -62,7 +63,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Show a line of its own."""
         if not self.quiet:
-            self._console.print(text)
+            self._console.print(plain(text))
 
     def close(self) -> None:
         """End the bar."""

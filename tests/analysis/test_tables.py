@@ -37,7 +37,7 @@ def test_one_head_tells_each_score_beside_the_paper():
     assert (second["mean cost, lowest 25%"], second["paper, 25%"]) == ("+0.1000%", "0.058%")
     assert first["mean cost, lowest 50%"] == "−0.4000%"
     assert "2 of 3 heads fit" in text
-    assert "`tab:selector-diagnostic`" in text
+    assert "Paper, tab:selector-diagnostic" in text
 
 
 def test_joint_cost_and_stability():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from saf.bench.harness.settings import Point
 from saf.errors import InputError
 from saf.report.results import render_results, write_results
 from tests.report.benchmark_records import TIMES, record
@@ -33,32 +34,37 @@ def tables(text: str) -> list[list[dict[str, str]]]:
     return found
 
 
-def test_every_file_has_its_section_with_device_versions_command_and_link(tmp_path):
-    measured = record(memory={0.0: 2**34, 0.25: 15 * 2**30})
-    put(tmp_path / "results", "bench/update-16k.json", measured)
-    put(tmp_path / "results", "bench/update-8k.json", measured)
-    put(tmp_path / "results", "bench/memory.json", measured | {"rows": []})
+def test_a_section_has_the_points_of_all_its_files_with_device_versions_commands_and_links(tmp_path):
+    measured, longer = record(), record(points=[Point(16384, 2, 4)])
+    memory = record(memory={0.0: 2**34, 0.25: 15 * 2**30}) | {"rows": []}
+    put(tmp_path / "results", "bench/update-16k.json", longer)
+    put(tmp_path / "results", "bench/update-4k.json", measured)
+    put(tmp_path / "results", "bench/memory.json", memory)
     made = render_results(tmp_path / "results", tmp_path / "docs")
     text = made["results.md"]
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    sections = ["Updates: speed", "update-8k", "update-16k", "Updates: peak memory", "memory"]
-    assert headings == ["Results", "Summary", *sections]
-    assert text.count("<details><summary>4096x8x4; measured ") == 2
-    assert text.count("</details>") == 3
+    assert headings == ["Results", "Summary", "Updates: speed", "Updates: peak memory"]
+    assert text.count("<details><summary>2 files: conditions and commands</summary>") == 1
+    assert text.count("</details>") == 2
     provenance = measured["provenance"]
-    assert "[results/bench/update-8k.json](../results/bench/update-8k.json): Invented 9000" in text
-    assert f"torch {provenance['versions']['torch']}" in text
-    assert f"source {provenance['source_hash'][:12]}" in text
-    assert text.count(f"```sh\n{provenance['command']}\n```") == 3
-    summary, speeds, memory, *_ = tables(text)
-    assert [row["what"] for row in summary] == ["update speedup: 124m", "peak memory of update: 124m"]
-    assert [row["paper, 25%"] for row in summary] == ["1.056×", "−1.96%"]
-    assert summary[1]["25% frozen"] == "−6.25%"
-    assert [row["paper"] for row in speeds] == ["1.056×", "1.119×"]
+    assert text.count(f"Invented 9000, saf {provenance['versions']['saf']}") == 2
+    summary, speeds, files, memory, *_ = tables(text)
+    assert [row["file"] for row in files] == [
+        f"[{name}](../results/bench/{name}.json)" for name in ("update-4k", "update-16k")
+    ]
+    assert {(row["source"], row["command"]) for row in files} == {
+        (provenance["source_hash"][:12], f"`{provenance['command']}`")
+    }
+    assert [row["what"] for row in summary] == ["update speedup: 124m"] * 2 + ["peak memory of update: 124m"]
+    assert [row["paper, 25%"] for row in summary] == ["1.056×", "1.025×", "−1.96%"]
+    assert summary[2]["25% frozen"] == "−6.25%"
+    assert [row["point"] for row in speeds] == ["4096x8x4"] * 2 + ["16384x2x4"] * 2
+    assert [row["in"] for row in speeds[1:3]] == [row["file"] for row in files]
+    assert [row["paper"] for row in speeds] == ["1.056×", "1.119×", "1.025×", "1.070×"]
     assert {row["control"] for row in speeds} == {f"{measured['rows'][0]['control_ratio']:.4f}"}
     assert [row["against ordinary"] for row in memory] == ["–", "−6.25%"]
     assert "ordinary attention on cuDNN in every head, not compiled" in text
-    assert "`tab:main-results`: 124M, GH200, bfloat16, ordinary heads on flash attention" in text
+    assert "- Paper, tab:main-results: 124M, GH200, bfloat16, ordinary heads on flash attention" in text
     assert made["images/bench-update.svg"].startswith("<svg")
     assert "(images/bench-update.svg)" in text
 
@@ -70,8 +76,8 @@ def test_refusals_left_out_arms_and_early_ends_are_told(tmp_path):
     assert [row["speedup"] for row in tables(text)[1]] == ["refused", "refused"]
     assert (tables(text)[0][0]["25% frozen"], tables(text)[0][0]["50% frozen"]) == ("refused", "refused")
     assert "- Refused: 124m, 4096x8x4: two ordinary models differ by 9.09%." in text
-    assert "- Left out: T=4096 B=8 x4: 25% free cudnn: RuntimeError: no way to run 25% free cudnn." in text
-    assert "- Not finished" in text
+    lacking = "Left out: T=4096 B=8 x4: 25% free cudnn: RuntimeError: no way to run 25% free cudnn."
+    assert f"Not finished: what was measured before the benchmark was stopped. {lacking}" in text
     assert "free bound" not in tables(text)[1][0]
 
 
@@ -82,7 +88,7 @@ def test_the_summary_has_the_newest_number_of_each_point(tmp_path):
     put(tmp_path, "update-a.json", measured)
     put(tmp_path, "update-b.json", older | {"rows": rows})
     (row,) = tables(render_results(tmp_path, tmp_path)["results.md"])[0]
-    assert row["in"] == "[update-a](#update-a)"
+    assert row["in"] == "[update-a](update-a.json)"
     first = next(each for each in measured["rows"] if each["role"] not in ("control", "free"))
     assert row["25% frozen"] == f"{first['ratio']:.3f}×"
 
@@ -112,7 +118,7 @@ def test_training_runs_stand_side_by_side(tmp_path):
     assert frozen["freezing took"] == "1.39 s"
     assert frozen["paper's freezing"] == "54.86 ± 6.04 s"
     assert ordinary["paper's change"] == "–"
-    assert "[results/small](../results/small): cpu, saf 0.1.0, torch 2.13.0" in text
+    assert "cpu, saf 0.1.0, torch 2.13.0; commit 0123abc" in text
     assert "saf pretrain --preset tiny" in text
     assert "40 paired windows" in text
 

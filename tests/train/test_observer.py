@@ -64,3 +64,8 @@ def test_quiet_says_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(("seconds", "text"), [(-3, "0s"), (59.6, "60s"), (61, "1m 01s"), (7260, "2h 01m")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_line_with_a_name_in_it_is_text(capsys):
+    Progress(done=0, total=1).say("checkpoint in [red]a\x1b[31m")
+    assert capsys.readouterr().err == "checkpoint in [red]a\ufffd[31m\n"

@@ -1,6 +1,6 @@
 """`saf bench errors`: how far execution is from float64, beside the paper's gradient table, within which budgets."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saf.bench.accuracy.layer import TENSORS, Layer, frozen_errors, sdpa_errors
-from saf.bench.accuracy.tables import error_tables
+from saf.bench.accuracy.tables import conditions, error_tables, overview
 from saf.bench.harness.check import TOLERANCE
 from saf.bench.harness.environment import environment
 from saf.bench.harness.kind import Benchmark
@@ -21,7 +21,7 @@ from saf.errors import InputError
 from saf.heads import HeadLayout
 from saf.machine.execution import Execution
 from saf.ops import BACKENDS, choose_backend
-from saf.records.table import Part
+from saf.records.table import Cell, Part
 from saf.settings import documented
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -103,6 +103,18 @@ class ErrorsKind(Benchmark[ErrorSettings]):
                     worst = max(row["relative_l2"] / row["limit"] for row in rows)
                     recorder.say(f"{backend} {precision}: at most {worst:.2f} of what is allowed")
         return recorder.record
+
+    def conditions(self, record: Record) -> str:
+        """Return the case whose errors are measured, and against what."""
+        return conditions(record)
+
+    def measured(self, row: Record) -> Hashable | None:
+        """Return part, backend, precision and tensor."""
+        return row["part"], row["backend"], row["precision"], row["tensor"]
+
+    def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
+        """Return one row a part, backend and precision."""
+        return overview(records)
 
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
         """Return a table for each part, backend and precision, and the notes to read them by."""

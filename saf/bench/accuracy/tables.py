@@ -1,11 +1,12 @@
 """Tables of numerical errors against float64, beside the paper's comparison: `saf bench errors`."""
 
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from saf.bench.harness.measured import Record
 from saf.records import paper
 from saf.records.quantities import MISSING
-from saf.records.table import Cell, Part, Table
+from saf.records.table import Cell, Notes, Part, Table
 
 _PARTS = {
     "layer": ("a layer of live and frozen heads", "unfrozen layer"),
@@ -14,6 +15,8 @@ _PARTS = {
 _PAPERS_CASE = {"length": 129, "stored": 192, "batch_size": 2, "num_heads": 4, "head_dim": 64, "frozen": [1, 3]}
 
 
+_OF_PAPER = {"fp32": 0, "bf16": 2}
+"""Where the paper's largest and relative error of a precision stand among its four numbers of a tensor."""
 _COMPARED = ("from eager, max.", "paper, max.", "from eager, L2", "paper, L2")
 """Columns of the paper's comparison; in a terminal they are a table of their own, so that each fits 80 columns."""
 _BUDGETED = ("max. absolute", "relative L2", "limit", "within")
@@ -21,12 +24,9 @@ _BUDGETED = ("max. absolute", "relative L2", "limit", "within")
 
 def error_tables(record: Record, *, brief: bool = False) -> list[Part]:
     """Return a table for each part, backend and precision, and the notes to read them by; `brief` parts wide ones."""
-    settings = record["settings"]
-    case = {key: list(value) if isinstance(value := settings[key], tuple) else value for key in _PAPERS_CASE}
-    papers = case == _PAPERS_CASE
-    parts: list[Part] = [_conditions(settings)]
-    for key, rows in groupby(record["rows"], key=lambda row: (row["part"], row["backend"], row["precision"])):
-        part, backend, precision = key
+    papers = _is_papers_case(record)
+    parts: list[Part] = [conditions(record)]
+    for (part, backend, precision), rows in _groups(record):
         what, beside = _PARTS[part]
         table = _table(list(rows), beside, precision if papers and part == "layer" else None)
         title = f"{what}, {backend}, {precision}"
@@ -37,12 +37,62 @@ def error_tables(record: Record, *, brief: bool = False) -> list[Part]:
         if any(name in table.columns for name in _COMPARED):
             others = (*_BUDGETED, f"{beside}, max.", f"{beside}, L2")
             parts.append(table.without(others).titled(f"{title}, from eager attention in the same precision"))
+    return [*parts, Notes([_paper(papers)])]
+
+
+def overview(records: Sequence[tuple[Cell, Record]]) -> list[Part]:
+    """Return one row a part, backend and precision: the largest error of its tensors beside its limit and the paper."""
+    found = [(cell, _largest(record)) for cell, record in records]
+    papers = any("paper, L2" in table.columns for _, table in found)
+    return [Table.stacked("Largest relative L2 error of output and gradients", found).used(), Notes([_paper(papers)])]
+
+
+def _largest(record: Record) -> Table:
+    head = ["of", "backend", "precision", "tensors", "relative L2", "largest share of its limit", "within"]
+    head += ["unfrozen layer or PyTorch's attention", "from eager, L2", "paper, L2"]
+    papers = _is_papers_case(record)
+    cells = []
+    for (part, backend, precision), group in _groups(record):
+        rows = list(group)
+        quoted = [paper.GRADIENT_ERRORS.get(row["tensor"]) for row in rows] if papers and part == "layer" else []
+        eager = [row["eager"]["relative_l2"] for row in rows if row["eager"]]
+        cells.append(
+            [
+                _PARTS[part][0],
+                backend,
+                precision,
+                len(rows),
+                error(max(row["relative_l2"] for row in rows)),
+                f"{100 * max(row['relative_l2'] / row['limit'] for row in rows):.0f}%",
+                "yes" if all(row["within"] for row in rows) else Cell(text="above", strong=True),
+                error(max(row["beside"]["relative_l2"] for row in rows)),
+                error(max(eager, default=None)),
+                max((each[_OF_PAPER[precision] + 1] for each in quoted if each), key=float, default=MISSING),
+            ]
+        )
+    return Table.of("", head, cells).used()
+
+
+def _groups(record: Record) -> Iterator[tuple[tuple[str, str, str], Iterator[Record]]]:
+    return groupby(record["rows"], key=lambda row: (row["part"], row["backend"], row["precision"]))
+
+
+def _is_papers_case(record: Record) -> bool:
+    settings = record["settings"]
+    case = {key: list(value) if isinstance(value := settings[key], tuple) else value for key in _PAPERS_CASE}
+    return case == _PAPERS_CASE
+
+
+def _paper(quoted: bool) -> str:
     source = paper.GRADIENTS
-    about_paper = f"Paper, `{source.label}`: {source.conditions}. It stands beside our column of the same comparison."
-    return [*parts, f"- {about_paper if papers else 'The paper tells another case.'}"]
+    if not quoted:
+        return "The paper tells another case."
+    return f"Paper, {source.label}: {source.conditions}. It stands beside our column of the same comparison."
 
 
-def _conditions(settings: Record) -> str:
+def conditions(record: Record) -> str:
+    """Return the case whose errors are measured, and what they are measured against."""
+    settings = record["settings"]
     return (
         f"{settings['batch_size']} sequences of {settings['length']} tokens, {settings['num_heads']} heads of "
         f"{settings['head_dim']} channels, patterns of {settings['stored']} positions, heads "
@@ -58,7 +108,7 @@ def _table(rows: list[Record], beside: str, precision: str | None) -> Table:
     for row in rows:
         eager = row["eager"] or {}
         quoted = paper.GRADIENT_ERRORS.get(row["tensor"]) if precision else None
-        first = 0 if precision == "fp32" else 2
+        first = _OF_PAPER[precision or "bf16"]
         most, relative = quoted[first : first + 2] if quoted else (MISSING, MISSING)
         cells.append(
             [

@@ -1,6 +1,6 @@
 """`saf bench calibration`: interventions stage by stage, warm and at first use, beside a dense collection."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from saf.bench.freezing.fits import Goals, measure_fits, read_goals
 from saf.bench.freezing.intervention import Event, Interventions, row_of
 from saf.bench.freezing.model import build, describe, sequences
 from saf.bench.freezing.settings import CalibrationSettings, points_of
-from saf.bench.freezing.tables import intervention_tables, row_line
+from saf.bench.freezing.tables import WARM, intervention_tables, overview, row_line
 from saf.bench.harness.environment import clean_process, empty_kernel_cache, environment
 from saf.bench.harness.kind import Benchmark
 from saf.bench.harness.measured import Record
@@ -21,7 +21,7 @@ from saf.calibration import plan_calibration
 from saf.data import TokenData
 from saf.machine.execution import Execution
 from saf.opening import find_model
-from saf.records.table import Part
+from saf.records.table import Cell, Part
 from saf.statistics import AttentionStatistics
 
 BARS = {("124m", 4096, 32): 2.0, ("1b", 8192, 16): 15.0}
@@ -61,6 +61,19 @@ class CalibrationKind(Benchmark[CalibrationSettings]):
                 with clean_process():
                     CalibrationPoint(recorder, settings, execution, point).measure()
         return recorder.record
+
+    def conditions(self, record: Record) -> str:
+        """Return what the times are."""
+        return WARM
+
+    def measured(self, row: Record) -> Hashable | None:
+        """Return the part of a freezing, and the model, point and rate, or the statistics that were fitted."""
+        point = tuple((row.get("point") or {"length": row.get("length")}).items())
+        return row["part"], row.get("model", row.get("of")), point, row.get("rate")
+
+    def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
+        """Return one row an intervention, one a fit, one a dense collection."""
+        return overview(records)
 
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
         """Return a table of stages for each intervention, one of fits, one of dense collections."""

@@ -1,6 +1,6 @@
 """Tables of what an intervention takes, beside the paper's: `saf bench calibration`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,29 +9,57 @@ from saf.bench.harness.measured import Record
 from saf.records import paper
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, gibibytes, number, seconds
-from saf.records.table import Part, Table
+from saf.records.table import Cell, Notes, Part, Table
 
 STAGES = {"statistics": "statistics", "fit": "fit"}
 """Stages that the paper tells too, by our name; its statistics include the capture."""
+WARM = "Warm times are medians over repeated interventions on one model; the first use is told apart."
+_FITS = "Fit of all heads and its KL"
+_DENSE = "Dense collection of the same queries and keys, in float32, as the baseline"
 
 
 def intervention_tables(record: Record) -> list[Part]:
     """Return a table of stages for each intervention, one of fits, one of dense collections."""
     quoted: list[Quoted | None] = []
-    parts: list[Part] = [
-        "Warm times are medians over repeated interventions on one model; the first use is told apart."
-    ]
+    parts: list[Part] = [WARM]
     for row in record["rows"]:
         if row["part"] == "intervention":
             parts.append(replace(_stages(row, quoted), title=_title(row), notes=(_conditions(row),)))
-    fits = [row for row in record["rows"] if row["part"] == "fit"]
+    fits, dense = (_rows(record, part) for part in ("fit", "dense"))
     if fits:
-        parts.append(_fits(fits).titled("Fit of all heads and its KL"))
+        parts.append(_fits(fits).titled(_FITS))
         quoted.append(Quoted("", paper.COSTS))
-    dense = [row for row in record["rows"] if row["part"] == "dense"]
     if dense:
-        parts.append(_dense(dense).titled("Dense collection of the same queries and keys, in float32, as the baseline"))
-    return [*parts, "\n".join(f"- {note}" for note in _notes(fits, quoted))]
+        parts.append(_dense(dense).titled(_DENSE))
+    return [*parts, Notes(list(_notes(fits, quoted)))]
+
+
+def overview(records: Sequence[tuple[Cell, Record]]) -> list[Part]:
+    """Return one row an intervention with the warm time of each stage, one a fit, one a dense collection."""
+    quoted: list[Quoted | None] = []
+    parts: list[Part] = []
+    kinds = (("intervention", "", lambda rows: _wholes(rows, quoted)), ("fit", _FITS, _fits), ("dense", _DENSE, _dense))
+    for part, title, table in kinds:
+        found = [(cell, table(rows)) for cell, record in records if (rows := _rows(record, part))]
+        parts += [Table.stacked(title, found)] * bool(found)
+    fits = [row for _, record in records for row in _rows(record, "fit")]
+    return [*parts, Notes(list(_notes(fits, [*quoted, *([Quoted("", paper.COSTS)] if fits else [])])))]
+
+
+def _rows(record: Record, part: str) -> list[Record]:
+    return [row for row in record["rows"] if row["part"] == part]
+
+
+def _wholes(rows: list[Record], quoted: list[Quoted | None]) -> Table:
+    head = ["intervention", *rows[0]["stages"], "whole", "range", "first use", "paper"]
+    cells = []
+    for row in rows:
+        stages = _stages(row, quoted).rows
+        *medians, whole = (stage[1] for stage in stages)
+        cells.append(
+            [_title(row), *medians, whole, _range(row["spread"]), seconds(row["first_seconds"]), stages[-1][-1]]
+        )
+    return Table.of("", head, cells)
 
 
 def row_line(row: Record) -> str:

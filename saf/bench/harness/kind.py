@@ -1,7 +1,7 @@
 """What a kind of benchmark is: an object that names its settings, measures, and makes tables of its records."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -9,19 +9,22 @@ from saf.bench.harness.arms import FLEX
 from saf.bench.harness.baselines import free_backend
 from saf.bench.harness.environment import environment
 from saf.bench.harness.kernels import attention_table, kernel_words
-from saf.bench.harness.measured import Group, Record, groups_of
+from saf.bench.harness.measured import Group, Record, by_point, groups_of, measures
 from saf.bench.harness.recorder import Recorder, Say, say_on_stderr
 from saf.bench.harness.runner import Context
 from saf.bench.harness.settings import BenchSettings, Point, SpeedSettings, parse_shape
 from saf.bench.harness.speed_tables import (
+    DETAILS,
     WIDE,
     bound_notes,
     caveats,
     memory_table,
     memory_words,
     protocol,
+    refusals,
     speed_table,
     ways,
+    wrong_kernels,
 )
 from saf.bench.harness.timing import Budget
 from saf.errors import InputError
@@ -29,7 +32,7 @@ from saf.machine.execution import Execution
 from saf.ops import BACKENDS
 from saf.ops.live import KERNELS
 from saf.records.paper import Quoted, footnotes
-from saf.records.table import Part
+from saf.records.table import Cell, Notes, Part, Table
 
 Asked = TypeVar("Asked", bound=BenchSettings)
 AskedSpeed = TypeVar("AskedSpeed", bound=SpeedSettings)
@@ -52,6 +55,21 @@ class Kind(ABC):
 
         `brief`, for a terminal, leaves out columns and tables that would break its lines.
         """
+
+    @abstractmethod
+    def conditions(self, record: Record) -> str:
+        """Return in one paragraph how a record was measured, and against what."""
+
+    @abstractmethod
+    def measured(self, row: Record) -> Hashable | None:
+        """Return what a row measures, its point and its arm: of two rows of the same the newer one stands.
+
+        None for a row that only serves others, such as a control.
+        """
+
+    @abstractmethod
+    def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
+        """Return one table of several records, each with the cell that names its file, and what to know about it."""
 
     def title_of(self, record: Record) -> str:
         """Return the heading for one record."""
@@ -157,7 +175,7 @@ class SpeedKind(Benchmark[AskedSpeed]):
         groups = self.groups(record)
         parts: list[Part] = []
         if groups:
-            parts.append(f"{self.protocol(record, groups)} {kernel_words(record)}".strip())
+            parts.append(f"{self.conditions(record)} {kernel_words(record)}".strip())
         for way, chosen in ways(groups).items():
             table = speed_table(chosen).titled(way)
             parts.append(table.without(WIDE) if brief else table)
@@ -165,17 +183,37 @@ class SpeedKind(Benchmark[AskedSpeed]):
             parts += [memory_words(record), memory_table(record, self.quoted_memory)]
         if record["kernels"] and not brief:
             parts.append(attention_table(record).titled("Attention kernels in one pass"))
-        notes = [*caveats(record, groups), *bound_notes(groups), *self.paper_notes(record, groups)]
-        return [*parts, "\n".join(f"- {note}" for note in notes)]
+        notes = [*caveats(record, groups), *bound_notes(groups), *self.paper_notes([record])]
+        return [*parts, Notes(notes)]
 
-    def protocol(self, record: Record, groups: Sequence[Group]) -> str:
-        """Return in one paragraph how a record's speeds were measured, and against what."""
+    def conditions(self, record: Record) -> str:
+        """Return how a record's speeds were measured, and against what; of one that timed nothing, its memory."""
+        groups = self.groups(record)
+        if not groups:
+            return memory_words(record) if record["memory"] else ""
         return protocol(record, groups, same=self.same, up_to_repeats=self.up_to_repeats)
 
-    def paper_notes(self, record: Record, groups: Sequence[Group]) -> list[str]:
+    def measured(self, row: Record) -> Hashable | None:
+        """Return what an arm's row measures: model or part, point, way of running, baseline, arm."""
+        return None if row["role"] in ("control", "free") else measures(row)
+
+    def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
+        """Return a table for each way of running, one of peak memory, and notes to read them by."""
+        sources = {cell.text: cell for cell, _ in records}
+        found = [group for cell, record in records for group in self.groups(record, file=cell.text) if group.arms]
+        groups = by_point(found)
+        parts: list[Part] = [
+            speed_table(chosen, sources).without(DETAILS).titled(way) for way, chosen in ways(groups).items()
+        ]
+        memory = [(cell, memory_table(record, self.quoted_memory)) for cell, record in records if record["memory"]]
+        parts += [Table.stacked("", memory).used()] * bool(memory)
+        notes = [*refusals(groups), *(note for _, record in records for note in wrong_kernels(record))]
+        return [*parts, Notes([*notes, *bound_notes(groups), *self.paper_notes([record for _, record in records])])]
+
+    def paper_notes(self, records: Sequence[Record]) -> list[str]:
         """Return a line for each of the paper's tables that is quoted, with the conditions of its numbers."""
-        speeds = [arm.paper for group in groups for arm in group.arms]
-        memory = [self.quoted_memory(record, entry) for entry in record["memory"]]
+        speeds = [arm.paper for record in records for group in self.groups(record) for arm in group.arms]
+        memory = [self.quoted_memory(record, entry) for record in records for entry in record["memory"]]
         notes = [f"Paper, {note}" for note in footnotes([*speeds, *memory])]
         return notes or ["The paper has no number at these shapes."]
 

@@ -1,6 +1,6 @@
 """The rows of a benchmark's record in groups: what ran against one baseline, at one point, in one way."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,33 @@ def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, file: str) -> Gr
         ),
         file=file,
     )
+
+
+def by_point(groups: Iterable[Group]) -> list[Group]:
+    """Return groups by their point, those of one point by their baseline."""
+    return sorted(
+        groups,
+        key=lambda group: (
+            group.point["length"],
+            group.point["batch_size"],
+            group.point.get("accumulation", 0),
+            group.baseline,
+        ),
+    )
+
+
+def measures(row: Record) -> Hashable:
+    """Return what a row measures: model or part, point, way of running, baseline, arm.
+
+    PyTorch's own choice of kernel and cuDNN by name are one there, but for an arm that is itself ordinary attention by
+    that choice: every profile of the choice on a device that has both shows cuDNN.
+    """
+    arm = row["arm"] if row["backend"] is None else _named(row["arm"])
+    return subject(row), tuple(row["point"].items()), row["variant"], _named(row["baseline"]), arm
+
+
+def _named(arm: str) -> str:
+    return f"{arm.removesuffix(' auto')} cudnn" if arm.endswith(" auto") else arm
 
 
 def subject(row: Record) -> str:

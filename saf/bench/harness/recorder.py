@@ -11,6 +11,7 @@ from saf.bench.harness.timing import Budget
 from saf.errors import InputError
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
+from saf.records.table import Notes, Part
 
 SAVE_EVERY = 5.0
 """Seconds between writes while a point is being measured."""
@@ -129,7 +130,12 @@ def left_out(record: Mapping[str, Any]) -> list[str]:
     return [f"Left out: {'; '.join(what)}: {why}." for why, what in reasons.items()]
 
 
-def unmeasured(record: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown list of what a record lacks, an end before its time and what was left out; or nothing."""
-    notes = [*([UNFINISHED] if record.get("finished") is False else []), *left_out(record)]
-    return ["\n".join(f"- {note}" for note in notes)] if notes else []
+def lacking(record: Mapping[str, Any]) -> list[str]:
+    """Return a line for each thing that a record lacks: an end before its time, what was left out."""
+    return [*([UNFINISHED] if record.get("finished") is False else []), *left_out(record)]
+
+
+def unmeasured(record: Mapping[str, Any]) -> list[Part]:
+    """Return notes on what a record lacks; or nothing."""
+    lines = lacking(record)
+    return [Notes(lines)] if lines else []

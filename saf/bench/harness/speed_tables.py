@@ -1,17 +1,19 @@
 """Tables and words of benchmarks that compare arms: speed, memory, how it was measured, what to know."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from saf.bench.harness.measured import Group, Measured, Record, baseline_name, kernel_name, shape
 from saf.bench.harness.recorder import UNFINISHED, left_out
 from saf.bench.harness.timing import REST_MS, SETTLE_MS
 from saf.records.paper import Quoted
 from saf.records.quantities import MISSING, number, signed
-from saf.records.table import Table
+from saf.records.table import Cell, Table
 
 REFUSED = "refused"
 WIDE = ("baseline floor, ms", "arm floor, ms", "middle half of pairs", "of the bound", "paper")
 """Columns of the table of speeds that a terminal leaves out: with them its lines would break."""
+DETAILS = ("heads", "baseline floor, ms", "arm floor, ms")
+"""Columns that the table of several files leaves to the page of each."""
 
 
 def ways(groups: Iterable[Group]) -> dict[str, list[Group]]:
@@ -22,13 +24,21 @@ def ways(groups: Iterable[Group]) -> dict[str, list[Group]]:
     return found
 
 
-def speed_table(groups: Sequence[Group]) -> Table:
-    """Return one row an arm: times with the TFLOP/s reached and floors, ratio and its spread, control, bound, paper."""
+def speed_table(groups: Sequence[Group], sources: Mapping[str, Cell] | None = None) -> Table:
+    """Return one row an arm: times with the TFLOP/s reached and floors, ratio and its spread, control, bound, paper.
+
+    With the cells that name their files, by name, a last column says in which file each row is.
+    """
     head = ["point", "baseline", "arm", "heads", "baseline, ms (TFLOP/s)", "baseline floor, ms"]
     head += ["arm, ms (TFLOP/s)", "arm floor, ms", "speedup", "middle half of pairs", "pairs", "share of time"]
     head += ["control", "free bound", "of the bound", "paper"]
     several = len({group.baseline for group in groups}) > 1
-    rows = [_speed_cells(group, arm, baseline=several) for group in groups for arm in group.arms]
+    head += ["in"] if sources else []
+    rows = [
+        [*_speed_cells(group, arm, baseline=several), *([sources[group.file]] if sources else [])]
+        for group in groups
+        for arm in group.arms
+    ]
     return Table.of("", head, rows).used()
 
 
@@ -115,16 +125,20 @@ def memory_arm(record: Record, entry: Record) -> str:
 
 def caveats(record: Record, groups: Sequence[Group]) -> list[str]:
     """Return what a reader must know: an unfinished file, refusals, wrong kernels, what was left out."""
-    lines = []
-    if not record["finished"]:
-        lines.append(UNFINISHED)
-    for group in groups:
-        if group.reason:
-            lines.append(f"Refused: {group.way}, {shape(group.point)}: {group.reason}.")
-    for seen in record["kernels"]:
-        if seen["kernel_seen"] is False:
-            lines.append(f"{shape(seen['point'])}: {seen['arm']} did not run the attention kernel it was told to.")
-    return lines + left_out(record)
+    unfinished = [] if record["finished"] else [UNFINISHED]
+    return [*unfinished, *refusals(groups), *wrong_kernels(record), *left_out(record)]
+
+
+def refusals(groups: Iterable[Group]) -> list[str]:
+    """Return one line for each group whose measurements are refused."""
+    refused = [group for group in groups if group.reason]
+    return [f"Refused: {group.way}, {shape(group.point)}: {group.reason}." for group in refused]
+
+
+def wrong_kernels(record: Record) -> list[str]:
+    """Return one line for each arm whose profile shows another attention kernel than the one it names."""
+    wrong = [seen for seen in record["kernels"] if seen["kernel_seen"] is False]
+    return [f"{shape(seen['point'])}: {seen['arm']} did not run the attention kernel it was told to." for seen in wrong]
 
 
 def memory_words(record: Record) -> str:

@@ -1,26 +1,16 @@
 """The table of this project's update beside nanoGPT's: `tools/compare_nanogpt.py`."""
 
+from collections.abc import Hashable, Sequence
+
 from saf.bench.harness.kind import Kind
 from saf.bench.harness.measured import Record, shape
 from saf.bench.harness.recorder import unmeasured
 from saf.bench.harness.speed_tables import REFUSED, compiled
 from saf.records.quantities import MISSING, number
-from saf.records.table import Part, Table
+from saf.records.table import Cell, Part, Table
 
 _HEAD = ("model", "point", "nanoGPT, ms", "ours, ms", "speedup", "middle half of pairs", "pairs", "control")
 _HEAD += ("nanoGPT, tokens/s", "ours, tokens/s")
-
-
-def nanogpt_tables(record: Record) -> list[Part]:
-    """Return how it was measured, and one row a point: times, within-pair ratio and its spread, control, tokens/s."""
-    tolerance, model = 100 * record["settings"]["tolerance"], str(record["nanogpt_model_sha256"])[:12]
-    protocol = (
-        f"Baseline: nanoGPT's own update, its `model.py` of sha256 {model}; ours: ordinary attention in every head. "
-        f"Both {compiled(record)}, in the same process; alternating pairs (ABBA). Control: a second nanoGPT against "
-        f"the first; measurements whose control is further than {tolerance:g}% from 1 are refused."
-    )
-    rows = [_cells(row) for row in record["rows"] if not row["control"]]
-    return [protocol, Table.of("", _HEAD, rows)] if rows else [protocol]
 
 
 def _cells(row: Record) -> tuple[str, ...]:
@@ -46,5 +36,27 @@ class NanoGPTKind(Kind):
     title = "Updates: beside nanoGPT"
 
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
-        """Return how it was measured, and a row a point."""
-        return [*nanogpt_tables(record), *unmeasured(record)]
+        """Return how it was measured, and a row a point: times, ratio and its spread, control, tokens/s."""
+        table = _table(record)
+        return [self.conditions(record), *([table] if table.rows else []), *unmeasured(record)]
+
+    def conditions(self, record: Record) -> str:
+        """Return what was compared, and how."""
+        tolerance, model = 100 * record["settings"]["tolerance"], str(record["nanogpt_model_sha256"])[:12]
+        return (
+            f"Baseline: nanoGPT's own update, its model.py of sha256 {model}; ours: ordinary attention in every head. "
+            f"Both {compiled(record)}, in the same process; alternating pairs (ABBA). Control: a second nanoGPT "
+            f"against the first; measurements whose control is further than {tolerance:g}% from 1 are refused."
+        )
+
+    def measured(self, row: Record) -> Hashable | None:
+        """Return model and point; None for a control."""
+        return None if row["control"] else (row["model"], tuple(row["point"].items()))
+
+    def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
+        """Return a row a point."""
+        return [Table.stacked("", [(cell, _table(record)) for cell, record in records])]
+
+
+def _table(record: Record) -> Table:
+    return Table.of("", _HEAD, [_cells(row) for row in record["rows"] if not row["control"]])

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from saf.bench.harness.measured import Group, Measured, Record, baseline_name, shape_in_words
+from saf.bench.harness.measured import Group, Measured, Record, baseline_name, by_point, shape_in_words
 from saf.bench.harness.speed_tables import bound_notes, memory_arm, memory_table, speed_table, ways
 from saf.bench.kinds import SPEED_KINDS, groups_of
 from saf.errors import InputError
 from saf.records.files import write_atomically
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import number, signed
+from saf.records.text import html
 from saf.report.page import text
 from saf.report.plot import WIDTH, Panel, Scale, colour, decimal_names, document, label
 
@@ -248,7 +248,7 @@ def memory_panel(record: Record) -> str:
 
 def paper_notes(quoted: Iterable[Quoted | None]) -> str:
     """Return the conditions of the paper's numbers, a line for each of its tables."""
-    return small(f"Paper, {line.replace('`', '')}" for line in footnotes(quoted))
+    return small(f"Paper, {line}" for line in footnotes(quoted))
 
 
 def small(lines: Iterable[str]) -> str:
@@ -282,7 +282,7 @@ def write_bars(records: Sequence[Any], out: Path) -> Path:
 
 def bars_picture(records: Iterable[Any]) -> str | None:
     """Return the SVG, one panel for each model (or part of a layer) and way of running; None without rows."""
-    groups = [group for record in records for group in groups_of(record)]
+    groups = by_point(group for record in records for group in groups_of(record) if group.arms)
     if not groups:
         return None
     title = "Speedup over ordinary attention"
@@ -326,7 +326,7 @@ def _svg_panel(groups: Sequence[Group], top: float) -> tuple[list[str], float]:
     y = panel.y + 8
     for group in groups:
         point, against = heading(group)
-        words = f'{escape(point)}, <tspan class="small soft">{escape(against)}</tspan>'
+        words = f'{html(point)}, <tspan class="small soft">{html(against)}</tspan>'
         parts.append(f'<text class="name over" x="0" y="{y + 14:.1f}">{words}</text>')
         for above, bar in enumerate(bars_of(group)):
             parts += _svg_row(bar, panel, y + _HEADING + _ROW * above)

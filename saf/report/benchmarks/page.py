@@ -1,6 +1,6 @@
 """A page about benchmark records: bars of speedup where all of them timed arms, else tables, a section a record."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from saf.bench.harness.kernels import attention_table, kernel_words, longest_kernels
@@ -9,10 +9,10 @@ from saf.bench.kinds import KINDS, SPEED_KINDS, compares_arms, groups_of
 from saf.errors import InputError
 from saf.records.files import read_json, write_atomically
 from saf.records.result import is_result, with_header
-from saf.records.table import Table
+from saf.records.table import html_of
 from saf.report.benchmarks import summary as words
 from saf.report.benchmarks.bars import memory_panel, speed_panels
-from saf.report.page import inline, page, section, text
+from saf.report.page import page, section, text
 from saf.report.provenance import measured_on, provenance_section
 from saf.report.record_parts import parts_of
 
@@ -63,12 +63,10 @@ def _sections(records: Sequence[Record], names: Sequence[str], own: Sequence[Seq
     parts = []
     groups = [group for part in own for group in part]
     if groups:
-        protocols = dict.fromkeys(
-            SPEED_KINDS[record["kind"]].protocol(record, part)
-            for record, part in zip(records, own, strict=True)
-            if part
+        told = dict.fromkeys(
+            SPEED_KINDS[record["kind"]].conditions(record) for record, part in zip(records, own, strict=True) if part
         )
-        intro = "".join(f"<p>{text(each)}</p>" for each in protocols)
+        intro = "".join(f"<p>{text(each)}</p>" for each in told)
         parts.append(section("speed", "How fast each arm is", intro + speed_panels(groups)))
     memory = [record for record in records if record["memory"]]
     if memory:
@@ -100,7 +98,11 @@ def render_tables(records: Sequence[Record], names: Sequence[str]) -> str:
     titles = [_title(record) for record in records]
     devices = dict.fromkeys(str(record["provenance"]["device"]) for record in records)
     sections = [
-        section(f"record-{number}", text(f"{title}: {name}" if len(names) > 1 else title), "".join(_content(record)))
+        section(
+            f"record-{number}",
+            text(f"{title}: {name}" if len(names) > 1 else title),
+            "".join(map(html_of, parts_of(record))),
+        )
         for number, (record, title, name) in enumerate(zip(records, titles, names, strict=True))
     ]
     return page(
@@ -119,14 +121,3 @@ def render_tables(records: Sequence[Record], names: Sequence[str]) -> str:
 def _title(record: Record) -> str:
     kind = KINDS.get(name := str(record.get("kind")))
     return name.capitalize() if kind is None else kind.title_of(record)
-
-
-def _content(record: Record) -> Iterator[str]:
-    """Yield paragraphs, lists and tables."""
-    for part in parts_of(record):
-        if isinstance(part, Table):
-            yield part.html()
-        elif part.startswith("- "):
-            yield f"<ul>{''.join(f'<li>{inline(line[2:])}</li>' for line in part.splitlines())}</ul>"
-        else:
-            yield f"<p>{inline(part)}</p>"

@@ -7,11 +7,12 @@ from typing import Any
 from saf.evaluate.side_by_side import arm_names, arms_table, compare_all
 from saf.records.quantities import number
 from saf.records.run import RecordedRun
+from saf.records.text import markdown, markdown_block
 from saf.report.provenance import device_and_versions, link, source
 
 
-def training(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> tuple[list[str], list[str]]:
-    """Return in words what was run and when, and Markdown about the runs of one folder, the ordinary arm first.
+def training(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> tuple[list[str], str]:
+    """Return Markdown about the runs of one folder, the ordinary arm first, and the block of their commands.
 
     `beside` is the folder of the document that links to `folder`.
     """
@@ -21,11 +22,9 @@ def training(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> tuple[l
     machines = "; ".join(dict.fromkeys(device_and_versions(each) for each in origins))
     codes = "; ".join(dict.fromkeys(source(each) for each in origins))
     table = arms_table(runs, names, compare_all(runs, names)).titled("")
-    commands = "\n".join(["```sh", *dict.fromkeys(_command(run) for run in runs), "```"])
     conditions = ", ".join(_conditions(runs[0]))
-    days = [str(each["date"])[:10] for each in origins if each.get("date")]
-    facts = [conditions, *([f"measured {max(days)}"] if days else [])]
-    return facts, [f"{link(folder, beside)}: {machines}; {codes}.", table.markdown(), commands]
+    told = f"{link(folder, beside).markdown()}: {markdown(f'{conditions}; {machines}; {codes}')}."
+    return [told, table.markdown()], markdown_block("\n".join(dict.fromkeys(_command(run) for run in runs)))
 
 
 def _conditions(run: RecordedRun) -> list[str]:

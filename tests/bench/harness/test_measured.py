@@ -14,8 +14,8 @@ from saf.bench.operator.case import OpSettings
 from tests.report.benchmark_records import TIMES, record
 
 
-def protocol(measured: dict, groups: list) -> str:
-    return SPEED_KINDS[measured["kind"]].protocol(measured, groups)
+def conditions(measured: dict) -> str:
+    return SPEED_KINDS[measured["kind"]].conditions(measured)
 
 
 def ratio(arm: str, baseline: str = "ordinary cudnn") -> Fraction:
@@ -116,14 +116,14 @@ def test_an_arm_faster_than_its_bound_has_a_note_in_place_of_a_share(spread, why
 
 def test_unknown_peaks_leave_no_floor():
     measured = record()
-    sentences = protocol({**measured, "provenance": measured["provenance"] | {"peak": None}}, groups_of(measured))
-    assert "Floors" not in sentences
+    told = conditions({**measured, "provenance": measured["provenance"] | {"peak": None}})
+    assert "Floors" not in told
     rows = [row | {"baseline_floor_ms": None, "arm_floor_ms": None} for row in measured["rows"]]
     table = speed_table(groups_of(measured | {"rows": rows}))
     assert not [name for name in table.columns if "floor" in name]
     peak = {"flops": 1e14, "bandwidth": 1e12, "source": "made up"}
-    sentences = protocol({**measured, "provenance": measured["provenance"] | {"peak": peak}}, groups_of(measured))
-    assert "Floors are roofline bounds at 100 TFLOP/s in bfloat16 and 1 TB/s (made up)." in sentences
+    told = conditions({**measured, "provenance": measured["provenance"] | {"peak": peak}})
+    assert "Floors are roofline bounds at 100 TFLOP/s in bfloat16 and 1 TB/s (made up)." in told
 
 
 def test_other_kernels_are_arms_and_other_baselines_groups():
@@ -150,7 +150,7 @@ def test_points_and_ways_part():
         ("4096x1", "call"): ["0.969×", "0.972×"],
         ("4096x1", "graph"): ["1.113×", "1.220×"],
     }
-    assert "up to 40 calls" in protocol({**record(settings=settings, variants=("call",)), "kind": "prefill"}, groups)
+    assert "up to 40 calls" in conditions({**record(settings=settings, variants=("call",)), "kind": "prefill"})
 
 
 @pytest.mark.parametrize(
@@ -164,19 +164,19 @@ def test_points_and_ways_part():
 )
 def test_the_time_to_settle_is_told(settle, driver, words):
     plain = record(settings=PrefillSettings(pairs=2, device="cpu", settle_ms=settle), variants=("call",))
-    sentences = protocol({**plain, "provenance": plain["provenance"] | {"driver": driver}}, groups_of(plain))
-    assert words in sentences if words else "untimed" not in sentences
+    told = conditions({**plain, "provenance": plain["provenance"] | {"driver": driver}})
+    assert words in told if words else "untimed" not in told
     older = {name: value for name, value in plain["settings"].items() if name != "settle_ms"}
-    assert "untimed" not in protocol({**plain, "settings": older}, groups_of(plain))
+    assert "untimed" not in conditions({**plain, "settings": older})
 
 
 def test_the_rest_before_an_operators_block_is_told():
     fields = {"part": "frozen", "alone": 3, "layer": {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}}
     settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))
     plain = record(settings=settings, fields=fields, points=[Point(4096, 8)], variants=("both graph",))
-    sentences = protocol({**plain, "provenance": plain["provenance"] | {"driver": "580"}}, groups_of(plain))
-    assert "after 200 ms of rest" in sentences
-    assert "rest" not in protocol(plain, groups_of(plain))
+    told = conditions({**plain, "provenance": plain["provenance"] | {"driver": "580"}})
+    assert "after 200 ms of rest" in told
+    assert "rest" not in conditions(plain)
 
 
 def test_which_operators_were_compiled_is_told_row_by_row():
@@ -185,11 +185,11 @@ def test_which_operators_were_compiled_is_told_row_by_row():
     times = TIMES | {"ordinary flex": [120.0]}
     older = record(settings=settings, times=times, others=["flex"], fields=fields, points=[Point(4096, 8)])
     older["provenance"] = older["provenance"] | {"driver": "580"}
-    assert ", compiled, in the same process" in protocol(older, groups_of(older))
+    assert ", compiled, in the same process" in conditions(older)
 
     def sentences_of(compiled) -> str:
         rows = [row | {"ran": "compiled" if compiled(row) else "eager"} for row in older["rows"]]
-        return protocol(older | {"rows": rows}, groups_of(older))
+        return conditions(older | {"rows": rows})
 
     assert ", not compiled, in the same process" in sentences_of(lambda _: False)
     words = "not compiled but for layers with frozen heads where replayed as graphs"

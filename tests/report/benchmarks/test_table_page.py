@@ -55,7 +55,7 @@ def test_nanogpt_stands_beside_ours():
     assert row["middle half of pairs"] == "1.016 to 1.066"
     assert (row["nanoGPT, tokens/s"], row["ours, tokens/s"]) == ("419,649", "429,576")
     assert row["control"] == "0.9979"
-    assert "`model.py` of sha256 7c01703240db; ours" in text
+    assert "its model.py of sha256 7c01703240db; ours" in text
     assert "Both not compiled" in text
     ((refused,),) = tables("\n\n".join(body_of(nanogpt(refused=True))) + "\n")
     assert (refused["speedup"], refused["middle half of pairs"]) == ("refused", "–")
@@ -74,7 +74,7 @@ def test_every_kind_has_a_page(tmp_path):
         "Numerical errors: errors.json",
     ]
     assert "<caption>a layer of live and frozen heads, reference, fp32</caption>" in page
-    assert "<code>model.py</code>" in page
+    assert "its model.py of sha256" in page
     assert "<li>The paper tells another case.</li>" in page
     shown = rows_of(page)
     assert ["124m-learned", "4096x8x4", "320", "300", "1.032×"] in [row[:5] for row in shown]

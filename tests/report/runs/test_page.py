@@ -113,7 +113,7 @@ def test_several_frozen_arms_are_each_compared(tmp_path):
     assert [arm["name"] for arm in data["arms"]] == ["ordinary", "frozen", "half"]
     assert [len(freeze["frozen"]) for freeze in data["freezes"]] == [3, 6]
     assert [gap["name"] for gap in data["gaps"]] == ["frozen", "half"]
-    assert page.count('class="arm ') == 3
+    assert page.count('class="arm"') == 3
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

@@ -1,0 +1,127 @@
+"""The results of a folder: runs and records, and which of the records' measurements are the newest of their kind."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from saf.analysis import ANALYSES
+from saf.bench.kinds import KINDS, compares_arms
+from saf.errors import InputError
+from saf.records.files import read_json
+from saf.records.result import is_result, with_header
+from saf.records.run import RecordedRun
+from saf.records.text import natural_order
+
+LISTS = ("rows", "memory")
+"""Entries of a benchmark that hold measurements."""
+_Order = tuple[bool, str, int]
+"""Of measurements of the same thing: accepted ones after refused ones, then by date, then by the files' order."""
+
+
+@dataclass(frozen=True)
+class File:
+    """Hold one JSON record, and its name in the document."""
+
+    path: Path
+    record: Mapping[str, Any]
+    name: str
+
+    @property
+    def section(self) -> str:
+        """Return its section: the kind of a benchmark, "memory" when it timed nothing, "analysis", "other"."""
+        if self.record.get("kind") in ANALYSES:
+            return "analysis"
+        if compares_arms(self.record) and not self.record["rows"]:
+            return "memory"
+        return str(self.record.get("kind", "other"))
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """Return where the record comes from, as far as it says."""
+        return self.record.get("provenance") or {}
+
+
+def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
+    """Return the runs by the folder that holds them, and every other JSON record, in order.
+
+    Raises InputError when `results` is no folder, or holds a JSON file that cannot be read.
+    """
+    if not results.is_dir():
+        raise InputError(f"{results} is not a folder of results")
+    folders = sorted({path.parent for path in results.rglob("config.json")}, key=_by_name)
+    trainings: dict[Path, list[RecordedRun]] = {}
+    for folder in folders:
+        trainings.setdefault(folder.parent, []).append(RecordedRun.open(folder))
+    paths = [path for path in results.rglob("*.json") if not any(folder in path.parents for folder in folders)]
+    stems = [path.stem for path in paths]
+    files = []
+    for path in sorted(paths, key=_by_name):
+        record = read_json(path)
+        name = path.stem if stems.count(path.stem) == 1 else path.relative_to(results).with_suffix("").as_posix()
+        files.append(File(path, with_header(record) if is_result(record) else record, name))
+    return trainings, files
+
+
+def newest(files: Sequence[File]) -> list[File]:
+    """Return the files with those measurements that no other file has newer; a file without any is left out.
+
+    Two measurements are of the same thing when kind, device, point, baseline and arm are. A refused one never takes
+    the place of one that was accepted. Controls and free bounds stay with what they were measured beside.
+    """
+    standing: dict[Hashable, _Order] = {}
+    for place, file in enumerate(files):
+        for key, order in _measurements(file, place):
+            standing[key] = max(order, standing.get(key, order))
+    found = []
+    for place, file in enumerate(files):
+        measured = [key for key, _ in _measurements(file, place)]
+        mine = {key for key in measured if standing[key][-1] == place}
+        if mine:
+            found.append(_only(file, mine))
+        elif not measured:
+            found.append(file)
+    return found
+
+
+def superseded(files: Sequence[File]) -> list[File]:
+    """Return the files of whose measurements each stands newer in another file."""
+    standing = {file.path for file in newest(files)}
+    return [file for file in files if file.path not in standing]
+
+
+def _measurements(file: File, place: int) -> Iterator[tuple[Hashable, _Order]]:
+    date = str(file.provenance.get("date"))
+    if file.section == "analysis":
+        # A folder holds the analyses of one checkpoint.
+        yield (file.record["kind"], file.path.parent), (True, date, place)
+    for name in LISTS if file.record.get("kind") in KINDS else ():
+        for entry in file.record.get(name) or []:
+            key = _key(file, name, entry)
+            if key is not None:
+                yield key, (not entry.get("refused", False), date, place)
+
+
+def _key(file: File, name: str, entry: Mapping[str, Any]) -> Hashable | None:
+    """Return what one entry of a benchmark measures; None for one that only serves others."""
+    kind, device = file.record["kind"], file.provenance.get("device")
+    if name == "memory":
+        point = tuple(entry["point"].items())
+        return kind, device, name, file.record["settings"].get("model"), point, entry["arm"]
+    measured = KINDS[kind].measured(entry)
+    return None if measured is None else (kind, device, name, measured)
+
+
+def _only(file: File, standing: set[Hashable]) -> File:
+    """Return a file with the entries whose measurements stand, and those that serve them."""
+    lists = {}
+    for name in LISTS if file.section != "analysis" else ():
+        entries = file.record.get(name) or []
+        keys = [_key(file, name, entry) for entry in entries]
+        stand = [entry for entry, key in zip(entries, keys, strict=True) if key is None or key in standing]
+        lists[name] = stand if standing & set(keys) else []
+    return replace(file, record={**file.record, **{name: lists[name] for name in lists if name in file.record}})
+
+
+def _by_name(path: Path) -> list[tuple[int, Any]]:
+    return natural_order(path.as_posix())

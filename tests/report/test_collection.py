@@ -1,0 +1,96 @@
+"""Of each point, arm and baseline the newest measurement stands, wherever it is; a file without any is named."""
+
+import json
+from pathlib import Path
+
+from saf.bench.harness.settings import Point
+from saf.bench.kinds import groups_of
+from saf.report.collection import find, newest, superseded
+from tests.report.benchmark_records import POINT, TIMES, record
+from tests.report.test_results import check_docs, put
+
+LONGER = Point(16384, 2, 4)
+
+
+def dated(content: dict, day: int, **changes) -> dict:
+    date = f"2026-01-{day:02d}T00:00:00+00:00"
+    return content | {"provenance": content["provenance"] | {"date": date}} | changes
+
+
+def arms(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """Return the points and arms that stand, by file."""
+    return {
+        file.name: [(group.point["length"], arm.row["arm"]) for group in groups_of(file.record) for arm in group.arms]
+        for file in newest(find(folder)[1])
+    }
+
+
+QUARTER, HALF = "25% toeplitz cudnn", "50% toeplitz cudnn"
+
+
+def test_the_newest_of_each_point_stands_and_a_file_without_any_is_named(tmp_path):
+    put(tmp_path, "old.json", dated(record(), 1))
+    put(tmp_path, "both.json", dated(record(points=[POINT, LONGER]), 2))
+    put(tmp_path, "new.json", dated(record(), 3))
+    assert arms(tmp_path) == {
+        "both": [(16384, QUARTER), (16384, HALF)],
+        "new": [(4096, QUARTER), (4096, HALF)],
+    }
+    assert [file.name for file in superseded(find(tmp_path)[1])] == ["old"]
+    both = next(file for file in newest(find(tmp_path)[1]) if file.name == "both")
+    assert groups_of(both.record)[1].control is not None
+
+
+def test_an_arm_that_was_not_measured_again_stays(tmp_path):
+    times = {name: blocks for name, blocks in TIMES.items() if not name.startswith("50%")}
+    put(tmp_path, "old.json", dated(record(times=TIMES | {"ordinary flash": [125.0]}, others=["flash"]), 1))
+    put(tmp_path, "new.json", dated(record(times=times), 2))
+    assert arms(tmp_path) == {"new": [(4096, QUARTER)], "old": [(4096, "ordinary flash"), (4096, HALF)]}
+
+
+def test_a_refused_measurement_takes_no_place_of_an_accepted_one(tmp_path):
+    put(tmp_path, "good.json", dated(record(), 1))
+    put(tmp_path, "bad.json", dated(record(times=TIMES | {"control cudnn": [110.0]}), 2))
+    assert list(arms(tmp_path)) == ["good"]
+
+
+def test_other_devices_baselines_and_models_are_measurements_of_their_own(tmp_path):
+    plain = record()
+    put(tmp_path, "here.json", dated(plain, 1))
+    device = plain["provenance"] | {"device": "Invented 9001"}
+    put(tmp_path, "elsewhere.json", dated(plain | {"provenance": device}, 2))
+    for name, field in (("flash", "baseline"), ("774m", "model")):
+        rows = [row | {field: "ordinary flash" if field == "baseline" else "774m"} for row in plain["rows"]]
+        put(tmp_path, f"{name}.json", dated(plain, 3, rows=rows))
+    assert sorted(arms(tmp_path)) == ["774m", "elsewhere", "flash", "here"]
+
+
+def test_the_kernel_that_pytorch_chooses_is_the_default_by_name(tmp_path):
+    chosen = record()
+    text = json.dumps(chosen["rows"]).replace(" cudnn", " auto")
+    put(tmp_path, "named.json", dated(chosen, 1))
+    put(tmp_path, "chosen.json", dated(chosen, 2, rows=json.loads(text)))
+    assert list(arms(tmp_path)) == ["chosen"]
+
+
+def test_peak_memory_analyses_and_files_of_unknown_kinds(tmp_path):
+    memory = {0.0: 2**34, 0.25: 15 * 2**30}
+    put(tmp_path, "memory-old.json", dated(record(memory=memory), 1, rows=[]))
+    put(tmp_path, "memory-new.json", dated(record(memory=memory), 2, rows=[]))
+    for day, name in enumerate(("a/fits", "b/fits", "b/fits-again"), start=1):
+        content = {"schema": "saf.result/2", "kind": "fits", "settings": {}, "provenance": {}}
+        put(tmp_path, f"{name}.json", dated(content, day))
+    put(tmp_path, "loose.json", {"alone": 7})
+    files = find(tmp_path)[1]
+    assert [file.name for file in newest(files)] == ["a/fits", "fits-again", "loose", "memory-new"]
+    assert {file.name for file in superseded(files)} == {"b/fits", "memory-old"}
+
+
+def test_the_check_of_documents_names_a_file_to_remove(tmp_path, monkeypatch):
+    tool = check_docs()
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    put(tmp_path / "results", "bench/old.json", dated(record(), 1))
+    put(tmp_path / "results", "bench/new.json", dated(record(), 2))
+    assert [line for line in tool.stale_results() if not line.startswith("docs/")] == [
+        "results/bench/old.json: all that it measured stands newer in other files; remove it, the history keeps it"
+    ]
