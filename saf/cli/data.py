@@ -11,8 +11,10 @@ from saf.data import PARTITIONS, DataIndex
 from saf.data.config import PrepareConfig
 from saf.data.preparation import prepare
 from saf.data.token_data import TokenData
+from saf.models import PRESETS
 from saf.records.table import Table
 from saf.settings import FLAT
+from saf.train import TrainConfig
 
 
 @dataclass(kw_only=True)
@@ -62,15 +64,28 @@ def _shown(folder: str, index: DataIndex, *, as_json: bool) -> dict[str, Any]:
     tokenizer, left_out = index.tokenizer, index.duplicates
     rows = {
         "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, stored as {index.dtype}",
-        "calibration": "drawn from the training partition" if index.calibration_from == "train" else None,
+        "calibration": _calibration(index),
         "left out": f"{left_out.get('repeated', 0):,} repeated, {left_out.get('also_held_out', 0):,} also held "
         f"out, {left_out.get('empty', 0):,} empty documents",
         "fingerprint": index.fingerprint,
     }
-    lines = [f"{name:<13}{value}" for name, value in rows.items() if value is not None]
+    lines = [f"{name:<13}{value}" for name, value in rows.items()]
     result = {"folder": folder, **index.to_dict()}
     show(result, _partition_table(folder, index), *lines, as_json=as_json)
     return result
+
+
+def _calibration(index: DataIndex) -> str:
+    """Say how many windows freezing could be calibrated on at the contexts of the presets, and how many it asks for."""
+    source, asked = index.calibration_source, TrainConfig.calibration_sequences
+    tokens = index.partitions[source].tokens
+    first, *longer = sorted({shape.max_length for shape in PRESETS.values()})
+    held = [f"{tokens // first:,} windows of {first:,} tokens", *(f"{tokens // n:,} of {n:,}" for n in longer)]
+    told = f"{', '.join(held)}, in the {source} partition; freezing asks for {asked} of the model's context"
+    if tokens // longer[-1] >= asked:
+        return told
+    more = "more text" if source == "train" else "more text, a larger --heldout-fraction or --calibration-from train"
+    return f"{told}: where these are too few, prepare {more}, or train with fewer --calibration-sequences"
 
 
 def _partition_table(folder: str, index: DataIndex) -> Table:

@@ -28,7 +28,7 @@ from saf.data.documents import (
 from saf.data.encoding import EncodePool
 from saf.data.shards import PartitionInfo, ShardWriter, chunks, token_dtype
 from saf.data.sources import Source, resolve
-from saf.data.token_data import INDEX_FILE, TOKENIZER_FILE, DataIndex, TokenizerInfo
+from saf.data.token_data import TOKENIZER_FILE, DataIndex, TokenizerInfo
 from saf.data.tokenizer import Tokenizer, choose_tokenizer
 from saf.errors import DataError, InputError
 from saf.records.folders import locked_beside, new_folder, restore_replaced_
@@ -80,14 +80,25 @@ def prepare(
 
 
 def check_target(out: Path, *, overwrite: bool):
-    """Raise DataError when a folder must not be written: finished already, or holding something else."""
-    if out.is_dir() and not any(out.iterdir()):
+    """Raise DataError unless a folder may be written: it is not there, is empty, or with `overwrite` was prepared.
+
+    A prepared folder that holds anything else besides is left alone: overwriting removes what was written, no more.
+    """
+    if not (out.exists() or out.is_symlink()) or (out.is_dir() and not any(out.iterdir())):
         return
-    if (out / INDEX_FILE).is_file():
-        if not overwrite:
-            raise DataError(f"{out}: a finished data folder is there; choose another, or pass overwrite")
-    elif out.exists():
-        raise DataError(f"{out}: something that is not a data folder is there; choose another place")
+    try:
+        index = DataIndex.load(out)
+    except DataError as error:
+        raise DataError(
+            f"{out}: something that is not a data folder is there ({error}); choose another place"
+        ) from error
+    if not overwrite:
+        raise DataError(f"{out}: a finished data folder is there; choose another, or pass overwrite")
+    if foreign := sorted({path.name for path in out.iterdir()} - index.file_names):
+        named = ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
+        raise DataError(
+            f"{out} also holds what `saf data prepare` did not write: {named}; move it away, or choose another"
+        )
 
 
 @contextmanager
@@ -99,6 +110,8 @@ def _prepared_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
         check_target(out, overwrite=overwrite)
         with new_folder(out, replace=overwrite) as folder:
             yield folder
+            # Preparing takes hours: something may have been put there meanwhile.
+            check_target(out, overwrite=overwrite)
 
 
 def _names(names: Names) -> tuple[str, ...]:

@@ -70,6 +70,16 @@ class DataIndex:
         text = json.dumps([UNSEALED, self.tokenizer.sha256, self.dtype, hashes], sort_keys=True)
         return sha256(text.encode()).hexdigest()
 
+    @property
+    def calibration_source(self) -> str:
+        """Return the partition that calibration text is drawn from: `calibration` or `train`."""
+        return "train" if self.calibration_from == "train" else "calibration"
+
+    @property
+    def file_names(self) -> set[str]:
+        """Return the names of all files of the folder."""
+        return {INDEX_FILE, TOKENIZER_FILE, *(info.file for info in _files(self))}
+
     def to_dict(self) -> dict:
         """Return plain JSON types, as in index.json, with a hash of all of them."""
         facts = json.loads(json.dumps({"schema": SCHEMA, "fingerprint": self.fingerprint, **asdict(self)}))
@@ -184,7 +194,7 @@ class TokenData:
     @property
     def calibration_source(self) -> str:
         """Return the partition that calibration text is drawn from: `calibration` or `train`."""
-        return "train" if self.index.calibration_from == "train" else "calibration"
+        return self.index.calibration_source
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that made the tokens."""
@@ -252,6 +262,11 @@ def _check_tokenizer(folder: Path, index: DataIndex):
             f"its tokens were made with {recorded.sha256[:12]}; restore that file or {AGAIN}"
         )
     tokenizer = Tokenizer.load(path)
+    if tokenizer.fingerprint != found:
+        raise DataError(
+            f"{folder}: {TOKENIZER_FILE} cuts texts short or pads them, and an earlier version obeyed it: its "
+            f"documents are not whole; {AGAIN}"
+        )
     if (tokenizer.vocab_size, tokenizer.eot_id) != (recorded.vocab_size, recorded.eot_id):
         raise DataError(
             f"{folder / INDEX_FILE} tells of {recorded.vocab_size:,} ids and end-of-text {recorded.eot_id}, "

@@ -2,6 +2,7 @@
 
 import heapq
 import importlib
+import warnings
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from saf.data.config import PrepareConfig
 from saf.data.documents import DIGEST_BYTES, ReadingCounts, held_out_pool, limited_texts, order_key, split_text
 from saf.data.sources import Source
-from saf.errors import DataError, InputError
+from saf.errors import DataError, InputError, SafWarning
 
 EOT = "<|endoftext|>"
 # Names that other tokenizers give to the token that ends a document.
@@ -34,7 +35,10 @@ class Tokenizer:
     """Turn text into token ids and back. Text that spells a special token is ordinary text, never that token."""
 
     def __init__(self, data: bytes, *, name: str = "tokenizer.json"):
-        """Build from the bytes of a tokenizer.json; raise DataError when they are not one."""
+        """Build from the bytes of a tokenizer.json; raise DataError when they are not one.
+
+        Its own truncation and padding are switched off, with a SafWarning: `save` writes it without them.
+        """
         try:
             self._backend = tokenizers_package().Tokenizer.from_str(data.decode("utf-8"))
         except DataError:
@@ -42,6 +46,13 @@ class Tokenizer:
         except Exception as error:
             raise DataError(f"{name}: not a tokenizer file ({error})") from error
         self._backend.encode_special_tokens = True
+        if settings := whole_texts_(self._backend):
+            data = _serialised(self._backend)
+            warnings.warn(
+                f"{name}: its {' and '.join(settings)} switched off, so that all text becomes tokens",
+                SafWarning,
+                stacklevel=2,
+            )
         self._data = data
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
@@ -106,6 +117,20 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens spelled out."""
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+def whole_texts_(backend) -> list[str]:
+    """Switch off a tokenizer's own truncation and padding, meant for batches of a model; return what there was."""
+    found = {"truncation": backend.truncation, "padding": backend.padding}
+    if found["truncation"]:
+        backend.no_truncation()
+    if found["padding"]:
+        backend.no_padding()
+    return [
+        f"{name} (to {setting['max_length'] if name == 'truncation' else setting['length'] or 'the longest'})"
+        for name, setting in found.items()
+        if setting
+    ]
 
 
 def byte_level(model):

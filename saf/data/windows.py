@@ -147,7 +147,8 @@ def calibration_windows(
     if len(tokens) // length < count:
         raise DataError(
             f"calibration needs {count} windows of length {length} = {count * length:,} tokens, "
-            f"the {source} partition has {len(tokens):,}; ask for fewer with {setting}, or prepare more text"
+            f"the {source} partition has {len(tokens):,}, {len(tokens) // length} windows; "
+            f"ask for fewer with {setting}, for shorter ones, or prepare more text"
         )
     order = _generator(_Stream.CALIBRATION, seed, 0).permutation(len(tokens) // length)
     return _read(tokens, order[:count] * length, length)

@@ -1,5 +1,6 @@
 """Text pretraining: windows of a prepared data folder, judged by their perplexity."""
 
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.data import RandomWindows, ShuffledWindows, TokenData, calibration_windows, sequential_windows
-from saf.errors import CheckpointError, DataError, InputError
+from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine.execution import Execution
 from saf.models import GPT
@@ -52,9 +53,17 @@ class TextTask:
         return self.windows_per_update * self.length
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        """Raise DataError now, not in the middle of training, when a partition is too small for its use."""
-        if calibrates:
+        """Raise DataError now, not in the middle of training, when a partition is too small for its use.
+
+        Too little to calibrate on is a warning where nothing is frozen: it is the next run that will need it.
+        """
+        try:
             self.calibration()
+        except DataError as error:
+            if calibrates:
+                raise
+            told = f"this run freezes nothing, but one that freezes from its checkpoints would be refused: {error}"
+            warnings.warn(told, SafWarning, stacklevel=2)
         if scores_outputs:
             self.heldout()
         for partition in ("controller", "report"):

@@ -7,6 +7,7 @@ import torch
 from torch.optim import AdamW
 
 from saf.adapters import adapter_for
+from saf.data.token_data import INDEX_FILE
 from saf.errors import CheckpointError, InputError
 from saf.freezing.choice import check_heads
 from saf.machine.execution import Execution
@@ -95,6 +96,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
 
 def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | None:
     """Lock a folder that holds a run, which must be the one to resume; None when it holds none."""
+    if (folder / INDEX_FILE).exists():
+        raise InputError(f"{folder} is a data folder ({INDEX_FILE} is there); choose another for the run")
     if not (folder / "config.json").exists():
         return None
     lock = lock_folder(folder) if is_first() else None

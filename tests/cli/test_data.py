@@ -30,14 +30,17 @@ def test_prepare_then_info(text, tmp_path, capsys):
     assert result == {"folder": out, **data.index.to_dict()}
     assert f"{data.num_tokens('train'):,}" in printed
     assert data.fingerprint in printed
+    windows = data.num_tokens("calibration") // 256
+    assert f"calibration  {windows} windows of 256 tokens, 0 of 4,096, 0 of 8,192, in the calibration" in printed
+    assert "freezing asks for 32 of the model's context: where these are too few, prepare more text" in printed
     assert run("info", out, "--verify", "--json") == json.loads(capsys.readouterr().out) == result
     with pytest.raises(DataError, match="a finished data folder is there"):
         run("prepare", str(text), "--out", out, *options)
 
 
-def test_a_few_long_files_are_held_out_from_as_the_readme_says(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    advised = re.search(r"--split-characters \d+", readme)[0].split()
+def test_a_few_long_files_are_held_out_from_as_the_guide_says(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    advised = re.search(r"--split-characters \d+", guide)[0].split()
     for number in range(9):
         words = (f"word{(number * 7919 + n * n) % 9973}" for n in range(16_000))
         (tmp_path / f"{number}.txt").write_text(" ".join(words))

@@ -12,6 +12,7 @@ import pytest
 
 from saf.data import PARTITIONS, TokenData, prepare
 from saf.data.encoding import EncodeWorker
+from saf.data.preparation import Reading
 from saf.data.token_data import DataIndex
 from saf.errors import DataError, InputError
 
@@ -209,6 +210,43 @@ def test_other_peoples_files_are_never_replaced(corpus, settings, tmp_path):
         with pytest.raises(DataError, match="something that is not a data folder is there"):
             prepare(corpus, tmp_path, **settings, overwrite=overwrite)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["notes.md", "runs/config.json", ".env"])
+def test_overwriting_takes_nothing_that_prepare_did_not_write(corpus, settings, tmp_path, name):
+    out = tmp_path / "data"
+    first = prepare(corpus, out, **settings)
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("years of work")
+    with pytest.raises(DataError, match=rf"also holds what `saf data prepare` did not write: {name.split('/')[0]};"):
+        prepare(corpus, out, **settings, overwrite=True)
+    assert (out / name).read_text() == "years of work"
+    assert TokenData.open(out).fingerprint == first.fingerprint
+
+
+def test_what_came_while_preparing_is_kept(corpus, settings, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    prepare(corpus, out, **settings)
+    index = Reading.index
+
+    def put_a_file_there(*arguments):
+        (out / "notes.md").write_text("years of work")
+        return index(*arguments)
+
+    monkeypatch.setattr(Reading, "index", put_a_file_there)
+    with pytest.raises(DataError, match=r"did not write: notes.md;"):
+        prepare(corpus, out, **settings, overwrite=True)
+    assert (out / "notes.md").read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize("content", ['{"name": "a website"}', "{", "[]"])
+def test_an_index_of_something_else_is_not_replaced(corpus, settings, tmp_path, content):
+    (tmp_path / "index.json").write_text(content)
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match="something that is not a data folder is there"):
+            prepare(corpus, tmp_path, **settings, overwrite=overwrite)
+    assert (tmp_path / "index.json").read_text() == content
 
 
 def test_an_empty_folder_may_be_filled(corpus, settings, tmp_path):

@@ -1,16 +1,21 @@
 import json
-from hashlib import blake2b
+import shutil
+import warnings
+from hashlib import blake2b, sha256
+from unittest.mock import ANY
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saf.data import TokenData, prepare
 from saf.data.config import PrepareConfig
 from saf.data.documents import held_out_pool, order_key
 from saf.data.sources import resolve
+from saf.data.token_data import DataIndex
 from saf.data.tokenizer import EOT, Tokenizer, sample_text, train_bpe
-from saf.errors import DataError, InputError
+from saf.errors import DataError, InputError, SafWarning
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +102,48 @@ def test_unusable_tokenizers_are_named(tmp_path, bpe):
         Tokenizer.from_gpt2_files(tmp_path / "vocab.json", tmp_path / "merges.txt")
     with pytest.raises(InputError, match="at least 257"):
         train_bpe(["text"], vocab_size=256)
+
+
+@pytest.fixture(scope="module")
+def cutting(texts, tmp_path_factory):
+    """A tokenizer file that cuts texts to four tokens and fills them up to six."""
+    backend = tokenizers.Tokenizer.from_str(train_bpe(texts, vocab_size=300)._data.decode())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=6)
+    path = tmp_path_factory.mktemp("cutting") / "tokenizer.json"
+    backend.save(str(path))
+    return path
+
+
+def test_a_tokenizer_neither_cuts_nor_pads(cutting, texts, tmp_path):
+    with pytest.warns(SafWarning, match=r"truncation \(to 4\) and padding \(to 6\) switched off"):
+        tokenizer = Tokenizer.load(cutting)
+    whole = train_bpe(texts, vocab_size=300)
+    assert tokenizer.encode(texts[0]) == whole.encode(texts[0])
+    assert tokenizer.encode_batch(texts[:3]) == whole.encode_batch(texts[:3])
+    tokenizer.save(tmp_path / "tokenizer.json")
+    with warnings.catch_warnings(action="error"):
+        assert Tokenizer.load(tmp_path).fingerprint == tokenizer.fingerprint
+
+
+def test_prepared_text_is_whole_whatever_the_tokenizer_file_says(cutting, corpus, prepared, tmp_path):
+    options = {"heldout_fraction": 0.3, "workers": 1}
+    with pytest.warns(SafWarning, match="switched off"):
+        index = prepare(corpus, tmp_path / "data", tokenizer=str(cutting.parent), **options)
+    assert [info.tokens for info in index.partitions.values()] == [
+        info.tokens for info in DataIndex.load(prepared).partitions.values()
+    ]
+
+
+def test_data_that_a_tokenizer_file_cut_are_refused(cutting, prepared, tmp_path):
+    folder = shutil.copytree(prepared, tmp_path / "data")
+    shutil.copy(cutting, folder)
+    record = json.loads((folder / "index.json").read_text())
+    record["tokenizer"]["sha256"] = sha256(cutting.read_bytes()).hexdigest()
+    index = DataIndex.from_dict({**record, "schema": "saf.data/1", "fingerprint": ANY})
+    index.save(folder)
+    with pytest.warns(SafWarning), pytest.raises(DataError, match=r"cuts texts short or pads them.*not whole"):
+        TokenData.open(folder)
 
 
 def test_the_sample_is_capped_and_leaves_out_what_may_be_held_out(corpus, texts):

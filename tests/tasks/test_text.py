@@ -1,13 +1,14 @@
 """What the text task gives a run, and from where in the data."""
 
 import random
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 from saf.data import TokenData, prepare, sequential_windows
-from saf.errors import CheckpointError, DataError, InputError
+from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine.execution import Execution
 from saf.models import GPT, preset
@@ -98,9 +99,20 @@ def test_goes_on_only_from_its_own_data_and_updates_of_its_size(task, settings, 
 )
 def test_too_few_data_are_told_before_training(settings, changes, message):
     task = TextTask(replace(settings, **changes), length=LENGTH)
-    task.check(calibrates=False, scores_outputs=False)
     with pytest.raises(DataError, match=message):
         task.check(calibrates=True, scores_outputs=True)
+
+
+def test_an_ordinary_run_tells_that_freezing_from_it_would_be_refused(settings, task):
+    with warnings.catch_warnings(action="error"):
+        task.check(calibrates=False, scores_outputs=False)
+    few = TextTask(replace(settings, calibration_sequences=100_000), length=LENGTH)
+    held = few.data.num_tokens("calibration") // LENGTH
+    told = (
+        rf"one that freezes .* refused: calibration needs 100000 windows of length 16 .*, {held} windows; ask for fewer"
+    )
+    with pytest.warns(SafWarning, match=told):
+        few.check(calibrates=False, scores_outputs=False)
 
 
 def test_what_a_run_records_of_it(task, folder):

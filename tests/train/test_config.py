@@ -5,7 +5,7 @@ import pytest
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.schedules import OneTime
-from saf.train import TrainConfig
+from saf.train import TrainConfig, pretrain
 
 
 def test_round_trips_through_json():
@@ -76,3 +76,11 @@ def test_reads_settings_that_named_the_schedule_and_its_moment_apart(moment):
 def test_refuses_unknown_fields():
     with pytest.raises(InputError, match="warmpu"):
         TrainConfig.from_dict({"data": "d", "out": "o", "warmpu": 3})
+
+
+def test_no_run_is_written_into_a_data_folder(settings, data):
+    before = sorted(path.name for path in data.iterdir())
+    for resume in (False, True):
+        with pytest.raises(InputError, match=r"is a data folder \(index.json is there\); choose another for the run"):
+            pretrain(settings(out=str(data)), resume=resume)
+    assert sorted(path.name for path in data.iterdir()) == before
