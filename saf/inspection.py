@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,16 @@ import torch
 
 from saf.data import TokenData
 from saf.errors import CheckpointError
+from saf.freezing.storage import storage_report
+from saf.ops import FrozenHeads
 from saf.ops.toeplitz.tables import holds
-from saf.patterns import CompactPattern, storage_report
+from saf.patterns import CompactPattern
 from saf.records.files import read_json, read_tensors
 from saf.records.folders import verify
 from saf.records.paths import Kind, expect
 from saf.records.run import RecordedRun
 from saf.sidecar import check_sums
+from saf.surgery.state import read_pattern
 from saf.train.checkpoint import checkpoints
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +58,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "patterns": _patterns_by_layer(path, heads["frozen"]),
         **heads,
     }
-    return result | {"storage": _storage(result)}
+    return result | {"storage": _storage(path, result)}
 
 
 def _run(path: Path) -> dict[str, Any]:
@@ -107,7 +110,7 @@ def _saved(path: Path) -> dict[str, Any]:
         "undoable": sum(".removed.query.weight" in name for name in read_tensors(path / "saf.safetensors")),
         **heads,
     }
-    return result | {"storage": _storage(result)}
+    return result | {"storage": _storage(path, result)}
 
 
 _INSPECTED: dict[Kind, Callable[[Path], dict[str, Any]]] = {
@@ -173,10 +176,24 @@ def _not_held(patterns: Sequence[CompactPattern]) -> dict[str, int]:
     }
 
 
-def _storage(result: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes that the frozen heads' patterns take in float32 in each form; nothing when none is frozen."""
+def _storage(path: Path, result: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes that the frozen heads' patterns take in float32 in each form; nothing when none is frozen.
+
+    `allocated` is what executes them when the model is loaded on a CPU with float32 weights.
+    """
     if not result["frozen"]:
         return {}
     heads = [(layer, head) for layer, head in result["frozen"]]
     length, per_layer = result["patterns"][0]["length"], result["heads_per_layer"]
-    return asdict(storage_report(heads, length=length, num_heads=per_layer))
+    logical = storage_report(heads, length=length, num_heads=per_layer)
+    return asdict(replace(logical, allocated=_allocated(path)))
+
+
+def _allocated(path: Path) -> int:
+    tensors, total = read_tensors(path / "saf.safetensors"), 0
+    for number, layer in enumerate(read_json(path / "saf.json")["layers"]):
+        if layer["frozen"]:
+            trained = layer.get("trainable", ())
+            patterns = [read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layer["frozen"]]
+            total += FrozenHeads.from_patterns(patterns, dtype=(torch.float32, torch.bfloat16)).allocated
+    return total

@@ -9,10 +9,11 @@ from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import fit_heldout
 from saf.freezing.recipe import freeze_
 from saf.freezing.report import FreezeReport
+from saf.freezing.storage import storage_report
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.patterns import CompactPattern, DensePattern, storage_report
+from saf.patterns import CompactPattern, DensePattern
 from saf.prefill import Prefill
 from saf.schedules import OneTime
 from saf.scores import score

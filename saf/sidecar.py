@@ -12,6 +12,7 @@ from saf.adapters import Adapter, adapter_for
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig
 from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
+from saf.records.folders import new_files, no_room
 from saf.records.paths import Kind, expect
 from saf.surgery import apply_, load_weights_, restore_, state_of, weight_sums
 
@@ -24,32 +25,41 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
     Weights of other models are theirs to keep. A model loaded from the folder by `load` gives the same outputs bit for
     bit. `saf.json` holds the SHA-256 sums of the tensor files, and of other models' attention weights. Raises
-    InputError for a file, and for the GPT when the folder is a run, a checkpoint or something else's.
+    InputError for a file, and for the GPT when the folder is a run, a checkpoint or something else's; CheckpointError
+    when the disk is full. All files are written or none: what was saved there before stays until then.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; save writes a folder")
     state, tensors = state_of(model)
-    written = [folder / TENSORS]
     adapter = adapter_for(model)
     if adapter.saves_weights:
         _check_free(folder)
-        written.append(write_tensors(folder / WEIGHTS, adapter.model.state_dict()))
-        write_json(folder / CONFIG, {"schema": SCHEMA, "model": adapter.model.config.to_dict()})
     else:
         for layer, sums in zip(state["layers"], weight_sums(model), strict=True):
             layer["weights"] = sums
         state["attention"] = adapter.attention_settings()
-    write_tensors(folder / TENSORS, tensors)
-    write_json(folder / STATE, state | {"sha256": {path.name: file_hash(path) for path in written}})
+    try:
+        with new_files(folder) as new:
+            written = [write_tensors(new / TENSORS, tensors)]
+            if adapter.saves_weights:
+                written.append(write_tensors(new / WEIGHTS, adapter.model.state_dict()))
+                write_json(new / CONFIG, {"schema": SCHEMA, "model": adapter.model.config.to_dict()})
+            write_json(new / STATE, state | {"sha256": {path.name: file_hash(path) for path in written}})
+    except OSError as error:
+        if (reason := no_room(error)) is None:
+            raise
+        raise CheckpointError(f"{reason}: {folder} is as it was; free some space, then save again") from error
 
 
 def load(
-    model_or_folder: nn.Module | str | Path, folder: str | Path | None = None, *, backend: str = "auto"
+    model_or_folder: nn.Module | str | Path, folder: str | Path | None = None, *, backend: str | None = None
 ) -> nn.Module:
     """Load what `save` wrote: `load(folder)` builds the model, `load(model, folder)` fills a fresh one.
 
     Both also take what the commands write: a checkpoint, or a run, of which they take the newest checkpoint.
+    Frozen heads are executed by the backend that they were saved with, so that outputs are the same bit for bit; where
+    it cannot run, a warning says so and `"auto"` takes its place. `backend` names another one, or `"auto"`.
 
     A model of transformers has its weights already: its heads are frozen as the saved ones were. If it was trained on
     after freezing, load that state dict afterwards; a warning names the attention weights that differ from those saved,

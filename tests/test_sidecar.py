@@ -1,12 +1,16 @@
 """Saved models: whole, guarded by sums, never over something else, and loaded without drawing."""
 
+import contextlib
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import saf
-from saf.errors import CheckpointError, InputError
+from saf import sidecar as module
+from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
@@ -139,3 +143,79 @@ def test_a_checkpoint_that_lost_its_manifest_is_not_a_saved_model(tmp_path):
     (tmp_path / "step-1" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"it has no manifest\.json"):
         saf.load(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_heads_keep_the_backend_they_were_saved_with(trainable, tmp_path):
+    model, tokens = frozen_model(), torch.randint(0, 40, (2, LENGTH))
+    more = CompactPattern.from_parameters(*torch.randn(2, 1, LENGTH))
+    install_(model, [(1, 0)], more, backend="reference", trainable=trainable)
+    saf.save(model, tmp_path / "saved")
+    write_checkpoint(tmp_path / "step-1", model)
+    found = (
+        saf.load(tmp_path / "saved"),
+        saf.load(GPT(model.config), tmp_path / "saved"),
+        saf.load(tmp_path / "step-1"),
+    )
+    for loaded in found:
+        assert [block.attention.frozen.backend for block in loaded.blocks] == ["toeplitz", "reference"]
+        assert torch.equal(loaded(tokens), model(tokens))
+    named = saf.load(tmp_path / "saved", backend="reference")
+    assert [block.attention.frozen.backend for block in named.blocks] == ["reference", "reference"]
+
+
+def test_a_backend_that_cannot_run_here_is_told(tmp_path):
+    model, tokens = frozen_model(), torch.randint(0, 40, (2, LENGTH))
+    saf.save(model, tmp_path)
+    state = json.loads((tmp_path / "saf.json").read_text())
+    state["layers"][0]["backend"] = "fused"
+    (tmp_path / "saf.json").write_text(json.dumps(state))
+    with pytest.warns(SafWarning, match=r"backend 'fused', which is not used here: .* 'auto' takes its place"):
+        loaded = saf.load(tmp_path)
+    assert torch.equal(loaded(tokens), model(tokens))
+    with pytest.raises(UnsupportedError, match="'fused' cannot run"):
+        saf.load(tmp_path, backend="fused")
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["over-another", "new"])
+@pytest.mark.parametrize("at", range(4))
+def test_a_killed_save_is_whole_or_absent(at, there, tmp_path, monkeypatch):
+    """Killed while it writes its files, and while it puts them in place: the model before, or the new one."""
+    folder, tokens = tmp_path / "saved", torch.randint(0, 40, (2, LENGTH))
+    before, after = frozen_model(), frozen_model()
+    if there:
+        saf.save(before, folder)
+        (folder / "notes.txt").write_text("mine")
+    steps = []
+
+    def step(*arguments):
+        steps.append(arguments)
+        if len(steps) == at + 1:
+            raise KeyboardInterrupt
+
+    write, replace = module.write_json, Path.replace
+    monkeypatch.setattr(module, "write_json", lambda *given: step(*given) or write(*given))
+    monkeypatch.setattr(Path, "replace", lambda *given: step(*given) or replace(*given))
+    with contextlib.suppress(KeyboardInterrupt):
+        saf.save(after, folder)
+    monkeypatch.undo()
+    assert folder.exists() == there or at >= 2
+    if folder.exists():
+        expected = before if at < 2 else after
+        assert torch.equal(saf.load(folder)(tokens), expected(tokens))
+        assert not there or (folder / "notes.txt").read_text() == "mine"
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_full_disk_leaves_what_was_saved(tmp_path, monkeypatch):
+    model, tokens = frozen_model(), torch.randint(0, 40, (2, LENGTH))
+    saf.save(model, tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_json", full)
+    with pytest.raises(CheckpointError, match=r"no space left on the disk: .* is as it was; free some space"):
+        saf.save(frozen_model(), tmp_path)
+    monkeypatch.undo()
+    assert torch.equal(saf.load(tmp_path)(tokens), model(tokens))

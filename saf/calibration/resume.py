@@ -16,16 +16,17 @@ from saf.errors import CheckpointError
 from saf.heads import HeadSet
 from saf.ops.toeplitz.operator import float32_products
 from saf.records.files import check_file, file_hash, read_json, read_tensors, to_json, write_json, write_tensors
+from saf.records.folders import new_files, new_folder
 
-SCHEMA = "saf.calibration/1"
-INDEX = "calibration.json"
+SCHEMA = "saf.calibration/2"
+INDEX, TENSORS, RECORD = "calibration.json", "statistics.safetensors", "layer.json"
 _OTHER_FOLDER = "remove it, or name a new folder"
 
 
 class LayerFolder:
-    """Keep the finished layers of one calibration: `calibration.json` says of what, then two files a layer.
+    """Keep the finished layers of one calibration: `calibration.json` says of what, then a folder a layer.
 
-    A layer counts once its JSON is there, which is written after its tensors and holds their SHA-256.
+    A layer's folder is whole or not there: its tensors, and their SHA-256.
     """
 
     def __init__(self, folder: str | Path, inputs: Mapping[str, Any]):
@@ -39,7 +40,8 @@ class LayerFolder:
         if not index.is_file():
             if self.folder.exists() and (not self.folder.is_dir() or any(map(_counts, self.folder.iterdir()))):
                 raise CheckpointError(f"{self.folder} holds something that is no calibration; name a new folder")
-            write_json(index, {"schema": SCHEMA, **inputs})
+            with new_files(self.folder) as new:
+                write_json(new / INDEX, {"schema": SCHEMA, **inputs})
         found = read_json(index, error=CheckpointError, advice=_OTHER_FOLDER)
         expected = to_json({"schema": SCHEMA, **inputs})
         differing = [name for name in expected if found.get(name) != expected[name]]
@@ -51,23 +53,24 @@ class LayerFolder:
 
     def finished(self, layers: Sequence[int]) -> list[int]:
         """Return which of `layers` are there."""
-        return [layer for layer in layers if self._path(layer, ".json").is_file()]
+        return [layer for layer in layers if self._path(layer).is_dir()]
 
     def write(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Keep a finished layer."""
-        path = write_tensors(self._path(layer, ".safetensors"), tensors)
-        write_json(self._path(layer, ".json"), {"schema": SCHEMA, "layer": layer, "sha256": file_hash(path)})
+        with new_folder(self._path(layer), replace=True) as new:
+            path = write_tensors(new / TENSORS, tensors)
+            write_json(new / RECORD, {"schema": SCHEMA, "layer": layer, "sha256": file_hash(path)})
 
     def read(self, layer: int) -> dict[str, Tensor]:
         """Return a finished layer's tensors; raise CheckpointError naming a file that is missing or damaged."""
-        path = self._path(layer, ".safetensors")
-        recorded = read_json(self._path(layer, ".json"), error=CheckpointError, advice=_OTHER_FOLDER)
-        advice = f"remove {path.stem}.json to have layer {layer} measured again"
-        check_file(path, sha256=recorded.get("sha256", ""), error=CheckpointError, advice=advice)
-        return read_tensors(path, error=CheckpointError, advice=advice)
+        folder = self._path(layer)
+        advice = f"remove {folder.name} to have layer {layer} measured again"
+        recorded = read_json(folder / RECORD, error=CheckpointError, advice=advice)
+        check_file(folder / TENSORS, sha256=recorded.get("sha256", ""), error=CheckpointError, advice=advice)
+        return read_tensors(folder / TENSORS, error=CheckpointError, advice=advice)
 
-    def _path(self, layer: int, ending: str) -> Path:
-        return self.folder / f"layer-{layer:03d}{ending}"
+    def _path(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:03d}"
 
 
 def inputs_of(

@@ -160,5 +160,7 @@ def _stored_words(layers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _storage_words(storage: Mapping[str, int]) -> str:
-    sizes = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in storage.items())
-    return f"patterns in float32: {sizes}"
+    logical = {name: size for name, size in storage.items() if name != "allocated"}
+    sizes = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in logical.items())
+    allocated = f"allocated to execute them (CPU, float32 and bfloat16): {readable(storage['allocated'])}"
+    return f"patterns in float32: {sizes}; {allocated}"

@@ -102,6 +102,12 @@ class FrozenHeads(nn.Module):
         return torch.stack([one.alpha for one in patterns]), torch.stack([one.rho for one in patterns])
 
     @property
+    def allocated(self) -> int:
+        """Return the bytes of the memory that tables and trained logits lie in, every piece counted once."""
+        storages = [tensor.untyped_storage() for tensor in [*self.buffers(), *self.parameters()]]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Return the value dtypes that tables were prepared for."""
         return tuple(self._names)

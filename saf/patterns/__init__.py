@@ -1,7 +1,7 @@
-"""The patterns that frozen heads have: one file a kind, what all kinds answer, their sums and their storage.
+"""The patterns that frozen heads have: one file a kind, what all kinds answer, and their sums.
 
 `pattern` says what every kind answers; `compact`, `dense` and `trainable` are the kinds; `log_sums` adds up compact
-patterns without ever forming a T x T array; `storage` counts bytes.
+patterns without ever forming a T x T array.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ from saf.errors import CheckpointError
 from saf.patterns.compact import CompactPattern
 from saf.patterns.dense import DensePattern
 from saf.patterns.pattern import Pattern, pattern_for_each_head
-from saf.patterns.storage import StorageReport, storage_report
 from saf.patterns.trainable import TrainablePattern, is_trainable, trained_logits
 
 __all__ = [
@@ -20,12 +19,10 @@ __all__ = [
     "CompactPattern",
     "DensePattern",
     "Pattern",
-    "StorageReport",
     "TrainablePattern",
     "is_trainable",
     "pattern_for_each_head",
     "pattern_from_state",
-    "storage_report",
     "trained_logits",
 ]
 

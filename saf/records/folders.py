@@ -18,6 +18,8 @@ from saf.records.files import check_file, file_hash, flush, flush_folder, read_j
 TEMPORARY = ".writing-"
 DELETED = ".deleted-"
 REPLACED = ".replaced-"
+PENDING = ".pending"
+"""Files on their way into the folder that it lies in."""
 _NO_ROOM = {
     errno.ENOSPC: "no space left on the disk",
     errno.EDQUOT: "the quota on the disk is used up",
@@ -49,6 +51,32 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         raise
     flush(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def new_files(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder whose files are all put into `folder` on success, beside what is there, or none of them.
+
+    A process killed in between leaves them whole in a hidden folder; `finish_files_` puts them in place.
+    """
+    if not folder.exists():
+        with new_folder(folder) as temporary:
+            yield temporary
+        return
+    finish_files_(folder)
+    with new_folder(folder / PENDING) as temporary:
+        yield temporary
+    finish_files_(folder)
+
+
+def finish_files_(folder: Path) -> None:
+    """Put into `folder` the files that `new_files` had written whole when its process was killed."""
+    pending = folder / PENDING
+    if pending.is_dir():
+        for path in sorted(pending.iterdir()):
+            path.replace(folder / path.name)
+        flush(folder)
+        pending.rmdir()
 
 
 def restore_replaced_(path: Path) -> None:

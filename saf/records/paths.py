@@ -5,7 +5,7 @@ from pathlib import Path
 
 from saf.errors import CheckpointError, InputError, SafError
 from saf.records.files import read_json
-from saf.records.folders import MANIFEST
+from saf.records.folders import MANIFEST, finish_files_
 
 
 class Kind(StrEnum):
@@ -39,6 +39,7 @@ def kind_of(path: Path | str) -> Kind | None:
     path = Path(path)
     if path.is_file():
         return Kind.RESULT if path.suffix == ".json" else None
+    finish_files_(path)
     saved = Kind.MODEL if (path / "model.safetensors").is_file() else Kind.HEADS
     # What saf.save wrote has sums in its saf.json, and stays what it is beside anything else, such as a trainer's
     # checkpoints; a checkpoint has a saf.json without sums. Files of saf.save from before there were sums come last.

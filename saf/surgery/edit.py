@@ -94,7 +94,7 @@ def plan_edit(
         frozen = FrozenHeads.from_patterns(
             [patterns[head] for head in layout.frozen],
             backend=backend,
-            dtype=_value_dtypes(site),
+            dtype=value_dtypes(site),
             device=site.projections()["value"][0].device,
             kv_head=layout.kv_head,
         )
@@ -149,7 +149,7 @@ def _named(rows: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
     return {name.removeprefix(f"{role}."): t for name, t in rows.items() if name.startswith(f"{role}.")}
 
 
-def _value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
+def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
     """Return the dtypes that values may have: the weights' own, and bfloat16 when autocast may lower float32."""
     dtype = site.projections()["value"][0].dtype
     return (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,)

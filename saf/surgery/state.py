@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for
-from saf.errors import CheckpointError, SafWarning
-from saf.heads import HeadSet
+from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
+from saf.heads import Head, HeadSet
+from saf.ops.backends import choose_backend
 from saf.ops.frozen_layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
-from saf.surgery.edit import editing, heads_with_rows, plan_edit
+from saf.surgery.edit import editing, heads_with_rows, plan_edit, value_dtypes
 from saf.surgery.install import install_, uninstall_
 from saf.surgery.rows import replace_data_
 
@@ -55,21 +56,25 @@ def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 @editing
-def restore_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
+def restore_(
+    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
+) -> None:
     """Give a model with no frozen heads the layout and patterns of `state_of`, before its weights are loaded.
 
-    Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Raises
+    Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Without `backend` each
+    layer has the one that it was saved with, see `recorded_backends`. Raises
     CheckpointError when the state is of another schema or of another shape of model, or lacks a pattern; the model is
     unchanged then.
     """
-    edits = {}
-    for number, site, layer in matching_layers(model, state):
+    edits, layers = {}, matching_layers(model, state)
+    backends = {} if backend else recorded_backends(layers)
+    for number, site, layer in layers:
         if not layer["frozen"]:
             continue
         layout = replace(site.layout, frozen=tuple(layer["frozen"]))
         trained = layer.get("trainable", ())
         patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
-        edits[number] = plan_edit(site, layout, patterns, backend=backend, optimizer=None)
+        edits[number] = plan_edit(site, layout, patterns, backend=backend or backends[number], optimizer=None)
     for number, edit in edits.items():
         site = edit.site
         for role, heads in heads_with_rows(edit.layout).items():
@@ -89,8 +94,12 @@ def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) ->
         raise CheckpointError(f"{source} does not fit the model it describes: {error}") from error
 
 
-def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str = "auto") -> None:
+def apply_(
+    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
+) -> None:
     """Install the frozen heads of `state_of` in a model that has all its weights, as `install_` does.
+
+    Without `backend` each layer has the one that it was saved with, see `recorded_backends`.
 
     Rows kept for undoing are those that were saved. The model's attention weights should be the saved ones, too. Where
     those rows, or the sums of the weights that stay (`weight_sums`, as `weights` of each layer; earlier files have
@@ -99,19 +108,20 @@ def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor
     """
     layers = matching_layers(model, state)
     differing = {number: _other_rows(number, site, layer["frozen"], tensors) for number, site, layer in layers}
+    alike: dict[tuple[str, bool], list[Head]] = {}
+    backends = {} if backend else recorded_backends(layers)
+    for number, _, layer in layers:
+        for head in layer["frozen"]:
+            which = backend or backends[number], head in layer.get("trainable", ())
+            alike.setdefault(which, []).append((number, head))
     events = []
-    for trainable in (False, True):
-        heads = HeadSet(
-            (number, head)
-            for number, _, layer in layers
-            for head in layer["frozen"]
-            if (head in layer.get("trainable", ())) is trainable
-        )
+    for (name, trainable), heads in sorted(alike.items(), key=lambda each: each[0][1]):
         # As stored, without training yet: `install_` makes them trainable.
-        events.append((heads, [read_pattern(tensors, f"{number}.{head}.", False) for number, head in heads], trainable))
-    for heads, patterns, trainable in events:
+        patterns = [read_pattern(tensors, f"{number}.{head}.", False) for number, head in sorted(heads)]
+        events.append((HeadSet(heads), patterns, name, trainable))
+    for heads, patterns, name, trainable in events:
         try:
-            install_(model, heads, patterns, backend=backend, trainable=trainable)
+            install_(model, heads, patterns, backend=name, trainable=trainable)
         except Exception:
             uninstall_(model)
             raise
@@ -126,6 +136,29 @@ def apply_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor
             SafWarning,
             stacklevel=3,
         )
+
+
+def recorded_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dict[int, str]:
+    """Return the backend that each layer's heads were saved with; "auto", with a warning, where it cannot run here.
+
+    Earlier files may name none, which is "auto" too.
+    """
+    found, missed = {}, {}
+    for number, site, layer in layers:
+        name, device = layer.get("backend") or "auto", site.projections()["value"][0].device
+        trainable = bool(layer.get("trainable"))
+        try:
+            found[number] = choose_backend(name, device=device, dtypes=value_dtypes(site), trainable=trainable)
+        except (InputError, UnsupportedError) as error:
+            found[number], missed[name] = "auto", error
+    for name, error in missed.items():
+        warnings.warn(
+            f"the frozen heads were saved with backend {name!r}, which is not used here: {error}. 'auto' takes its "
+            "place, whose results differ by rounding",
+            SafWarning,
+            stacklevel=4,
+        )
+    return found
 
 
 def _other_rows(number: int, site: Site, heads: list[int], tensors: Mapping[str, Tensor]) -> set[str]:

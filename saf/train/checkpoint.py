@@ -40,8 +40,12 @@ class Checkpoint:
         """Return how many updates were done."""
         return int(self.state["update"])
 
-    def model(self, device: torch.device | str = "cpu", *, backend: str = "auto") -> GPT:
-        """Build the model with its frozen heads and weights, on `device`."""
+    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
+        """Build the model with its frozen heads and weights, on `device`.
+
+        Without `backend` the heads are executed by the one that they were saved with, if it runs here; a warning says
+        so if not.
+        """
         model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
         heads = read_json(self.path / "saf.json", error=CheckpointError)
         restore_(model, heads, self._tensors("saf.safetensors"), backend=backend)
@@ -117,7 +121,7 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     return Checkpoint(path, manifest["hash"], manifest["parent"], state)
 
 
-def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str = "auto") -> GPT:
+def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
     """Return the model of a verified checkpoint, frozen heads included."""
     return open_checkpoint(path, optimizer=False).model(device, backend=backend)
 

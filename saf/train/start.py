@@ -146,8 +146,9 @@ def _build(
 ) -> tuple[GPT, AdamW]:
     """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed."""
     if checkpoint:
-        backend = config.freeze.backend if config.freeze else "auto"
-        model = checkpoint.model(execution.device, backend=backend)
+        # "auto" chose at the event; what it chose goes on, so that resuming is exact.
+        named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
+        model = checkpoint.model(execution.device, backend=named)
         return model, checkpoint.optimizer(model)
     model = GPT.undrawn(shape)
     model.reset_parameters(torch.Generator().manual_seed(config.seed))

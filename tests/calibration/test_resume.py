@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_a_killed_process_is_continued_to_the_same_bits(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(here.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script, str(here), str(folder)], env=environment, timeout=120)
     assert done.returncode == -signal.SIGKILL
-    assert sorted(path.name for path in folder.glob("layer-*.json")) == [f"layer-00{n}.json" for n in range(3)]
+    assert sorted(path.name for path in folder.glob("layer-*")) == [f"layer-00{n}" for n in range(3)]
     assert same(calibrate(model(), batches(), folder=folder), calibrate(model(), batches()))
 
 
@@ -102,7 +103,7 @@ def test_a_layer_killed_between_its_two_files_is_measured_again(tmp_path, monkey
     write = resume.write_json
 
     def refuse(path, record):
-        if path.name == "layer-001.json":
+        if "layer-001" in path.parent.name:
             raise KeyboardInterrupt
         return write(path, record)
 
@@ -110,7 +111,7 @@ def test_a_layer_killed_between_its_two_files_is_measured_again(tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         calibrate(model(), batches(), folder=tmp_path)
     monkeypatch.undo()
-    assert (tmp_path / "layer-001.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json", "layer-000"]
     seen = []
     resumed = calibrate(model(), batches(), folder=tmp_path, progress=lambda *done: seen.append(done[0]))
     assert seen == [1, 2, 3, 4]
@@ -146,13 +147,13 @@ def with_frozen_head(shift: float) -> GPT:
 )
 def test_other_inputs_are_refused_by_name(tmp_path, change, names):
     calibrate(model(), batches(), folder=tmp_path)
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     given = {"model": model(), "batches": batches()} | change
     with pytest.raises(CheckpointError, match="calibration of other inputs") as error:
         calibrate(given.pop("model"), given.pop("batches"), **given, folder=tmp_path)
     listed = str(error.value).split("(")[1]
     assert [part.split(":")[0].strip() for part in listed.split(";")[:-1]] == names
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
 def test_another_pattern_of_a_frozen_head_is_another_model(tmp_path):
@@ -181,13 +182,13 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 
 def test_damage_is_told_by_name(tmp_path):
     calibrate(model(), batches(), folder=tmp_path)
-    path = tmp_path / "layer-002.safetensors"
+    path = tmp_path / "layer-002" / "statistics.safetensors"
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"layer-002.safetensors is damaged: .*; remove layer-002.json"):
+    with pytest.raises(CheckpointError, match=r"layer-002/statistics.safetensors is damaged: .*; remove layer-002 to"):
         calibrate(model(), batches(), folder=tmp_path)
-    (tmp_path / "layer-002.json").unlink()
+    shutil.rmtree(tmp_path / "layer-002")
     assert same(calibrate(model(), batches(), folder=tmp_path), calibrate(model(), batches()))
     (tmp_path / "calibration.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"calibration.json is not valid JSON"):
@@ -197,8 +198,6 @@ def test_damage_is_told_by_name(tmp_path):
 def test_the_index_says_of_what_it_is(tmp_path):
     calibrate(model(), batches(), folder=tmp_path, heads=[(0, 3), (2, 0)])
     record = json.loads((tmp_path / "calibration.json").read_text())
-    assert (record["schema"], record["num_sequences"], record["length"]) == ("saf.calibration/1", 5, 40)
+    assert (record["schema"], record["num_sequences"], record["length"]) == ("saf.calibration/2", 5, 40)
     assert (record["heads"], record["batches"], record["device"]) == ([[0, 3], [2, 0]], [2, 3], "cpu")
-    assert sorted(path.name for path in tmp_path.glob("layer-*")) == [
-        f"layer-00{layer}.{ending}" for layer in (0, 2) for ending in ("json", "safetensors")
-    ]
+    assert sorted(path.name for path in tmp_path.glob("layer-*")) == ["layer-000", "layer-002"]

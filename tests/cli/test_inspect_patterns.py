@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+import saf as saf_package
+from saf.calibration.plan import readable
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops.frozen_heads import FrozenHeads
@@ -60,6 +62,8 @@ def test_tables_say_how_many_and_why(saf, saved):
         "1 that bfloat16 cannot hold as tables, 2 that float16 cannot hold as tables"
     ) in words
     assert "stored" in out
+    allocated = saf_package.storage_report(saf_package.load(saved)).allocated
+    assert f"allocated to execute them (CPU, float32 and bfloat16): {readable(allocated)}" in words
 
 
 def test_nothing_stored_is_told_too(saf, tmp_path):

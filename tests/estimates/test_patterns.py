@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import saf
 from saf.errors import InputError
 from saf.estimates import PATTERNS, collect_for, dense_pattern, exact_pattern, target, target_of
 from saf.fit import fit_compact, fit_kl, marginals
@@ -129,20 +128,3 @@ def test_wrong_requests_are_refused(make_logits, make_statistics, heads):
                 make(found, *arguments, **options)
     with pytest.raises(InputError, match="unknown pattern"):
         collect_for("median")
-
-
-def test_storage_of_the_papers_heads():
-    heads = [(layer, head) for layer in range(10) for head in range(4 if layer < 6 else 3)]
-    report = saf.storage_report(heads, length=4096, num_heads=12)
-    assert len(heads) == 36
-    assert report.dense_by_layer / 1e9 == pytest.approx(8.060, rel=1e-3)
-    assert report.dense_packed / 1e9 == pytest.approx(2.416, rel=1e-3)
-    assert report.compact == 36 * 3 * 4096 * 4
-    assert report.ratio == pytest.approx(4096 / 3)
-    assert str(report) == "dense by layer 8.05 GB, dense packed 2.42 GB, compact 0.00177 GB"
-    assert saf.storage_report(heads, length=4096, num_heads=12, dtype=torch.bfloat16).dense_packed == (
-        report.dense_packed // 2
-    )
-    assert saf.storage_report([], length=8, num_heads=12).ratio == 1
-    with pytest.raises(InputError, match="heads below 3"):
-        saf.storage_report(heads, length=8, num_heads=3)

@@ -1,0 +1,75 @@
+"""How many bytes the patterns of frozen heads take: as vectors, as matrices, and as a backend holds them to execute."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from saf.adapters import adapter_for
+from saf.errors import InputError
+from saf.heads import Head, HeadSet
+
+
+@dataclass(frozen=True)
+class StorageReport:
+    """Hold the bytes of one set of patterns in each form; printed in GB (1e9 bytes)."""
+
+    dense_by_layer: int
+    """A `[H, T, T]` buffer in every layer with a frozen head, as the paper's dense implementation has it."""
+    dense_packed: int
+    """The frozen heads' matrices alone."""
+    compact: int
+    """Key logits, distance logits and normalisers of the frozen heads."""
+    allocated: int | None = None
+    """What a model's layers hold to execute them: tables for every dtype of values, and trained logits. None where no
+    model is given. The patterns as they were made, and rows removed for undoing, are kept on the CPU beside it."""
+
+    @property
+    def ratio(self) -> float:
+        """Return how many times smaller compact is than packed dense."""
+        return self.dense_packed / self.compact if self.compact else 1.0
+
+    def __str__(self) -> str:
+        sizes = ((name, size / 1e9) for name, size in vars(self).items() if size is not None)
+        return ", ".join(f"{name.replace('_', ' ')} {size:.3g} GB" for name, size in sizes)
+
+
+def storage_report(
+    heads: nn.Module | Iterable[Head],
+    *,
+    length: int | None = None,
+    num_heads: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> StorageReport:
+    """Return the storage of the patterns of a model's frozen heads, and what of it is allocated to execute them.
+
+    Or, instead of a model, that of patterns over `length` tokens of `heads` in layers of `num_heads` heads, of which
+    nothing is allocated. `dtype` is that of the forms that are only counted.
+
+    >>> storage_report([(0, 1), (0, 2), (3, 0)], length=1024, num_heads=12).dense_packed
+    12582912
+    """
+    allocated = None
+    if isinstance(heads, nn.Module):
+        if length is not None or num_heads is not None:
+            raise InputError("a model tells its own length and number of heads; leave both out")
+        adapter = adapter_for(heads)
+        sites = adapter.sites()
+        frozen = [site.frozen for site in sites if site.frozen is not None]
+        length = max((one.max_length for one in frozen), default=1)
+        num_heads = sites[0].layout.num_heads
+        heads, allocated = adapter.frozen_heads(), sum(one.allocated for one in frozen)
+    heads = HeadSet(heads)
+    if length is None or num_heads is None:
+        raise InputError("heads alone do not tell the size of their patterns: give length and num_heads, or a model")
+    if length < 1 or any(head >= num_heads for _, head in heads):
+        raise InputError(f"expected length >= 1 and heads below {num_heads}; got {length} and {heads.to_list()}")
+    layers = {layer for layer, _ in heads}
+    matrix = length * length * dtype.itemsize
+    return StorageReport(
+        dense_by_layer=len(layers) * num_heads * matrix,
+        dense_packed=len(heads) * matrix,
+        compact=len(heads) * 3 * length * dtype.itemsize,
+        allocated=allocated,
+    )

@@ -1,0 +1,56 @@
+"""How many bytes patterns take: the paper's figures, and what a model really holds."""
+
+import pytest
+import torch
+
+import saf
+from saf.errors import InputError
+from saf.heads import HeadSet
+from saf.models import GPT, GPTConfig
+from saf.patterns import CompactPattern, DensePattern
+
+LENGTH = 40
+SHAPE = GPTConfig(vocab_size=20, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
+
+
+def test_storage_of_the_papers_heads():
+    heads = [(layer, head) for layer in range(10) for head in range(4 if layer < 6 else 3)]
+    report = saf.storage_report(heads, length=4096, num_heads=12)
+    assert len(heads) == 36
+    assert report.dense_by_layer / 1e9 == pytest.approx(8.060, rel=1e-3)
+    assert report.dense_packed / 1e9 == pytest.approx(2.416, rel=1e-3)
+    assert report.compact == 36 * 3 * 4096 * 4
+    assert report.ratio == pytest.approx(4096 / 3)
+    assert str(report) == "dense by layer 8.05 GB, dense packed 2.42 GB, compact 0.00177 GB"
+    assert saf.storage_report(heads, length=4096, num_heads=12, dtype=torch.bfloat16).dense_packed == (
+        report.dense_packed // 2
+    )
+    assert saf.storage_report([], length=8, num_heads=12).ratio == 1
+    with pytest.raises(InputError, match="heads below 3"):
+        saf.storage_report(heads, length=8, num_heads=3)
+
+
+def test_a_model_tells_what_its_tables_hold():
+    """As much as its tensors' storages, counted here without the model's help."""
+    model, soft = GPT(SHAPE), CompactPattern.from_parameters(torch.zeros(LENGTH), -0.1 * torch.arange(LENGTH))
+    nothing = saf.storage_report(model)
+    assert (nothing.allocated, nothing.compact, nothing.dense_packed) == (0, 0, 0)
+    saf.install_(model, HeadSet([(0, 1), (0, 2)]), [soft, DensePattern(soft.dense().float())], backend="toeplitz")
+    saf.install_(model, HeadSet([(2, 0)]), soft, trainable=True)
+    report = saf.storage_report(model)
+    assert report.compact == 3 * 3 * LENGTH * 4
+    assert report.dense_by_layer == 2 * 4 * LENGTH * LENGTH * 4
+    names = dict(model.blocks[0].attention.frozen.named_buffers())
+    assert "float32_weights" in names
+    assert "bfloat16_weights" in names
+    layers = [block.attention.frozen for block in model.blocks if block.attention.frozen is not None]
+    tensors = [tensor for layer in layers for tensor in [*layer.buffers(), *layer.parameters()]]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert report.allocated == sum(storages.values()) >= LENGTH * LENGTH * (4 + 2) + 2 * LENGTH * 4
+    assert f"allocated {report.allocated / 1e9:.3g} GB" in str(report)
+    # A view keeps the whole of its storage alive.
+    layers[0].register_buffer("float32_view", torch.zeros(1000)[:1], persistent=False)
+    assert saf.storage_report(model).allocated == report.allocated + 4000
+    for wrong in ({"heads": model, "length": 8}, {"heads": [(0, 1)]}):
+        with pytest.raises(InputError, match="a model"):
+            saf.storage_report(**wrong)
