@@ -32,7 +32,8 @@ def test_compiled_run_freezes_in_the_middle(on_gpu, rate):
     assert compiled["report_loss"] == pytest.approx(eager["report_loss"], rel=0.01)
     assert compiled["peak_memory_bytes"] > 0
     weights = load_model(compiled["checkpoint"], "cuda").state_dict()
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    floats = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    assert floats == {torch.float32}, "weights stay float32; a layout is of integers"
     assert pretrain(config, resume=True)["report_loss"] == pytest.approx(compiled["report_loss"], rel=1e-3)
 
 
