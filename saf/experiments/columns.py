@@ -39,6 +39,16 @@ def _frozen(record: Record, _: Record | None) -> float | None:
     return None if model is None else float(len(model))
 
 
+def _part(*names: str) -> Callable[[Record, Record | None], float | None]:
+    """Return what adds up some parts of an intervention, seconds."""
+
+    def value(record: Record, _: Record | None) -> float | None:
+        seconds = (record.get("intervention") or {}).get("seconds")
+        return None if seconds is None else math.fsum(seconds.get(name, 0.0) for name in names)
+
+    return value
+
+
 def _intervention(record: Record, _: Record | None) -> float | None:
     event = record.get("intervention")
     return None if event is None else math.fsum(event["seconds"].values())
@@ -52,6 +62,8 @@ COLUMNS = {
     "updates": Column(title="updates", value=lambda run, _: run["updates"], places=0),
     "minutes": Column(title="minutes", value=_minutes, places=2),
     "intervention": Column(title="intervention, s", value=_intervention, places=2),
+    "capture": Column(title="capture and mean, s", value=_part("capture", "statistics"), places=2),
+    "fit": Column(title="fit, s", value=_part("fit"), places=2),
     "update": Column(
         title="update, ms",
         value=lambda run, _: 1e3 * run["update_seconds"]["median"] if run.get("update_seconds") else None,

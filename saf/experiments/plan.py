@@ -16,6 +16,7 @@ from saf.freezing.config import FreezeConfig
 from saf.models import preset
 from saf.models.config import GPTConfig
 from saf.schedules import OneTime
+from saf.train.config import TrainConfig
 
 SCHEMA = "saf.experiment/1"
 """Of keys and of the store; another version's runs are not this one's."""
@@ -37,6 +38,8 @@ class PlannedRun:
     key: str
     flags: Flags
     """What it is told, beside its data, folder and parent."""
+    settings: Flags
+    """The same with what it takes over from its parents."""
     parent: str | None
     """The key of the run that it goes on from."""
     step: int | None
@@ -45,11 +48,6 @@ class PlannedRun:
     seed: int
     tables: tuple[tuple[str, str], ...]
     """The recipes that it stands in, each with the name of its arm there."""
-    shape: GPTConfig
-    updates: int
-    """Those of the whole schedule."""
-    tokens_per_update: int
-    micro_batch_tokens: int
 
     @property
     def title(self) -> str:
@@ -57,6 +55,27 @@ class PlannedRun:
         recipe, arm = self.tables[0]
         more = f" and {len(self.tables) - 1} more" if len(self.tables) > 1 else ""
         return f"{recipe}/{arm}{more}, seed {self.seed}"
+
+    @property
+    def shape(self) -> GPTConfig:
+        """Return the model's shape, with the preset's vocabulary unless the settings name another."""
+        overrides = dict(self.settings.get("model_overrides", {}))
+        return preset(self.settings["model"], **{"max_length": self.settings["length"], **overrides})
+
+    @property
+    def updates(self) -> int:
+        """Return the updates of the whole schedule."""
+        return int(self.settings["updates"])
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Return the tokens of a micro-batch."""
+        return int(self.settings.get("batch_size", TrainConfig.batch_size)) * int(self.settings["length"])
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Return the tokens of an update."""
+        return self.micro_batch_tokens * int(self.settings.get("accumulation", TrainConfig.accumulation))
 
     @property
     def updates_to_do(self) -> int:
@@ -94,35 +113,23 @@ class Plan:
         if parent is None:
             flags = merged(self.scale.flags(arm.context), arm.settings)
             flags |= {"seed": seed, "save_at": self.scale.save_at}
-            whole, step = flags, None
+            step, settings = None, flags
         else:
-            flags = dict(arm.settings)
-            whole = merged(self._whole(parent), flags)
+            flags, settings = dict(arm.settings), merged(parent.settings, arm.settings)
             step = _branch_update(name, arm, self.scale, parent.updates)
         key = run_key(flags, data=self.data, parent=parent and parent.key, step=step)
         self.arms[name, arm.name, seed] = key
         before = self.runs.get(key)
-        tables = (*(before.tables if before else ()), (name, arm.name))
-        shape = _shape(whole)
-        micro = int(whole.get("batch_size", 8)) * shape.max_length
         self.runs[key] = PlannedRun(
             key=key,
             flags=flags,
+            settings=settings,
             parent=parent and parent.key,
             step=step,
             scale=self.scale.name,
             seed=seed,
-            tables=tables,
-            shape=shape,
-            updates=int(whole["updates"]),
-            tokens_per_update=micro * int(whole.get("accumulation", 1)),
-            micro_batch_tokens=micro,
+            tables=(*(before.tables if before else ()), (name, arm.name)),
         )
-
-    def _whole(self, run: PlannedRun) -> dict[str, Any]:
-        """Return a run's settings with those that it takes over from its parents."""
-        inherited = self._whole(self.runs[run.parent]) if run.parent else {}
-        return merged(inherited, run.flags)
 
 
 def plan(
@@ -181,8 +188,3 @@ def _branch_update(name: str, arm: Arm, scale: Scale, updates: int) -> int:
         kept = ", ".join(f"{share:g}" for share in (*scale.save_at, 1.0))
         raise InputError(f"{name}/{arm.name} goes on from {arm.at:g} of its parent's updates; runs keep {kept}")
     return OneTime(at=float(arm.at)).first_update(updates)
-
-
-def _shape(settings: Flags) -> GPTConfig:
-    overrides = dict(settings.get("model_overrides", {}))
-    return preset(settings["model"], **{"max_length": settings["length"], **overrides})
