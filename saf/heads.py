@@ -82,6 +82,12 @@ class HeadSet:
         return f"HeadSet({list(self._heads)})"
 
 
+ROLES = ("query", "key", "value", "output")
+"""A layer's projections: three whose rows, and one whose columns, belong to heads."""
+KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output")}
+"""In which projections heads of a kind have rows; what they lack is what making them that kind removes."""
+
+
 @dataclass(frozen=True)
 class HeadLayout:
     """Give one layer's execution order: live heads first, then frozen ones, each in ascending original id.
@@ -95,7 +101,7 @@ class HeadLayout:
     frozen: tuple[int, ...] = ()
 
     def __post_init__(self):
-        """Raise InputError when heads do not divide into groups or a frozen id does not exist."""
+        """Raise InputError when heads do not divide into groups, or an id does not exist."""
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise InputError(f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads")
         if list(self.frozen) != sorted(set(self.frozen)):
@@ -109,9 +115,30 @@ class HeadLayout:
         return tuple(head for head in range(self.num_heads) if head not in set(self.frozen))
 
     @property
+    def ordinary(self) -> bool:
+        """Return whether all heads are live."""
+        return not self.frozen
+
+    @cached_property
+    def rows(self) -> dict[str, tuple[int, ...]]:
+        """Return whose rows each projection holds, in order, by role: heads, or the KV heads that they share.
+
+        Heads lie in slot order. With grouped queries keys and values lie in ascending order, and a KV head keeps its
+        rows while a head of its group reads them.
+        """
+        held = {role: tuple(head for kind in KINDS if role in KINDS[kind] for head in self._of(kind)) for role in ROLES}
+        if self.grouped:
+            held |= {role: tuple(sorted(set(map(self.kv_of, held[role])))) for role in ("key", "value")}
+        return held
+
+    def kv_of(self, head: int) -> int:
+        """Return the KV head of a query head, by the original model's numbers."""
+        return head // (self.num_heads // self.num_kv_heads)
+
+    @property
     def slots(self) -> tuple[int, ...]:
         """Return the original head id of each slot."""
-        return self.live + self.frozen
+        return self.rows["output"]
 
     @property
     def num_live(self) -> int:
@@ -130,8 +157,14 @@ class HeadLayout:
 
     @property
     def kv_head(self) -> tuple[int, ...]:
-        """Return the value head that each slot reads; without grouped queries values are already in slot order."""
-        if not self.grouped:
-            return tuple(range(self.num_heads))
-        group = self.num_heads // self.num_kv_heads
-        return tuple(head // group for head in self.slots)
+        """Return which of the value heads that are held each slot reads."""
+        return tuple(self.rows["value"].index(self.kv_of(head)) for head in self.slots)
+
+    @property
+    def key_head(self) -> tuple[int, ...]:
+        """Return which of the key heads that are held each live slot reads."""
+        return tuple(self.rows["key"].index(self.kv_of(head)) for head in self.live)
+
+    def _of(self, kind: str) -> tuple[int, ...]:
+        heads: tuple[int, ...] = getattr(self, kind)
+        return heads

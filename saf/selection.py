@@ -75,11 +75,8 @@ class Chooser:
     disjoint layers and a total form a matroid, where leaving an element out never displaces an earlier choice.
     """
 
-    def __init__(
-        self, order: Sequence[Unit], total: int, limits: Sequence[int], group_size: int = 1, keep_live: int = 0
-    ):
+    def __init__(self, order: Sequence[Unit], total: int, limits: Sequence[int], group_size: int = 1):
         self.total = total
-        self.keep_live = keep_live
         self._group_size = group_size
         self._waiting = list(order)
         self._limits = limits
@@ -130,7 +127,6 @@ def chooser(
     max_per_layer: Limits | None = None,
     match: Iterable[Head] | None = None,
     group_size: int = 1,
-    keep_live: int = 0,
 ) -> Chooser:
     """Return what chooses heads under the conditions of `select`, one proposal after another."""
     if sum(given is not None for given in (rate, count, match)) != 1:
@@ -143,24 +139,22 @@ def chooser(
         wanted = existing(scores, match)
         max_per_layer = {layer: sum(at == layer for at, _ in wanted) for layer in range(scores.shape[0])}
         count = len(wanted)
-    limits = _limits(scores, max_per_layer, keep_live)
+    limits = _limits(scores, max_per_layer)
     total = count if count is not None else budget(rate or 0.0, scores.numel())
     order = units(scores, ranking(scores, exclude, only=only), group_size)
     # A matched set has the same number of heads in every layer; any other may end short of a whole group.
-    return Chooser(order, total, limits, group_size if match is None else 1, keep_live)
+    return Chooser(order, total, limits, group_size if match is None else 1)
 
 
-def _limits(scores: Tensor, most: Limits | None, keep_live: int) -> list[int]:
-    """Return how many heads of each layer may be chosen: at most `most`, with `keep_live` of its live ones left."""
+def _limits(scores: Tensor, most: Limits | None) -> list[int]:
+    """Return how many heads of each layer may be chosen: at most `most` of those that have scores."""
     live: list[int] = (~scores.isnan()).sum(1).tolist()
-    if keep_live < 0:
-        raise InputError(f"keep_live is a number of heads, 0 or more; got {keep_live}")
     by_layer: dict[int, int] = dict(most) if isinstance(most, Mapping) else {}
     if isinstance(most, int):
         by_layer |= dict.fromkeys(range(len(live)), most)
     if strange := {layer: limit for layer, limit in by_layer.items() if not (0 <= layer < len(live) and limit >= 0)}:
         raise InputError(f"max_per_layer gives {len(live)} layers limits of 0 or more; got {strange}")
-    return [min(by_layer.get(layer, count), max(count - keep_live, 0)) for layer, count in enumerate(live)]
+    return [min(by_layer.get(layer, count), count) for layer, count in enumerate(live)]
 
 
 def select(
@@ -173,7 +167,6 @@ def select(
     max_per_layer: Limits | None = None,
     match: Iterable[Head] | None = None,
     group_size: int = 1,
-    keep_live: int = 0,
 ) -> HeadSet:
     """Return the heads with the lowest scores, ties by layer and head. Sets of growing rates are nested.
 
@@ -187,7 +180,6 @@ def select(
         match: Take as many from each layer as this set has, instead of a rate: the random control.
         group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
             scores; as many groups as stay within the budget.
-        keep_live: How many of a layer's heads that have scores are never chosen; models of transformers need one.
 
     Raises:
         InputError: Not exactly one of rate, count and match, heads that do not exist, groups that do not divide.
@@ -202,7 +194,6 @@ def select(
         max_per_layer=max_per_layer,
         match=match,
         group_size=group_size,
-        keep_live=keep_live,
     )
     for unit in choose.propose():
         choose.accept(unit)

@@ -46,7 +46,7 @@ def tokens(rows: int = 4, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def freeze(model, heads: HeadSet = HEADS):
+def freeze(model, heads: HeadSet = HEADS, **options):
     patterns = dense_pattern(saf.calibrate(model, [tokens()], collect=("mean",)), heads, "mean", dtype=torch.float32)
-    saf.install_(model, heads, [patterns[number] for number in range(len(heads))])
+    saf.install_(model, heads, [patterns[number] for number in range(len(heads))], **options)
     return dict(zip(heads, patterns.weights, strict=True))

@@ -5,7 +5,7 @@ Nothing else tests the class of a model. A new family is one file here and one e
 
 from torch import nn
 
-from saf.adapters.adapter import Adapter, LanguageModel, Site
+from saf.adapters.adapter import Adapter, LanguageModel, Removed, Site
 from saf.adapters.gpt import GPTAdapter
 from saf.adapters.llama import LlamaAdapter
 from saf.adapters.transformers_model import TransformersModel
@@ -13,7 +13,7 @@ from saf.errors import UnsupportedError
 
 ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter, LlamaAdapter)
 
-__all__ = ["ADAPTERS", "Adapter", "LanguageModel", "Site", "adapter_for", "language_model", "unwrap"]
+__all__ = ["ADAPTERS", "Adapter", "LanguageModel", "Removed", "Site", "adapter_for", "language_model", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

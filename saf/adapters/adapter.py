@@ -16,8 +16,8 @@ from saf.heads import HeadLayout, HeadSet
 from saf.ops import FrozenHeads
 
 Sink = Callable[[Tensor, Tensor], None]
-Removed = Mapping[int, Mapping[str, Tensor]]
-"""Rows taken out of a layer at freezing, on the CPU: by head, then by name, as `query.weight` or `key.exp_avg`."""
+Removed = Mapping[str, Mapping[int, Mapping[str, Tensor]]]
+"""Rows taken out of a layer, on the CPU: by role, by whose they are (`HeadLayout.rows`), by name: `weight`, moments."""
 
 
 class Site(Protocol):
@@ -109,8 +109,6 @@ class Adapter(LanguageModel):
     """Answer for a model whose attention is known: whether it is of the family, and where its attention layers are."""
 
     family: ClassVar[str]
-    keep_live: ClassVar[int]
-    """Heads of every layer that cannot be frozen, whichever they are."""
     saves_weights: ClassVar[bool]
     """Whether `saf.save` writes the weights beside the frozen heads; else their own library keeps them."""
 

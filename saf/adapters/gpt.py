@@ -74,7 +74,6 @@ class GPTAdapter(Adapter):
     """Answer for `saf.models.GPT`."""
 
     family = "gpt (this project's decoder)"
-    keep_live = 0
     saves_weights = True
     one_graph = True
 

@@ -1,19 +1,33 @@
 """Llama-like models of transformers: separate projections without biases, rotary positions, grouped queries or not.
 
-Their own forward pass stays. It reads the number of heads off the projections' sizes, so fewer query rows flow through
-to the attention function, which is ours (`saf.adapters.llama_attention`).
+Their own forward pass stays, but of layers without live heads. It reads the number of heads off the projections' sizes,
+so fewer query rows flow through to the attention function, which is ours (`saf.adapters.llama_attention`).
 """
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from saf.adapters.adapter import Adapter, Removed, Sink
-from saf.adapters.llama_attention import NAME, attach_state, detach_idle_state, layout_of, register, state_of
+from saf.adapters.llama_attention import (
+    NAME,
+    attach_state,
+    check_generated_length,
+    choose_forward,
+    detach_idle_state,
+    forward_without_queries,
+    layout_of,
+    no_dropout,
+    register,
+    replaced_forward,
+    state_of,
+)
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
@@ -24,6 +38,8 @@ ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen3Attention")
 ROLES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "sliding_window", "layer_types")
 """Fields of a configuration that shape attention beside the weights."""
+GENERATED_LENGTH = "_validate_generated_length"
+"""What `generate` calls once it knows how long its output may become, before the first token."""
 
 
 class LlamaSite:
@@ -60,16 +76,17 @@ class LlamaSite:
         return {role: (getattr(self.attention, name).weight, int(role == "output")) for role, name in ROLES.items()}
 
     def check(self, layout: HeadLayout) -> None:
-        """Raise UnsupportedError for a layout without live heads, and for attention that is not plainly causal."""
-        if not layout.num_live:
-            raise UnsupportedError(
-                f"layer {self.attention.layer_idx}: {self._adapter.family} need a live head in every layer; freeze "
-                f"{layout.num_heads - 1} of {layout.num_heads} at most"
-            )
-        if getattr(self.attention, "sliding_window", None) is not None:
+        """Raise UnsupportedError for attention dropout, for attention that is not plainly causal, for replaced code."""
+        self._adapter.check_dropout()
+        if layout.frozen and getattr(self.attention, "sliding_window", None) is not None:
             raise UnsupportedError(
                 f"layer {self.attention.layer_idx} attends within a sliding window, which frozen heads do not know; "
                 "leave its heads out with exclude, and keep inputs within the window"
+            )
+        if not layout.num_live and replaced_forward(self.attention) not in (None, forward_without_queries):
+            raise UnsupportedError(
+                f"the forward pass of layer {self.attention.layer_idx} was replaced (as accelerate's hooks do), and a "
+                "layer without live heads needs its own; leave one of its heads live with max_per_layer or exclude"
             )
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
@@ -78,6 +95,7 @@ class LlamaSite:
         for name in ROLES.values():
             linear = getattr(self.attention, name)
             linear.out_features, linear.in_features = linear.weight.shape
+        choose_forward(self.attention)
         self._adapter.choose_function()
         detach_idle_state(self.attention)
 
@@ -103,7 +121,6 @@ class LlamaAdapter(TransformersModel, Adapter):
     """Answer for Llama, Mistral and Qwen3 of transformers."""
 
     family = "llama-like (Llama, Mistral and Qwen3 of transformers)"
-    keep_live = 1
     saves_weights = False
 
     def __init__(self, model: Any):
@@ -146,18 +163,37 @@ class LlamaAdapter(TransformersModel, Adapter):
         values = self.model.config.to_dict()
         return json.loads(json.dumps({name: values[name] for name in SETTINGS if name in values}))
 
+    def check_dropout(self) -> None:
+        """Raise UnsupportedError where a layer has attention dropout: all of them attend through our function then."""
+        if rates := [rate for attention in self._attention if (rate := attention.attention_dropout)]:
+            raise UnsupportedError(no_dropout(rates[0]))
+
     def choose_function(self) -> None:
-        """Let the model attend through our function while heads are frozen, and as before once none is."""
+        """Let the model attend through our function while heads are frozen, and as before once none is.
+
+        Other models may share its configuration, which names the function: it gets one of its own, and keeps it.
+        """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
         before = next((state.before for state in states if state.before is not None), None)
         if any(state.frozen is not None for state in states):
+            if before is None:
+                self._take_own_config()
             for state in states:
                 state.before = before or self.model.config._attn_implementation
             self.attend_by(NAME)
+            if hasattr(type(self.model), GENERATED_LENGTH):
+                setattr(self.model, GENERATED_LENGTH, partial(check_generated_length, self.model))
         elif before is not None:
             for state in states:
                 state.before = None
             self.attend_by(before)
+            vars(self.model).pop(GENERATED_LENGTH, None)
+
+    def _take_own_config(self) -> None:
+        shared, own = self.model.config, copy.deepcopy(self.model.config)
+        for module in self.model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = own
 
     def attend_by(self, name: str) -> None:
         """Let the model attend through the function of this name in transformers."""

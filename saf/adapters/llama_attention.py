@@ -1,18 +1,19 @@
-"""The attention function that models of transformers call once heads of theirs are frozen."""
+"""What models of transformers call once heads of theirs are frozen: attention, layers without queries, masks."""
 
 from collections import OrderedDict
-from functools import cache
+from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters.adapter import Removed, Sink
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, live_attention, mixed_attention
 from saf.ops.frozen_layout import LAYOUT, TellsLayout
-from saf.ops.positions import assert_later, left_padding
+from saf.ops.positions import assert_later, first_real, left_padding
 
 NAME = "saf"
 
@@ -30,8 +31,6 @@ class HeadState(TellsLayout):
         """SDPA kernel of live heads, see `mixed_attention`."""
         self.before: str | None = None
         """The model's attention function before heads were frozen."""
-        self.used: Tensor | None
-        self.register_buffer("used", None, persistent=False)
 
     @property
     def idle(self) -> bool:
@@ -39,12 +38,9 @@ class HeadState(TellsLayout):
         return self.frozen is None and not self.sinks and self.kernel == "auto"
 
     def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed, device: torch.device) -> None:
-        """Take another layout; `used` then holds the key heads that some live head reads, None for all."""
+        """Take another layout."""
         self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
         self.tell_layout(layout, frozen, device)
-        read = sorted(set(layout.kv_head[: layout.num_live])) if layout.grouped else []
-        some = 0 < len(read) < layout.num_kv_heads
-        self.used = torch.tensor(read, device=device) if some else None
 
 
 @cache
@@ -70,7 +66,7 @@ def padding_mask(
 
     Raises UnsupportedError for what the frozen heads would not see: keys beyond the tokens seen so far, which a cache
     of fixed size has, and attention that is not plainly causal, as of several sequences in one row. Raises InputError
-    for padding that is not on the left.
+    for padding between real tokens.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -84,15 +80,13 @@ def padding_mask(
     if not plain:
         raise UnsupportedError(
             "frozen heads attend to one sequence a row, causally; position_ids that start again, or another mask, "
-            "cannot be followed: give every sequence a row of its own, padded on the left"
+            "cannot be followed: give every sequence a row of its own, padded at its ends"
         )
     if attention_mask is None:
         return None
     mask = attention_mask[:, -kv_length:]
-    if not torch.compiler.is_compiling() and mask.all():
-        return None
-    left_padding(mask)  # looked at here, once a pass: it waits for the device
-    return mask
+    # Looked at here, once a pass: it waits for the device.
+    return None if left_padding(mask) is None else mask
 
 
 def state_of(attention: nn.Module) -> HeadState | None:
@@ -158,7 +152,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend with live and frozen heads in slot order, as transformers calls it.
 
-    `query [B, L, Tq, D]` of the live heads, `key` and `value` of every KV head kept, `[B, K, T, D]`, cached ones first;
+    `query [B, L, Tq, D]` of the live heads, `key [B, K, T, D]` and `value` of the KV heads kept, cached tokens first;
     `attention_mask [B, T]` is True for real tokens; `position_ids [B or 1, Tq]`. Returns `[B, Tq, H, D]`.
 
     Raises:
@@ -169,13 +163,13 @@ def attend(
     # Models built from one config share the choice of this function; the others have no state of ours.
     state = state_of(module)
     if dropout:
-        raise UnsupportedError(f"frozen heads have no attention dropout; set config.attention_dropout to 0 ({dropout})")
+        raise UnsupportedError(no_dropout(dropout))
     if output_attentions:
         raise UnsupportedError("attention weights are not kept once heads are frozen; leave output_attentions out")
-    if sliding_window is not None and key.shape[-2] > sliding_window:
+    if sliding_window is not None and value.shape[-2] > sliding_window:
         raise UnsupportedError(
-            f"{key.shape[-2]} positions exceed the sliding window of {sliding_window}; measured or with frozen heads, "
-            "this model takes inputs up to its window"
+            f"{value.shape[-2]} positions exceed the sliding window of {sliding_window}; measured or with frozen "
+            "heads, this model takes inputs up to its window"
         )
     for sink in () if state is None else state.sinks.values():
         sink(query, key)
@@ -183,24 +177,91 @@ def attend(
         raise UnsupportedError(
             f"frozen heads know no mask but of padding, [B, T]; got {list(attention_mask.shape)}, leave it out"
         )
-    start = None if attention_mask is None else (~attention_mask.bool()).sum(1)
+    start = None if attention_mask is None else first_real(attention_mask)
     if torch.compiler.is_compiling() and position_ids is not None and module.layer_idx == 0:
-        _assert_one_sequence_a_row(position_ids, start, key.shape[-2])
+        _assert_one_sequence_a_row(position_ids, attention_mask, value.shape[-2])
     if state is None or state.frozen is None:
         kernel = "auto" if state is None else state.kernel
         output = live_attention(query, key, value, scale=scaling, start=start, kernel=kernel)
     else:
-        key = key if state.used is None else key.index_select(1, state.used)
         output = mixed_attention(query, key, value, state.frozen, scale=scaling, start=start, kernel=state.kernel)
     return output.transpose(1, 2), None
 
 
-def _assert_one_sequence_a_row(position_ids: Tensor, start: Tensor | None, length: int) -> None:
+def no_dropout(rate: float) -> str:
+    """Say that attention dropout cannot be, and how to switch it off."""
+    return (
+        f"with frozen heads there is no attention dropout, this model has {rate:g}: set attention_dropout of its "
+        "attention layers to 0 (layer.self_attn.attention_dropout = 0.0), or build it with attention_dropout=0"
+    )
+
+
+def forward_without_queries(
+    module: Any,
+    hidden_states: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Compute an attention layer `[B, Tq, C]` none of whose heads is live: values, their mix, the output projection.
+
+    A cache holds the values in the place of keys, by which it counts its tokens, and nothing in the place of values.
+    """
+    value = module.v_proj(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    rows = value.shape[-2]
+    if past_key_values is not None:
+        value, _ = past_key_values.update(value, value[:, :0], module.layer_idx)
+    dropout = float(module.attention_dropout) if module.training else 0.0
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    query, key = value[:, :0, :rows], value[:, :0]
+    mixed, _ = attend(module, query, key, value, attention_mask, dropout, sliding_window=window, **rest)
+    return module.o_proj(mixed.flatten(2)), None
+
+
+def choose_forward(attention: Any) -> None:
+    """Let an attention layer without live heads compute as above, and any other one as its class does.
+
+    Their own forward pass reads the number of heads off a projection's size, which does not work for none.
+    """
+    if layout_of(attention).num_live:
+        if replaced_forward(attention) is forward_without_queries:
+            del attention.forward
+    else:
+        attention.forward = partial(forward_without_queries, attention)
+
+
+def replaced_forward(attention: Any) -> Any:
+    """Return the function that an attention layer runs in the place of its class's; None for that one."""
+    own = vars(attention).get("forward")
+    if isinstance(own, MethodType) and own.__func__ is type(attention).forward:
+        return None  # as some ways of recording outputs leave it behind
+    return own.func if isinstance(own, partial) else own
+
+
+def check_generated_length(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:
+    """Raise InputError for a generation longer than the patterns before its first token; then check as the class does.
+
+    The last token of a generation is not read any more.
+    """
+    states = [module for module in model.modules() if isinstance(module, HeadState) and module.frozen is not None]
+    longest = min(state.frozen.max_length for state in states if state.frozen is not None)
+    if (generation_config.max_length or 0) - 1 > longest:
+        raise InputError(
+            f"generation may reach {generation_config.max_length} tokens, the frozen heads' patterns cover {longest}: "
+            f"lower max_new_tokens so that prompt and new tokens are {longest + 1} at most, or calibrate and freeze at "
+            "the longer length"
+        )
+    type(model)._validate_generated_length(model, generation_config, *rest, **options)
+
+
+def _assert_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
     """Let the device raise where positions do not count up by one between real tokens, of `length` with cached ones."""
     counts = position_ids.diff(dim=-1) == 1
-    if start is not None:
-        later = torch.arange(length - counts.shape[-1], length, device=counts.device)
-        counts = counts | (later <= start[:, None])
+    if attention_mask is not None:
+        real = attention_mask.bool()[:, length - 1 - counts.shape[-1] :]
+        counts = counts | ~(real[:, 1:] & real[:, :-1])
     assert_later(
-        counts.all(), "frozen heads attend to one sequence a row: give every sequence a row of its own, padded left"
+        counts.all(),
+        "frozen heads attend to one sequence a row: give every sequence a row of its own, padded at its ends",
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from saf.adapters import Site, adapter_for
 from saf.analysis.model import SILENT, ModelSettings, Record, Watch
 from saf.calibration import latter_half
-from saf.calibration.capture import Batch, evaluation_mode, live_kv_index, read_batches
+from saf.calibration.capture import Batch, evaluation_mode, read_batches
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.records import paper
@@ -103,7 +103,9 @@ def attention_profiles(
     total = blank(sites).repeat(len(PROFILES), 1, 1)
 
     def sink(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
-        found = torch.stack([_profile(q, k, live_kv_index(site), rows, local) for q, k in zip(query, key, strict=True)])
+        found = torch.stack(
+            [_profile(q, k, site.layout.key_head, rows, local) for q, k in zip(query, key, strict=True)]
+        )
         total[:, layer, list(site.layout.live)] += found.sum(0).cpu()
 
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:

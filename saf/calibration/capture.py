@@ -73,13 +73,6 @@ def check_heads(adapter: Adapter, heads: Iterable[Head] | None) -> HeadSet:
     return chosen
 
 
-def live_kv_index(site: Site) -> list[int]:
-    """Return for each live slot which of the captured key heads it reads."""
-    used = site.layout.kv_head[: site.layout.num_live]
-    order = sorted(set(used))
-    return [order.index(head) for head in used]
-
-
 class Wanted(NamedTuple):
     """Say what is kept of a layer: which live queries and keys, and the kept key that each kept query reads."""
 
@@ -91,7 +84,7 @@ class Wanted(NamedTuple):
     def of(cls, site: Site, heads: Sequence[int]) -> "Wanted":
         """Return what measuring `heads` of a layer needs."""
         queries = [site.layout.live.index(head) for head in heads]
-        read = [live_kv_index(site)[slot] for slot in queries]
+        read = [site.layout.key_head[slot] for slot in queries]
         keys = sorted(set(read))
         return cls(queries, keys, [keys.index(key) for key in read])
 

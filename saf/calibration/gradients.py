@@ -90,7 +90,7 @@ def head_norms(site: Site) -> Tensor:
     if layout.live:
         by_slot, by_group = (_block_norms(*projections[role], site.head_dim).unbind() for role in ("query", "key"))
         for slot, head in enumerate(layout.live):
-            query[head], key[head] = by_slot[slot], by_group[layout.kv_head[slot]]
+            query[head], key[head] = by_slot[slot], by_group[layout.key_head[slot]]
     # Stacked rather than indexed: an index would be copied to the device and waited for.
     return torch.stack(query) + torch.stack(key)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for, unwrap
-from saf.calibration.capture import Batch, evaluation_mode, live_kv_index, read_batches
+from saf.calibration.capture import Batch, evaluation_mode, read_batches
 from saf.errors import InputError, UnsupportedError
 from saf.scores.outputs import HeadOutputs
 from saf.statistics import AttentionStatistics
@@ -146,7 +146,7 @@ class _Layer:
     def take(self, seen: _Seen) -> None:
         """Add the sequences of one forward pass."""
         groups = list(self.site.layout.kv_head[: len(self.live)])
-        keys = live_kv_index(self.site)
+        keys = list(self.site.layout.key_head)
         rows = self.rows
         with torch.autocast(seen.query.device.type, enabled=False):
             for n in range(len(seen.query)):

@@ -87,11 +87,9 @@ def gather(
     return found
 
 
-def choose_by(
-    scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int, keep_live: int
-) -> Chooser:
-    """Return what proposes heads by the configured score, budget and conditions, and what the model's layers need."""
-    needs: dict[str, Any] = {"group_size": group_size if config.whole_groups else 1, "keep_live": keep_live}
+def choose_by(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int) -> Chooser:
+    """Return what proposes heads by the configured score, budget and conditions, in a model of such KV groups."""
+    needs: dict[str, Any] = {"group_size": group_size if config.whole_groups else 1}
     ranked = scores[config.score]
     if config.heads is not None:
         return chooser(ranked, count=len(config.heads), only=config.heads, **needs)
@@ -115,7 +113,7 @@ def accept(
     rejected: dict[Head, Made] = {}
     proposed = choose.propose()
     if strict and not choose.attained(available := sum(map(len, proposed))):
-        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen{_kept(choose)}")
+        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen")
     while proposed:
         made |= make(HeadSet(head for unit in proposed for head in unit))
         for unit in proposed:
@@ -138,18 +136,8 @@ def accept(
             )
         proposed = choose.propose()
     if not choose.attained(len(choose)):
-        reason = (
-            f"no further head fits within {config.max_fit_kl} nats"
-            if rejected
-            else f"no other may be frozen{_kept(choose)}"
-        )
+        reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else "no other may be frozen"
         more, in_all = (" more", f"; {frozen_before + len(choose)} are frozen in all") if frozen_before else ("", "")
         message = f"{len(choose)}{more} of {choose.total} heads could be frozen: {reason}{in_all}"
         warnings.warn(message, SafWarning, stacklevel=6)
     return {head: made[head] for head in HeadSet(choose)}, rejected
-
-
-def _kept(choose: Chooser) -> str:
-    """Return a remark on heads that must stay live, for messages."""
-    kept = choose.keep_live
-    return f" ({kept} of every layer must stay live in this model)" if kept else ""

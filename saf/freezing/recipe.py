@@ -119,7 +119,7 @@ def _decide(
             check_ranks(name, values, num_sequences=sum(map(len, ids)))
     with watch("select"):
         group_size = layouts[0].num_heads // layouts[0].num_kv_heads
-        choose = choose_by(scores, config, group_size=group_size, keep_live=adapter.keep_live)
+        choose = choose_by(scores, config, group_size=group_size)
 
     def make(heads: HeadSet) -> dict[Head, Made]:
         return make_patterns(model, ids, statistics, heads, config, watch)

@@ -53,7 +53,7 @@ class Attention(TellsLayout):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.live = LiveAttention()
         self.frozen: FrozenHeads | None = None
-        self.removed: Mapping[int, Mapping[str, Tensor]] = {}
+        self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the projections' weights by role."""

@@ -117,7 +117,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return logits `[B, T, V]`, or with `targets [B, T]` the mean loss in nats per token (float32).
 
-        `attention_mask [B, T]` (1 for real tokens) may mark padding on the left only; `start [B]` says the same
+        `attention_mask [B, T]` (1 for real tokens) may mark padding at the ends of rows; `start [B]` says the same
         as first real positions. Targets of -100 are left out of the loss.
         """
         if attention_mask is not None:

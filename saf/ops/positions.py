@@ -1,4 +1,4 @@
-"""Positions of a batch: what query, key and value must have in common, and padding on the left."""
+"""Positions of a batch: what query, key and value must have in common, and padding."""
 
 import torch
 from torch import Tensor
@@ -44,24 +44,34 @@ def assert_later(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)  # type: ignore[attr-defined]
 
 
-def left_padding(attention_mask: Tensor) -> Tensor:
-    """Return the first real position of each row of a 0/1 mask `[B, T]`; raise InputError unless padding is left.
+def left_padding(attention_mask: Tensor) -> Tensor | None:
+    """Return the first real position of each row of a 0/1 mask `[B, T]`; None where no row is padded on the left.
 
-    In compiled code the device raises instead, a RuntimeError.
+    Padding on the right is never seen by the real tokens before it, so that it is computed as they are. Raises
+    InputError for padding between real tokens, and for rows of padding alone. In compiled code the device raises
+    instead, a RuntimeError, and positions are returned in any case.
     """
+    start = first_real(attention_mask)
     real = attention_mask.bool()
-    start = (~real).sum(1)
     position = torch.arange(real.shape[1], device=real.device)
-    usable = (real == (position >= start[:, None])).all() & (start < real.shape[1]).all()
+    usable = (real == ((position >= start[:, None]) & (position < (start + real.sum(1))[:, None]))).all()
+    usable = usable & (start < real.shape[1]).all()
     message = (
-        "attention_mask must mark padding at the left end of each row only, with one real token at least; "
-        "pad on the left, or leave the mask out when padding is on the right (causal attention never sees it)"
+        "attention_mask must mark padding at the ends of each row only, with one real token at least and none missing "
+        "between real ones; to go on after a prompt, pad on the left"
     )
     if torch.compiler.is_compiling():
         assert_later(usable, message)
     elif not usable:
         raise InputError(message)
+    elif not start.any():
+        return None
     return start
+
+
+def first_real(attention_mask: Tensor) -> Tensor:
+    """Return how many zeros each row of a 0/1 mask `[B, T]` begins with."""
+    return (attention_mask.bool().cumsum(1) == 0).sum(1)
 
 
 def shift_rows(x: Tensor, start: Tensor) -> Tensor:

@@ -1,24 +1,24 @@
 """One edit of a model in place: planned and checked for every layer first, then carried out without failing.
 
-Installing and undoing differ in the layout and the patterns they ask for, and so would any other edit; the sequence is
-the same. A verb checks its arguments, makes the layouts, and calls the two functions below: `plan_edit` checks a layer
-and prepares its frozen heads, changing nothing; `carry_out_` moves the rows of its weights with the optimiser's moments
-and gradients, keeps those that leave for undoing, and hands the layer its layout. `heads_with_rows` alone says which
-heads have rows in which projection.
+Verbs, a file each, differ in the layout and the patterns they ask for; the sequence is the same. A verb checks its
+arguments, makes the layouts, and calls the functions below: `layers_with` finds the layers that heads are in;
+`plan_edit` checks a layer and prepares its frozen heads, changing nothing; `carry_out_` moves the rows of its weights
+with the optimiser's moments and gradients, keeps those that leave for undoing, and hands the layer its layout. Which
+heads have rows in which projection is what `saf.heads.KINDS` says of the kind of head that the verb makes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from saf.adapters import Site, adapter_for
-from saf.errors import UnsupportedError
-from saf.heads import HeadLayout
+from saf.adapters import Adapter, Removed, Site, adapter_for
+from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadLayout, HeadSet
 from saf.ops import FrozenHeads
 from saf.patterns import Pattern, trained_logits
 from saf.surgery.optimizer import add_logits_, check_optimizer, drop_logits_, unwrap_optimizer
@@ -45,17 +45,18 @@ def check_unwrapped(model: nn.Module) -> None:
     while isinstance(inner, nn.Module):
         if isinstance(inner, DistributedDataParallel) or type(inner).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
-                f"heads cannot be frozen or undone inside {type(inner).__name__}, which has hooks on the parameters as "
+                f"heads cannot be edited inside {type(inner).__name__}, which has hooks on the parameters as "
                 "they are; pass its .module, then wrap that again"
             )
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
 
 
 def check_editable(model: nn.Module, optimizer: Any = None) -> None:
-    """Raise what an edit of any layer would raise for the model's wrapper and the optimiser, before work is put in."""
+    """Raise what an edit of any layer would raise for the model and the optimiser, before work is put in."""
     check_unwrapped(model)
     inner = unwrap_optimizer(optimizer)
     for site in adapter_for(model).sites():
+        site.check(site.layout)
         check_optimizer(inner, [parameter for parameter, _ in site.projections().values()])
 
 
@@ -70,6 +71,18 @@ class LayerEdit:
     """Logits that the optimiser is to train from now on."""
     leaving: list[nn.Parameter]
     """Logits that it no longer trains."""
+
+
+def layers_with(adapter: Adapter, heads: HeadSet) -> Iterator[tuple[int, Site, list[int]]]:
+    """Yield number, site and heads of every layer that one of `heads` is in; raise InputError where it has no such."""
+    sites = adapter.sites()
+    for layer in sorted({layer for layer, _ in heads}):
+        own = heads.in_layer(layer)
+        if layer >= len(sites):
+            raise InputError(f"the model has layers 0 to {len(sites) - 1}; got head {(layer, own[0])}")
+        if own[-1] >= (count := sites[layer].layout.num_heads):
+            raise InputError(f"layer {layer} has heads 0 to {count - 1}; got {own[-1]}")
+        yield layer, sites[layer], own
 
 
 def plan_edit(
@@ -115,38 +128,29 @@ def carry_out_(edits: Iterable[LayerEdit], optimizer: torch.optim.Optimizer | No
             add_logits_(optimizer, edit.joining, edit.site.projections()["value"][0])
 
 
-def heads_with_rows(layout: HeadLayout) -> dict[str, tuple[int, ...]]:
-    """Return the heads whose rows a projection holds, in order, by role; other roles stay as they are.
-
-    Frozen heads have no queries. Without grouped queries they have no keys either, and values follow slot order; with
-    them keys and values belong to the groups and stay whole.
-    """
-    if layout.grouped:
-        return {"query": layout.live, "output": layout.slots}
-    return {"query": layout.live, "key": layout.live, "value": layout.slots, "output": layout.slots}
+def patterns_of(site: Site) -> dict[int, Pattern]:
+    """Return the patterns of a layer's frozen heads, by head."""
+    return {} if site.frozen is None else dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
 
 
-def _move_rows_(
-    site: Site, layout: HeadLayout, optimizer: torch.optim.Optimizer | None
-) -> dict[int, Mapping[str, Tensor]]:
-    """Rearrange the rows of every projection to a layout; return those kept for undoing, by head, on the CPU."""
-    before, after, projections = heads_with_rows(site.layout), heads_with_rows(layout), site.projections()
-    removed = {head: dict(rows) for head, rows in site.removed.items()}
-    for role, heads in before.items():
-        for head in (head for head in heads if head not in after[role]):
-            taken = take_rows(*projections[role], heads.index(head), site.head_dim, optimizer)
-            removed.setdefault(head, {}).update({f"{role}.{name}": rows for name, rows in taken.items()})
-    for role, heads in after.items():
-        old = before[role]
-        plan = [old.index(head) if head in old else _named(removed[head], role) for head in heads]
+def absent_rows(before: HeadLayout, after: HeadLayout) -> dict[str, list[int]]:
+    """Return whose rows a layout has and another one has not, by role: all of them that differ."""
+    found = {role: [one for one in rows if one not in after.rows[role]] for role, rows in before.rows.items()}
+    return {role: some for role, some in found.items() if some}
+
+
+def _move_rows_(site: Site, layout: HeadLayout, optimizer: torch.optim.Optimizer | None) -> Removed:
+    """Rearrange the rows of every projection to a layout; return those kept for undoing, on the CPU."""
+    removed = {role: dict(rows) for role, rows in site.removed.items()}
+    leaving = absent_rows(site.layout, layout)
+    for role, (parameter, dimension) in site.projections().items():
+        old, kept = site.layout.rows[role], removed.setdefault(role, {})
+        for one in leaving.get(role, ()):
+            kept[one] = take_rows(parameter, dimension, old.index(one), site.head_dim, optimizer)
+        plan = [old.index(one) if one in old else kept.pop(one) for one in layout.rows[role]]
         if plan != list(range(len(old))):
-            rearrange_(*projections[role], plan, site.head_dim, optimizer)
-    return {head: rows for head, rows in removed.items() if head not in layout.live}
-
-
-def _named(rows: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """Return the rows of one projection, by the names of the weight and its moments."""
-    return {name.removeprefix(f"{role}."): t for name, t in rows.items() if name.startswith(f"{role}.")}
+            rearrange_(parameter, dimension, plan, site.head_dim, optimizer)
+    return {role: rows for role, rows in removed.items() if rows}
 
 
 def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:

@@ -1,13 +1,13 @@
 """Rearranging the head rows of a parameter together with its optimiser state; the parameter stays the same object."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from saf.surgery.optimizer import remember_optimizer, watch_stale_moments
 
-Plan = Sequence[int | dict[str, Tensor]]
+Plan = Sequence[int | Mapping[str, Tensor]]
 """For each head of the result: the old slot it comes from, or rows to put back, by name (`weight`, moments)."""
 
 

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Site, adapter_for
+from saf.adapters import Removed, Site, adapter_for
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
-from saf.heads import Head, HeadSet
+from saf.heads import HeadLayout
 from saf.ops.backends import choose_backend
 from saf.ops.frozen_layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
-from saf.surgery.edit import editing, heads_with_rows, plan_edit, value_dtypes
-from saf.surgery.install import install_, uninstall_
+from saf.surgery.edit import LayerEdit, absent_rows, carry_out_, editing, plan_edit, value_dtypes
 from saf.surgery.rows import replace_data_
 
 SCHEMA = "saf.heads/1"
@@ -33,7 +32,8 @@ def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what `restore_` needs: values for JSON, and tensors for safetensors.
 
     The heads of a layer whose patterns are trained are listed as `trainable`; their logits are those of this moment.
-    Tensors are `layer.head.alpha`, `.rho` (or `.weights`) and the rows kept for undoing, `layer.head.removed.*`.
+    Tensors are `layer.head.alpha`, `.rho` (or `.weights`) and the rows kept for undoing, `layer.head.removed.role.*`;
+    with grouped queries the head of keys and values is a KV head.
     """
     layers, tensors = [], {}
     for number, site in enumerate(adapter_for(model).sites()):
@@ -50,8 +50,10 @@ def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
         for head, pattern in patterns.items():
             tensors |= {f"{number}.{head}.{name}": part.cpu().contiguous() for name, part in pattern.state().items()}
-        for head, rows in site.removed.items():
-            tensors |= {f"{number}.{head}.removed.{name}": tensor.contiguous() for name, tensor in rows.items()}
+        for role, of in site.removed.items():
+            for head, rows in of.items():
+                prefix = f"{number}.{head}.removed.{role}."
+                tensors |= {prefix + name: tensor.contiguous() for name, tensor in rows.items()}
     return {"schema": SCHEMA, "layers": layers}, tensors
 
 
@@ -62,25 +64,15 @@ def restore_(
     """Give a model with no frozen heads the layout and patterns of `state_of`, before its weights are loaded.
 
     Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Without `backend` each
-    layer has the one that it was saved with, see `recorded_backends`. Raises
-    CheckpointError when the state is of another schema or of another shape of model, or lacks a pattern; the model is
-    unchanged then.
+    layer has the one that it was saved with, see `recorded_backends`. Raises CheckpointError when the state is of
+    another schema or of another shape of model, or lacks a pattern; the model is unchanged then.
     """
-    edits, layers = {}, matching_layers(model, state)
-    backends = {} if backend else recorded_backends(layers)
-    for number, site, layer in layers:
-        if not layer["frozen"]:
-            continue
-        layout = replace(site.layout, frozen=tuple(layer["frozen"]))
-        trained = layer.get("trainable", ())
-        patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
-        edits[number] = plan_edit(site, layout, patterns, backend=backend or backends[number], optimizer=None)
-    for number, edit in edits.items():
+    for number, edit in _planned(model, state, tensors, backend):
         site = edit.site
-        for role, heads in heads_with_rows(edit.layout).items():
+        for role, heads in edit.layout.rows.items():
             parameter, dimension = site.projections()[role]
             replace_data_(parameter, parameter.data.narrow(dimension, 0, len(heads) * site.head_dim).clone())
-        site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout.frozen, tensors))
+        site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
 
 
 def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
@@ -94,10 +86,28 @@ def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) ->
         raise CheckpointError(f"{source} does not fit the model it describes: {error}") from error
 
 
+def _planned(
+    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], backend: str | None
+) -> list[tuple[int, LayerEdit]]:
+    """Return what gives every edited layer of the state its layout and patterns, all checked."""
+    edits, layers = [], matching_layers(model, state)
+    backends = {} if backend else recorded_backends(layers)
+    for number, site, layer in layers:
+        layout = replace(site.layout, frozen=tuple(layer["frozen"]))
+        if not layout.ordinary:
+            trained = layer.get("trainable", ())
+            patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
+            edits.append(
+                (number, plan_edit(site, layout, patterns, backend=backend or backends[number], optimizer=None))
+            )
+    return edits
+
+
+@editing
 def apply_(
     model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
 ) -> None:
-    """Install the frozen heads of `state_of` in a model that has all its weights, as `install_` does.
+    """Edit a model that has all its weights as the model of `state_of` was edited.
 
     Without `backend` each layer has the one that it was saved with, see `recorded_backends`.
 
@@ -106,35 +116,21 @@ def apply_(
     none), tell that they are not, a warning names them and says to load the others. Raises CheckpointError for another
     schema or shape of model; it is unchanged then.
     """
-    layers = matching_layers(model, state)
-    differing = {number: _other_rows(number, site, layer["frozen"], tensors) for number, site, layer in layers}
-    alike: dict[tuple[str, bool], list[Head]] = {}
-    backends = {} if backend else recorded_backends(layers)
-    for number, _, layer in layers:
-        for head in layer["frozen"]:
-            which = backend or backends[number], head in layer.get("trainable", ())
-            alike.setdefault(which, []).append((number, head))
-    events = []
-    for (name, trainable), heads in sorted(alike.items(), key=lambda each: each[0][1]):
-        # As stored, without training yet: `install_` makes them trainable.
-        patterns = [read_pattern(tensors, f"{number}.{head}.", False) for number, head in sorted(heads)]
-        events.append((HeadSet(heads), patterns, name, trainable))
-    for heads, patterns, name, trainable in events:
-        try:
-            install_(model, heads, patterns, backend=name, trainable=trainable)
-        except Exception:
-            uninstall_(model)
-            raise
-    for number, site, layer in layers:
-        if layer["frozen"]:  # rows that were saved, not this model's: undoing gives back what was frozen
-            site.assign(site.layout, site.frozen, _saved_rows(number, site.layout.frozen, tensors))
-        differing[number] |= differing_roles(site, layer.get("weights", {}))
+    edits = _planned(model, state, tensors, backend)
+    saved = {number: _saved_rows(number, edit.layout, tensors) for number, edit in edits}
+    differing = {number: _other_rows(number, edit.site, saved[number]) for number, edit in edits}
+    carry_out_([edit for _, edit in edits], None)
+    for number, edit in edits:  # rows that were saved, not this model's: undoing gives back what was there
+        edit.site.assign(edit.layout, edit.frozen, saved[number])
+    for number, site in enumerate(adapter_for(model).sites()):
+        sums = state["layers"][number].get("weights", {})
+        differing[number] = differing.get(number, set()) | differing_roles(site, sums)
     if listed := _listed(differing):
         warnings.warn(
             f"the model's weights differ from those saved with the frozen heads ({listed}): load the state dict of the "
             "frozen model now",
             SafWarning,
-            stacklevel=3,
+            stacklevel=4,  # past the wrapper of edits, at the caller of load
         )
 
 
@@ -156,28 +152,27 @@ def recorded_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dic
             f"the frozen heads were saved with backend {name!r}, which is not used here: {error}. 'auto' takes its "
             "place, whose results differ by rounding",
             SafWarning,
-            stacklevel=4,
+            stacklevel=6,  # past the plan and the wrapper of edits, at the caller of load
         )
     return found
 
 
-def _other_rows(number: int, site: Site, heads: list[int], tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return {"query"} when a layer's rows are not those kept for undoing; raise CheckpointError for another shape."""
-    weight = site.projections()["query"][0].detach().cpu()
+def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
+    """Return the roles in which a layer's rows are not those kept for undoing; CheckpointError for another shape."""
     found = set()
-    for head in heads:
-        kept = tensors.get(f"{number}.{head}.removed.query.weight")
-        if kept is None:
-            continue
-        own = weight[head * site.head_dim : (head + 1) * site.head_dim]
-        if own.shape != kept.shape:
-            raise CheckpointError(
-                f"layer {number}: the frozen heads have query rows {list(kept.shape)}, this model's are "
-                f"{list(own.shape)}"
-            )
-        narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
-        if not torch.equal(own.to(narrower), kept.to(narrower)):
-            found.add("query")
+    for role, rows in saved.items():
+        weight, dimension = site.projections()[role]
+        for head, tensors in rows.items():
+            kept = tensors["weight"]
+            own = weight.detach().narrow(dimension, head * site.head_dim, site.head_dim).cpu()
+            if own.shape != kept.shape:
+                raise CheckpointError(
+                    f"layer {number}: the frozen heads have {role} rows {list(kept.shape)}, this model's are "
+                    f"{list(own.shape)}"
+                )
+            narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(own.to(narrower), kept.to(narrower)):
+                found.add(role)
     return found
 
 
@@ -218,15 +213,17 @@ def _sum(weight: Tensor) -> str:
     return hashlib.sha256(weight.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
-def _saved_rows(number: int, heads: Iterable[int], tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Return the rows of a layer's frozen heads that were saved for undoing, by head: none of a final freeze."""
-    rows: dict[int, dict[str, Tensor]] = {}
-    for head in heads:
-        prefix = f"{number}.{head}.removed."
-        found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        if found:
-            rows[head] = found
-    return rows
+def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) -> Removed:
+    """Return the rows that a layout lacks and that were saved for undoing: none of what is final."""
+    whole = HeadLayout(layout.num_heads, layout.num_kv_heads)
+    removed: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for role, heads in absent_rows(whole, layout).items():
+        for head in heads:
+            prefix = f"{number}.{head}.removed.{role}."
+            rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            if "weight" in rows:
+                removed.setdefault(role, {})[head] = rows
+    return removed
 
 
 def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, dict[str, Any]]]:
@@ -245,7 +242,7 @@ def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, 
         raise CheckpointError(f"frozen heads of a model with {len(state['layers'])} layers; this one has {len(sites)}")
     for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True)):
         shape = (layer["num_heads"], layer["num_kv_heads"])
-        if shape != (site.layout.num_heads, site.layout.num_kv_heads) or site.layout.frozen:
+        if shape != (site.layout.num_heads, site.layout.num_kv_heads) or not site.layout.ordinary:
             raise CheckpointError(
                 f"layer {number}: the frozen heads belong to {shape[0]} query and {shape[1]} KV heads with none "
                 f"frozen yet; the model has {site.layout}"

@@ -121,8 +121,8 @@ def test_floors_follow_the_larger_of_arithmetic_and_traffic():
     assert short.floor_ms(peak) == pytest.approx(1e3 * short.bytes / 4.3e12)
     shape = ModelShape.of(preset("124m"))
     layers = {"batch": 8, "length": 4096, "accumulation": 1}
-    whole = update_work(shape, [0] * 12, free=False, **layers)
-    frozen, free = (update_work(shape, [3] * 12, free=bound, **layers) for bound in (False, True))
+    whole = update_work(shape, [shape.layout()] * 12, free=False, **layers)
+    frozen, free = (update_work(shape, [shape.layout(range(3))] * 12, free=bound, **layers) for bound in (False, True))
     assert whole.flops > frozen.flops > free.flops
     # Six per weight and token, and attention.
     assert whole.flops == pytest.approx(6 * 123.55e6 * 32768 + 12 * 12 * 7 * 8 * 64 * 4096**2, rel=2e-3)

@@ -78,7 +78,7 @@ class Grouped(nn.Module):
 
 class GroupedAdapter(Adapter):
     family = "grouped"
-    keep_live, saves_weights, one_graph = 0, True, True
+    saves_weights, one_graph = True, True
     max_length = vocab_size = None
     device = torch.device("cpu")
     next_token_loss = token_log_probs = last_logits = attention_settings = None

@@ -138,7 +138,7 @@ def test_projections_whose_own_forward_would_not_run_are_refused(name):
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-def test_left_padding_gives_the_unpadded_logits(position):
+def test_padding_gives_the_unpadded_logits(position):
     model = small(position=position)
     tokens = torch.randint(0, 50, (2, 12))
     mask = torch.ones(2, 12)
@@ -146,9 +146,17 @@ def test_left_padding_gives_the_unpadded_logits(position):
     padded = model(tokens, attention_mask=mask)
     torch.testing.assert_close(padded[1:, 5:], model(tokens[1:, 5:]), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(padded[:1], model(tokens[:1]), rtol=1e-4, atol=1e-5)
-    for wrong in (mask.flip(1), torch.zeros(2, 12)):
-        with pytest.raises(InputError, match="padding at the left end"):
+    holed = mask.clone()
+    holed[0, 4] = 0
+    for wrong in (holed, torch.zeros(2, 12)):
+        with pytest.raises(InputError, match="at the ends of each row only"):
             model(tokens, attention_mask=wrong)
+    right = mask.flip(1)
+    assert torch.equal(model(tokens, attention_mask=right), model(tokens)), "nobody sees it, so nothing is left out"
+    ends = mask * right
+    torch.testing.assert_close(
+        model(tokens, attention_mask=ends)[1, 5:7], model(tokens[1:, 5:7])[0], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

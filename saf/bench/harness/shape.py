@@ -1,9 +1,11 @@
 """What benchmarks need to know of a model: its heads, its matrices, and how it is built."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from saf.errors import InputError
+from saf.heads import HeadLayout
 from saf.models import GPTConfig, preset
 from saf.models.config import PRESETS
 
@@ -40,10 +42,13 @@ class ModelShape:
             gpt=config,
         )
 
-    def layer_entries(self, frozen: int) -> int:
-        """Return the matrix entries of one layer with `frozen` heads: their query rows are gone, and ungrouped keys."""
-        live, grouped = self.num_heads - frozen, self.num_kv_heads != self.num_heads
-        heads = live + (self.num_kv_heads if grouped else live) + self.num_kv_heads + self.num_heads
+    def layout(self, frozen: Sequence[int] = ()) -> HeadLayout:
+        """Return the layout of a layer with these heads frozen."""
+        return HeadLayout(self.num_heads, self.num_kv_heads, tuple(sorted(frozen)))
+
+    def layer_entries(self, layout: HeadLayout) -> int:
+        """Return the matrix entries of one layer: queries of live heads, keys that they read, the rest whole."""
+        heads = sum(map(len, layout.rows.values()))
         return self.hidden_size * (self.head_dim * heads + self.mlp_matrices * self.mlp_size)
 
     def qwen3(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from saf.bench.harness.shape import ModelShape, shape_of
 from saf.bench.harness.synthetic import synthetic_patterns
 from saf.bench.model.placement import choose_heads, heads_per_layer
 from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
 from saf.surgery import install_
 
@@ -108,8 +109,18 @@ class ModelPlan:
             num_heads=self.shape.num_heads,
             rate=arm.rate,
             placement=self.settings.placement,
-            most=self.shape.num_heads - (LlamaAdapter.keep_live if self.shape.gpt is None else 0),
         )
+
+    def heads(self, arm: Arm) -> HeadSet:
+        """Return the frozen heads."""
+        return choose_heads(
+            self.per_layer(arm), self.shape.num_heads, torch.Generator().manual_seed(self.settings.seed)
+        )
+
+    def layouts(self, arm: Arm) -> list[HeadLayout]:
+        """Return each layer's layout."""
+        heads = self.heads(arm)
+        return [self.shape.layout(heads.in_layer(layer)) for layer in range(self.shape.num_layers)]
 
     def describe(self, arm: Arm) -> Mapping[str, Any]:
         """Return what a row tells of the arm's heads."""
@@ -129,10 +140,8 @@ def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch
         model = _qwen3(plan, arm, device, dtype, generator)
     else:
         model = _gpt(plan.shape.gpt, arm, device, dtype, generator)
-    counts = plan.per_layer(arm)
-    if arm.backend is not None and sum(counts):
-        drawn = torch.Generator().manual_seed(plan.settings.seed)
-        heads = choose_heads(counts, plan.shape.num_heads, drawn)
+    heads = plan.heads(arm)
+    if arm.backend is not None and len(heads):
         drawn = torch.Generator().manual_seed(plan.settings.seed)
         install_(model, heads, synthetic_patterns(len(heads), plan.max_length, drawn, device), backend=arm.backend)
     for site in adapter_for(model).sites():

@@ -14,24 +14,19 @@ SMALLEST_SHARE = 0.01
 """What a layer of which none, or all, was taken counts as: its log odds are finite then."""
 
 
-def heads_per_layer(
-    *, num_layers: int, num_heads: int, rate: float, placement: str, most: int | None = None
-) -> list[int]:
+def heads_per_layer(*, num_layers: int, num_heads: int, rate: float, placement: str) -> list[int]:
     """Return how many heads of each layer are frozen; they add up to `round(rate * num_layers * num_heads)`.
 
-    "even" spreads them; "early" follows `MEASURED_SHARES` over relative depth, its odds scaled to the rate. `most` is
-    the largest number of a layer, all heads by default; raises InputError for a rate that it does not leave room for.
+    "even" spreads them; "early" follows `MEASURED_SHARES` over relative depth, its odds scaled to the rate.
     """
-    total, most = round(rate * num_layers * num_heads), num_heads if most is None else most
-    if total > num_layers * most:
-        raise InputError(f"a rate of {rate:g} needs {total} heads; at most {most} of a layer can be frozen here")
+    total = round(rate * num_layers * num_heads)
     if placement == "even":
         shares = [rate] * num_layers
     elif placement == "early":
         shares = _scaled([_measured(layer, num_layers) for layer in range(num_layers)], total / num_heads)
     else:
         raise InputError(f"placement must be 'early' or 'even'; got {placement!r}")
-    return _whole([share * num_heads for share in shares], total, most)
+    return _whole([share * num_heads for share in shares], total, num_heads)
 
 
 def _measured(layer: int, num_layers: int) -> float:

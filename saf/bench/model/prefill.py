@@ -20,6 +20,7 @@ from saf.bench.harness.work import Work, attention_work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelPlan, ModelSettings, build_model
 from saf.errors import InputError
+from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
 from saf.machine.execution import Execution
 from saf.ops import for_graphs
@@ -117,19 +118,19 @@ class PrefillSubject:
 
 
 def prefill_work(
-    shape: ModelShape, per_layer: Sequence[int], *, batch: int, length: int, weight_bytes: int, free: bool
+    shape: ModelShape, layouts: Sequence[HeadLayout], *, batch: int, length: int, weight_bytes: int, free: bool
 ) -> Work:
     """Return the work of one forward pass with the output layer on the last token alone."""
-    matrices = sum(shape.layer_entries(frozen) for frozen in per_layer)
+    matrices = sum(map(shape.layer_entries, layouts))
     head = shape.vocab_size * shape.hidden_size
     total = Work(2.0 * batch * (matrices * length + head), float(weight_bytes * (matrices + head)))
-    for frozen in per_layer:
+    for layout in layouts:
         total += attention_work(
             batch=batch,
             length=length,
             dim=shape.head_dim,
-            live=shape.num_heads - frozen,
-            frozen=frozen,
+            live=layout.num_live,
+            frozen=layout.num_frozen,
             kv_heads=shape.num_kv_heads if shape.num_kv_heads != shape.num_heads else None,
             backward=False,
             free=free,
@@ -171,7 +172,7 @@ class PrefillKind(ModelKind[PrefillSettings]):
         dtype = PRECISIONS[point.precision or "fp32"][1]
         return prefill_work(
             plan.shape,
-            plan.per_layer(arm),
+            plan.layouts(arm),
             batch=point.batch_size,
             length=point.length,
             weight_bytes=dtype.itemsize,

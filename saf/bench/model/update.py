@@ -19,6 +19,7 @@ from saf.bench.harness.timing import wait_for
 from saf.bench.harness.work import Work, attention_work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelPlan, ModelSettings, build_model
+from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import Execution
 from saf.records import paper
@@ -116,21 +117,21 @@ class UpdateSubject:
 
 
 def update_work(
-    shape: ModelShape, per_layer: Sequence[int], *, batch: int, length: int, accumulation: int, free: bool
+    shape: ModelShape, layouts: Sequence[HeadLayout], *, batch: int, length: int, accumulation: int, free: bool
 ) -> Work:
     """Return the work of one optimiser update: products of all matrices, attention, AdamW in float32.
 
     Activations between layers are not counted as traffic: how often they move is the compiler's choice.
     """
-    matrices = sum(shape.layer_entries(frozen) for frozen in per_layer) + shape.vocab_size * shape.hidden_size
+    matrices = sum(map(shape.layer_entries, layouts)) + shape.vocab_size * shape.hidden_size
     micro_batch = Work(6.0 * matrices * batch * length, 12.0 * matrices)
-    for frozen in per_layer:
+    for layout in layouts:
         micro_batch += attention_work(
             batch=batch,
             length=length,
             dim=shape.head_dim,
-            live=shape.num_heads - frozen,
-            frozen=frozen,
+            live=layout.num_live,
+            frozen=layout.num_frozen,
             backward=True,
             free=free,
         )
@@ -173,7 +174,7 @@ class UpdateKind(ModelKind[UpdateSettings]):
         plan = ModelPlan.of(settings, point.length)
         return update_work(
             plan.shape,
-            plan.per_layer(arm),
+            plan.layouts(arm),
             batch=point.batch_size,
             length=point.length,
             accumulation=point.accumulation or 1,

@@ -1,0 +1,112 @@
+"""Layers of transformers none of whose heads is live: no queries, keys or scores, and a cache of values alone."""
+
+import copy
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+from saf.heads import HeadSet
+from tests.adapters.test_llama import by_hand
+from tests.transformers_models import LENGTH, freeze, make, tokens
+
+WHOLE = HeadSet([(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
+"""The first layer, by which a cache counts its tokens, and the last; one head between them."""
+EVERY = HeadSet((layer, head) for layer in range(3) for head in range(4))
+
+
+@pytest.mark.parametrize("heads", [WHOLE, EVERY], ids=["two", "all"])
+def test_they_mix_values_by_their_patterns(family, heads):
+    model = make(family).double()
+    untouched, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    patterns = freeze(model, heads)
+    ids = tokens(2, LENGTH - 5, seed=2)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.shape == attention.k_proj.weight.shape == (0, 48)
+    with torch.no_grad():
+        expected = by_hand(untouched, patterns, ids)
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-10, atol=1e-10)
+        twin = copy.deepcopy(model)
+        saf.uninstall_(model)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        found = model(ids, use_cache=False).logits
+        torch.testing.assert_close(found, by_hand(untouched, {}, ids), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(twin(ids, use_cache=False).logits, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_cache_holds_their_values_alone_and_changes_nothing(family):
+    model, ids = make(family).double(), tokens(2, 12, seed=3)
+    freeze(model, WHOLE)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        cache, steps = None, []
+        for part in (ids[:, :5], ids[:, 5:8], *ids[:, 8:].split(1, 1)):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-10, atol=1e-10)
+    first, values = cache.layers[0], model.config.num_key_value_heads
+    assert first.keys.shape[1:3] == (values, 12)
+    assert first.values.numel() == 0
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids], 1)
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    beside = model.generate(padded, attention_mask=(padded > 0).long(), **options)
+    beams = model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=3, **options)
+    assert torch.equal(alone, beside[:, 4:])
+    assert beams.shape == alone.shape
+    for _ in range(6):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(alone, ids)
+
+
+def test_they_train_and_come_back_as_they_were(family, tmp_path):
+    model, ids = make(family).double().train(), tokens(4, seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
+
+    def update(one, trainer):
+        one(ids, labels=ids, use_cache=False).loss.backward()
+        trainer.step()
+        trainer.zero_grad()
+
+    update(model, optimizer)
+    weights = {role: weight for role, (weight, _) in adapter_for(model).sites()[0].projections().items()}
+    before = {role: [weight.clone(), optimizer.state[weight]["exp_avg"].clone()] for role, weight in weights.items()}
+    freeze(model, WHOLE, optimizer=optimizer)
+    for _ in range(2):
+        update(model, optimizer)
+    saf.save(model, tmp_path)
+    model.save_pretrained(tmp_path / "trained")
+    loaded = saf_loaded(family, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    saf.uninstall_(loaded)
+    saf.uninstall_(model, optimizer=optimizer)
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    for role, weight in weights.items():
+        now = [weight, optimizer.state[weight]["exp_avg"]]
+        assert all(map(torch.equal, now, before[role])) is (role in ("query", "key")), role
+    update(model, optimizer)
+
+
+def saf_loaded(family, folder):
+    """A fresh model with the frozen heads of a folder and the weights trained beside them."""
+    from safetensors.torch import load_model
+
+    model = make(family).double()
+    with pytest.warns(UserWarning, match="weights differ"):
+        saf.load(model, folder)
+    load_model(model, folder / "trained" / "model.safetensors")
+    return model
+
+
+@pytest.mark.parametrize("score", ["variance", "random"])
+def test_ranking_is_global(score):
+    model, ids = make("qwen3"), tokens()
+    saf.freeze_(model, [ids], saf.FreezeConfig(count=5, score=score, max_fit_kl=99))
+    saf.freeze_(model, [ids], saf.FreezeConfig(count=6, score=score, max_fit_kl=99))
+    assert sorted(site.layout.num_live for site in adapter_for(model).sites()) == [0, 0, 1]
+    saf.freeze_(model, [ids], saf.FreezeConfig(count=1, strict=True, max_fit_kl=99))
+    assert not len(adapter_for(model).live_heads())
