@@ -25,6 +25,7 @@ from saf.settings import FLAT, documented
 from saf.surgery import finalize_
 from saf.tasks.text import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
+from saf.train.clock import seconds_until, with_intervention
 from saf.train.events import recorded_gradient
 
 
@@ -104,6 +105,7 @@ def freeze_checkpoint(
     if settings.finalize:
         finalize_(model)
     state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
+    state["clock"] = with_intervention(seconds_until(checkpoint), report.seconds)
     written = save_checkpoint(settings.out, model, optimizer, state=state, parent=checkpoint.hash)
     report.save(settings.out, update=checkpoint.update)
     return report, written, checkpoint.hash

@@ -13,6 +13,7 @@ from saf.cli.command import Command, build_groups, given_values
 from saf.cli.freeze import BUDGETS, check_budget
 from saf.cli.output import show
 from saf.errors import InputError
+from saf.records.quantities import seconds
 from saf.records.table import Table
 from saf.settings import FLAT
 from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint, pretrain
@@ -99,6 +100,12 @@ def _check_freeze(given: Mapping[str, Any], before: TrainConfig | None) -> None:
         raise InputError(f"--freeze.{next(iter(given)).replace('_', '-')} needs --freeze.rate beside it")
 
 
+def _whole_run(time: dict[str, Any]) -> str:
+    everything, warm = (time[clock]["seconds"] for clock in ("everything", "warm"))
+    parent = ", its parent's part included" if time["parent_parts"] else ""
+    return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}"
+
+
 def _table(result: dict[str, Any]) -> Table:
     timing, event = result["update_seconds"], result["intervention"] or {}
     rows = {
@@ -109,7 +116,7 @@ def _table(result: dict[str, Any]) -> Table:
         "update, median": timing
         and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
         "peak memory": result["peak_memory_bytes"] and f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
-        "training": f"{result['total_seconds']:.1f} s",
+        "whole run": _whole_run(result["time"]),
     }
     if event:
         more, in_all = len(event["heads"]), len(result["provenance"]["heads"])

@@ -83,11 +83,19 @@ def compare_runs(
         "heads": len(arms[1].frozen_heads),
         "num_heads": arms[1].num_heads,
         "intervention_seconds": intervention.get("seconds"),
+        "run_seconds_ordinary": _run_seconds(arms[0]),
+        "run_seconds_frozen": _run_seconds(arms[1]),
+        "lacks": {name: run.lacks for name, run in zip(("ordinary", "frozen"), arms, strict=True) if run.lacks},
         "differences": found,
     }
     if out is not None:
         write_json(Path(out) / "compare.json", comparison)
     return comparison
+
+
+def _run_seconds(run: RecordedRun) -> dict[str, float | None]:
+    """Return what the whole run took on both clocks, its parent's part included."""
+    return {clock: run.seconds(clock) for clock in ("everything", "warm")}
 
 
 def timing_is_clear(record: Mapping[str, Any]) -> bool:

@@ -18,13 +18,18 @@ from saf.records.run import RecordedRun
 from saf.records.table import Cell, Table
 
 _COLUMNS = ("arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interval", "paper's change")
-_COLUMNS += ("median update", "peak memory", "paper's memory", "freezing took", "paper's freezing", "whole run")
-_WIDE = ("loss, nats", "paper's change", "paper's memory", "paper's freezing", "whole run")
+_COLUMNS += ("median update", "peak memory", "paper's memory", "freezing took", "paper's freezing")
+_COLUMNS += ("whole run", "whole run, warm")
+_WIDE = ("loss, nats", "paper's change", "paper's memory", "paper's freezing")
+_WIDE += ("whole run", "whole run, warm")
 """Columns that a terminal leaves out: with them its lines would break."""
 _BASELINE = (
     "Baseline: the ordinary arm. Each arm ran in a process of its own, so update times carry the machine's drift, "
-    "which the alternating pairs of saf bench update do not. An arm that continues from a checkpoint counts its own "
-    "part alone as the whole run."
+    "which the alternating pairs of saf bench update do not."
+)
+_WHOLE_RUN = (
+    "A whole run is everything up to the last decision, the part before the checkpoint that an arm continues from "
+    "included; warm is the same without loading and compilation."
 )
 
 
@@ -110,13 +115,16 @@ def arms_table(
             paper_memory,
             seconds(sum(event.values()) if event else None),
             paper_seconds,
-            seconds(result.get("total_seconds")),
+            *(_whole_run(run, by_name.get(name), clock) for clock in ("everything", "warm")),
         ]
         rows.append(row)
     notes = [note for comparison in comparisons for note in _notes(comparison)]
+    notes += _lacks(runs, names)
     if brief:
+        notes = [*(told for comparison in comparisons for told in _times(comparison)), *notes]
         return Table.of("Arms side by side", _COLUMNS, rows, notes).without(_WIDE)
-    notes = [*([_BASELINE] if comparisons else []), *notes]
+    timed = any(run.seconds("everything") for run in runs)
+    notes = [*([_BASELINE] if comparisons else []), *([_WHOLE_RUN] if timed else []), *notes]
     notes += [f"Paper, {note}" for note in footnotes(each for claims in quoted for each in claims)]
     return Table.of("Arms side by side", _COLUMNS, rows, notes).used()
 
@@ -153,6 +161,31 @@ def _update(run: RecordedRun, record: dict[str, Any] | None, comparisons: Sequen
     own = ((run.result or {}).get("update_seconds") or {}).get("median")
     ratio = record["update_time_ratio"] if record else None
     return seconds(medians.pop() if len(medians) == 1 else own) + (f" ({ratio:.3f}×)" if ratio else "")
+
+
+def _lacks(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
+    """Return what runs lack, each thing once with the runs that lack it."""
+    lacking: dict[str, list[str]] = {}
+    for run, name in zip(runs, names, strict=True):
+        for what in run.lacks:
+            lacking.setdefault(what, []).append(name)
+    return [f"Not known of {', '.join(names)}: {what}." for what, names in lacking.items()]
+
+
+def _whole_run(run: RecordedRun, comparison: Comparison | None, clock: str) -> str:
+    took = run.seconds(clock)
+    change = change_percent(comparison.ordinary.seconds(clock), took) if comparison else None
+    return seconds(took) + (f" ({signed(change)})" if change is not None else "")
+
+
+def _times(comparison: Comparison) -> list[str]:
+    """Return what both arms took from the first update of their parents on, where that is known."""
+    words = []
+    for clock, name in (("everything", "the whole run"), ("warm", "without loading and compilation")):
+        pair = [run.seconds(clock) for run in (comparison.ordinary, comparison.frozen)]
+        if None not in pair:
+            words.append(f"{name} {seconds(pair[1])} against {seconds(pair[0])} ({signed(change_percent(*pair))})")
+    return [f"{comparison.name}: {'; '.join(words)}."] if words else []
 
 
 def _memory(result: dict[str, Any], record: dict[str, Any] | None) -> str:

@@ -30,7 +30,8 @@ def _delta(record: Record, other: Record | None) -> float | None:
 
 
 def _minutes(record: Record, _: Record | None) -> float | None:
-    seconds = record.get("total_seconds")
+    """Return what the whole run took, its parent's part included."""
+    seconds = ((record.get("time") or {}).get("everything") or {}).get("seconds")
     return None if seconds is None else seconds / 60
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.records.events import EventRecord, heads_in_force, read_events
+from saf.records.events import EVENTS, EventRecord, heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.paths import Kind, expect
 from saf.records.result import read_result
@@ -82,6 +82,28 @@ class RecordedRun:
     def freeze_tensors(self) -> dict[str, Tensor]:
         """Return the newest freeze's patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]`, if any."""
         return {} if self.newest_freeze is None else self.newest_freeze.tensors()
+
+    def seconds(self, clock: str) -> float | None:
+        """Return the whole run's seconds on a clock, "everything" or "warm" (without loading and compilation).
+
+        A run that continues another one counts that one's part too. None before the end, and where `lacks` says why.
+        """
+        return (((self.result or {}).get("time") or {}).get(clock) or {}).get("seconds")
+
+    @property
+    def lacks(self) -> list[str]:
+        """Return in words what the folder of a finished run does not hold; empty for one that is whole."""
+        if self.result is None:
+            return []
+        lacking = list(self.result.get("lacks", []))
+        if "time" not in self.result:
+            lacking.append(
+                "time: an earlier version counted updates and freezing of the run's own part alone, without loading, "
+                "evaluations, checkpoints and the part of its parent"
+            )
+        if self.result.get("intervention") and not self.events:
+            lacking.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
+        return lacking
 
     def finished_result(self) -> dict[str, Any]:
         """Return result.json; raise InputError when the run has not ended."""

@@ -56,19 +56,24 @@ def carry_out_due_(run: Run, *, saved: bool = False) -> None:
             carried_out += 1
         if not (run.config.track_gradients or reads_gradient(run.config, proposer)):
             run.updater.gradient = None
-    if carried_out and run.finished():
-        run.save(after_freezing=True)
+
+
+def event_due(run: Run) -> bool:
+    """Return whether the schedule proposes an event now."""
+    return run.proposer is not None and bool(run.proposer.propose(run.update))
 
 
 def _carry_out_(run: Run, event: Event) -> Outcome:
     """Carry one event out and record it, with the controller loss before and after."""
     before = run.controller_loss(f"before_{event.kind}")
-    change = CARRY_OUT[event.kind](run, event)
-    run.updater.compile_()
+    with run.clock("intervention"):
+        change = CARRY_OUT[event.kind](run, event)
+        run.updater.compile_()
     after = run.controller_loss(f"after_{event.kind}")
     losses = {"loss_before": before, "loss_after": after}
     values = {**losses, "seconds": change.seconds, **change.values}
-    number = run.record_event(event, change.heads, values, change.tensors)
+    with run.clock("intervention"):
+        number = run.record_event(event, change.heads, values, change.tensors)
     seconds = sum(change.seconds.values())
     run.say(f"{change.summary}; took {seconds:.1f} s")
     return Outcome(number=number, heads=change.heads, seconds=seconds, **losses)

@@ -14,10 +14,11 @@ from saf.errors import CheckpointError, DivergenceError
 from saf.machine.processes import done_once
 from saf.records.folders import no_room
 from saf.train.checkpoint import latest
+from saf.train.clock import AFTERWARDS, Clock
 from saf.train.config import TrainConfig
-from saf.train.events import carry_out_due_
+from saf.train.events import carry_out_due_, event_due
 from saf.train.results import finish
-from saf.train.run import Clock, Run
+from saf.train.run import Run
 from saf.train.start import start_run
 
 EXIT_STOPPED = 75
@@ -67,11 +68,14 @@ def _full_disk_explained(run: Run, files: str) -> Iterator[None]:
 
 def _train(run: Run, stop: "StopRequest") -> bool:
     """Run updates to the end; return False when a signal stopped them."""
-    config = run.config
+    config, clock = run.config, run.clock
     run.model.train()
+    if clock.before and run.finished(after=clock.before) and not event_due(run):
+        clock.only_reports()
+        return True
+    clock.enter("training")
     carry_out_due_(run, saved=run.update == run.start and run.parent_hash is not None)
-    finished = run.finished()
-    while not finished:
+    while not run.finished():
         if run.observer and run.updater.compiling:
             run.observer.progress.compiling(run.update + 1)
         record = run_update(run)
@@ -81,15 +85,18 @@ def _train(run: Run, stop: "StopRequest") -> bool:
             run.proposer.observe(run.update, record["loss"])
         if config.eval_every and run.update % config.eval_every == 0:
             run.controller_loss("periodic")
-        finished = run.finished()
         periodic = config.save_every and run.update % config.save_every == 0
+        finished = run.finished()
         # Looked at once: a signal that comes while this line runs waits for the next update, which it then saves.
         stopping = stop.requested and not finished
-        if periodic or finished or stopping or run.update in config.branch_updates:
+        if not finished and (periodic or stopping or run.update in config.branch_updates):
             run.save()
         if stopping:
             return False
         carry_out_due_(run)
+    clock.enter(AFTERWARDS)
+    if run.update > run.start or run.changed:
+        run.save(final=True)
     return True
 
 
@@ -98,8 +105,9 @@ def run_update(run: Run) -> dict[str, Any]:
     cuda = run.execution.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    rate = run.next_learning_rate()
+    rate, compiling = run.next_learning_rate(), run.updater.compiling
     done = run.updater.update(rate)
+    run.clock.updated(done.seconds, compiled=compiling)
     if cuda and run.update >= run.timed_from:
         run.peak_memory = max(run.peak_memory or 0, torch.cuda.max_memory_allocated())
     return {

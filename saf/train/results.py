@@ -19,9 +19,9 @@ from saf.train.run import Run
 def finish(run: Run) -> dict[str, Any]:
     """Evaluate the reporting partition, write result.json and return it.
 
-    `train_loss` averages the last twentieth of the updates (at most 100). `total_seconds` counts updates
-    (compilation in the first ones included) and the intervention, not evaluation and checkpoints. A run whose time
-    was over before its freezing point is an ordinary one; a warning says so.
+    `train_loss` averages the last twentieth of the updates (at most 100). `time` has both clocks, each with what it
+    includes, and the parts. `lacks` says in words what of the run is not known. A run whose time was over before its
+    freezing point is an ordinary one; a warning says so.
 
     Raises:
         InputError: The time was over before the first update.
@@ -31,7 +31,7 @@ def finish(run: Run) -> dict[str, Any]:
     if final is None:
         raise InputError(
             f"time_budget_seconds={run.config.time_budget_seconds:g} was over before the first update "
-            f"({run.clock.elapsed:.1f} s went into setting the run up); allow more time, in another folder"
+            f"({run.clock.everything:.1f} s went into setting the run up); allow more time, in another folder"
         )
     report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
     metrics = read_lines(folder / "metrics.jsonl")
@@ -45,8 +45,6 @@ def finish(run: Run) -> dict[str, Any]:
             stacklevel=3,
         )
     last = metrics[-max(1, min(100, run.config.updates // 20)) :]
-    seconds = sum(line["update_seconds"] for line in metrics)
-    seconds += sum(intervention["seconds"].values()) if intervention else 0.0
     frozen = _frozen_heads(run)
     head = result_header(
         "run",
@@ -75,7 +73,8 @@ def finish(run: Run) -> dict[str, Any]:
         **report,
         "update_seconds": update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
-        "total_seconds": seconds,
+        "time": run.clock.record(),
+        "lacks": run.clock.lacks,
         "intervention": intervention,
         "checkpoint": str(final),
     }

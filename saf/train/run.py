@@ -3,9 +3,6 @@
 Everything that a run writes goes through `Run`, and only the first process of several writes.
 """
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +21,7 @@ from saf.train.checkpoint import (
     save_checkpoint,
     step_name,
 )
+from saf.train.clock import AFTERWARDS, Clock, log_checkpoint
 from saf.train.config import TrainConfig
 from saf.train.observer import Observer
 from saf.train.optimizer import learning_rate, progress_by_time, progress_by_update
@@ -31,32 +29,6 @@ from saf.train.updater import Updater
 
 GRADIENT = "qk_gradient"
 """Name of the Q/K-gradient average in a checkpoint's state.json."""
-
-
-class Clock:
-    """Count the seconds since the run began, over all its processes; writing checkpoints does not count."""
-
-    def __init__(self, elapsed: float = 0.0):
-        """Start now, `elapsed` seconds in."""
-        self._origin = time.perf_counter() - elapsed
-
-    @property
-    def elapsed(self) -> float:
-        """Return the seconds so far."""
-        return time.perf_counter() - self._origin
-
-    def advance(self, seconds: float) -> None:
-        """Add what an earlier process of the same run had spent."""
-        self._origin -= seconds
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out the time spent inside."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._origin += time.perf_counter() - began
 
 
 @dataclass(kw_only=True)
@@ -80,8 +52,8 @@ class Run:
     start: int
     """Update of the checkpoint that the run began at; 0 for a new one."""
     parent_hash: str | None
-    heads_changed: int = 0
-    """Update after which the newest event came; 0 before any."""
+    heads_changed: int | None = None
+    """Update after which the newest event of its own came; None before any."""
     peak_memory: int | None = None
     """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
 
@@ -94,6 +66,11 @@ class Run:
     def tokens(self) -> int:
         """Return how many target tokens were trained on."""
         return self.update * self.task.targets_per_update
+
+    @property
+    def changed(self) -> bool:
+        """Return whether events came since the last update."""
+        return self.heads_changed == self.update
 
     @property
     def checkpoints(self) -> Path:
@@ -111,7 +88,7 @@ class Run:
 
         An ordinary arm leaves out as many, so that both are timed over the same updates.
         """
-        begin = max(self.start, self.heads_changed, self.config.freeze_update or 0)
+        begin = max(self.start, self.heads_changed or 0, self.config.freeze_update or 0)
         begin = begin if begin < self.config.updates else self.start
         # Ten updates, or a quarter of a short run's: the allocator and the kernels' caches have grown by then.
         return begin + 1 + min(10, (self.config.updates - begin) // 4)
@@ -122,15 +99,16 @@ class Run:
         progress = progress_by_update(self.update + 1, updates=config.updates, start=config.lr_start)
         if config.time_budget_seconds is not None:
             begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
-            spent = self.clock.elapsed + self.updater.expected_seconds
+            spent = self.clock.everything + self.updater.expected_seconds
             progress = progress_by_time(spent, budget=config.time_budget_seconds, begin=max(begin, 0.0))
         return learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
 
-    def finished(self) -> bool:
-        """Return whether the updates are done or the next one would exceed the time allowance."""
+    def finished(self, *, after: float | None = None) -> bool:
+        """Return whether the updates are done or the next would exceed the time allowance, now or `after` seconds."""
         if self.config.time_budget_seconds is None:
             return self.update >= self.config.updates
-        return self.clock.elapsed + self.updater.expected_seconds > self.config.time_budget_seconds
+        spent = self.clock.everything if after is None else after
+        return spent + self.updater.expected_seconds > self.config.time_budget_seconds
 
     def say(self, text: str) -> None:
         """Show people a line about this moment of the run."""
@@ -139,9 +117,10 @@ class Run:
 
     def controller_loss(self, when: str) -> float:
         """Return the task's controller loss, nats per target, and log it as `when`."""
-        loss = done_once(lambda: self.task.controller_loss(self.model, self.execution))
-        if self.observer:
-            self.observer.evaluated(self.update, loss, when)
+        with self.clock("monitoring"):
+            loss = done_once(lambda: self.task.controller_loss(self.model, self.execution))
+            if self.observer:
+                self.observer.evaluated(self.update, loss, when)
         return loss
 
     def record_event(self, event: Event, heads: HeadSet, values: dict[str, Any], tensors: dict[str, Any]) -> int:
@@ -151,34 +130,38 @@ class Run:
         line = {"update": self.update, "reason": event.reason, "heads": heads.to_list(), **values}
         return done_once(lambda: append_event(self.folder, event.kind, line, tensors).number)
 
-    def save(self, *, after_freezing: bool = False) -> Path:
+    def save(self, *, final: bool = False) -> Path:
         """Save a checkpoint, unless it is there already, and remove the oldest ones that need not be kept.
+
+        `final` says that nothing but the report comes after it.
 
         Raises:
             CheckpointError: There is no room for it.
         """
-        path = self.checkpoints / step_name(self.update, after_freezing=after_freezing)
+        path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
         if path.exists():
             return path
-        state = {
-            "update": self.update,
-            "tokens": self.tokens,
-            "elapsed_seconds": self.clock.elapsed,
-            "model": self.model.config.to_dict(),
-            "settings": self.config.to_dict(),
-            "schedule": self.proposer.state_dict() if self.proposer else None,
-            GRADIENT: self.updater.gradient.state_dict() if self.updater.gradient else None,
-            "random": capture_random_state(),
-            **self.task.state(self.update),
-        }
-        with self.clock.paused():
+        with self.clock(AFTERWARDS if final else "checkpoints"):
+            state = {
+                "update": self.update,
+                "tokens": self.tokens,
+                "clock": self.clock.state_dict(),
+                "expected_seconds": self.updater.expected_seconds,
+                "model": self.model.config.to_dict(),
+                "settings": self.config.to_dict(),
+                "schedule": self.proposer.state_dict() if self.proposer else None,
+                GRADIENT: self.updater.gradient.state_dict() if self.updater.gradient else None,
+                "random": capture_random_state(),
+                **self.task.state(self.update),
+            }
             done_once(lambda: self._write(path, state))
         return path
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
-        save_checkpoint(path, self.model, self.updater.optimizer, state=state, parent=self.parent_hash)
+        found = save_checkpoint(path, self.model, self.updater.optimizer, state=state, parent=self.parent_hash)
         protect = {step_name(update) for update in self.config.branch_updates}
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
+        log_checkpoint(self.folder, path.name, found, self.clock)
 
     def last_good(self) -> str:
         """Return a sentence that says from which checkpoint to go on after an error."""

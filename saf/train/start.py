@@ -21,11 +21,12 @@ from saf.records.folders import lock_folder, remove_leftovers_
 from saf.schedules import Proposer
 from saf.tasks import TASKS, Task
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
+from saf.train.clock import Clock, seconds_until
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, run_config
 from saf.train.events import check_freeze, start_gradient
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
-from saf.train.run import Clock, Run
+from saf.train.run import Run
 from saf.train.updater import Updater
 
 
@@ -55,8 +56,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     model, optimizer = _build(config, shape, execution, checkpoint)
     for site in adapter_for(model).sites():
         site.pin(config.kernel)
-    if own and state:
-        clock.advance(state["elapsed_seconds"])
+    if checkpoint:
+        (clock.go_on if own else clock.start_from)(seconds_until(checkpoint))
     proposer = _proposer(config, state["schedule"] if own and state else None)
     if freeze and proposer and not proposer.finished:
         check_heads(freeze, [site.layout for site in adapter_for(model).sites()])
@@ -64,10 +65,9 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     # Settings that cannot be used leave no folder behind.
     if is_first():
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lock = lock or lock_folder(folder)
+        lock = lock or _lock_new(folder)
         record = run_config(config, model=shape, task=task, execution=execution, parent=parent)
         _write_start(folder, config, record, update=update, own=own)
-    events = read_events(folder) if folder.is_dir() else []
     return Run(
         config=config,
         folder=folder,
@@ -84,13 +84,14 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             clip=config.clip,
             gradient=gradient,
             done=update,
+            expected_seconds=state.get("expected_seconds", 0.0) if own and state else 0.0,
         ),
         proposer=proposer,
         clock=clock,
         observer=_observer(config, execution, shape, task, update, clock) if is_first() else None,
         start=parent["update"] if parent else 0,
         parent_hash=parent["hash"] if parent else None,
-        heads_changed=max((event.update or 0 for event in events), default=0),
+        heads_changed=max((event.update or 0 for event in _own_events(config)), default=None),
     )
 
 
@@ -105,6 +106,28 @@ def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | N
         raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
     check_same_run(config, read_json(folder / "config.json")["settings"])
     return lock
+
+
+def _lock_new(folder: Path) -> IO[str]:
+    """Lock a folder that held no run when this process began; raise InputError when it holds one by now."""
+    lock = lock_folder(folder)
+    if (folder / "config.json").exists():
+        lock.close()
+        raise InputError(
+            f"{folder} holds a run by now, which another process began meanwhile; resume it, or choose another folder"
+        )
+    return lock
+
+
+def _own_events(config: TrainConfig) -> list[EventRecord]:
+    """Return the events that the run itself carried out so far; not those of the parent."""
+    events = read_events(config.out) if Path(config.out).is_dir() else []
+    return [event for event in events if not _inherited(event, config)]
+
+
+def _inherited(event: EventRecord, config: TrainConfig) -> bool:
+    """Return whether an event is a parent's; a run that freezes nothing has no other, marked as such or not."""
+    return event.values.get("inherited", config.freeze is None)
 
 
 def _open(path: str | Path | None, shape: GPTConfig, task: Task) -> Checkpoint | None:
@@ -172,7 +195,7 @@ def _observer(
 ) -> Observer:
     """Open the logs of a run that stands after `update` updates."""
     budget = config.time_budget_seconds
-    left = None if budget is None else budget - clock.elapsed
+    left = None if budget is None else budget - clock.everything
     progress = Progress(done=update, total=config.updates, budget=left, every=config.log_every, quiet=config.quiet)
     tokens = task.targets_per_update
     return Observer(
@@ -200,8 +223,7 @@ def _write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, u
         return line["update"] < update or (line["update"] == update and (after_event or line["when"] == "periodic"))
 
     def keep_event(event: EventRecord) -> bool:
-        # A run that freezes nothing has inherited ones alone; earlier versions did not mark them.
-        if event.values.get("inherited", config.freeze is None):
+        if _inherited(event, config):
             return True
         return (event.update or 0) < update or (event.update == update and after_event)
 

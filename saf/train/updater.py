@@ -52,7 +52,7 @@ class Updater:
     compiling: bool = field(init=False)
     """Whether the next update compiles, which says nothing about the seconds of those after it."""
     expected_seconds: float = 0.0
-    """What the next update is expected to take: the last one's seconds, 0 where that compiled or there was none."""
+    """What the next update is expected to take: what the last one did that compiled nothing, 0 before any."""
 
     def __post_init__(self):
         """Prepare the callable."""
@@ -88,7 +88,8 @@ class Updater:
                 f"update {self.done + 1} was not applied: its loss is {loss_value}, its gradient norm {norm_value}"
             )
         self.done += 1
-        self.expected_seconds = 0.0 if self.compiling else seconds
+        if not self.compiling:
+            self.expected_seconds = seconds
         self.compiling = False
         return Updated(loss_value, norm_value, seconds)
 

@@ -30,4 +30,6 @@ def test_the_brief_table_has_fewer_columns_and_the_same_numbers(tmp_path):
     record = comparisons[0].record
     assert record is not None
     assert f"({record['update_time_ratio']:.3f}×)" in str(brief.rows[1][brief.columns.index("median update")])
+    assert whole.rows[1][-2:] == ("42 s (+5.00%)", "32 s (−5.88%)")
+    assert "frozen: the whole run 42 s against 40 s (+5.00%); without loading and compilation 32 s" in brief.notes[0]
     assert str(brief.rows[1][brief.columns.index("heads frozen")]) == "3 of 12"

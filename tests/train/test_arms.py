@@ -20,7 +20,7 @@ from saf.train import continue_from, load_model, open_checkpoint, pretrain
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 RESULT_KEYS = {
     "schema", "kind", "settings", "arm", "updates", "tokens", "train_loss", "report_loss", "report_perplexity",
-    "unigram_entropy", "update_seconds", "peak_memory_bytes", "total_seconds", "intervention", "provenance",
+    "unigram_entropy", "update_seconds", "peak_memory_bytes", "time", "lacks", "intervention", "provenance",
 }  # fmt: skip
 PROVENANCE_KEYS = {
     "source_hash", "checkpoints", "data", "config_hash", "patterns_hash", "heads", "seed",

@@ -16,6 +16,7 @@ from saf.records.folders import write_manifest
 from saf.schedules import Freeze, Prune, Undo
 from saf.surgery import state_of
 from saf.train import latest, load_model, pretrain
+from saf.train.clock import Clock
 from tests.train.killed import Killed, die_at
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
@@ -186,12 +187,11 @@ def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(settings, outcome, monk
 
 def test_only_the_first_process_writes(settings, monkeypatch):
     """Another one builds the same run, trains and saves nothing."""
-    import saf.train.run as run_module
     import saf.train.start as start
 
     config = settings(freeze=FREEZE)
     monkeypatch.setattr(start, "is_first", lambda: False)
-    run = start.start_run(config, resume=False, clock=run_module.Clock())
+    run = start.start_run(config, resume=False, clock=Clock())
     assert (run.lock, run.observer) == (None, None)
     run.say("nobody hears this")
     record = loop.run_update(run)

@@ -11,6 +11,7 @@ import torch
 
 import saf.train.events as events
 import saf.train.loop as loop
+import saf.train.start as start
 from saf.errors import CheckpointError, InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
@@ -170,6 +171,24 @@ def test_refuses_a_folder_in_use(settings):
     with lock_folder(Path(config.out)), pytest.raises(InputError, match="another process trains in"):
         pretrain(config, resume=True)
     pretrain(config, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_refuses_a_folder_that_another_process_took_while_this_one_was_set_up(settings, outcome, monkeypatch, resume):
+    """Both found it empty; the other one was faster, and has even ended when this one gets the lock."""
+    config, real = settings(updates=2), start.check_freeze
+
+    def slow(*arguments):
+        monkeypatch.setattr(start, "check_freeze", real)
+        pretrain(settings(updates=2, seed=5))
+        slow.found = outcome(config.out)
+        return real(*arguments)
+
+    monkeypatch.setattr(start, "check_freeze", slow)
+    with pytest.raises(InputError, match="holds a run by now, which another process began meanwhile"):
+        pretrain(config, resume=resume)
+    assert outcome(config.out) == slow.found
+    assert read_json(Path(config.out, "config.json"))["settings"]["seed"] == 5
 
 
 def test_refuses_other_settings(settings):

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import saf.train.clock
 import saf.train.loop as loop
 import saf.train.observer
 import saf.train.results
-import saf.train.run
 import saf.train.updater
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.freezing.config import FreezeConfig
@@ -188,7 +188,7 @@ def second_per_look(monkeypatch):
         return now[0]
 
     fake = SimpleNamespace(perf_counter=look)
-    monkeypatch.setattr(saf.train.run, "time", fake)
+    monkeypatch.setattr(saf.train.clock, "time", fake)
     monkeypatch.setattr(saf.train.updater, "time", fake)
     return now
 

@@ -1,0 +1,181 @@
+"""Where a run's seconds go: each is booked under one part, so that the parts add up to the wall time.
+
+Two clocks add parts up. *Everything* is the paper's full path; *warm* leaves out loading and compilation. What comes
+after the last decision, the final checkpoint and the final report, is in neither. A run that starts from a checkpoint
+of another one counts that run's seconds up to there as well.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from saf.records.files import append_line, read_lines
+from saf.train.checkpoint import Checkpoint
+
+PARTS = {
+    "loading": "opening data, building or restoring the model, reading logs",
+    "compilation": "what updates that compile take longer than the next one, which does not",
+    "training": "updates, and what lies between them and belongs to no other part",
+    "intervention": "events: calibration, scores, selection, fits, installation, and recording them",
+    "monitoring": "losses on the controller's windows, those around events included",
+    "checkpoints": "writing them, but for the final one",
+}
+"""What the seconds on the clock go into, each with what it includes."""
+AFTERWARDS = "afterwards"
+"""The final checkpoint and the final report: booked, but on no clock."""
+UNTOLD = "untold"
+"""What earlier versions counted as one sum: all parts but checkpoints."""
+CLOCKS = {
+    "everything": (*PARTS, UNTOLD),
+    "warm": tuple(part for part in PARTS if part not in ("loading", "compilation")),
+}
+"""The parts that each clock adds up."""
+LOG = "clock.jsonl"
+"""A line for each checkpoint of a run: its hash, and the seconds until it was on the disk."""
+
+
+class Clock:
+    """Book every second under the part that is going on, over all processes of a run.
+
+    >>> clock = Clock()
+    >>> with clock("monitoring"):
+    ...     pass
+    >>> list(clock.parts)
+    ['loading', 'monitoring']
+    """
+
+    def __init__(self):
+        """Start now, with loading."""
+        self._part, self._since = "loading", time.perf_counter()
+        self._booked: dict[str, float] = {}
+        self._earlier: dict[str, float] = {}
+        self._parent: dict[str, float] | None = None
+        self._unsettled: list[float] = []
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part of this run until now, its parent's left out."""
+        self.enter(self._part)
+        return _sum(self._earlier, self._booked)
+
+    @property
+    def everything(self) -> float:
+        """Return the seconds of this run until now on the clock of everything, its parent's left out."""
+        return _read(self.parts, "everything")
+
+    @property
+    def before(self) -> float:
+        """Return what `everything` was where an earlier process of this run had saved its state; 0 without one."""
+        return _read(self._earlier, "everything")
+
+    def enter(self, part: str) -> None:
+        """Book what comes from now on under `part`."""
+        now = time.perf_counter()
+        self._book(self._part, now - self._since)
+        self._part, self._since = part, now
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Book a block under `part`, then go on with the part before."""
+        outer = self._part
+        self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def updated(self, seconds: float, *, compiled: bool) -> None:
+        """Take from training what an update of so many seconds spent on compiling.
+
+        That is what it took longer than the next update that does not compile, which settles it.
+        """
+        if compiled:
+            self._unsettled.append(seconds)
+            self._move(seconds, "training", "compilation")
+        elif self._unsettled:
+            self._move(sum(min(seconds, each) for each in self._unsettled), "compilation", "training")
+            self._unsettled = []
+
+    def only_reports(self) -> None:
+        """Book this process as what comes afterwards: its run had ended before."""
+        self.enter(AFTERWARDS)
+        self._booked = {AFTERWARDS: sum(self._booked.values())}
+
+    def go_on(self, before: Mapping[str, Any]) -> None:
+        """Count the seconds that earlier processes of this run had booked at a checkpoint, in `state_dict`'s form."""
+        self._earlier, self._parent = dict(before["parts"]), before["parent"]
+        self._unsettled = [*before["unsettled"]]
+
+    def start_from(self, parent: Mapping[str, Any]) -> None:
+        """Count the seconds of a parent up to its checkpoint, its own parent's included, in `state_dict`'s form."""
+        self._parent = _sum(parent["parts"], parent["parent"] or {})
+        self._parent.pop(AFTERWARDS, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that was booked, as JSON values."""
+        return {"parts": self.parts, "parent": self._parent, "unsettled": self._unsettled}
+
+    def record(self) -> dict[str, Any]:
+        """Return what a result tells: both clocks with the parts they include, and this run's and its parent's parts.
+
+        The warm clock is None where an earlier version left a sum that it cannot be told from; `lacks` says so.
+        """
+        own, parent = self.parts, self._parent
+        both = _sum(own, parent or {})
+        record: dict[str, Any] = {}
+        for clock, parts in CLOCKS.items():
+            seconds = _read(both, clock) if UNTOLD not in both or clock == "everything" else None
+            includes = [part for part in parts if part in PARTS or part in both]
+            record[clock] = {"seconds": seconds, "includes": [*includes, *([] if parent is None else ["parent"])]}
+        return {**record, "parts": own, "parent_parts": parent}
+
+    @property
+    def lacks(self) -> list[str]:
+        """Return in words what the clocks do not know."""
+        if UNTOLD not in _sum(self._earlier, self._parent or {}):
+            return []
+        return [
+            "time: a part of it was counted by an earlier version, as one sum without its checkpoints; what of it was "
+            "loading and compilation is not known"
+        ]
+
+    def _book(self, part: str, seconds: float) -> None:
+        self._booked[part] = self._booked.get(part, 0.0) + seconds
+
+    def _move(self, seconds: float, source: str, target: str) -> None:
+        self._book(source, -seconds)
+        self._book(target, seconds)
+
+
+def log_checkpoint(folder: Path, name: str, hash: str, clock: Clock) -> None:
+    """Add a line about a checkpoint that was just written: only now is it known what writing it took."""
+    append_line(folder / LOG, {"checkpoint": name, "hash": hash, **clock.state_dict()})
+
+
+def seconds_until(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the seconds of a run until a checkpoint was written, in the form of `Clock.state_dict`.
+
+    Where the run's log of them is not beside it, they are those in the checkpoint, taken before it was written.
+    """
+    lines = read_lines(checkpoint.path.parents[1] / LOG)
+    if logged := next((line for line in lines if line.get("hash") == checkpoint.hash), None):
+        return logged
+    state = checkpoint.state
+    return state.get("clock") or {"parts": {UNTOLD: state.get("elapsed_seconds", 0.0)}, "parent": None, "unsettled": []}
+
+
+def with_intervention(until: Mapping[str, Any], cost: Mapping[str, float]) -> dict[str, Any]:
+    """Return the seconds until a checkpoint, in `state_dict`'s form, with those of an event carried out on it."""
+    parts = {name: until[name] for name in ("parent", "unsettled")}
+    return {**parts, "parts": _sum(until["parts"], {"intervention": sum(cost.values())})}
+
+
+def _sum(*parts: Mapping[str, float]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {name: sum(each.get(name, 0.0) for each in parts) for name in names}
+
+
+def _read(parts: Mapping[str, float], clock: str) -> float:
+    return sum(parts.get(part, 0.0) for part in CLOCKS[clock])
