@@ -9,6 +9,7 @@ from torch import nn
 
 from saf.data import TokenData
 from saf.errors import DataError, InputError
+from saf.records.files import file_hash
 from saf.records.paths import Kind, expect, kind_of
 from saf.sidecar import load
 from saf.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
@@ -24,6 +25,11 @@ class ModelFolder:
     def model(self, device: torch.device) -> nn.Module:
         """Load the model with its frozen heads."""
         return load(self.folder).to(device) if self.checkpoint is None else self.checkpoint.model(device)
+
+    @property
+    def hash(self) -> str:
+        """Return a checkpoint's hash, of its manifest; of a saved model the SHA-256 of its saf.json, which has sums."""
+        return self.checkpoint.hash if self.checkpoint else file_hash(self.folder / "saf.json")
 
     @property
     def state(self) -> dict[str, Any]:

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.data import TokenData, calibration_windows, sequential_windows
+from saf.errors import InputError
 from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
 from saf.opening import ModelFolder, find_model, open_data
+from saf.records.files import read_json
 from saf.records.result import result_header
 from saf.settings import documented
+from saf.train.checkpoint import checkpoint_hash, find_checkpoint
 from saf.train.observer import duration
 
 Record = Mapping[str, Any]
@@ -88,15 +91,33 @@ class Opened:
 
     def record(self, kind: str, values: Record) -> dict[str, Any]:
         """Return the record of an analysis: the header of every result, the model, and `values`."""
-        checkpoint = self.source.checkpoint
         head = result_header(
             kind,
             vars(self.settings),
             device=device_name(adapter_for(self.model).device),
-            checkpoints={"model": checkpoint.hash if checkpoint else None},
+            checkpoints={"model": self.source.hash},
             data={"analysed": self.data.fingerprint},
         )
         return {**head, "model": str(self.source.folder), "length": self.length, **values}
+
+
+def checkpoint_beside(path: Path) -> str | None:
+    """Return the hash of the checkpoint that `path` is or lies in, a run's newest; None where there is none."""
+    found = _checkpoint_beside(path)
+    return None if found is None else checkpoint_hash(found)
+
+
+def fingerprint_beside(path: Path) -> str | None:
+    """Return the fingerprint of the data that the checkpoint of `checkpoint_beside` was trained on, as recorded."""
+    found = _checkpoint_beside(path)
+    return None if found is None else read_json(found / "state.json").get("data_fingerprint")
+
+
+def _checkpoint_beside(path: Path) -> Path | None:
+    try:
+        return find_checkpoint(path if path.is_dir() else path.parent)
+    except InputError:  # a run whose checkpoints were not kept
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,8 @@ def measure(settings: PartialSpearman, watch: Watch = SILENT) -> dict[str, Any]:
     for layer, head in costs["eligible"]:
         allowed[layer, head] = True
     change = change.masked_fill(~allowed, torch.nan)
-    entropy = None if settings.profiles is None else matrix(_read(settings.profiles, "profiles")["profiles"]["entropy"])
+    profiles = None if settings.profiles is None else _read(settings.profiles, "profiles")
+    entropy = None if profiles is None else matrix(profiles["profiles"]["entropy"])
     found: dict[str, dict[str, float]] = {}
     for name, rows in costs["scores"].items():
         values = matrix(rows)
@@ -44,8 +45,13 @@ def measure(settings: PartialSpearman, watch: Watch = SILENT) -> dict[str, Any]:
         if entropy is not None:
             found[name]["layer_entropy"] = partial_spearman(values, change, covariates=[entropy])
             found[name]["with_entropy"] = spearman(values, entropy.masked_fill(~allowed, torch.nan))
+    files = {"one_head": settings.one_head}
+    if profiles is not None and settings.profiles is not None:
+        _check_alike(settings, costs, profiles)
+        files["profiles"] = settings.profiles
+    origin = {name: costs["provenance"][name] for name in ("checkpoints", "data")}
     return {
-        **result_header("partial-spearman", vars(settings)),
+        **result_header("partial-spearman", vars(settings), **origin, files=files),
         "heads": int(allowed.sum()),
         "correlations": found,
     }
@@ -72,3 +78,14 @@ def _read(path: Path, name: str) -> dict[str, Any]:
     if record["kind"] != name:
         raise InputError(f"{path} is not what `saf analyze {name} --out` writes; its kind is {record['kind']!r}")
     return record
+
+
+def _check_alike(settings: PartialSpearman, costs: Record, profiles: Record) -> None:
+    """Raise InputError for files about two checkpoints, as their hashes tell, or about models of two shapes."""
+    one, other = (record["provenance"]["checkpoints"].get("model") for record in (costs, profiles))
+    shapes = [list(matrix(rows).shape) for rows in (costs["nll_change"], profiles["profiles"]["entropy"])]
+    if (one and other and one != other) or shapes[0] != shapes[1]:
+        raise InputError(
+            f"expected two files about one model; {settings.one_head} is about checkpoint {one}, heads {shapes[0]}, "
+            f"{settings.profiles} about {other}, heads {shapes[1]}: measure both on the same checkpoint"
+        )

@@ -8,11 +8,11 @@ import tyro
 from torch import Tensor
 
 from saf.analysis.correlation import matrix, spearman
-from saf.analysis.model import SILENT, Record, Watch
+from saf.analysis.model import SILENT, Record, Watch, checkpoint_beside, fingerprint_beside
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records import paper
-from saf.records.events import read_events
+from saf.records.events import events_file, read_events
 from saf.records.quantities import correlation
 from saf.records.result import result_header
 from saf.records.table import Part, Table
@@ -32,12 +32,19 @@ class Stability:
 
 def measure(settings: Stability, watch: Watch = SILENT) -> dict[str, Any]:
     """Compare the two selections, and return the record."""
-    events = [_selection(path) for path in (settings.first, settings.second)]
+    paths = {"first": settings.first, "second": settings.second}
+    events = [_selection(path) for path in paths.values()]
     one, other = (HeadSet.from_list(event["heads"]) for event in events)
     scores = (matrix(events[0]["scores"]), matrix(events[1]["scores"]))
     found = selection_stability(one, other, num_heads=scores[0].shape[1], scores=scores)
     return {
-        **result_header("stability", vars(settings)),
+        **result_header(
+            "stability",
+            vars(settings),
+            checkpoints={role: checkpoint_beside(path) for role, path in paths.items()},
+            data={role: fingerprint_beside(path) for role, path in paths.items()},
+            files={role: events_file(path) for role, path in paths.items()},
+        ),
         "of": [settings.first, settings.second],
         **asdict(found),
         "heads": [one.to_list(), other.to_list()],

@@ -89,17 +89,20 @@ def read_events(path: Path | str) -> list[EventRecord]:
     The folder is a run's, or a checkpoint's that `saf freeze` wrote; `path` may also be the record itself, events.jsonl
     or an earlier run's freeze.json. Raises InputError when the record cannot be read.
     """
-    path = Path(path)
+    path = events_file(path)
     if path.is_dir():
-        name = next((name for name in (EVENTS, SINGLE) if (path / name).is_file()), None)
-        if name is None:
-            return []
-        path = path / name
+        return []
     if path.suffix != ".jsonl":
         return [_read_single(path)]
     if not path.is_file():
         raise InputError(f"{path} does not exist; expected the events of a run, or the folder that holds them")
     return [EventRecord(path.parent, line) for line in read_lines(path)]
+
+
+def events_file(path: Path | str) -> Path:
+    """Return the file that holds a folder's record of events; `path` itself where it is one, or none is in it."""
+    path = Path(path)
+    return next((path / name for name in (EVENTS, SINGLE) if (path / name).is_file()), path)
 
 
 def _read_single(path: Path) -> EventRecord:

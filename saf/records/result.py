@@ -7,7 +7,8 @@ first entries, whatever else they hold:
     kind         what the rest holds: "update", "one-head", "run", "evaluation", "comparison" and so on
     settings     what was asked for, by the names of the settings
     provenance   commit, source_hash, command, versions, device, date, and the hashes of what went in:
-                 checkpoints {role: hash} and data {role: fingerprint}, empty where there were none
+                 checkpoints {role: hash} and data {role: fingerprint}, empty where there were none; and, of what was
+                 computed from files alone, files {role: SHA-256}
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
-from saf.records.files import read_json, to_json
+from saf.records.files import file_hash, read_json, to_json
 from saf.records.provenance import command, commit, source_hash, versions
 
 SCHEMA = "saf.result/2"
@@ -35,6 +36,7 @@ def result_header(
     device: str | None = None,
     checkpoints: Mapping[str, str | None] | None = None,
     data: Mapping[str, str | None] | None = None,
+    files: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
     """Return the header of a result that this process makes now; the result's own entries follow it.
 
@@ -47,6 +49,7 @@ def result_header(
         checkpoints: Hashes of the checkpoints that the result is of or starts from, by their role ("model", "parent",
             "final"); those that are None are left out.
         data: Fingerprints of the prepared data, by what they served for ("train", "report", "calibration").
+        files: The files that it was computed from, by their role; their SHA-256 are recorded.
     """
     return {
         "schema": SCHEMA,
@@ -61,6 +64,7 @@ def result_header(
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "checkpoints": _known(checkpoints),
             "data": _known(data),
+            **({"files": {role: file_hash(path) for role, path in files.items()}} if files else {}),
         },
     }
 

@@ -8,14 +8,17 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import saf as package
 from saf.analysis import model
 from saf.analysis.correlation import matrix
 from saf.analysis.row_models import FAMILIES
 from saf.estimates import PATTERNS
+from saf.opening import find_model
 from saf.records.events import read_events
-from saf.records.files import read_json
+from saf.records.files import file_hash, read_json
 from saf.scores import SCORES
 from saf.train import TrainConfig, pretrain
+from saf.train.checkpoint import checkpoint_hash, latest
 
 COMMON = ("--device", "cpu", "--sequences", 4)
 
@@ -187,6 +190,19 @@ def test_distributions(saf_json, saf, arms, monkeypatch):
     assert "pip install umap-learn" in err
 
 
+def _check_hashes(provenance, arms):
+    """Of the checkpoint that was measured and of the data; of two selections, of the runs that made them."""
+    fingerprint = read_json(arms[1] / "result.json")["provenance"]["data"]["train"]
+    if "first" in provenance.get("files", ()):
+        roles, expected = ("first", "second"), checkpoint_hash(latest(arms[1] / "checkpoints"))
+        assert provenance["files"] == dict.fromkeys(roles, file_hash(arms[1] / "events.jsonl"))
+        assert provenance["data"] == dict.fromkeys(roles, fingerprint)
+    else:
+        roles, expected = ("model",), checkpoint_hash(arms[0] / "checkpoints" / "step-12")
+        assert provenance["data"] == {"analysed": fingerprint}
+    assert provenance["checkpoints"] == dict.fromkeys(roles, expected)
+
+
 def test_figures(saf, arms, measured, tmp_path):
     checkpoint = arms[0] / "checkpoints" / "step-12"
     sets = ("--first", "0:0", "--second", "0:1", "1:2", "--windows", 2)
@@ -199,7 +215,11 @@ def test_figures(saf, arms, measured, tmp_path):
         ("distributions", checkpoint, *tiny, "--heads", "0:1"),
         ("partial-spearman", measured / "one-head.json"),
     ):
-        assert saf("analyze", name, *words, "--figure", tmp_path / f"{name}.svg")[0] == 0
+        out = tmp_path / f"{name}.json"
+        assert saf("analyze", name, *words, "--figure", tmp_path / f"{name}.svg", "--out", out)[0] == 0
+        _check_hashes(read_json(out)["provenance"], arms)
+    for name in ("one-head", "profiles"):
+        _check_hashes(read_json(measured / f"{name}.json")["provenance"], arms)
     for name in ("one-head", "profiles"):
         assert saf("analyze", "draw", measured / f"{name}.json", tmp_path / f"{name}.svg")[0] == 0
     for path in tmp_path.glob("*.svg"):
@@ -223,6 +243,16 @@ def test_partial_spearman_reads_what_was_measured(saf_json, saf, measured, tmp_p
     for name, found in printed["correlations"].items():
         assert found["spearman"] == pytest.approx(quality[name]["spearman"])
         assert found.keys() == {"spearman", "layer", "layer_entropy", "with_entropy"}
+    assert printed["provenance"]["files"] == {
+        "one_head": file_hash(measured / "one-head.json"),
+        "profiles": file_hash(measured / "profiles.json"),
+    }
+    other = read_json(measured / "profiles.json")
+    other["provenance"]["checkpoints"]["model"] = "0" * 64
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    code, _, err = saf("analyze", "partial-spearman", files[0], "--profiles", tmp_path / "other.json")
+    assert code == 2
+    assert f"about {'0' * 64}" in err
     code, _, err = saf("analyze", "partial-spearman", measured / "profiles.json")
     assert code == 2
     assert "analyze one-head" in err
@@ -301,3 +331,8 @@ def test_geometry_and_costs(saf_json, saf, arms, tmp_path):
     code, _, err = saf(*words[:-2], 0.0)
     assert code == 2
     assert "at least one" in err
+
+
+def test_a_saved_model_is_named_by_the_file_that_holds_its_sums(arms, tmp_path):
+    package.save(package.load(arms[1]), tmp_path)
+    assert find_model(tmp_path).hash == file_hash(tmp_path / "saf.json")
