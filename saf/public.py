@@ -15,7 +15,7 @@ from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.patterns import CompactPattern, DensePattern
 from saf.prefill import Prefill
-from saf.schedules import OneTime
+from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.scores import score
 from saf.selection import select
 from saf.sidecar import load, save
@@ -31,12 +31,15 @@ __all__ = [
     "FreezeReport",
     "FrozenHeads",
     "GPTConfig",
+    "Gradual",
     "HeadLayout",
     "HeadSet",
     "OneTime",
     "Prefill",
     "QKGradient",
     "SafError",
+    "TrainLoss",
+    "ValidationBudget",
     "calibrate",
     "dense_pattern",
     "finalize_",

@@ -10,7 +10,7 @@ from saf.errors import InputError
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.settings import FLAT
 
-BUDGETS = ("rate", "count", "heads")
+BUDGETS = ("rate", "count", "heads", "match_heads")
 """Settings that say how many heads are frozen, one of which is given."""
 
 
@@ -49,4 +49,4 @@ COMMAND = Freeze
 def check_budget(given: Mapping[str, Any]) -> None:
     """Raise InputError when more than one of the settings given says how many heads are frozen."""
     if len(budgets := [name for name in BUDGETS if name in given]) > 1:
-        raise InputError(f"give either a rate, a count or the heads to freeze; got {' and '.join(budgets)}")
+        raise InputError(f"give either a rate, a count or the heads to freeze or to match; got {' and '.join(budgets)}")

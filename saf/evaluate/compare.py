@@ -124,13 +124,13 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
 
 
 def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
-    """Return median update seconds of both arms over the same updates after the event, and ordinary / frozen.
+    """Return median update seconds of both arms over the same updates after the last event, and ordinary / frozen.
 
     A spread is the 20th and 80th percentile; where the two overlap, the ratio says little. The first updates after
     the event or a resumption (compilation, allocator growth) are left out; with fewer than five common ones the
     ratio is None. Arms are separate processes: a controlled measurement interleaves them.
     """
-    begin = max(frozen.freeze_update or 0, *(_ends(run)[0] - 1 for run in (ordinary, frozen)))
+    begin = max(frozen.last_change or 0, *(_ends(run)[0] - 1 for run in (ordinary, frozen)))
     last = min(_ends(run)[1] for run in (ordinary, frozen))
     start = begin + min(_UNTIMED_UPDATES, max(0, last - begin) // 4)
     seconds = [

@@ -31,7 +31,8 @@ class Made(NamedTuple):
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
     """Raise InputError for heads that do not exist or are frozen, a count above the live ones, or if none is live."""
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
-    existing(live, config.exclude)
+    for heads in (config.exclude, config.only, config.match_heads):
+        existing(live, heads or ())
     if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
         raise InputError(f"{frozen} are frozen already; name live heads")
     left, total = int(live.sum()), live.numel()
@@ -93,11 +94,20 @@ def choose_by(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, gro
     ranked = scores[config.score]
     if config.heads is not None:
         return chooser(ranked, count=len(config.heads), only=config.heads, **needs)
+    needs["only"] = config.only
+    exclude = {*config.exclude, *_from(ranked, config.below)}
+    if config.match_heads is not None:
+        return chooser(ranked, match=config.match_heads, exclude=exclude, **needs)
     total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
     if config.match is None:
-        return chooser(ranked, **total, max_per_layer=config.max_per_layer, exclude=config.exclude, **needs)
+        return chooser(ranked, **total, max_per_layer=config.max_per_layer, exclude=exclude, **needs)
     matched = select(scores[config.match], **total, exclude=config.exclude, **needs)
-    return chooser(ranked, match=matched, exclude=config.exclude, **needs)
+    return chooser(ranked, match=matched, exclude=exclude, **needs)
+
+
+def _from(scores: Tensor, least: float | None) -> list[Head]:
+    """Return the heads whose score `[L, H]` is at least `least`; none without it."""
+    return [] if least is None else [(layer, head) for layer, head in (scores >= least).nonzero().tolist()]
 
 
 def accept(

@@ -1,6 +1,7 @@
 """The settings of one freezing event."""
 
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from numbers import Integral, Real
 from operator import index
 from typing import Annotated, Any, get_args
@@ -14,6 +15,9 @@ from saf.heads import Head, HeadSet
 from saf.scores import SCORES, Score, needed_by, score_name
 from saf.selection import budget
 from saf.settings import OneOf, documented
+
+HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
+"""Settings that are heads, pairs (layer, head)."""
 
 
 @documented
@@ -44,10 +48,16 @@ class FreezeConfig:
     command line 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""
     exclude: tuple[Head, ...] = ()
     """Heads that stay live, written the same way."""
+    only: tuple[Head, ...] | None = None
+    """Heads that may be chosen, written the same way; all of them when None."""
+    below: float | None = None
+    """Choose only heads that score less than this."""
     max_per_layer: int | None = None
     """Most heads to freeze in a layer; any number when None."""
     match: Annotated[str | None, OneOf(SCORES)] = None
     """Freeze as many heads in each layer as this score would choose: the paper's control, with a random score."""
+    match_heads: tuple[Head, ...] | None = None
+    """Freeze as many heads in each layer as this list has, written as heads are: that control beside another run."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
     seed: Seed = 0
@@ -67,7 +77,7 @@ class FreezeConfig:
         """Check names and ranges."""
         self._check_numbers()
         budget(self.rate, 1)
-        for name in ("heads", "exclude"):
+        for name in HEAD_LISTS:
             if (pairs := getattr(self, name)) is not None:
                 try:
                     chosen = tuple((index(layer), index(head)) for layer, head in pairs)
@@ -94,11 +104,14 @@ class FreezeConfig:
             check_heldout(self.pattern, self.storage)
         if not self.max_fit_kl > 0:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
+        if self.below is not None and not isfinite(self.below):
+            raise InputError(f"below is a finite score; got {self.below}")
         self._check_budget()
 
     def _check_numbers(self) -> None:
         """Raise InputError for what is not a number where one is meant; a bool is none."""
-        for name, kinds in (("rate", Real), ("max_fit_kl", Real), ("count", Integral), ("max_per_layer", Integral)):
+        reals, wholes = ("rate", "max_fit_kl", "below"), ("count", "max_per_layer")
+        for name, kinds in [*((name, Real) for name in reals), *((name, Integral) for name in wholes)]:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kinds | type(getattr(FreezeConfig, name))):
                 kind = "a number" if kinds is Real else "a whole number"
@@ -112,9 +125,25 @@ class FreezeConfig:
             raise InputError(f"max_per_layer must be at least 1; got {self.max_per_layer}")
         if self.match is not None and (self.heads is not None or self.max_per_layer is not None):
             raise InputError("match sets the number of heads of each layer; leave heads and max_per_layer out")
-        beside = [name for name in ("count", "exclude", "max_per_layer") if getattr(self, name) not in (None, ())]
-        if self.heads is not None and beside:
+        if self.match_heads is not None and (beside := self._given("heads", "count", "max_per_layer", "match")):
+            raise InputError(f"match_heads sets the number of heads of each layer; leave {' and '.join(beside)} out")
+        if self.heads is not None and (beside := self._given("count", "exclude", "max_per_layer", "only", "below")):
             raise InputError(f"heads says exactly which are frozen; leave {' and '.join(beside)} out")
+
+    def _given(self, *names: str) -> list[str]:
+        """Return those of the settings that say something."""
+        return [name for name in names if getattr(self, name) not in (None, ())]
+
+    def requested(self, num_heads: int) -> int:
+        """Return how many heads of a model of `num_heads` these settings ask for.
+
+        >>> FreezeConfig(rate=0.25).requested(144)
+        36
+        """
+        named = self.heads if self.heads is not None else self.match_heads
+        if named is not None:
+            return len(named)
+        return budget(self.rate, num_heads) if self.count is None else self.count
 
     @property
     def needs(self) -> frozenset[str]:
@@ -123,7 +152,6 @@ class FreezeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        pairs = {"exclude": [list(head) for head in self.exclude]}
-        if self.heads is not None:
-            pairs["heads"] = [list(head) for head in self.heads]
+        lists = {name: getattr(self, name) for name in HEAD_LISTS}
+        pairs = {name: [list(head) for head in heads] for name, heads in lists.items() if heads is not None}
         return asdict(self) | pairs | {"score": score_name(self.score)}

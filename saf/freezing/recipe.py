@@ -36,6 +36,7 @@ def freeze_(
     optimizer: torch.optim.Optimizer | None = None,
     heldout: Iterable[Batch] | None = None,
     needed: Mapping[str, Any] | None = None,
+    first: int | None = None,
     folder: str | Path | None = None,
     capture_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -54,6 +55,8 @@ def freeze_(
             logits of trainable patterns.
         heldout: Further sequences of the same length, for output-aware scores.
         needed: What the score reads beside the statistics, by name; `gradient` may be the `QKGradient` itself.
+        first: Freeze only so many of the heads chosen, those of lowest score; the report's `deferred` names the others,
+            for `FreezeConfig(only=...)` later.
         folder: Where to keep each layer's calibration once it is finished, to go on from there; see `calibrate`.
         capture_bytes: Most memory for queries and keys kept at once; see `calibrate`.
         progress: Called with (layers measured, layers).
@@ -77,7 +80,7 @@ def freeze_(
     report = done_once(
         lambda: _decide(
             model, batches, config, heldout, needed or {}, watch, adapter.max_length, progress,
-            folder=folder, capture_bytes=capture_bytes,
+            first=first, folder=folder, capture_bytes=capture_bytes,
         )
     )  # fmt: skip
     with watch("install"):
@@ -96,6 +99,8 @@ def _decide(
     watch: Stopwatch,
     longest: int | None,
     progress: Callable[[int, int], None] | None,
+    *,
+    first: int | None,
     **options: Any,
 ) -> FreezeReport:
     """Measure, score, select and fit; the model stays as it is."""
@@ -126,12 +131,14 @@ def _decide(
 
     frozen_before = sum(layout.num_frozen for layout in layouts)
     accepted, rejected = accept(choose, make, config, frozen_before=frozen_before)
-    heads = HeadSet(accepted)
+    ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
+    heads, deferred = HeadSet(ranked[:first]), () if first is None else tuple(ranked[first:])
     return FreezeReport(
         heads=heads,
         patterns=_stack([accepted[head].pattern for head in heads]),
         fit_kl={head: accepted[head].fit_kl for head in heads},
         rejected={head: made.fit_kl for head, made in rejected.items()},
+        deferred=deferred,
         certificates={
             head: made.certificate for head, made in (accepted | rejected).items() if made.certificate is not None
         },

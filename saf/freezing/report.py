@@ -30,6 +30,8 @@ class FreezeReport:
     """Heads skipped because their KL was above the limit, with it."""
     requested: int
     """k, the number of heads asked for."""
+    deferred: tuple[Head, ...] = ()
+    """Heads chosen and accepted with them but left live, by ascending score: those after the `first`."""
     scores: Tensor
     """`[L, H]`; NaN for heads that were frozen before."""
     statistics: AttentionStatistics
@@ -53,7 +55,8 @@ class FreezeReport:
         more, in_all = "", ""
         if self.frozen_in_all > len(self.heads):
             more, in_all = " more", f", {self.frozen_in_all} in all"
-        return f"{len(self.heads)}{more} of {self.scores.numel()} heads frozen {by}{in_all}"
+        later = f"; {len(self.deferred)} chosen for later" if self.deferred else ""
+        return f"{len(self.heads)}{more} of {self.scores.numel()} heads frozen {by}{in_all}{later}"
 
     def __repr__(self) -> str:
         """Return one line: its tensors would fill a notebook."""
@@ -74,6 +77,7 @@ class FreezeReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         rows = [[None if value != value else value for value in row] for row in self.scores.tolist()]
+        deferred = {"deferred": [list(head) for head in self.deferred]} if self.deferred else {}
         halves = {"heldout_kl": [[*head, *kls] for head, kls in self.heldout_kl.items()]} if self.heldout else {}
         return {
             "schema": SCHEMA,
@@ -91,6 +95,7 @@ class FreezeReport:
             "num_sequences": self.statistics.num_sequences,
             "length": self.statistics.length,
             "sequences_hash": self.statistics.sequences_hash,
+            **deferred,
             **halves,
         }
 

@@ -2,7 +2,8 @@
 
 An event is one change of the heads: a freeze, a prune or an undo. Its line says what kind it is, after which update it
 came and why, which heads it concerns, what it cost in seconds and what came of it: `loss_before` and `loss_after`, the
-controller losses around it, where a run carried it out; the rest depends on the kind. `saf freeze` writes the line of
+controller losses around it, where a run carried it out; the rest depends on the kind. `undone_by` is the number of the
+event that took it back, null for an event that was kept. `saf freeze` writes the line of
 its event into the folder of the checkpoint that it makes.
 
 Earlier runs have the record of their only event in freeze.json and freeze.safetensors; it reads as the same.
@@ -61,6 +62,11 @@ class EventRecord:
         return [list(head) for head in self.values["heads"]]
 
     @property
+    def undone_by(self) -> int | None:
+        """Return the number of the event that took it back; None for one that was kept."""
+        return self.values.get("undone_by")
+
+    @property
     def seconds(self) -> dict[str, float]:
         """Return what its parts cost in seconds."""
         return dict(self.values.get("seconds", {}))
@@ -112,7 +118,8 @@ def _read_single(path: Path) -> EventRecord:
         raise InputError(f"{path} is not the record of an event: it lists no heads")
     losses = {line.get("when"): line.get("loss") for line in read_lines(path.parent / "evaluations.jsonl")}
     around = {"loss_before": losses.get("before_freeze"), "loss_after": losses.get("after_freeze")}
-    return EventRecord(path.parent, {"number": 1, "kind": "freeze", "tensors": SINGLE_TENSORS, **around, **record})
+    line = {"number": 1, "kind": "freeze", "tensors": SINGLE_TENSORS, "undone_by": None}
+    return EventRecord(path.parent, {**line, **around, **record})
 
 
 def heads_in_force(events: Iterable[EventRecord]) -> list[list[int]]:
@@ -133,8 +140,11 @@ def append_event(
     if tensors:
         line["tensors"] = f"event-{number}.safetensors"
         write_tensors(folder / line["tensors"], tensors)
-    event = EventRecord(folder, to_json({**line, **values}))
-    append_line(folder / EVENTS, event.values)
+    event = EventRecord(folder, to_json({**line, **values, "undone_by": None}))
+    if "undoes" in values:
+        _write(folder, [*read_events(folder), event])  # whose line is told too, at once
+    else:
+        append_line(folder / EVENTS, event.values)
     return event
 
 
@@ -162,4 +172,6 @@ def inherit_events(source: Path, folder: Path) -> None:
 
 
 def _write(folder: Path, events: list[EventRecord]) -> None:
-    write_lines(folder / EVENTS, [event.values for event in events])
+    """Write lines that say of each event whether one of the others undoes it."""
+    undone = {event.values["undoes"]: event.number for event in events if "undoes" in event.values}
+    write_lines(folder / EVENTS, [{**event.values, "undone_by": undone.get(event.number)} for event in events])

@@ -44,8 +44,9 @@ class RecordedRun:
 
     @property
     def newest_freeze(self) -> EventRecord | None:
-        """Return the newest event that froze heads; None without any."""
-        return next((event for event in reversed(self.events) if event.kind == "freeze"), None)
+        """Return the newest event that froze heads and was kept; None without any."""
+        kept = (event for event in reversed(self.events) if event.kind == "freeze" and event.undone_by is None)
+        return next(kept, None)
 
     @property
     def freeze(self) -> dict[str, Any] | None:
@@ -77,6 +78,12 @@ class RecordedRun:
         intervention = (self.result or {}).get("intervention") or {}
         update = intervention.get("update", self.events[0].update if self.events else None)
         return None if update is None else int(update)
+
+    @property
+    def last_change(self) -> int | None:
+        """Return the update after which heads were last frozen or made live again, or None."""
+        updates = [event.update for event in self.events if event.update is not None]
+        return max(updates, default=self.freeze_update)
 
     @cached_property
     def freeze_tensors(self) -> dict[str, Tensor]:

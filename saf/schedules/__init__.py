@@ -7,24 +7,30 @@ from dataclasses import asdict
 from typing import Any
 
 from saf.errors import InputError
+from saf.schedules.gradual import Gradual
 from saf.schedules.one_time import OneTime
 from saf.schedules.schedule import Event, Freeze, Outcome, Proposer, Prune, Timetable, Undo
+from saf.schedules.train_loss import TrainLoss
+from saf.schedules.validation_budget import ValidationBudget
 
-Schedule = OneTime
+Schedule = OneTime | Gradual | ValidationBudget | TrainLoss
 """Every schedule that settings may name, joined by `|`."""
-SCHEDULES: dict[str, type[Schedule]] = {schedule.name: schedule for schedule in (OneTime,)}
+SCHEDULES: dict[str, type[Schedule]] = {each.name: each for each in (OneTime, Gradual, ValidationBudget, TrainLoss)}
 
 __all__ = [
     "SCHEDULES",
     "Event",
     "Freeze",
+    "Gradual",
     "OneTime",
     "Outcome",
     "Proposer",
     "Prune",
     "Schedule",
     "Timetable",
+    "TrainLoss",
     "Undo",
+    "ValidationBudget",
     "schedule_from_dict",
     "schedule_to_dict",
 ]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from saf.errors import CheckpointError, InputError
-from saf.schedules.schedule import Event, Freeze, Outcome
+from saf.errors import CheckpointError
+from saf.schedules.schedule import Event, Freeze, Outcome, check_moment, check_state, update_at
 from saf.settings import Flag, documented
 
 
@@ -18,40 +18,34 @@ class OneTime:
     """
 
     name: ClassVar[str] = "one_time"
+    chooses_once: ClassVar[bool] = True
     at: Annotated[int | float, Flag("freeze-at")] = 0.5
     """When: a whole number of updates, or a share of all of them."""
 
     def __post_init__(self):
         """Raise InputError for a moment that no run has."""
-        if not self.at >= 0 or (isinstance(self.at, float) and self.at > 1):
-            raise InputError(f"a freezing event comes after 0 or more updates, or a share in [0, 1]; got at={self.at}")
+        check_moment(self.name, "at", self.at)
 
     def first_update(self, updates: int) -> int:
         """Return after how many of `updates` updates the event comes; raise InputError when there are fewer."""
-        moment = round(self.at * updates) if isinstance(self.at, float) else self.at
-        if moment > updates:
-            raise InputError(
-                f"the schedule's at must be a share in [0, 1] or an update in [0, {updates}]; got {self.at}"
-            )
-        return moment
+        return update_at("at", self.at, updates)
 
-    def start(self, *, updates: int, rate: float) -> "OneTimeProposer":
-        """Return the state machine of a run of `updates` updates that freezes `rate` of the heads."""
-        return OneTimeProposer(self.first_update(updates), rate)
+    def start(self, *, updates: int, heads: int, limit: int) -> "OneTimeProposer":
+        """Return the state machine of a run of `updates` updates, which freezes what its settings ask for."""
+        return OneTimeProposer(self.first_update(updates))
 
 
 class OneTimeProposer:
     """Propose one freeze from update `at` on, until it was carried out.
 
-    >>> proposer = OneTime(at=50).start(updates=100, rate=0.25)
-    >>> proposer.propose(49), [event.rate for event in proposer.propose(50)]
-    ([], [0.25])
+    >>> proposer = OneTime(at=50).start(updates=100, heads=144, limit=36)
+    >>> proposer.propose(49), [event.kind for event in proposer.propose(50)]
+    ([], ['freeze'])
     """
 
-    def __init__(self, at: int, rate: float):
-        """Take the number of updates before the event and the share of all heads to freeze."""
+    def __init__(self, at: int):
+        """Take the number of updates before the event."""
         self.at = at
-        self.rate = rate
         self._fired = False
 
     @property
@@ -66,7 +60,7 @@ class OneTimeProposer:
         """Return the event from update `at` on until it was carried out."""
         if self._fired or update < self.at:
             return []
-        return [Freeze(rate=self.rate, reason=f"one_time: update {self.at} is done")]
+        return [Freeze(reason=f"one_time: update {self.at} is done")]
 
     def done(self, event: Event, outcome: Outcome) -> None:
         """Never propose the event again."""
@@ -78,7 +72,8 @@ class OneTimeProposer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`; raise CheckpointError if it is another schedule's."""
-        if state.get("name") != OneTime.name or state.get("at") != self.at:
+        check_state(state, OneTime.name)
+        if state.get("at") != self.at:
             raise CheckpointError(
                 f"expected the state of a one_time schedule with at={self.at}; got {state}. "
                 "Resume with the settings of the run"

@@ -78,8 +78,11 @@ class Task(Protocol):
         """Return the sequences that output-aware scores read, as LongTensors `[<= batch_size, length]`."""
         ...
 
-    def controller_loss(self, model: GPT, execution: Execution) -> float:
-        """Return the loss on the controller's windows, nats per counted target: what decisions during a run read."""
+    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
+        """Return the loss on the controller's windows, nats per counted target: what decisions during a run read.
+
+        With `batches` it is that of so many fixed ones of `batch_size` windows.
+        """
         ...
 
     def report(

@@ -101,15 +101,19 @@ class TextTask:
             self.data, length=self.length, count=settings.heldout_sequences, batch_size=settings.batch_size
         )
 
-    def controller_loss(self, model: GPT, execution: Execution) -> float:
-        """Return the loss (nats per token) on the first windows of the controller partition."""
+    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
+        """Return the loss (nats per token) on the first windows of the controller partition, `eval_windows` or batches.
+
+        A partition that holds fewer is read whole.
+        """
+        settings = self.settings
         record = evaluate_perplexity(
             model,
             self.data,
             partition="controller",
             length=self.length,
             batch_size=self.settings.batch_size,
-            limit=self.settings.eval_windows,
+            limit=settings.eval_windows if batches is None else batches * settings.batch_size,
             precision=execution.precision,
         )
         return record["loss"]

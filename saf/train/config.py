@@ -178,10 +178,7 @@ class TrainConfig:
             if isinstance(schedule := values.get("schedule"), dict):
                 values["schedule"] = schedule_from_dict(schedule)
             freeze = values.get("freeze")
-            if isinstance(freeze, dict):
-                exclude = tuple((layer, head) for layer, head in freeze.get("exclude", ()))
-                freeze = FreezeConfig(**{**freeze, "exclude": exclude})
-            return cls(**{**values, "freeze": freeze})
+            return cls(**{**values, "freeze": FreezeConfig(**freeze) if isinstance(freeze, dict) else freeze})
         except TypeError as error:
             raise InputError(f"not a training configuration: {error}") from error
 

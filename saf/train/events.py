@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from saf.calibration import QKGradient, plan_calibration
 from saf.errors import InputError, UnsupportedError
 from saf.freezing.choice import scores_collect
+from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
-from saf.heads import HeadSet
+from saf.heads import Head, HeadSet
 from saf.machine.execution import Execution
 from saf.machine.stopwatch import Stopwatch
 from saf.ops.backends import choose_backend
@@ -36,6 +37,10 @@ class Change:
     """The same in words, for people."""
     seconds: dict[str, float]
     """What its parts cost."""
+    lowest_score: float | None = None
+    """Lowest score among the heads of a freeze."""
+    deferred: tuple[Head, ...] = ()
+    """Heads that a freeze chose for later events."""
     values: dict[str, Any] = field(default_factory=dict)
     """What its kind adds to the line of events.jsonl."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -65,18 +70,25 @@ def event_due(run: Run) -> bool:
 
 def _carry_out_(run: Run, event: Event) -> Outcome:
     """Carry one event out and record it, with the controller loss before and after."""
-    before = run.controller_loss(f"before_{event.kind}")
+    before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
     with run.clock("intervention"):
         change = CARRY_OUT[event.kind](run, event)
         run.updater.compile_()
-    after = run.controller_loss(f"after_{event.kind}")
+    after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
     losses = {"loss_before": before, "loss_after": after}
     values = {**losses, "seconds": change.seconds, **change.values}
     with run.clock("intervention"):
         number = run.record_event(event, change.heads, values, change.tensors)
     seconds = sum(change.seconds.values())
     run.say(f"{change.summary}; took {seconds:.1f} s")
-    return Outcome(number=number, heads=change.heads, seconds=seconds, **losses)
+    return Outcome(
+        number=number,
+        heads=change.heads,
+        seconds=seconds,
+        lowest_score=change.lowest_score,
+        deferred=change.deferred,
+        **losses,
+    )
 
 
 def _freeze_(run: Run, event: Freeze) -> Change:
@@ -92,18 +104,33 @@ def _freeze_(run: Run, event: Freeze) -> Change:
         report = freeze_(
             run.model,
             batches,
-            replace(freeze, rate=event.rate),
+            settings_of(event, freeze),
             optimizer=run.updater.optimizer,
             heldout=heldout,
             needed=needed,
+            first=event.first,
         )
     return Change(
         heads=report.heads,
         summary=report.summary,
         seconds=report.seconds,
+        lowest_score=min((float(report.scores[head]) for head in report.heads), default=None),
+        deferred=report.deferred,
         values=report.to_dict(),
         tensors=report.tensors(),
     )
+
+
+def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
+    """Return the settings that an event freezes by: those of the run, but for what the event says itself."""
+    if event.among is not None:
+        # Conditions on all heads were kept when these were chosen; named heads are refused where one does not fit.
+        named = {"heads": event.among} if freeze.heads is not None else {"only": event.among, "count": len(event.among)}
+        free = {"heads": None, "exclude": (), "max_per_layer": None, "match": None, "match_heads": None, "below": None}
+        freeze = replace(freeze, **{**free, **named})
+    if event.below is not None:
+        freeze = replace(freeze, below=event.below)
+    return freeze if event.count is None else replace(freeze, count=event.count)
 
 
 def _undo_(run: Run, event: Undo) -> Change:
@@ -122,8 +149,7 @@ def _undo_(run: Run, event: Undo) -> Change:
 def _prune_(run: Run, event: Prune) -> Change:
     """Refuse: this is where removing heads plugs in."""
     raise UnsupportedError(
-        f"a run cannot prune heads yet ({event.rate:.0%} were proposed after update {run.update}); "
-        "choose a schedule that freezes them"
+        f"a run cannot prune heads yet, as was proposed after update {run.update}; choose a schedule that freezes them"
     )
 
 
@@ -137,9 +163,16 @@ CARRY_OUT: Mapping[str, Callable[[Run, Any], Change]] = {
 
 def check_freeze(config: TrainConfig, execution: Execution) -> None:
     """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
-    freeze = config.freeze
+    freeze, schedule = config.freeze, config.schedule
     if freeze is None:
         return
+    if schedule is not None and not schedule.chooses_once:
+        names = ("heads", "match", "match_heads", "max_per_layer", "below")
+        if wrong := [name for name in names if getattr(freeze, name) is not None]:
+            raise InputError(
+                f"{' and '.join(wrong)} cannot be kept by a {schedule.name} schedule, which chooses heads anew at "
+                "every event; leave them out (only and exclude may be given), or choose another schedule"
+            )
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
     choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
     if unknown := sorted(freeze.needs - HOW_TO_COLLECT.keys()):

@@ -38,12 +38,7 @@ def finish(run: Run) -> dict[str, Any]:
     events = run.events
     intervention = intervention_record(events) if events else None
     if run.config.freeze is not None and intervention is None:
-        warnings.warn(
-            f"the run ended after update {run.update}, before its freezing point at update "
-            f"{run.config.freeze_update}: no heads were frozen. Allow more time, or freeze earlier (freeze_at)",
-            SafWarning,
-            stacklevel=3,
-        )
+        warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=3)
     last = metrics[-max(1, min(100, run.config.updates // 20)) :]
     frozen = _frozen_heads(run)
     head = result_header(
@@ -80,6 +75,17 @@ def finish(run: Run) -> dict[str, Any]:
     }
     write_json(folder / "result.json", result)
     return result
+
+
+def _why_nothing_froze(run: Run) -> str:
+    """Say why a run that was to freeze heads had no event."""
+    ended, moment = f"the run ended after update {run.update}", run.config.freeze_update
+    if moment is None:
+        return f"{ended} without an event: its schedule found no moment for one, and no heads were frozen"
+    return (
+        f"{ended}, before its freezing point at update {moment}: no heads were frozen. Allow more time, or freeze "
+        "earlier (freeze_at)"
+    )
 
 
 def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:

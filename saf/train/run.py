@@ -115,10 +115,10 @@ class Run:
         if self.observer:
             self.observer.progress.say(f"update {self.update}: {text}")
 
-    def controller_loss(self, when: str) -> float:
-        """Return the task's controller loss, nats per target, and log it as `when`."""
+    def controller_loss(self, when: str, *, batches: int | None = None) -> float:
+        """Return the task's controller loss, nats per target, and log it as `when`; of so many batches if given."""
         with self.clock("monitoring"):
-            loss = done_once(lambda: self.task.controller_loss(self.model, self.execution))
+            loss = done_once(lambda: self.task.controller_loss(self.model, self.execution, batches=batches))
             if self.observer:
                 self.observer.evaluated(self.update, loss, when)
         return loss

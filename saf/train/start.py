@@ -1,5 +1,6 @@
 """How a run begins: new, from a parent's checkpoint, or resumed; and what its folder then holds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,6 +11,7 @@ from saf.adapters import adapter_for
 from saf.data.token_data import INDEX_FILE
 from saf.errors import CheckpointError, InputError
 from saf.freezing.choice import check_heads
+from saf.heads import HeadLayout
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
 from saf.machine.processes import is_first
@@ -58,9 +60,10 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         site.pin(config.kernel)
     if checkpoint:
         (clock.go_on if own else clock.start_from)(seconds_until(checkpoint))
-    proposer = _proposer(config, state["schedule"] if own and state else None)
-    if freeze and proposer and not proposer.finished:
-        check_heads(freeze, [site.layout for site in adapter_for(model).sites()])
+    layouts = [site.layout for site in adapter_for(model).sites()]
+    proposer = _proposer(config, layouts, state["schedule"] if own and state else None)
+    if freeze and proposer and own is None:
+        check_heads(freeze, layouts)
     gradient = start_gradient(model, config, proposer, state=state, update=update)
     # Settings that cannot be used leave no folder behind.
     if is_first():
@@ -179,11 +182,16 @@ def _build(
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
 
 
-def _proposer(config: TrainConfig, state: dict[str, Any] | None) -> Proposer | None:
+def _proposer(config: TrainConfig, layouts: Sequence[HeadLayout], state: dict[str, Any] | None) -> Proposer | None:
     """Return the schedule's state machine, where a run of this checkpoint `state` left it; None without freezing."""
     if config.freeze is None or config.schedule is None:
         return None
-    proposer = config.schedule.start(updates=config.updates, rate=config.freeze.rate)
+    heads = sum(layout.num_heads for layout in layouts)
+    live = sum(layout.num_live for layout in layouts)
+    asked = config.freeze.requested(heads)
+    # Where a run goes on, its own events froze some of the live heads that it began with; the state tells how many.
+    limit = min(asked, live) if state is None else asked
+    proposer = config.schedule.start(updates=config.updates, heads=heads, limit=limit)
     if state is not None:
         # Earlier checkpoints kept a schedule's name as "schedule".
         proposer.load_state_dict({"name": state["schedule"], **state} if "schedule" in state else state)

@@ -72,6 +72,7 @@ class Late:
     """Freeze once, some updates before the end."""
 
     name: ClassVar[str] = "quite_late"
+    chooses_once: ClassVar[bool] = True
     updates_left: int
     """Updates after the event."""
     worst_loss: float = 9.0
@@ -80,8 +81,8 @@ class Late:
     def first_update(self, updates: int) -> int:
         return updates - self.updates_left
 
-    def start(self, *, updates: int, rate: float):
-        return OneTime(at=self.first_update(updates)).start(updates=updates, rate=rate)
+    def start(self, *, updates: int, heads: int, limit: int):
+        return OneTime(at=self.first_update(updates)).start(updates=updates, heads=heads, limit=limit)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_the_help_shows_every_schedule(late, tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--schedule {None,one_time,quite_late}" in printed
+    assert "--schedule {None,one_time,gradual,validation_budget,train_loss,quite_late}" in printed
     assert "Freeze once, some updates before the end." in printed
     assert "--freeze-at INT|FLOAT When: a whole number of updates, or a share of all of them. (default: 0.5)" in printed
     assert "--schedule.quite-late.updates-left {None}|INT Updates after the event. (required)" in printed

@@ -93,6 +93,48 @@ def test_the_random_control_matches_the_variance_by_layer():
     assert len(set(drawn.values())) == 3
 
 
+def test_only_heads_of_a_list_and_below_a_score_are_chosen():
+    ids = tokens()
+    free = saf.freeze_(make(), [ids], saf.FreezeConfig(count=12, max_fit_kl=9))
+    order = sorted(free.heads, key=lambda head: float(free.scores[head]))
+    third = float(free.scores[order[2]])
+    below = saf.freeze_(make(), [ids], saf.FreezeConfig(count=2, below=third, exclude=(order[0],), max_fit_kl=9))
+    assert list(below.heads) == [order[1]]
+    only = saf.freeze_(make(), [ids], saf.FreezeConfig(count=2, only=(order[5], order[3], order[8]), max_fit_kl=9))
+    assert set(only.heads) == {order[3], order[5]}
+    with pytest.warns(SafWarning, match="0 of 2 heads could be frozen: no other may be frozen"):
+        nothing = saf.freeze_(make(), [ids], saf.FreezeConfig(count=2, below=-1.0))
+    assert (len(nothing.heads), nothing.patterns) == (0, None)
+
+
+def test_the_first_of_the_heads_chosen_are_frozen_and_the_others_named():
+    ids, config = tokens(), saf.FreezeConfig(count=5, max_fit_kl=9)
+    whole = saf.freeze_(make(), [ids], config)
+    model = make()
+    report = saf.freeze_(model, [ids], config, first=2)
+    order = sorted(whole.heads, key=lambda head: float(whole.scores[head]))
+    assert (set(report.heads), report.deferred) == (set(order[:2]), tuple(order[2:]))
+    assert sum(len(block.attention.layout.frozen) for block in model.blocks) == len(report.fit_kl) == 2
+    assert report.to_dict()["deferred"] == [list(head) for head in order[2:]]
+    assert report.summary == "2 of 12 heads frozen by variance; 3 chosen for later"
+    assert len(report.certificates) == 5
+    later = saf.freeze_(model, [ids], saf.FreezeConfig(only=report.deferred, count=3, max_fit_kl=9))
+    assert later.heads | report.heads == whole.heads
+
+
+def test_random_heads_match_a_list_by_layer():
+    ids, listed = tokens(), ((0, 1), (2, 0), (2, 3))
+    found = [
+        saf.freeze_(make(), [ids], saf.FreezeConfig(score="random", seed=seed, match_heads=listed, max_fit_kl=9)).heads
+        for seed in range(4)
+    ]
+    assert all(sorted(layer for layer, _ in heads) == [0, 2, 2] for heads in found)
+    assert len(set(found)) > 1
+    assert saf.FreezeConfig(match_heads=listed).requested(12) == 3
+    with pytest.raises(InputError, match=r"got \[\(3, 0\)\]"):
+        saf.freeze_(make(), [ids], saf.FreezeConfig(match_heads=((3, 0),)))
+
+
 def test_limits_by_layer_hold():
     model, ids = make(), tokens()
     with pytest.warns(UserWarning, match="3 of 4 heads could be frozen"):

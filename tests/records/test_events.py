@@ -42,6 +42,16 @@ def test_heads_in_force_are_those_that_nothing_made_live_again(tmp_path):
     assert heads_in_force(read_events(tmp_path)) == [[0, 1], [0, 2]]
 
 
+def test_an_event_tells_which_other_undid_it_as_long_as_that_one_is_kept(tmp_path):
+    freeze(tmp_path, [[1, 0]])
+    freeze(tmp_path, [[0, 2]])
+    append_event(tmp_path, "undo", {"update": 9, "heads": [[1, 0]], "undoes": 1})
+    assert [event.undone_by for event in read_events(tmp_path)] == [3, None, None]
+    assert torch.equal(read_events(tmp_path)[0].tensors()["alpha"], torch.ones(2, 3))
+    keep_events_(tmp_path, lambda event: event.update < 9)
+    assert [event.undone_by for event in read_events(tmp_path)] == [None, None]
+
+
 def test_an_earlier_runs_record_reads_as_the_same_and_becomes_lines(tmp_path):
     earlier_run(tmp_path / "run")
     (event,) = read_events(tmp_path / "run")

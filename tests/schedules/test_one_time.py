@@ -10,7 +10,7 @@ OUTCOME = Outcome(number=1, heads=HeadSet([(0, 1)]), loss_before=3.0, loss_after
 
 
 def start(at=3):
-    return OneTime(at=at).start(updates=10, rate=0.5)
+    return OneTime(at=at).start(updates=10, heads=8, limit=4)
 
 
 def test_one_event_when_its_update_is_done():
@@ -18,7 +18,7 @@ def test_one_event_when_its_update_is_done():
     assert [proposer.propose(update) for update in range(3)] == [[], [], []]
     (event,) = proposer.propose(3)
     assert isinstance(event, Freeze)
-    assert event.rate == 0.5
+    assert event == Freeze(reason=event.reason)
     assert "update 3" in event.reason
 
 
@@ -48,7 +48,7 @@ def test_state_carries_over():
     other.load_state_dict(json.loads(json.dumps(proposer.state_dict())))
     assert other.propose(5) == []
     other.load_state_dict(waiting)
-    assert [event.rate for event in other.propose(5)] == [0.5]
+    assert [event.kind for event in other.propose(5)] == ["freeze"]
 
 
 def test_a_share_is_of_the_whole_schedule_of_updates():

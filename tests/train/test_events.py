@@ -27,12 +27,13 @@ class Listed:
     """Propose the events of a list, each at its update."""
 
     name: ClassVar[str] = "listed"
+    chooses_once: ClassVar[bool] = True
     events: tuple = ()
 
     def first_update(self, updates):
         return self.events[0][0]
 
-    def start(self, *, updates, rate):
+    def start(self, *, updates, heads, limit):
         return Proposer(self.events)
 
 
@@ -67,10 +68,10 @@ def frozen(path):
 
 SEVERAL = Listed(
     (
-        (3, Freeze(rate=0.25, reason="first")),
-        (6, Freeze(rate=0.125, reason="second")),
+        (3, Freeze(count=2, reason="first")),
+        (6, Freeze(count=1, reason="second")),
         (6, Undo(event=1, reason="too much")),
-        (9, Freeze(rate=0.125, reason="third")),
+        (9, Freeze(count=1, reason="third")),
     )
 )
 
@@ -89,6 +90,7 @@ def test_a_run_has_any_number_of_events_and_resumes_among_them(settings, outcome
     assert [e.values["reason"] for e in events] == ["first", "second", "too much", "third"]
     assert events[2].heads == events[0].heads
     assert events[2].values["undoes"] == 1
+    assert [e.undone_by for e in events] == [3, None, None, None]
     assert all(e.values["loss_before"] > 0 and e.values["loss_after"] > 0 for e in events)
     assert [frozen(f"{whole.out}/checkpoints/step-{n}") for n in (3, 6, 9, 12)] == [0, 2, 1, 2]
     intervention = result["intervention"]
@@ -128,7 +130,7 @@ def test_a_schedule_hears_what_came_of_its_proposals(settings, monkeypatch):
 @pytest.mark.parametrize(
     ("event", "error", "message"),
     [
-        (Prune(rate=0.25), UnsupportedError, r"cannot prune heads yet \(25% were proposed after update 3\)"),
+        (Prune(), UnsupportedError, "cannot prune heads yet, as was proposed after update 3"),
         (Undo(event=1), InputError, r"undoes a freeze of its own, one of events \[\]; got event 1"),
     ],
 )

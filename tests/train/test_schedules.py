@@ -1,0 +1,221 @@
+"""A tiny run of each schedule of several events: what it records, how it resumes, and that undoing leaves no trace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import saf.train.events as events
+import saf.train.loop as loop
+from saf.data import TokenData
+from saf.errors import InputError
+from saf.evaluate.perplexity import evaluate_perplexity
+from saf.freezing.config import FreezeConfig
+from saf.records.events import heads_in_force, read_events
+from saf.records.files import read_json
+from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget, train_loss
+from saf.schedules.train_loss import TrainLossProposer
+from saf.train import continue_from, load_model, pretrain
+from saf.train.run import Run
+from tests.train.killed import Killed, die_at
+
+FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
+GRADUAL = Gradual(begin=0.25, end=0.75, groups=2)
+CHECKS = ValidationBudget(begin=0.5, every=0.25)
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """Return a function that trains settings once for all tests and returns the run's folder."""
+    done = {}
+
+    def run(config, key):
+        if key not in done:
+            config.out = str(tmp_path_factory.mktemp("schedules") / key)
+            pretrain(config)
+            done[key] = config.out
+        return Path(done[key])
+
+    return run
+
+
+def killed_and_resumed(config, monkeypatch, module, name, call):
+    with monkeypatch.context() as patch:
+        die_at(patch, module, name, call)
+        with pytest.raises(Killed):
+            pretrain(config)
+    return pretrain(config, resume=True)
+
+
+def told(folder):
+    return [
+        (event.number, event.kind, event.update, len(event.heads), event.undone_by) for event in read_events(folder)
+    ]
+
+
+def test_gradual_freezes_the_chosen_heads_in_groups_and_patterns_installed_stay(settings, finished):
+    folder = finished(settings(freeze=FREEZE, schedule=GRADUAL, keep=0), "gradual")
+    assert told(folder) == [(1, "freeze", 3, 2, None), (2, "freeze", 9, 2, None)]
+    first, second = read_events(folder)
+    assert first.values["reason"] == "gradual: group 1 of 2, update 3 is done"
+    assert sorted(first.values["deferred"]) == second.heads
+    assert [second.values["scores"][layer][head] for layer, head in first.heads] == [None, None]
+    assert all(event.values["loss_before"] > 0 and event.values["loss_after"] > 0 for event in (first, second))
+    result = read_json(folder / "result.json")
+    assert result["provenance"]["heads"] == sorted(first.heads + second.heads) == heads_in_force([first, second])
+    names = [f"{layer}.{head}" for layer, head in first.heads]
+    before, after = (patterns(folder / "checkpoints" / name) for name in ("step-6", "step-12"))
+    assert len(after) == 4
+    assert all(torch.equal(before[name], after[name]) for name in names)
+
+
+def patterns(checkpoint):
+    model = load_model(checkpoint)
+    return {
+        f"{layer}.{head}": pattern.dense()
+        for layer, block in enumerate(model.blocks)
+        if block.attention.frozen is not None
+        for head, pattern in zip(block.attention.layout.frozen, block.attention.frozen.patterns, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [(events, "freeze_", 2), (Run, "record_event", 2), (loop, "run_update", 11)],
+    ids=["measuring", "between-measurement-and-outcome", "later"],
+)
+def test_gradual_resumes_bit_for_bit(settings, finished, outcome, monkeypatch, module, name, call):
+    folder = finished(settings(freeze=FREEZE, schedule=GRADUAL, keep=0), "gradual")
+    config = settings(freeze=FREEZE, schedule=GRADUAL, keep=0)
+    killed_and_resumed(config, monkeypatch, module, name, call)
+    assert outcome(config.out) == outcome(folder)
+    assert told(config.out) == told(folder)
+
+
+@pytest.fixture
+def costly(monkeypatch):
+    """Have every freeze raise the controller loss."""
+    real = Run.controller_loss
+    dear = {"after_freeze": 0.5, "before_undo": 0.5}
+    monkeypatch.setattr(Run, "controller_loss", lambda run, when, **more: real(run, when, **more) + dear.get(when, 0.0))
+
+
+def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run_bit_for_bit(settings, finished, outcome, costly):
+    ordinary = outcome(finished(settings(), "ordinary"))
+    config = settings(freeze=FREEZE, schedule=CHECKS)
+    result = pretrain(config)
+    assert told(config.out) == [
+        (1, "freeze", 6, 1, 2),
+        (2, "undo", 6, 1, None),
+        (3, "freeze", 9, 1, 4),
+        (4, "undo", 9, 1, None),
+    ]
+    undo = read_events(config.out)[1]
+    assert "nats beside 0.00000 are more than 0.00995" in undo.values["reason"]
+    assert undo.values["loss_after"] == read_events(config.out)[0].values["loss_before"]
+    assert result["provenance"]["heads"] == []
+    found = outcome(config.out)
+    for name in ("model.safetensors", "optimizer.safetensors", "metrics", "report_loss"):
+        assert found[name] == ordinary[name], name
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [(events, "freeze_", 2), (Run, "record_event", 1), (events, "uninstall_", 1), (Run, "record_event", 4)],
+    ids=["measuring", "before-the-outcome", "undoing", "after-the-second-undo"],
+)
+def test_validation_budget_resumes_bit_for_bit(settings, finished, outcome, monkeypatch, costly, module, name, call):
+    config = settings(freeze=FREEZE, schedule=CHECKS)
+    killed_and_resumed(config, monkeypatch, module, name, call)
+    ordinary = outcome(finished(settings(), "ordinary"))
+    found = outcome(config.out)
+    assert all(found[part] == ordinary[part] for part in ("model.safetensors", "optimizer.safetensors", "metrics"))
+    assert [event.undone_by for event in read_events(config.out)] == [2, None, 4, None]
+
+
+def test_validation_budget_keeps_what_fits_and_measures_eight_fixed_batches(settings, data):
+    config = settings(freeze=FREEZE, schedule=ValidationBudget(budget=10.0, every=0.25), batch_size=2, keep=0)
+    pretrain(config)
+    assert told(config.out) == [(1, "freeze", 6, 1, None), (2, "freeze", 9, 1, None)]
+    model = load_model(Path(config.out) / "checkpoints" / "step-6")
+    record = evaluate_perplexity(
+        model, TokenData.open(data), partition="controller", length=32, limit=16, batch_size=2, precision="fp32"
+    )
+    assert record["windows"] == 16
+    assert read_events(config.out)[0].values["loss_before"] == record["loss"]
+
+
+@pytest.fixture
+def brisk(monkeypatch):
+    """Let a controller decide within 40 updates, and show it a loss that levels off and that a freeze raises."""
+    monkeypatch.setattr(train_loss, "_BURN_IN", (4, 0.0))
+    monkeypatch.setattr(train_loss, "_HALF_LIFE", (2, 0.0))
+    observe = TrainLossProposer.observe
+
+    def shown(proposer, update, loss):
+        assert loss > 0
+        raised = 0.5 if proposer.decisions.step else 0.0
+        observe(proposer, update, max(4 - update / 20, 3.7) + 0.02 * (-1) ** update + raised)
+
+    monkeypatch.setattr(TrainLossProposer, "observe", shown)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [(Run, "record_event", 1), (loop, "run_update", 36), (events, "uninstall_", 1)],
+    ids=["between-measurement-and-outcome", "not-yet-absorbed", "undoing"],
+)
+def test_train_loss_freezes_at_a_plateau_undoes_what_stays_and_resumes(
+    settings, finished, outcome, monkeypatch, brisk, module, name, call
+):
+    def quick():
+        few = {"updates": 40, "batch_size": 1, "accumulation": 1, "eval_every": 0, "save_every": 34, "eval_windows": 1}
+        return settings(freeze=FREEZE, schedule=TrainLoss(multiplier=2.0), calibration_sequences=2, **few)
+
+    folder = finished(quick(), "train_loss")
+    assert told(folder) == [(1, "freeze", 30, 1, 2), (2, "undo", 39, 1, None)]
+    first, undo = read_events(folder)
+    assert first.values["reason"].startswith("train_loss: the averaged loss fell by")
+    assert "after 9 updates the loss is 0.4" in undo.values["reason"]
+    assert heads_in_force([first, undo]) == read_json(folder / "result.json")["provenance"]["heads"] == []
+    config = quick()
+    killed_and_resumed(config, monkeypatch, module, name, call)
+    assert outcome(config.out) == outcome(folder)
+    assert told(config.out) == told(folder)
+
+
+def test_an_arm_goes_on_from_a_parent_at_the_updates_of_the_whole_schedule(settings, finished, outcome):
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    arm = continue_from(parent, out=settings("arm").out, freeze=FREEZE, schedule=Gradual(begin=0.5, end=0.75, groups=2))
+    pretrain(arm)
+    assert [event.update for event in read_events(arm.out)] == [6, 9]
+    with pytest.raises(InputError, match="freezes after update 3, before the parent's 6"):
+        continue_from(parent, out="x", freeze=FREEZE, schedule=GRADUAL)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "schedule", "message"),
+    [
+        ({"rate": 0.25}, Gradual(), "5 groups needs as many heads; 2 are to be frozen"),
+        ({"rate": 0.75}, ValidationBudget(), "ask for 6 of 8 heads; .* freezes at most 4"),
+        ({"rate": 0.75}, TrainLoss(), "ask for 6 of 8 heads; .* freezes at most 4"),
+        ({"max_per_layer": 1}, TrainLoss(), "max_per_layer cannot be kept by a train_loss schedule"),
+        ({"heads": ((0, 1),)}, ValidationBudget(), "heads cannot be kept by a validation_budget schedule"),
+        ({"match": "random"}, ValidationBudget(), "match cannot be kept by a validation_budget schedule"),
+    ],
+)
+def test_settings_that_cannot_work_are_told_before_training(settings, freeze, schedule, message):
+    config = settings(freeze=FreezeConfig(**freeze), schedule=schedule)
+    with pytest.raises(InputError, match=message):
+        pretrain(config)
+    assert not Path(config.out).exists()
+
+
+def test_gradual_keeps_conditions_on_all_heads(settings):
+    """One head a layer is frozen in all, as by one event."""
+    freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0, max_per_layer=1)
+    for name, schedule in (("groups", Gradual(begin=0.0, end=0.0, groups=2)), ("once", OneTime(at=0))):
+        pretrain(settings(name, freeze=freeze, schedule=schedule, updates=1, eval_every=0, save_every=0))
+    groups, once = (read_events(settings(name).out) for name in ("groups", "once"))
+    assert heads_in_force(groups) == heads_in_force(once)
+    assert sorted(layer for layer, _ in heads_in_force(groups)) == [0, 1]
