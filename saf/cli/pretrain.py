@@ -121,7 +121,9 @@ def _table(result: dict[str, Any]) -> Table:
     if event:
         more, in_all = len(event["heads"]), len(result["provenance"]["heads"])
         rows["heads frozen"] = f"{more} after update {event['update']:,}"
-        if in_all > more:
+        if event["events"] > 1:
+            rows["heads frozen"] = f"{more} by {event['events']} events, the first after update {event['update']:,}"
+        elif in_all > more:
             rows["heads frozen"] = f"{more} more after update {event['update']:,}, {in_all} in all"
         if result["trainable_pattern_parameters"]:
             rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saf.errors import InputError
@@ -13,6 +14,11 @@ from saf.records.events import EVENTS, EventRecord, heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.paths import Kind, expect
 from saf.records.result import read_result
+
+_PATTERN = ("alpha", "rho", "log_z")
+"""Of an event's tensors, those of its own heads."""
+_MEASURED = frozenset({"eta_abs", "eta_rel", "variance", "forward_kl", "row_entropy"})
+"""Those of all heads that were live."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,14 @@ class RecordedRun:
         )
 
     @property
+    def kept_freezes(self) -> list[EventRecord]:
+        """Return the events that froze heads and were not undone, in order."""
+        return [event for event in self.events if event.kind == "freeze" and event.undone_by is None]
+
+    @property
     def newest_freeze(self) -> EventRecord | None:
         """Return the newest event that froze heads and was kept; None without any."""
-        kept = (event for event in reversed(self.events) if event.kind == "freeze" and event.undone_by is None)
-        return next(kept, None)
+        return next(reversed(self.kept_freezes), None)
 
     @property
     def freeze(self) -> dict[str, Any] | None:
@@ -87,8 +97,26 @@ class RecordedRun:
 
     @cached_property
     def freeze_tensors(self) -> dict[str, Tensor]:
-        """Return the newest freeze's patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]`, if any."""
-        return {} if self.newest_freeze is None else self.newest_freeze.tensors()
+        """Return patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]` of freezes that were kept, if any.
+
+        Patterns are in the order of the events and their heads; what was measured of a head is that of the event that
+        froze it, and of a live one that of the newest.
+        """
+        events = self.kept_freezes
+        if not events:
+            return {}
+        parts = [event.tensors() for event in events]
+        found = parts[-1]
+        for event, part in zip(events[:-1], parts[:-1], strict=True):
+            for name in _MEASURED & found.keys() & part.keys():
+                for layer, head in event.heads:
+                    found[name][layer, head] = part[name][layer, head]
+        for name in _PATTERN:
+            if all(name in part for part in parts):
+                found[name] = torch.cat([part[name] for part in parts])
+            else:
+                found.pop(name, None)
+        return found
 
     def seconds(self, clock: str) -> float | None:
         """Return the whole run's seconds on a clock, "everything" or "warm" (without loading and compilation).

@@ -107,14 +107,16 @@ def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, 
 def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
     """Return what a run's events did together, at least one of them.
 
-    That is after which update the first one came, which heads they left frozen, what their parts cost in seconds, and
-    the controller losses before the first and after the last one (None where no run measured them).
+    That is after which update the first one came, how many there were, which heads they left frozen, what their parts
+    cost in seconds, and the controller losses before the first and after the last one (None where no run measured
+    them).
     """
     seconds: dict[str, float] = {}
     for event in events:
         seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
     return {
         "update": events[0].update,
+        "events": len(events),
         "heads": heads_in_force(events),
         "seconds": seconds,
         "loss_before": events[0].values.get("loss_before"),

@@ -7,12 +7,13 @@ import torch
 
 import saf.train.events as events
 import saf.train.loop as loop
+from saf.cli import main
 from saf.data import TokenData
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freezing.config import FreezeConfig
 from saf.records.events import heads_in_force, read_events
-from saf.records.files import read_json
+from saf.records.files import read_json, read_lines
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget, train_loss
 from saf.schedules.train_loss import TrainLossProposer
 from saf.train import continue_from, load_model, pretrain
@@ -219,3 +220,18 @@ def test_gradual_keeps_conditions_on_all_heads(settings):
     groups, once = (read_events(settings(name).out) for name in ("groups", "once"))
     assert heads_in_force(groups) == heads_in_force(once)
     assert sorted(layer for layer, _ in heads_in_force(groups)) == [0, 1]
+
+
+def test_a_finished_run_goes_on_with_a_later_intervention_and_rates_of_its_own(settings, finished, capsys):
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-12"
+    words = f"--parent {parent} --out {settings('later').out} --updates 16 --lr-start 12 --peak-lr 6e-5 --warmup 0"
+    frozen = "--freeze.rate 0.5 --freeze.max-fit-kl 10 --schedule gradual --schedule.gradual.groups 2"
+    moments = "--schedule.gradual.begin 12 --schedule.gradual.end 14 --quiet"
+    assert main(["pretrain", *words.split(), *frozen.split(), *moments.split()]) == 0
+    assert "4 by 2 events, the first after update 12" in capsys.readouterr().out
+    folder = Path(settings("later").out)
+    assert [event.update for event in read_events(folder)] == [12, 14]
+    rates = [line["lr"] for line in read_lines(folder / "metrics.jsonl")]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] < 6e-5
+    assert rates[-1] == pytest.approx(6e-6)

@@ -8,7 +8,7 @@ function extent(values) {
 
 let clips = 0;
 
-// series: {name, color, x, y, faint, points, low, high}; markers: {x, label}; options: height, xKind, yKind, xLabel, yLabel,
+// series: {name, color, x, y, faint, points, low, high}; markers: {x, label, title}; options: height, xKind, yKind, xLabel, yLabel,
 // xDomain, minSpan, zero, focus (faint series do not widen the axis), label, format.
 function lineChart(host, series, options) {
   const o = { height: 260, xKind: 'linear', yKind: 'linear', markers: [], format: (v) => short(v, 4), xName: '', ...options };
@@ -124,9 +124,10 @@ function axes({ x, y, yDomain }, o, width, margin) {
   return parts;
 }
 
-function marker({ label }, at, o, width, margin) {
+function marker({ label, title }, at, o, width, margin) {
   const right = at > width - 150;
   return svg('g', { class: 'event' }, [
+    ...(title ? [svg('title', { text: title })] : []),
     svg('line', { x1: at, x2: at, y1: margin.top, y2: o.height - margin.bottom }),
     svg('text', { x: at + (right ? -6 : 6), y: margin.top + 12, 'text-anchor': right ? 'end' : 'start', text: label }),
   ]);

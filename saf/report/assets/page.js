@@ -16,7 +16,7 @@ function lossChart() {
       { ...a.smooth, name: a.name, color: armColor(a.name) },
       ...(a.probes.x.length ? [{ ...a.probes, color: armColor(a.name), faint: true, points: true }] : []),
     ]);
-    const markers = [...new Map(events.map((a) => [a.freeze_update, { x: a.freeze_update, label: 'heads frozen' }])).values()];
+    const markers = eventMarkers(events);
     lineChart(chart, lines, {
       height: 320, yKind: state.yKind, xDomain: [from, last], markers, yLabel: 'Training loss, nats per token', xLabel: 'update', xName: 'Update',
       format: (v) => v.toFixed(4), label: 'Training loss by update',
@@ -34,6 +34,16 @@ function lossChart() {
     el('p', { class: 'small', text: `Lines are moving means over ${whole(DATA.arms[0].window)} updates, the faint lines behind them the updates themselves.${probes ? ' Circles are losses on the controller’s held-out text.' : ''}` }),
   );
   draw();
+}
+
+// One mark an update that had events; the first is named, and each tells what happened there and why.
+function eventMarkers(arms) {
+  const told = new Map(arms.map((a) => [a.freeze_update, []]));
+  for (const a of arms) {
+    for (const e of a.events) told.set(e.update, [...(told.get(e.update) || []), `${arms.length > 1 ? `${a.name}: ` : ''}${e.told}`]);
+  }
+  return [...told].sort((one, other) => one[0] - other[0])
+    .map(([x, lines], i) => ({ x, label: i ? '' : 'heads frozen', title: [`Update ${whole(x)}`, ...lines].join('\n') }));
 }
 
 function gapChart() {
@@ -62,7 +72,7 @@ function costs() {
     const parts = Object.entries(f.seconds).filter(([name]) => name !== 'total');
     const total = parts.reduce((sum, [, s]) => sum + s, 0);
     return el('figure', { class: 'costs' }, [
-      el('figcaption', { text: `${shown.length > 1 ? `${f.name}: ` : ''}${duration(total)} in all, once` }),
+      el('figcaption', { text: `${shown.length > 1 ? `${f.name}: ` : ''}${duration(total)} in all, ${f.events > 1 ? `in ${f.events} events` : 'once'}` }),
       ...parts.map(([name, s]) => el('div', { class: 'cost' }, [
         el('span', { class: 'cost-name', text: name.replace(/_/g, ' ') }),
         el('span', { class: 'track' }, [el('span', { class: 'length', style: `width:${Math.max(0.4, (100 * s) / longest)}%` })]),

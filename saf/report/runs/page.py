@@ -6,7 +6,9 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table, compare_all
+from saf.records.events import EventRecord
 from saf.records.files import write_atomically
+from saf.records.quantities import number, seconds
 from saf.records.run import RecordedRun
 from saf.records.table import Cell, Table
 from saf.report.page import page, section, text
@@ -85,11 +87,30 @@ def _sections(
     if data["freezes"]:
         parts.append(section("heads", "Which heads froze, and into what", _HEADS))
     if any(arm["raw"]["x"] for arm in data["arms"]):
-        parts.append(section("training", "What training did", f"<p>{probe_sentence(runs)}</p>{_TRAINING}"))
+        body = f"<p>{probe_sentence(runs)}</p>{_TRAINING}{events_table(runs, names)}"
+        parts.append(section("training", "What training did", body))
     costs = '<div id="costs"></div>' if any(freeze["seconds"] for freeze in data["freezes"]) else ""
     parts.append(section("arms", "Cost and saving", arms_table(runs, names, comparisons).html() + costs))
     parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
     return "\n".join(parts)
+
+
+def events_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+    """Return what every event did, why, and what came of it, a row each; nothing where no run had more than one."""
+    if all(len(run.events) < 2 for run in runs):
+        return ""
+    rows = [[name, *_event_row(event)] for run, name in zip(runs, names, strict=True) for event in run.events]
+    columns = ("arm", "event", "after update", "heads", "controller loss, nats", "kept", "took", "reason")
+    return Table.of("Events", columns, rows).html()
+
+
+def _event_row(event: EventRecord) -> list[Any]:
+    before, after = (event.values.get(name) for name in ("loss_before", "loss_after"))
+    losses = None if before is None or after is None else f"{before:.4f} → {after:.4f}"
+    kept = "yes" if event.undone_by is None else f"undone by event {event.undone_by}"
+    took = seconds(sum(event.seconds.values())) if event.seconds else None
+    what = f"{event.number}: {event.kind}"
+    return [what, number(event.update), len(event.heads), losses, kept, took, event.values.get("reason")]
 
 
 def _footer(runs: Sequence[RecordedRun]) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.patterns import CompactPattern
+from saf.records.events import EventRecord
 from saf.records.run import RecordedRun
 
 # About as many as the page has pixels to show them in; a page with every point would have megabytes.
@@ -32,7 +33,17 @@ def arm_data(run: RecordedRun, name: str) -> dict[str, Any]:
         "probes": {"x": [p["update"] for p in probes], "y": rounded([p["loss"] for p in probes])},
         "updates": [run.metrics[0]["update"], run.metrics[-1]["update"]] if run.metrics else None,
         "freeze_update": run.freeze_update,
+        "events": [_event_data(event) for event in run.events if event.update is not None],
     }
+
+
+def _event_data(event: EventRecord) -> dict[str, Any]:
+    """Return where an event is marked on a curve, and what its mark says."""
+    count = len(event.heads)
+    done = f"{count} {'head' if count == 1 else 'heads'} {'live again' if event.kind == 'undo' else 'frozen'}"
+    undone = "" if event.undone_by is None else f", undone by event {event.undone_by}"
+    because = f": {event.values['reason']}" if event.values.get("reason") else ""
+    return {"update": event.update, "kind": event.kind, "told": f"{done}{undone}{because}"}
 
 
 def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str) -> dict[str, Any] | None:
@@ -57,10 +68,17 @@ def freeze_data(run: RecordedRun, name: str) -> dict[str, Any] | None:
     """Return a frozen run's head map: scores, marks, patterns, measured marginals; None without an event."""
     if run.freeze is None:
         return None
-    freeze, tensors = run.freeze, run.freeze_tensors
-    scores = {str(freeze["score_name"]): rounded(freeze["scores"])}
+    freeze, tensors, kept = run.freeze, run.freeze_tensors, [event.values for event in run.kept_freezes]
+    ranked = [list(row) for row in freeze["scores"]]
+    for earlier in kept[:-1]:
+        for layer, head in earlier["heads"]:
+            ranked[layer][head] = earlier["scores"][layer][head]
+    scores = {str(freeze["score_name"]): rounded(ranked)}
     scores |= {key: rounded(tensors[key].tolist()) for key in _SCORES if key in tensors and key not in scores}
-    heads = [tuple(head) for head in freeze["heads"]]
+    heads = [tuple(head) for event in kept for head in event["heads"]]
+    seconds: dict[str, float] = {}
+    for event in run.events:
+        seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
     return {
         "name": name,
         "update": freeze.get("update"),
@@ -73,9 +91,10 @@ def freeze_data(run: RecordedRun, name: str) -> dict[str, Any] | None:
         "scores": scores,
         "frozen": [list(head) for head in heads],
         "rejected": {f"{layer},{head}": rounded(kl) for layer, head, kl in freeze.get("rejected", [])},
-        "fit_kl": {f"{layer},{head}": rounded(kl) for layer, head, kl in freeze.get("fit_kl", [])},
+        "fit_kl": {f"{layer},{head}": rounded(kl) for event in kept for layer, head, kl in event.get("fit_kl", [])},
         "entropy": rounded(tensors["row_entropy"].tolist()) if "row_entropy" in tensors else None,
-        "seconds": {key: rounded(value) for key, value in (freeze.get("seconds") or {}).items()},
+        "seconds": {key: rounded(value) for key, value in seconds.items()},
+        "events": len(run.events),
         "patterns": _pattern_curves(tensors, heads),
         "marginals": _marginal_curves(tensors),
     }

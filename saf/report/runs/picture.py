@@ -133,10 +133,12 @@ def _curves(
 
 def _events(curves: Sequence[dict[str, Any]], panel: Panel) -> list[str]:
     parts = []
-    for update in sorted({c["freeze_update"] for c in curves if c.get("freeze_update") is not None}):
+    first = {c["freeze_update"] for c in curves if c.get("freeze_update") is not None}
+    for update in sorted(first | {event["update"] for c in curves for event in c.get("events", ())}):
         x, top = panel.at((update, panel.upward.low))[0], panel.y
         parts.append(f'<line class="event" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + panel.height}"/>')
-        parts.append(label(x + 6, top + 14, f"heads frozen at {update:,}", css="small name"))
+        if update in first:
+            parts.append(label(x + 6, top + 14, f"heads frozen at {update:,}", css="small name"))
     return parts
 
 
