@@ -1,7 +1,7 @@
 """Comparing two finished runs, an ordinary and a frozen arm: what freezing cost and what it saved."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _TIMING = (
 )
 # The same data may lie elsewhere: their fingerprint, which covers the tokenizer, is compared.
 _IRRELEVANT = frozenset({"data.folder", "data.tokenizer"})
+# Arms that were given the time of one reference each have their own speed.
+_MATCHED = frozenset({"train.match_speed", "train.match_speed_source", "train.match_charge_seconds"})
 
 
 def compare_runs(
@@ -107,12 +109,13 @@ def timing_is_clear(record: Mapping[str, Any]) -> bool:
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     """Return every difference of two runs that is not the freezing, a line each; empty when they are comparable."""
     lines = []
-    left, right = _settings(ordinary.config), _settings(frozen.config)
+    matched = _matched_alike(ordinary, frozen)
+    left, right = (_settings(run.config, without=_MATCHED if matched else ()) for run in (ordinary, frozen))
     for key in sorted(left.keys() | right.keys()):
         if left.get(key) != right.get(key):
             lines.append(f"{key}: {left.get(key)!r} in the ordinary arm, {right.get(key)!r} in the frozen arm")
     lines += _parent_difference(ordinary, frozen)
-    for key in ("updates", "tokens"):
+    for key in () if matched else ("updates", "tokens"):
         pair = [run.finished_result().get(key) for run in (ordinary, frozen)]
         if pair[0] != pair[1]:
             lines.append(f"{key}: {pair[0]} in the ordinary arm, {pair[1]} in the frozen arm")
@@ -172,14 +175,20 @@ def _ends(run: RecordedRun) -> tuple[int, int]:
     return int(run.metrics[0]["update"]), int(run.metrics[-1]["update"])
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
+def _matched_alike(ordinary: RecordedRun, frozen: RecordedRun) -> bool:
+    """Return whether both arms were given the same time of one reference: they differ in their updates then."""
+    pair = [run.config.get("matched") or {} for run in (ordinary, frozen)]
+    return bool(pair[0]) and pair[0].get("reference_hash") == pair[1].get("reference_hash")
+
+
+def _settings(config: dict[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return the settings that both arms must share, by dotted name."""
     flat: dict[str, Any] = {}
     for section in ("model", "train", "data"):
         for key, value in (config.get(section) or {}).items():
             flat[f"{section}.{key}"] = value
     flat["device"] = config.get("device")
-    return {key: value for key, value in flat.items() if key not in _IRRELEVANT}
+    return {key: value for key, value in flat.items() if key not in _IRRELEVANT and key not in without}
 
 
 def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:

@@ -66,9 +66,9 @@ class Clock:
         return _read(self.parts, "everything")
 
     @property
-    def before(self) -> float:
-        """Return what `everything` was where an earlier process of this run had saved its state; 0 without one."""
-        return _read(self._earlier, "everything")
+    def before(self) -> dict[str, float]:
+        """Return the seconds of each part that earlier processes of this run had saved; none without one."""
+        return dict(self._earlier)
 
     def enter(self, part: str) -> None:
         """Book what comes from now on under `part`."""

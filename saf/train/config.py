@@ -18,6 +18,7 @@ from saf.train.checkpoint import Checkpoint, open_checkpoint
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
+MatchClock = Literal["everything", "warm", "scaled"]
 CalibrationSource = Literal["auto", "calibration", "train"]
 
 
@@ -59,6 +60,18 @@ class TrainConfig:
     """Update at which the learning-rate schedule begins; above 0 for a later continuation with rates of its own."""
     time_budget_seconds: float | None = None
     """Where the learning rate advances by time spent: stop before an update that would exceed this."""
+    match_time: str | None = None
+    """Finished run of the ordinary arm that went through this run's parent: train as long as it still had from there,
+    the learning rate following the time, and stop before an update that would exceed it."""
+    match_clock: MatchClock = "everything"
+    """Which seconds are matched: everything, as the paper; warm, without loading and compilation; or scaled, which
+    charges compilation and events as if the reference took the paper's 187.65 minutes."""
+    match_speed: float | None = None
+    """Instead of this run's own clock: updates that the arm does while the reference does one, measured as a pair."""
+    match_speed_source: str = ""
+    """Where that speed comes from: the file of `saf bench update`."""
+    match_charge_seconds: float = 0.0
+    """What events and compilation are charged with beside that speed, in seconds of the paper's 187.65 minutes."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's averaging coefficients."""
     weight_decay: float = 0.1
@@ -130,6 +143,7 @@ class TrainConfig:
             (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
             'a positive number with lr_by="elapsed" and None otherwise',
         )
+        self._check_matching()
         if self.schedule is not None:
             self.schedule.first_update(self.updates)
         self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
@@ -140,6 +154,25 @@ class TrainConfig:
         self._require("kernel", self.kernel == "auto" or alone, "auto with backend='fused', which has its own")
         for name, kind in _CHOICES.items():
             self._require(name, getattr(self, name) in get_args(kind), f"one of {get_args(kind)}")
+
+    def _check_matching(self) -> None:
+        """Raise InputError for settings of matched time that contradict one another or have no effect."""
+        speed = self.match_speed
+        self._require("match_speed", speed is None or 0 < speed < float("inf"), "a finite number above 0, or None")
+        self._require("match_charge_seconds", 0 <= self.match_charge_seconds < float("inf"), "at least 0")
+        self._require(
+            "match_speed_source", bool(self.match_speed_source) == (speed is not None), "a file, with match_speed"
+        )
+        self._require(
+            "match_charge_seconds", speed is not None or not self.match_charge_seconds, "0 without match_speed"
+        )
+        self._require("match_clock", speed is None or self.match_clock == "everything", "left out with match_speed")
+        if self.match_time is None:
+            self._require("match_speed", speed is None, "left out without match_time, which names the reference")
+            self._require("match_clock", self.match_clock == "everything", "left out without match_time")
+            return
+        self._require("match_time", self.parent is not None, "left out without a parent, where the seconds begin")
+        self._require("time_budget_seconds", self.time_budget_seconds is None, "None with match_time, which sets it")
 
     def _require(self, name: str, usable: bool, expected: str) -> None:
         if not usable:
@@ -194,6 +227,7 @@ _CHOICES = {
     "precision": Precision,
     "compile": Switch,
     "calibration_source": CalibrationSource,
+    "match_clock": MatchClock,
 }
 
 
@@ -216,7 +250,18 @@ VOCABULARY_MULTIPLE = 64
 """The output's matrix product runs at full speed where its width, the vocabulary, is a multiple of this."""
 _ARITHMETIC = (
     *("batch_size", "accumulation", "updates", "peak_lr", "min_lr_ratio", "warmup", "lr_by", "lr_start"),
-    *("time_budget_seconds", "betas", "weight_decay", "clip", "seed", "sampler"),
+    *(
+        "time_budget_seconds",
+        "match_clock",
+        "match_speed",
+        "match_speed_source",
+        "match_charge_seconds",
+        "betas",
+        "weight_decay",
+        "clip",
+        "seed",
+        "sampler",
+    ),
 )
 """Settings that decide what an update computes: both arms of a comparison must share them."""
 _FREE_ON_RESUME = frozenset(
@@ -247,7 +292,13 @@ def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
 
 
 def run_config(
-    config: TrainConfig, *, model: GPTConfig, task: Task, execution: Execution, parent: dict[str, Any] | None
+    config: TrainConfig,
+    *,
+    model: GPTConfig,
+    task: Task,
+    execution: Execution,
+    parent: dict[str, Any] | None,
+    matched: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the contents of config.json; `train` holds what decides the arithmetic of an update."""
     settings = config.to_dict()
@@ -268,6 +319,7 @@ def run_config(
         "freeze": freeze,
         "data": task.description(),
         "parent": parent,
+        "matched": matched,
         "device": execution.device_name,
         "settings": settings,
     }

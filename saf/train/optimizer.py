@@ -61,13 +61,13 @@ def progress_by_update(update: int, *, updates: int, start: int = 0) -> float:
     return (update - start) / (updates - start)
 
 
-def progress_by_time(elapsed: float, *, budget: float, begin: float = 0.0) -> float:
-    """Return the progress after `elapsed` of `budget` seconds in a run that began at progress `begin`.
+def progress_by_share(share: float, *, begin: float = 0.0) -> float:
+    """Return the progress after a share of its allowance in a run that began at progress `begin`.
 
-    >>> progress_by_time(30.0, budget=60.0, begin=0.5)
+    >>> progress_by_share(0.5, begin=0.5)
     0.75
     """
-    return begin + (1 - begin) * min(elapsed / budget, 1.0)
+    return begin + (1 - begin) * min(share, 1.0)
 
 
 def set_learning_rate_(optimizer: AdamW, rate: float) -> None:

@@ -29,8 +29,10 @@ def finish(run: Run) -> dict[str, Any]:
     folder = run.folder
     final = latest(run.checkpoints)
     if final is None:
+        budget, reference = run.config.time_budget_seconds, run.config.match_time
+        allowed = f"what {reference} had left" if budget is None else f"time_budget_seconds={budget:g}"
         raise InputError(
-            f"time_budget_seconds={run.config.time_budget_seconds:g} was over before the first update "
+            f"{allowed} was over before the first update "
             f"({run.clock.everything:.1f} s went into setting the run up); allow more time, in another folder"
         )
     report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})

@@ -14,6 +14,7 @@ from saf.models import GPT
 from saf.records.events import EventRecord, append_event, read_events
 from saf.schedules import Event, Proposer
 from saf.tasks import Task
+from saf.train.allowance import Allowance
 from saf.train.checkpoint import (
     capture_random_state,
     latest,
@@ -24,7 +25,7 @@ from saf.train.checkpoint import (
 from saf.train.clock import AFTERWARDS, Clock, log_checkpoint
 from saf.train.config import TrainConfig
 from saf.train.observer import Observer
-from saf.train.optimizer import learning_rate, progress_by_time, progress_by_update
+from saf.train.optimizer import learning_rate, progress_by_share, progress_by_update
 from saf.train.updater import Updater
 
 GRADIENT = "qk_gradient"
@@ -52,6 +53,8 @@ class Run:
     start: int
     """Update of the checkpoint that the run began at; 0 for a new one."""
     parent_hash: str | None
+    allowance: Allowance | None = None
+    """What it may use where that is not a number of updates."""
     heads_changed: int | None = None
     """Update after which the newest event of its own came; None before any."""
     peak_memory: int | None = None
@@ -97,18 +100,22 @@ class Run:
         """Return the learning rate of the update to come."""
         config = self.config
         progress = progress_by_update(self.update + 1, updates=config.updates, start=config.lr_start)
-        if config.time_budget_seconds is not None:
+        if self.allowance is not None:
             begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
-            spent = self.clock.everything + self.updater.expected_seconds
-            progress = progress_by_time(spent, budget=config.time_budget_seconds, begin=max(begin, 0.0))
+            progress = progress_by_share(self._used(self.clock.parts), begin=max(begin, 0.0))
         return learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
 
-    def finished(self, *, after: float | None = None) -> bool:
-        """Return whether the updates are done or the next would exceed the time allowance, now or `after` seconds."""
-        if self.config.time_budget_seconds is None:
+    def finished(self, *, after: dict[str, float] | None = None) -> bool:
+        """Return whether the updates are done or the next would exceed the allowance, now or `after` these seconds."""
+        if self.allowance is None:
             return self.update >= self.config.updates
-        spent = self.clock.everything if after is None else after
-        return spent + self.updater.expected_seconds > self.config.time_budget_seconds
+        return self._used(self.clock.parts if after is None else after) > 1
+
+    def _used(self, parts: dict[str, float]) -> float:
+        """Return the share of the allowance that is used once the next update is done."""
+        assert self.allowance is not None
+        expected = self.updater.expected_seconds
+        return self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
 
     def say(self, text: str) -> None:
         """Show people a line about this moment of the run."""

@@ -22,6 +22,7 @@ from saf.records.files import keep_lines_, read_json, write_json
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.schedules import Proposer
 from saf.tasks import TASKS, Task
+from saf.train.allowance import Allowance, allowance_of, match
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
 from saf.train.clock import Clock, seconds_until
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, run_config
@@ -58,6 +59,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     model, optimizer = _build(config, shape, execution, checkpoint)
     for site in adapter_for(model).sites():
         site.pin(config.kernel)
+    matched = _matched(config, folder, checkpoint, resumed=own is not None)
+    allowance = allowance_of(config, matched)
     if checkpoint:
         (clock.go_on if own else clock.start_from)(seconds_until(checkpoint))
     layouts = [site.layout for site in adapter_for(model).sites()]
@@ -65,11 +68,12 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     if freeze and proposer and own is None:
         check_heads(freeze, layouts)
     gradient = start_gradient(model, config, proposer, state=state, update=update)
+    start = parent["update"] if parent else 0
     # Settings that cannot be used leave no folder behind.
     if is_first():
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = lock or _lock_new(folder)
-        record = run_config(config, model=shape, task=task, execution=execution, parent=parent)
+        record = run_config(config, model=shape, task=task, execution=execution, parent=parent, matched=matched)
         _write_start(folder, config, record, update=update, own=own)
     return Run(
         config=config,
@@ -91,9 +95,10 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         ),
         proposer=proposer,
         clock=clock,
-        observer=_observer(config, execution, shape, task, update, clock) if is_first() else None,
-        start=parent["update"] if parent else 0,
+        observer=_observer(config, execution, shape, task, update, start, clock, allowance) if is_first() else None,
+        start=start,
         parent_hash=parent["hash"] if parent else None,
+        allowance=allowance,
         heads_changed=max((event.update or 0 for event in _own_events(config)), default=None),
     )
 
@@ -157,7 +162,7 @@ def _parent_record(
         return read_json(folder / "config.json")["parent"]
     assert checkpoint is not None
     ended = checkpoint.update >= config.updates if config.freeze is None else checkpoint.update > config.updates
-    if ended and config.time_budget_seconds is None:
+    if ended and config.time_budget_seconds is None and config.match_time is None:
         raise InputError(
             f"the parent has done {checkpoint.update} updates already, and updates={config.updates} counts from the "
             "very first; ask for more, or choose an earlier parent"
@@ -165,6 +170,18 @@ def _parent_record(
     record = {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
     # `saf freeze` leaves the record of its event beside the checkpoint that it made from another one.
     return {**record, "frozen_from": checkpoint.parent} if read_events(checkpoint.path) else record
+
+
+def _matched(
+    config: TrainConfig, folder: Path, checkpoint: Checkpoint | None, *, resumed: bool
+) -> dict[str, Any] | None:
+    """Return what config.json says of the reference of a run at matched time; None for another run."""
+    if config.match_time is None:
+        return None
+    if resumed:
+        return read_json(folder / "config.json")["matched"]
+    assert checkpoint is not None, "match_time needs a parent"
+    return match(config, checkpoint)
 
 
 def _build(
@@ -199,12 +216,20 @@ def _proposer(config: TrainConfig, layouts: Sequence[HeadLayout], state: dict[st
 
 
 def _observer(
-    config: TrainConfig, execution: Execution, shape: GPTConfig, task: Task, update: int, clock: Clock
+    config: TrainConfig,
+    execution: Execution,
+    shape: GPTConfig,
+    task: Task,
+    update: int,
+    start: int,
+    clock: Clock,
+    allowance: Allowance | None,
 ) -> Observer:
     """Open the logs of a run that stands after `update` updates."""
-    budget = config.time_budget_seconds
-    left = None if budget is None else budget - clock.everything
-    progress = Progress(done=update, total=config.updates, budget=left, every=config.log_every, quiet=config.quiet)
+    left = allowance.seconds_left(clock.parts) if allowance else None
+    own = allowance.updates if allowance else None
+    total = config.updates if own is None else start + own
+    progress = Progress(done=update, total=total, budget=left, every=config.log_every, quiet=config.quiet)
     tokens = task.targets_per_update
     return Observer(
         Path(config.out),

@@ -1,0 +1,143 @@
+"""How much a run may train where that is not a number of updates: seconds on a clock, or what a reference had left.
+
+At matched time every arm, the ordinary one too, starts from one checkpoint of a reference run and gets what the
+reference still had from there on (paper, app:equal-time-controls). The learning rate follows what is used of it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saf.errors import CheckpointError, InputError
+from saf.records.files import read_lines
+from saf.records.run import RecordedRun
+from saf.train.checkpoint import Checkpoint
+from saf.train.clock import AFTERWARDS, LOG, UNTOLD, seconds_until
+from saf.train.config import TrainConfig
+
+PAPER_SECONDS = 187.65 * 60
+"""What the paper's ordinary arm took at matched time (tab:equal-time-controls)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """Hold what a run may use: seconds, each part of the clock weighted, or updates of its own."""
+
+    seconds: float | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """What a second of each part counts; 1 where it is not named."""
+    updates: int | None = None
+
+    def used(self, *, parts: Mapping[str, float], expected: float, updates: int) -> float:
+        """Return the share that is used once the next update is done.
+
+        Args:
+            parts: Seconds of each part of the run's clock until now, its parent's left out.
+            expected: Seconds that the next update is expected to take.
+            updates: Updates of its own that the run has done.
+        """
+        if self.updates is not None:
+            spent, allowed = updates + 1.0, float(self.updates)
+        else:
+            assert self.seconds is not None
+            spent, allowed = weighted(parts, self.weights) + expected, self.seconds
+        return spent / allowed if allowed > 0 else math.inf
+
+    def seconds_left(self, parts: Mapping[str, float]) -> float | None:
+        """Return the seconds that are not used yet; None for an allowance of updates."""
+        return None if self.seconds is None else self.seconds - weighted(parts, self.weights)
+
+
+def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return the seconds of a clock's parts, each counted by its weight; what comes after the end never counts."""
+    return sum(seconds * weights.get(part, 1.0) for part, seconds in parts.items() if part != AFTERWARDS)
+
+
+def allowance_of(config: TrainConfig, matched: Mapping[str, Any] | None) -> Allowance | None:
+    """Return what a run may use: what `match` recorded, or `time_budget_seconds`; None for a number of updates."""
+    if matched is not None:
+        return Allowance(**matched["allowance"])
+    if config.time_budget_seconds is not None:
+        return Allowance(seconds=config.time_budget_seconds)
+    return None
+
+
+def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a run at matched time gets, and by what, for its config.json.
+
+    Raises:
+        InputError: The reference has not ended, did not go through the run's parent, or its seconds are not known.
+    """
+    reference = RecordedRun.open(str(config.match_time))
+    result = reference.finished_result()
+    if checkpoint.hash not in _checkpoints(reference):
+        raise InputError(
+            f"the run in {reference.folder} did not go through {checkpoint.path}; at matched time an arm starts from a "
+            "checkpoint of its reference, or from the one that the reference started from"
+        )
+    record: dict[str, Any] = {"reference": str(reference.folder), "reference_hash": _final(result)}
+    if config.match_speed is not None:
+        left = result["updates"] - checkpoint.update
+        charged = result["updates"] * config.match_charge_seconds / PAPER_SECONDS
+        allowance = Allowance(updates=max(0, int(config.match_speed * (left - charged))))
+        told = {name: getattr(config, name) for name in ("match_speed", "match_speed_source", "match_charge_seconds")}
+        return {**record, **told, "reference_updates": result["updates"], "allowance": asdict(allowance)}
+    whole, until = _whole(reference, result), _until(checkpoint)
+    weights = _weights(config.match_clock, sum(whole.values()))
+    seconds = weighted(whole, weights) - weighted(until, weights)
+    allowance = Allowance(seconds=seconds, weights=weights)
+    return {**record, "clock": config.match_clock, "allowance": asdict(allowance)}
+
+
+def _weights(clock: str, reference_seconds: float) -> dict[str, float]:
+    """Return the weights of a clock.
+
+    The scaled one charges compilation and intervention as if the reference took as long as the paper's, whose events
+    and compilation are as dear as those of a run of minutes; loading it leaves out.
+    """
+    share = reference_seconds / PAPER_SECONDS
+    return {
+        "everything": {},
+        "warm": {"loading": 0.0, "compilation": 0.0},
+        "scaled": {"loading": 0.0, "compilation": share, "intervention": share},
+    }[clock]
+
+
+def _whole(reference: RecordedRun, result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each part of a finished run, its parents' included."""
+    time = result.get("time")
+    if time is None:
+        raise InputError(f"{reference.folder} is of a version that kept no clocks; train the reference again")
+    return _known(_added(time["parts"], time["parent_parts"] or {}), reference.folder)
+
+
+def _until(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the seconds of each part until a checkpoint, those of its run's parents included."""
+    told = seconds_until(checkpoint)
+    return _known(_added(told["parts"], told["parent"] or {}), checkpoint.path)
+
+
+def _known(parts: dict[str, float], path: Path) -> dict[str, float]:
+    if UNTOLD in parts:
+        raise InputError(f"{path} has seconds of a version that kept no clocks; train the reference again")
+    return parts
+
+
+def _added(parts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    names = (set(parts) | set(more)) - {AFTERWARDS}
+    return {name: parts.get(name, 0.0) + more.get(name, 0.0) for name in sorted(names)}
+
+
+def _checkpoints(reference: RecordedRun) -> set[str]:
+    """Return the hashes of the checkpoints that a run went through, its parent's first."""
+    hashes = {line.get("hash") for line in read_lines(reference.folder / LOG)}
+    return {str(value) for value in (*hashes, (reference.config.get("parent") or {}).get("hash")) if value}
+
+
+def _final(result: Mapping[str, Any]) -> str:
+    found = result["provenance"]["checkpoints"].get("final")
+    if found is None:
+        raise CheckpointError("the reference's result names no final checkpoint; train it again")
+    return str(found)

@@ -1,0 +1,158 @@
+"""Matched time: an arm gets what its reference had left, by its own clock or by a speed that was measured."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import saf.train.clock as clock_module
+import saf.train.events
+import saf.train.run
+import saf.train.updater
+from saf.errors import InputError
+from saf.evaluate.compare import compare_runs
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json, read_lines
+from saf.train import continue_from, pretrain
+from saf.train.allowance import PAPER_SECONDS, Allowance
+
+FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A time that goes on by what things cost: updates of frozen heads are faster."""
+    time = SimpleNamespace(value=0.0, update=2.0, checkpoint=1.0, event=3.0)
+    fake = SimpleNamespace(perf_counter=lambda: time.value)
+    monkeypatch.setattr(clock_module, "time", fake)
+    monkeypatch.setattr(saf.train.updater, "time", fake)
+
+    def costing(module, name, cost):
+        real = getattr(module, name)
+
+        def slow(*arguments, **options):
+            time.value += getattr(time, cost)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, slow)
+
+    costing(saf.train.updater, "step_if_finite_", "update")
+    costing(saf.train.run, "save_checkpoint", "checkpoint")
+    costing(saf.train.events, "freeze_", "event")
+    return time
+
+
+@pytest.fixture
+def reference(settings, now):
+    """A finished ordinary run of 12 updates whose checkpoint after 6 is kept; 2 s an update, 1 s that checkpoint."""
+    config = settings("reference", eval_every=0, save_every=0)
+    pretrain(config)
+    return config
+
+
+def arm(reference, name, **changes):
+    parent = f"{reference.out}/checkpoints/step-6"
+    return continue_from(parent, out=str(Path(reference.out).with_name(name)), match_time=reference.out, **changes)
+
+
+def test_every_arm_gets_what_the_reference_had_left(reference, now):
+    """It had 6 updates of 2 s left; the checkpoint after 6 was written before."""
+    ordinary = arm(reference, "ordinary")
+    assert pretrain(ordinary)["updates"] == 12
+    now.update = 1.0
+    faster = pretrain(arm(reference, "faster"))
+    assert faster["updates"] == 6 + 12
+    frozen = arm(reference, "frozen", freeze=FREEZE)
+    result = pretrain(frozen)
+    assert result["updates"] == 6 + 9, "the event took three of twelve seconds"
+    parts = result["time"]["parts"]
+    assert sum(parts.values()) - parts["afterwards"] == 12.0
+    matched = read_json(Path(frozen.out, "config.json"))["matched"]
+    assert (matched["allowance"]["seconds"], matched["clock"]) == (12.0, "everything")
+    logs = (Path(config.out, "metrics.jsonl") for config in (reference, ordinary, frozen))
+    before, same, rates = ([line["lr"] for line in read_lines(log)] for log in logs)
+    assert same[1:] == pytest.approx(before[7:]), "once the seconds of an update are known"
+    assert same[0] == pytest.approx(before[5]), "before that it is the parent's"
+    assert rates[0] < same[0], "the event has used time"
+    assert rates[-1] == pytest.approx(before[-1]), "all end at the lowest rate"
+
+
+def test_an_arm_never_passes_its_time_and_resumes_with_the_same(reference, now):
+    now.update = 1.75
+    config = arm(reference, "slow", freeze=FREEZE)
+    result = pretrain(config)
+    spent = sum(seconds for part, seconds in result["time"]["parts"].items() if part != "afterwards")
+    assert spent <= 12.0 < spent + 1.75
+    assert pretrain(config, resume=True)["updates"] == result["updates"]
+
+
+def test_the_scaled_clock_charges_an_event_as_the_papers_run_would(reference, now):
+    config = arm(reference, "scaled", freeze=FREEZE, match_clock="scaled")
+    assert pretrain(config)["updates"] == 6 + 5, "an event is never free: the sixth update would be too much"
+    matched = read_json(Path(config.out, "config.json"))["matched"]
+    # The reference took 12 updates of 2 s and one checkpoint: 25 s stand for the paper's 187.65 minutes.
+    assert matched["allowance"]["weights"]["intervention"] == pytest.approx(25 / PAPER_SECONDS)
+    assert matched["allowance"]["weights"]["loading"] == 0.0
+
+
+def test_a_measured_speed_gives_updates_instead_of_seconds(reference, now):
+    now.update = 50.0
+    given = {"match_speed": 1.5, "match_speed_source": "results/bench/update-4k.json"}
+    config = arm(reference, "given", freeze=FREEZE, **given)
+    assert pretrain(config)["updates"] == 6 + 9, "however slow this machine is"
+    matched = read_json(Path(config.out, "config.json"))["matched"]
+    assert (matched["match_speed"], matched["match_speed_source"]) == tuple(given.values())
+    rates = [line["lr"] for line in read_lines(Path(config.out, "metrics.jsonl"))]
+    assert rates[-1] == pytest.approx(read_lines(Path(reference.out, "metrics.jsonl"))[-1]["lr"])
+    charged = arm(reference, "charged", **given, match_charge_seconds=PAPER_SECONDS / 12)
+    assert pretrain(charged)["updates"] == 6 + int(1.5 * 5), "one update of the reference's twelve"
+
+
+def test_arms_of_one_reference_can_be_compared(reference, now):
+    pretrain(arm(reference, "ordinary"))
+    now.update = 1.0
+    frozen = arm(reference, "frozen", freeze=FREEZE)
+    pretrain(frozen)
+    folder = Path(reference.out).parent
+    assert compare_runs(folder / "ordinary", folder / "frozen")["differences"] == []
+
+
+def test_an_allowance_counts_weights_and_never_what_comes_afterwards():
+    allowance = Allowance(seconds=10.0, weights={"compilation": 0.5})
+    parts = {"training": 3.0, "compilation": 4.0, "afterwards": 100.0}
+    assert allowance.used(parts=parts, expected=1.0, updates=9) == pytest.approx(0.6)
+    assert allowance.seconds_left(parts) == 5.0
+    assert Allowance(updates=4).used(parts=parts, expected=1.0, updates=3) == 1.0
+    assert Allowance(updates=0).used(parts=parts, expected=1.0, updates=0) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"parent": None}, "match_time must be left out without a parent"),
+        ({"time_budget_seconds": 5.0, "lr_by": "elapsed"}, "time_budget_seconds must be None with match_time"),
+        ({"match_speed": 1.1}, "match_speed_source must be a file"),
+        ({"match_speed": float("inf"), "match_speed_source": "x"}, "match_speed must be a finite number"),
+        ({"match_charge_seconds": 3.0}, "match_charge_seconds must be 0 without match_speed"),
+        ({"match_time": None, "match_clock": "warm"}, "match_clock must be left out without match_time"),
+        ({"match_clock": "cold"}, "match_clock must be one of"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused(settings, changes, expected):
+    with pytest.raises(InputError, match=expected):
+        settings(**{"parent": "p", "match_time": "r", **changes})
+
+
+def test_a_reference_that_does_not_fit_is_named(reference, settings, now):
+    config = arm(reference, "arm")
+    pretrain(settings("other", seed=5, save_every=0))
+    with pytest.raises(InputError, match=r"other did not go through .*step-6"):
+        pretrain(replace(config, match_time=settings("other").out))
+    with pytest.raises(InputError, match="does not exist"):
+        pretrain(replace(config, match_time=config.out + "-nowhere"))
+    now.update = 100.0
+    pretrain(settings("long", save_every=0))
+    late = continue_from(f"{settings('long').out}/checkpoints/step-12", out=config.out, match_time=settings("long").out)
+    with pytest.raises(InputError, match=r"long had left was over before the first update"):
+        pretrain(late)
