@@ -99,7 +99,7 @@ def execute(
                 waiting.remove(run)
                 used = [one.device for one in active.values()]
                 one = _Active(run, min(devices, key=used.count), time.monotonic())
-                if run.parent in outcome.failed:
+                if {run.parent, run.match} & set(outcome.failed):
                     _end(one, f"{run.title} was not begun: the run it goes on from did not end", outcome, progress)
                     continue
                 progress.begin(run, resumed=store.begun(run.key))
@@ -142,9 +142,9 @@ class _Here(Executor):
 
 
 def _ready(waiting: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the waiting runs whose parents are neither waiting nor under way."""
+    """Return the waiting runs of which neither the parent nor the run whose time they get is waiting or under way."""
     ahead = {run.key for run in (*waiting, *active)}
-    return [run for run in waiting if run.parent not in ahead]
+    return [run for run in waiting if not {run.parent, run.match} & ahead]
 
 
 def _missing(plan: Plan, store: Store, *, found: set[str], say: Callable[[str], None]) -> list[PlannedRun]:
@@ -154,10 +154,11 @@ def _missing(plan: Plan, store: Store, *, found: set[str], say: Callable[[str], 
     for run in reversed(plan.runs.values()):
         if run.key not in needed or store.begun(run.key):
             continue
-        if run.parent in found and run.parent not in needed and (why := store.lacks_parent(run)):
-            say(f"{plan.runs[run.parent].title} is trained again for {run.title}: {why}")
-            store.forget_(run.parent)
-            needed.add(run.parent)
+        for key, why in ((run.parent, store.lacks_parent(run)), (run.match, store.lacks_match(run))):
+            if why and key in found and key not in needed:
+                say(f"{plan.runs[key].title} is trained again for {run.title}: {why}")
+                store.forget_(key)
+                needed.add(key)
     return [run for key, run in plan.runs.items() if key in needed]
 
 
@@ -166,7 +167,7 @@ def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: StopReq
     run = one.run
     folder = store.run_folder(run.key)
     if not (folder / "result.json").is_file():
-        if why := store.lacks_parent(run):
+        if why := store.lacks_parent(run) or store.lacks_match(run):
             return f"{run.title} cannot begin: {why}"
         log = store.folder / "logs" / f"{run.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +187,8 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
         return ["pretrain", "--out", str(folder), "--resume"]
     parent = store.checkpoint(run)
     start = ["--parent", str(parent)] if parent else ["--data", str(data)]
+    if run.match:
+        start += ["--match-time", str(store.run_folder(run.match))]
     return ["pretrain", *start, "--out", str(folder), *(word for item in run.flags.items() for word in _flag(*item))]
 
 

@@ -44,6 +44,8 @@ class PlannedRun:
     """The key of the run that it goes on from."""
     step: int | None
     """The parent's update that it goes on from."""
+    match: str | None
+    """The key of the run whose time it gets."""
     scale: str
     seed: int
     tables: tuple[tuple[str, str], ...]
@@ -117,7 +119,8 @@ class Plan:
         else:
             flags, settings = dict(arm.settings), merged(parent.settings, arm.settings)
             step = _branch_update(name, arm, self.scale, parent.updates)
-        key = run_key(flags, data=self.data, parent=parent and parent.key, step=step)
+        match = None if arm.match is None else self.arms[name, arm.match, seed]
+        key = run_key(flags, data=self.data, parent=parent and parent.key, step=step, match=match)
         self.arms[name, arm.name, seed] = key
         before = self.runs.get(key)
         self.runs[key] = PlannedRun(
@@ -126,6 +129,7 @@ class Plan:
             settings=settings,
             parent=parent and parent.key,
             step=step,
+            match=match,
             scale=self.scale.name,
             seed=seed,
             tables=(*(before.tables if before else ()), (name, arm.name)),
@@ -169,10 +173,10 @@ def merged(settings: Flags, changes: Flags) -> dict[str, Any]:
     return {**settings, **changed}
 
 
-def run_key(flags: Flags, *, data: str, parent: str | None, step: int | None) -> str:
+def run_key(flags: Flags, *, data: str, parent: str | None, step: int | None, match: str | None = None) -> str:
     """Return the hash, 16 digits, of what decides a run's outcome."""
     deciding = {name: value for name, value in flags.items() if name not in _FREE and not _is_default(name, value)}
-    text = json.dumps([SCHEMA, deciding, data, parent, step], sort_keys=True, default=list)
+    text = json.dumps([SCHEMA, deciding, data, parent, step, match], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -31,6 +31,8 @@ class Arm:
     """The arm whose run it goes on from; None starts from initialisation."""
     at: float = 0.5
     """The share of the parent's updates after which it does."""
+    match: str | None = None
+    """The arm whose time it gets, from its parent on; None trains as many updates as the scale says."""
     context: int = 4_096
     """Tokens of context in the paper; other scales have their own for it."""
     reference: str | None = "ordinary"
@@ -67,6 +69,10 @@ class Recipe:
                 raise InputError(
                     f"{self.title}: arm {arm.name!r} goes on from {arm.parent!r}, which is no arm before it"
                 )
+            if arm.match is not None and (arm.match not in before or arm.parent is None):
+                raise InputError(
+                    f"{self.title}: arm {arm.name!r} gets the time of {arm.match!r}, which is no arm before it"
+                )
             for other in filter(None, (arm.reference, arm.against)):
                 if other not in names:
                     raise InputError(
@@ -90,7 +96,7 @@ class Recipe:
             if name not in kept:
                 kept.add(name)
                 arm = by_name[name]
-                wanted += filter(None, (arm.parent, arm.reference, arm.against))
+                wanted += filter(None, (arm.parent, arm.match, arm.reference, arm.against))
         return tuple(arm for arm in self.arms if arm.name in kept)
 
 

@@ -95,6 +95,11 @@ class Store:
             return str(error)
         return None
 
+    def lacks_match(self, run: PlannedRun) -> str | None:
+        """Return why the run whose time a run gets cannot be used; None when it can, or there is none."""
+        folder = run.match and self.run_folder(run.match)
+        return f"{folder} has no result" if folder and not (folder / "result.json").is_file() else None
+
     def begun(self, key: str) -> bool:
         """Return whether there is a run to resume."""
         return (self.run_folder(key) / "config.json").is_file()

@@ -4,6 +4,7 @@ import pytest
 
 from saf.errors import InputError
 from saf.experiments.execution import execute
+from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.store import Store
 from saf.records.files import read_json, write_json
 from saf.train import EXIT_STOPPED
@@ -83,6 +84,23 @@ def test_several_runs_at_a_time_wait_for_their_parents(make_plan, store, trainer
         if "--parent" in words:
             parent = words[words.index("--parent") + 1].rsplit("/checkpoints", 1)[0]
             assert began.index(parent) < began.index(words[words.index("--out") + 1])
+
+
+def test_an_arm_at_matched_time_waits_for_its_reference(recipe, make_plan, store, trainer):
+    matched = Arm(name="matched", parent="ordinary", match="a", settings={"freeze.rate": 0.5})
+    recipe = Recipe(title="x", source=recipe.source, arms=(*recipe.arms[:2], matched), columns=())
+    made = make_plan(made_up=recipe, arms=("matched",))
+    outcome, _ = carry_out(made, store, trainer, jobs=3)
+    assert len(outcome.ended) == 3
+    words = trainer.calls[2]
+    folder = store.run_folder(made.arms["made_up", "a", 1])
+    assert words[words.index("--match-time") + 1] == str(folder)
+    (folder / "result.json").unlink()
+    store.record_file(made.arms["made_up", "matched", 1]).unlink()
+    shutil.rmtree(store.run_folder(made.arms["made_up", "matched", 1]))
+    _, said = carry_out(made, store, trainer)
+    assert "is trained again for made_up/matched" in said[0]
+    assert "has no result" in said[0]
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged"])

@@ -57,6 +57,10 @@ def test_predictions_count_the_updates_that_are_a_runs_own(recipe):
         (lambda r: Recipe(title="t", source=None, arms=(Arm(name="a"),), columns=()), "compared with 'ordinary'"),
         (lambda r: Recipe(title="t", source=None, arms=(Arm(name="a", parent="b"),), columns=()), "goes on from 'b'"),
         (lambda r: Recipe(title="t", source=None, arms=(Arm(name="a", reference=None),) * 2, columns=()), "two arms"),
+        (
+            lambda r: Recipe(title="t", source=None, arms=(Arm(name="a", match="a", reference=None),), columns=()),
+            "gets the time of 'a'",
+        ),
         (lambda r: SCALES["smoke"].flags(77), "no runs of 77 tokens"),
     ],
 )
