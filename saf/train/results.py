@@ -56,7 +56,7 @@ def finish(run: Run) -> dict[str, Any]:
     )
     head["provenance"] |= {
         "config_hash": config_hash(read_json(folder / "config.json")),
-        "patterns_hash": events[-1].tensors_hash() if events else None,
+        "patterns_hash": _patterns_hash(events),
         "heads": frozen,
         "seed": run.config.seed,
     }
@@ -132,6 +132,13 @@ def config_hash(config: dict[str, Any]) -> str:
     kept["data"] = config["data"]["fingerprint"]
     kept["parent"] = config["parent"]["hash"] if config["parent"] else None
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _patterns_hash(events: list[EventRecord]) -> str | None:
+    """Return the SHA-256 of the tensors of the freezes that were kept: of the file of one, of the hashes of several."""
+    hashes = [event.tensors_hash() for event in events if event.undone_by is None]
+    found = [each for each in hashes if each is not None]
+    return hashlib.sha256("".join(found).encode()).hexdigest() if len(found) > 1 else next(iter(found), None)
 
 
 def _branch_hash(run: Run) -> str | None:

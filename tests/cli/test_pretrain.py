@@ -7,7 +7,7 @@ import pytest
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
-from saf.schedules import SCHEDULES, OneTime
+from saf.schedules import SCHEDULES, Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.settings import documented
 from saf.train import TrainConfig
 
@@ -102,6 +102,19 @@ def test_a_schedule_is_chosen_by_name_and_has_flags_of_its_own(late, tmp_path):
     assert config.to_dict()["schedule"] == {"name": "quite_late", "updates_left": 1, "worst_loss": 3.0}
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert parse(*common, "--schedule", "None").settings.schedule is None
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule"),
+    [
+        ("gradual --schedule.gradual.end 0.7 --schedule.gradual.groups 3", Gradual(end=0.7, groups=3)),
+        ("validation_budget --schedule.validation-budget.budget 0.02", ValidationBudget(budget=0.02)),
+        ("train_loss --schedule.train-loss.multiplier 1.5", TrainLoss(multiplier=1.5)),
+    ],
+)
+def test_every_schedule_has_flags_made_of_its_fields(words, schedule, tmp_path):
+    config = parse("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25, "--schedule", *words.split()).settings
+    assert config.schedule == schedule
 
 
 def test_a_flag_of_a_schedule_that_was_not_chosen_is_refused(late, tmp_path):

@@ -4,7 +4,17 @@ import pytest
 
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet
-from saf.schedules import SCHEDULES, Freeze, OneTime, Outcome, schedule_from_dict, schedule_to_dict
+from saf.schedules import (
+    SCHEDULES,
+    Freeze,
+    Gradual,
+    OneTime,
+    Outcome,
+    TrainLoss,
+    ValidationBudget,
+    schedule_from_dict,
+    schedule_to_dict,
+)
 
 OUTCOME = Outcome(number=1, heads=HeadSet([(0, 1)]), loss_before=3.0, loss_after=3.1, seconds=0.5)
 
@@ -68,13 +78,19 @@ def test_refuses_another_moment():
         OneTime(at=11).first_update(10)
 
 
-@pytest.mark.parametrize("schedule", [OneTime(), OneTime(at=0.25), OneTime(at=3)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(OneTime(), OneTime(at=0.25), OneTime(at=3), Gradual(begin=10, end=0.5, groups=2)),
+        *(ValidationBudget(budget=0.02, every=10), TrainLoss(multiplier=1.5)),
+    ],
+)
 def test_settings_round_trip_through_json_by_name(schedule):
     values = json.loads(json.dumps(schedule_to_dict(schedule)))
     assert SCHEDULES[values["name"]] is type(schedule)
     again = schedule_from_dict(values)
     assert again == schedule
-    assert type(again.at) is type(schedule.at)
+    assert list(map(type, vars(again).values())) == list(map(type, vars(schedule).values()))
 
 
 def test_unknown_schedules_and_settings_are_named():

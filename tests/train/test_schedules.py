@@ -1,5 +1,6 @@
 """A tiny run of each schedule of several events: what it records, how it resumes, and that undoing leaves no trace."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,8 @@ def test_gradual_freezes_the_chosen_heads_in_groups_and_patterns_installed_stay(
     assert [second.values["scores"][layer][head] for layer, head in first.heads] == [None, None]
     assert all(event.values["loss_before"] > 0 and event.values["loss_after"] > 0 for event in (first, second))
     result = read_json(folder / "result.json")
+    several = "".join(event.tensors_hash() for event in (first, second))
+    assert result["provenance"]["patterns_hash"] == hashlib.sha256(several.encode()).hexdigest()
     assert result["provenance"]["heads"] == sorted(first.heads + second.heads) == heads_in_force([first, second])
     names = [f"{layer}.{head}" for layer, head in first.heads]
     before, after = (patterns(folder / "checkpoints" / name) for name in ("step-6", "step-12"))
