@@ -80,7 +80,7 @@ def test_messages_call_settings_by_their_flags(saf, text_data, arms, tmp_path):
         ([*train, "--freeze.rate", "0.25", "--freeze.max-fit-kl", "-1"], "--freeze.max-fit-kl is in nats"),
         ([*event, "--max-fit-kl", "-1"], "freeze: --max-fit-kl is in nats"),
         ([*train, "--freeze.rate", "0.25", "--calibration-sequences", many], "ask for fewer with --calibration-seq"),
-        ([*event, "--sequences", many], "ask for fewer with --sequences, or"),
+        ([*event, "--sequences", many], "ask for fewer with --sequences"),
         ([*event, "--score", "residual_cosine", "--heldout-sequences", many], "ask for fewer with --heldout-seq"),
         ([*train, "--length", many], f"the controller partition of {text_data} has "),
     ):
