@@ -117,8 +117,12 @@ class Plan:
             flags |= {"seed": seed, "save_at": self.scale.save_at}
             step, settings = None, flags
         else:
-            flags, settings = dict(arm.settings), merged(parent.settings, arm.settings)
             step = _branch_update(name, arm, self.scale, parent.updates)
+            longer = (
+                {"updates": parent.updates + round(arm.more * parent.updates), "lr_start": step} if arm.more else {}
+            )
+            flags = merged(longer, arm.settings)
+            settings = merged(parent.settings, flags)
         match = None if arm.match is None else self.arms[name, arm.match, seed]
         key = run_key(flags, data=self.data, parent=parent and parent.key, step=step, match=match)
         self.arms[name, arm.name, seed] = key

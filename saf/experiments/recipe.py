@@ -31,6 +31,8 @@ class Arm:
     """The arm whose run it goes on from; None starts from initialisation."""
     at: float = 0.5
     """The share of the parent's updates after which it does."""
+    more: float = 0.0
+    """Updates that it adds to its parent's whole schedule, as a share of them; its learning rate begins anew there."""
     match: str | None = None
     """The arm whose time it gets, from its parent on; None trains as many updates as the scale says."""
     context: int = 4_096
@@ -170,7 +172,7 @@ SCALES = {
             # As small as a run can be that calibrates, freezes and is compared.
             settings={
                 "model": "tiny",
-                "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
+                "model_overrides": {"num_layers": 2, "num_heads": 8, "hidden_size": 32},
                 **{"batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2, "eval_every": 0, "save_every": 0},
                 **{"eval_windows": 4, "calibration_sequences": 4, "heldout_sequences": 4, "tensorboard": False},
             },

@@ -41,7 +41,7 @@ def test_arms_find_the_settings_of_their_scale(make_plan, store, trainer):
     for part in (
         "--data",
         "--model tiny",
-        "--model-overrides num_layers 2 num_heads 4",
+        "--model-overrides num_layers 2 num_heads 8",
         "--seed 1",
         "--no-tensorboard",
     ):

@@ -9,6 +9,7 @@ from saf.experiments.plan import plan
 from saf.experiments.recipe import SCALES, open_recipes
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json
+from saf.schedules import SCHEDULES
 from saf.train.config import TrainConfig
 
 RECIPES = open_recipes()
@@ -18,7 +19,13 @@ def as_config(flags) -> TrainConfig:
     """The settings of a run as Python has them, so that every name and value is checked."""
     values = {name: value for name, value in flags.items() if "." not in name}
     freeze = {name.removeprefix("freeze."): value for name, value in flags.items() if name.startswith("freeze.")}
-    assert len(values) + len(freeze) == len(flags)
+    kind = values.pop("schedule", None)
+    of_schedule = {
+        name.rpartition(".")[2]: value for name, value in flags.items() if name.startswith(f"schedule.{kind}.")
+    }
+    assert len(values) + len(freeze) + len(of_schedule) + (kind is not None) == len(flags)
+    if kind is not None:
+        values["schedule"] = SCHEDULES[kind](**of_schedule)
     return TrainConfig(data="data", out="out", freeze=FreezeConfig(**freeze) if freeze else None, **values)
 
 
