@@ -4,6 +4,7 @@ A terminal, a page and the document of all results write this one table.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ _COLUMNS += ("whole run", "whole run, warm")
 _WIDE = ("loss, nats", "paper's change", "paper's memory", "paper's freezing")
 _WIDE += ("whole run", "whole run, warm")
 """Columns that a terminal leaves out: with them its lines would break."""
+_COLOURS = {"ordinary": ("ordinary", "ordinary-2"), "frozen": ("frozen", "frozen-2", "frozen-3")}
+"""Of the kinds of arms, by the names of the page's style sheet, in the order in which they are taken."""
 _BASELINE = (
     "Baseline: the ordinary arm. Each arm ran in a process of its own, so update times carry the machine's drift, "
     "which the alternating pairs of saf bench update do not."
@@ -87,6 +90,17 @@ def arm_names(runs: Sequence[RecordedRun]) -> list[str]:
     return [f"{path[-1]} {number}" for number, path in enumerate(parts, start=1)]
 
 
+def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the name of each run's colour, the same wherever it is shown; more arms of a kind than colours share."""
+    taken: Counter[str] = Counter()
+    found = []
+    for run in runs:
+        colours = _COLOURS[run.arm]
+        found.append(colours[taken[run.arm] % len(colours)])
+        taken[run.arm] += 1
+    return found
+
+
 def arms_table(
     runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison], *, brief: bool = False
 ) -> Table:
@@ -98,13 +112,13 @@ def arms_table(
     by_name = {comparison.name: comparison for comparison in comparisons}
     quoted = [_papers(run) for run in runs]
     rows = []
-    for run, name, claims in zip(runs, names, quoted, strict=True):
+    for run, name, claims, colour in zip(runs, names, quoted, arm_colours(runs), strict=True):
         result, record = run.result or {}, by_name[name].record if name in by_name else None
         paper_change, paper_memory, paper_seconds = (MISSING if each is None else each.text for each in claims)
         event = (result.get("intervention") or {}).get("seconds") or {}
         loss, perplexity = result.get("report_loss"), result.get("report_perplexity")
         row = [
-            Cell(text=name, arm=run.arm),
+            Cell(text=name, arm=colour),
             f"{len(run.frozen_heads)} of {run.num_heads}",
             None if loss is None else f"{loss:.4f}",
             None if perplexity is None else f"{perplexity:.3f}",

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from string import Template
@@ -23,23 +24,26 @@ def page(
     headline: str,
     dek: str,
     warning: str,
-    key_figures: str,
+    key_figures: Sequence[str],
     sections: str,
     footer: str,
     data: Any,
     scripts: Sequence[str],
 ) -> str:
-    """Return a page: parts that are HTML already, the data its scripts draw, and the names of the scripts."""
+    """Return a page: parts that are HTML already, the data its scripts draw, and the names of the scripts.
+
+    Elements of the class `script` are shown only where scripts run.
+    """
     script = "(() => {\n'use strict';\n" + "\n".join(asset(name) for name in scripts) + "\n})();"
     return Template(asset("page.html")).substitute(
-        title=headline.replace("<em>", "").replace("</em>", ""),
+        title=re.sub("<.*?>", "", headline),
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         css=asset("page.css"),
         kicker=text(kicker),
         headline=headline,
         dek=dek,
         warning=warning,
-        key_figures=key_figures,
+        key_figures=f'<div class="key-figures of-{len(key_figures)}">{"".join(key_figures)}</div>' * bool(key_figures),
         sections=sections,
         footer=f"{footer}Everything on this page is in this one file. Python {platform.python_version()}.",
         data=embed(data),
@@ -52,6 +56,22 @@ def section(name: str, title: str, content: str) -> str:
     return f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{content}</section>'
 
 
+Value = tuple[str, str]
+"""HTML of a value, and the colour of its arm."""
+
+
+def coloured(value: str, colour: str) -> str:
+    """Return a value in the colour of its arm."""
+    return f'<span class="of-arm" style="--c:var(--{colour})">{value}</span>'
+
+
+def of_arms(values: Sequence[Value]) -> str:
+    """Return the value of each arm, in their colours where there are several."""
+    if len(values) == 1:
+        return values[0][0]
+    return f'<span class="several">{" ".join(coloured(value, colour) for value, colour in values)}</span>'
+
+
 def key_figure(name: str, value: str, note: str, drawing: str = "") -> str:
     """Return one key figure: HTML of its value and note, and a small drawing."""
     return (
@@ -59,44 +79,51 @@ def key_figure(name: str, value: str, note: str, drawing: str = "") -> str:
     )
 
 
-def whisker(value: float, low: float, high: float, *, start: float = 0.0, label: str) -> str:
-    """Return an estimate and its interval on an axis that holds `start`."""
-    left, right = min(start, low), max(start, high)
+def whiskers(estimates: Sequence[tuple[float, float, float, str]], *, start: float = 0.0, label: str) -> str:
+    """Return estimates, `(value, low, high, colour)`, with their intervals on an axis that holds `start`."""
+    left = min(start, *(low for _, low, _, _ in estimates))
+    right = max(start, *(high for _, _, high, _ in estimates))
     margin = 0.12 * ((right - left) or 1.0)
     scale = (_WIDTH - 8) / (right - left + 2 * margin)
-    zero, point, first, last = (4 + (x - left + margin) * scale for x in (start, value, low, high))
+
+    def at(value: float) -> float:
+        return 4 + (value - left + margin) * scale
+
+    zero, foot = at(start), 14 * len(estimates) + 8
     parts = [
-        f'<line class="axis" x1="0" x2="{_WIDTH}" y1="14" y2="14"/>',
-        f'<line class="zero" x1="{zero:.1f}" x2="{zero:.1f}" y1="3" y2="22"/>',
-        f'<text class="tick" x="{min(max(zero, 10), _WIDTH - 10):.1f}" y="33" text-anchor="middle">{start:g}</text>',
-        f'<line class="whisker" x1="{first:.1f}" x2="{last:.1f}" y1="14" y2="14"/>',
-        f'<circle class="dot" cx="{point:.1f}" cy="14" r="5"/>',
+        f'<line class="axis" x1="0" x2="{_WIDTH}" y1="{foot - 4}" y2="{foot - 4}"/>',
+        f'<line class="zero" x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{foot}"/>',
+        f'<text class="tick" x="{min(max(zero, 10), _WIDTH - 10):.1f}" y="{foot + 11}" text-anchor="middle">',
+        f"{start:g}</text>",
     ]
-    return _svg("".join(parts), label)
+    for place, (value, low, high, colour) in enumerate(estimates):
+        y, style = 8 + 14 * place, f'style="--c:var(--{colour})"'
+        parts.append(f'<line class="whisker" {style} x1="{at(low):.1f}" x2="{at(high):.1f}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<circle class="dot" {style} cx="{at(value):.1f}" cy="{y}" r="5"/>')
+    return _svg("".join(parts), label, foot + 14)
 
 
-def bars(ordinary: float, frozen: float) -> str:
-    """Return two bars to one scale, the ordinary arm above the frozen one."""
-    longest = max(ordinary, frozen)
-    widths = [_WIDTH * value / longest for value in (ordinary, frozen)]
-    parts = [
-        f'<rect class="fill-{name}" x="0" y="{y}" width="{width:.1f}" height="10" rx="2"/>'
-        for name, y, width in (("ordinary", 4, widths[0]), ("frozen", 18, widths[1]))
-    ]
-    return _svg("".join(parts), "ordinary arm above, frozen arm below")
+def bars(lengths: Sequence[tuple[float, str]]) -> str:
+    """Return bars to one scale, below one another, in their colours: the ordinary arm first."""
+    longest = max(length for length, _ in lengths)
+    parts = [_bar(length / longest, colour, place) for place, (length, colour) in enumerate(lengths)]
+    return _svg("".join(parts), "ordinary arm above, frozen arms below", 14 * len(lengths) + 6)
 
 
-def share_of(share: float, words: str) -> str:
-    """Return how much of a whole is taken."""
-    parts = [
-        f'<rect class="fill-rest" x="0" y="9" width="{_WIDTH}" height="12" rx="2"/>',
-        f'<rect class="fill-frozen" x="0" y="9" width="{_WIDTH * share:.1f}" height="12" rx="2"/>',
-    ]
-    return _svg("".join(parts), words)
+def shares_of(shares: Sequence[tuple[float, str]], words: str) -> str:
+    """Return how much of a whole is taken, a bar each in its colour."""
+    parts = [_bar(1.0, "faint", place) + _bar(share, colour, place) for place, (share, colour) in enumerate(shares)]
+    return _svg("".join(parts), words, 14 * len(shares) + 6)
 
 
-def _svg(content: str, label: str) -> str:
-    return f'<svg class="mini" viewBox="0 0 {_WIDTH} 34" role="img" aria-label="{label}">{content}</svg>'
+def _bar(share: float, colour: str, place: int) -> str:
+    style = f'style="fill:var(--{colour})"'
+    return f'<rect {style} x="0" y="{4 + 14 * place}" width="{_WIDTH * share:.1f}" height="10" rx="2"/>'
+
+
+def _svg(content: str, label: str, height: int) -> str:
+    size = f'viewBox="0 0 {_WIDTH} {height}" style="height:{height}px"'
+    return f'<svg class="mini" {size} role="img" aria-label="{label}">{content}</svg>'
 
 
 def embed(data: Any) -> str:

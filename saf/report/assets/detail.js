@@ -21,7 +21,7 @@ function detail(state) {
     charts.append(box);
     lineChart(box, [chart.series], chart.options);
   }
-  if (!fitted) host.append(el('p', { class: 'aside', text: WITHOUT_PATTERN[kind] + (freeze.marginals ? ' Shown is its mean attention over the calibration text.' : '') }));
+  if (!fitted && (kind !== 'frozen' || freeze.marginals)) host.append(el('p', { class: 'aside', text: WITHOUT_PATTERN[kind] + (freeze.marginals ? ' Shown is its mean attention over the calibration text.' : '') }));
 }
 
 const WITHOUT_PATTERN = {

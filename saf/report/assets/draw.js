@@ -25,7 +25,6 @@ function short(value, digits = 3) {
     (minus ? '⁻' : '') + [...n].map((d) => '⁰¹²³⁴⁵⁶⁷⁸⁹'[d]).join(''));
 }
 const whole = (value) => Math.round(value).toLocaleString('en');
-const duration = (s) => (s < 1 ? `${short(s * 1e3)} ms` : s < 120 ? `${short(s)} s` : `${short(s / 60)} min`);
 
 // A scale maps a value to a pixel and says where its ticks stand.
 const KINDS = {
@@ -79,14 +78,8 @@ function mix(stops, t) {
 const css = (rgb) => `rgb(${rgb.join(',')})`;
 const luminance = ([r, g, b]) => (0.2126 * r + 0.7152 * g + 0.0722 * b) / 255;
 
-const ARM_COLORS = { ordinary: ['--ordinary', '--ordinary-2'], frozen: ['--frozen', '--frozen-2', '--frozen-3'] };
-
-function armColor(name) {
-  const arm = DATA.arms.find((a) => a.name === name);
-  const same = DATA.arms.filter((a) => a.kind === arm.kind);
-  const colors = ARM_COLORS[arm.kind];
-  return `var(${colors[same.indexOf(arm) % colors.length]})`;
-}
+// The colour of an arm, or of what was frozen in it.
+const armColor = (arm) => `var(--${arm.colour})`;
 
 // A segmented control made of radio buttons: [{value, label}], the first one chosen unless told.
 let choices = 0;

@@ -20,6 +20,9 @@ function headMap(freeze) {
   }
   if (DATA.freezes.length > 1) controls.push(runChoice(freeze));
   document.getElementById('map-controls').replaceChildren(...controls);
+  const heads = document.querySelector('.heads');
+  heads.classList.toggle('bare', !freeze.patterns && !freeze.marginals);
+  if (freeze.colour === 'frozen') heads.style.removeProperty('--frozen'); else heads.style.setProperty('--frozen', armColor(freeze));
   document.getElementById('map-intro').textContent = introduction(freeze);
   map.replaceChildren(grid(state));
   headTable(state);
@@ -37,7 +40,7 @@ function introduction(f) {
   const before = f.scores[f.score_name].flat().filter((value) => value === null).length;
   const earlier = before ? ` ${before === 1 ? 'One head was' : `${before} heads were`} frozen earlier.` : '';
   return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${before ? ' among those still live' : ''}${measured}, attend almost the same way whatever they read; `
-    + `from then on they use one fixed pattern.${turned}${earlier} Choose a square to see that head.`;
+    + `from then on they use one fixed pattern.${turned}${earlier}${f.patterns ? '' : ' The patterns themselves were not kept beside this run.'} Choose a square to see that head.`;
 }
 
 function runChoice(freeze) {

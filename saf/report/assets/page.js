@@ -1,4 +1,4 @@
-// Training curves and intervention costs; then everything is put on the page.
+// Training curves; then everything is put on the page.
 function lossChart() {
   const host = document.getElementById('loss');
   if (!host) return;
@@ -12,9 +12,9 @@ function lossChart() {
     const event = events.length ? Math.min(...events.map((a) => a.freeze_update)) : last / 2;
     const from = { all: first, late: first + (last - first) * 0.1, after: Math.max(first, event - (last - event) * 0.1) }[state.range];
     const lines = arms.flatMap((a) => [
-      { ...a.raw, color: armColor(a.name), faint: true },
-      { ...a.smooth, name: a.name, color: armColor(a.name) },
-      ...(a.probes.x.length ? [{ ...a.probes, color: armColor(a.name), faint: true, points: true }] : []),
+      { ...a.raw, color: armColor(a), faint: true },
+      { ...a.smooth, name: a.name, color: armColor(a) },
+      ...(a.probes.x.length ? [{ ...a.probes, color: armColor(a), faint: true, points: true }] : []),
     ]);
     const markers = eventMarkers(events);
     lineChart(chart, lines, {
@@ -50,7 +50,7 @@ function gapChart() {
   const host = document.getElementById('gap');
   if (!host || !DATA.gaps.length) return;
   const chart = el('div', { class: 'figure' });
-  const lines = DATA.gaps.flatMap((g) => [{ ...g.raw, color: armColor(g.name), faint: true }, { ...g.smooth, name: g.name, color: armColor(g.name) }]);
+  const lines = DATA.gaps.flatMap((g) => [{ ...g.raw, color: armColor(g), faint: true }, { ...g.smooth, name: g.name, color: armColor(g) }]);
   host.replaceChildren(
     el('h3', { text: 'The same batches, with and without frozen heads' }),
     el('p', { class: 'intro', text: 'Both arms read the same text in the same order, so most noise cancels in the difference. Above zero, the frozen arm does worse.' }),
@@ -63,27 +63,7 @@ function gapChart() {
   });
 }
 
-function costs() {
-  const host = document.getElementById('costs');
-  const shown = DATA.freezes.filter((f) => Object.keys(f.seconds).length);
-  if (!host || !shown.length) return;
-  const longest = Math.max(...shown.flatMap((f) => Object.values(f.seconds)));
-  host.replaceChildren(el('h3', { text: 'What freezing itself took' }), ...shown.map((f) => {
-    const parts = Object.entries(f.seconds).filter(([name]) => name !== 'total');
-    const total = parts.reduce((sum, [, s]) => sum + s, 0);
-    return el('figure', { class: 'costs' }, [
-      el('figcaption', { text: `${shown.length > 1 ? `${f.name}: ` : ''}${duration(total)} in all, ${f.events > 1 ? `in ${f.events} events` : 'once'}` }),
-      ...parts.map(([name, s]) => el('div', { class: 'cost' }, [
-        el('span', { class: 'cost-name', text: name.replace(/_/g, ' ') }),
-        el('span', { class: 'track' }, [el('span', { class: 'length', style: `width:${Math.max(0.4, (100 * s) / longest)}%` })]),
-        el('span', { class: 'cost-value', text: duration(s) }),
-      ])),
-    ]);
-  }));
-}
-
 document.body.append(el('p', { id: 'status', class: 'hidden', role: 'status' }));
 if (DATA.freezes.length) headMap(DATA.freezes[0]);
 lossChart();
 gapChart();
-costs();

@@ -110,7 +110,7 @@ def render_tables(records: Sequence[Record], names: Sequence[str]) -> str:
         headline=text(" · ".join(dict.fromkeys(titles))),
         dek=f"Measured on {text(' and '.join(devices))}.",
         warning="",
-        key_figures="",
+        key_figures=(),
         sections="\n".join([*sections, section("provenance", "Provenance", provenance_section(records, names))]),
         footer=measured_on(records),
         data={},

@@ -6,7 +6,7 @@ from saf.bench.harness.measured import Group, Measured, Record, baseline_name, s
 from saf.bench.harness.speed_tables import caveats, ways
 from saf.bench.kinds import SPEED_KINDS
 from saf.records.quantities import gibibytes, number, signed
-from saf.report.page import bars, key_figure, share_of, text, whisker
+from saf.report.page import bars, key_figure, shares_of, text, whiskers
 
 _MOST_RATES = 2  # of a headline, so that it stays one line
 
@@ -73,7 +73,7 @@ def dek(groups: Sequence[Group], records: Sequence[Record]) -> str:
     return " ".join(sentences)
 
 
-def key_figures(groups: Sequence[Group], records: Sequence[Record]) -> str:
+def key_figures(groups: Sequence[Group], records: Sequence[Record]) -> list[str]:
     """Return up to four key figures; those without a measurement are left out."""
     chosen = leading(groups)
     rates = by_rate(chosen)
@@ -82,7 +82,7 @@ def key_figures(groups: Sequence[Group], records: Sequence[Record]) -> str:
     if shares:
         value = f"{100 * min(shares):.0f}%" if len(shares) == 1 else f"{100 * min(shares):.0f}–{100 * max(shares):.0f}%"
         note = "of the time that would be saved were mixing in frozen heads free"
-        drawing = share_of(max(0.0, min(1.0, min(shares))), "the smallest of them")
+        drawing = shares_of([(max(0.0, min(1.0, min(shares))), "frozen")], "the smallest of them")
         parts.append(key_figure("Of the free bound", value, note, drawing))
     controls = [group.control["ratio"] for group in chosen if group.control is not None]
     if controls and rates:
@@ -91,7 +91,7 @@ def key_figures(groups: Sequence[Group], records: Sequence[Record]) -> str:
         parts.append(key_figure("Control", f"{worst:.4f}×", note))
     for record in records:
         parts += _memory_figures(record)
-    return "".join(parts[:4])
+    return parts[:4]
 
 
 def _speed_figure(rate: float, arms: Sequence[Measured]) -> str:
@@ -101,7 +101,8 @@ def _speed_figure(rate: float, arms: Sequence[Measured]) -> str:
     row = arms[0].row
     note = f"{number(row['arm_ms'])} ms instead of {number(row['baseline_ms'])}; middle half of {row['pairs']} pairs "
     note += f"{row['q25']:.3f} to {row['q75']:.3f}"
-    return key_figure(name, _range(arms), note, whisker(row["ratio"], row["q25"], row["q75"], start=1.0, label=note))
+    drawing = whiskers([(row["ratio"], row["q25"], row["q75"], "frozen")], start=1.0, label=note)
+    return key_figure(name, _range(arms), note, drawing)
 
 
 def _memory_figures(record: Record) -> list[str]:
@@ -112,7 +113,11 @@ def _memory_figures(record: Record) -> list[str]:
             pair = ordinary["bytes"], entry["bytes"]
             name = f"Peak memory, {100 * entry['rate']:g}% frozen"
             note = f"{gibibytes(pair[0])} → {gibibytes(pair[1])} during an update"
-            parts.append(key_figure(name, signed(entry["change_percent"], 1), note, bars(*pair)))
+            parts.append(
+                key_figure(
+                    name, signed(entry["change_percent"], 1), note, bars([(pair[0], "ordinary"), (pair[1], "frozen")])
+                )
+            )
     return parts
 
 

@@ -1,11 +1,12 @@
 """The page about runs: one self-contained HTML file."""
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
-from saf.evaluate.side_by_side import Comparison, arm_names, arms_table, compare_all
+from saf.evaluate.side_by_side import Comparison, arm_colours, arm_names, arms_table, compare_all
 from saf.records.events import EventRecord
 from saf.records.files import write_atomically
 from saf.records.quantities import number, seconds
@@ -13,23 +14,27 @@ from saf.records.run import RecordedRun
 from saf.records.table import Cell, Table
 from saf.report.page import page, section, text
 from saf.report.runs.page_data import arm_data, freeze_data, gap_data
+from saf.report.runs.picture import picture
 from saf.report.runs.summary import dek, headline, key_figures, probe_sentence, warning
 
 _SCRIPTS = ("theme.js", "draw.js", "chart.js", "heads.js", "rank.js", "detail.js", "page.js")
 _HEADS = """
+<div class="script">
 <p class="intro" id="map-intro"></p>
 <div class="heads">
   <div class="map">
     <div class="controls" id="map-controls"></div>
     <div id="map"></div>
     <div id="map-legend"></div>
-    <div id="rank" class="rank"></div>
   </div>
   <article class="detail" id="detail"></article>
+  <div id="rank" class="rank"></div>
 </div>
 <details class="numbers"><summary>All heads as a table</summary><div id="head-table"></div></details>
+</div>
 """
-_TRAINING = '<div id="loss"></div><div id="gap"></div>'
+_TRAINING = '<div class="script"><div id="loss"></div><div id="gap"></div></div>'
+_STILL = "Scripts do not run here, so this figure stands still"
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
@@ -69,12 +74,12 @@ def render(runs: Sequence[RecordedRun]) -> str:
 
 def report_data(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return everything that the page draws, as plain JSON values."""
-    named = list(zip(runs, names, strict=True))
+    colours = dict(zip(names, arm_colours(runs), strict=True))
     paired = [c for c in comparisons if c.record and not c.record["differences"]]
-    gaps = [gap_data(c.ordinary, c.frozen, c.name) for c in paired]
-    freezes = [freeze_data(run, name) for run, name in named]
+    gaps = [gap_data(c.ordinary, c.frozen, c.name, colours[c.name]) for c in paired]
+    freezes = [freeze_data(run, name, colours[name]) for run, name in zip(runs, names, strict=True)]
     return {
-        "arms": [arm_data(run, name) for run, name in named],
+        "arms": [arm_data(run, name, colours[name]) for run, name in zip(runs, names, strict=True)],
         "gaps": [gap for gap in gaps if gap],
         "freezes": [freeze for freeze in freezes if freeze],
     }
@@ -85,12 +90,21 @@ def _sections(
 ) -> str:
     parts = []
     if data["freezes"]:
-        parts.append(section("heads", "Which heads froze, and into what", _HEADS))
+        still = f"{_STILL}: with them every head can be chosen, and shows its pattern."
+        drawn = base64.b64encode(picture(runs).encode()).decode()
+        words = "Which heads froze, and what training did"
+        figure = f'<img class="still" src="data:image/svg+xml;base64,{drawn}" alt="{words}">'
+        parts.append(section("heads", "Which heads froze, and into what", f"{_HEADS}{_without(still, figure)}"))
     if any(arm["raw"]["x"] for arm in data["arms"]):
-        body = f"<p>{probe_sentence(runs)}</p>{_TRAINING}{events_table(runs, names)}"
-        parts.append(section("training", "What training did", body))
-    costs = '<div id="costs"></div>' if any(freeze["seconds"] for freeze in data["freezes"]) else ""
-    parts.append(section("arms", "Cost and saving", arms_table(runs, names, comparisons).html() + costs))
+        still = "The curves of training are drawn by scripts, which do not run here."
+        still += " Those of losses stand beside the map of heads above." * bool(data["freezes"])
+        probe = probe_sentence(runs)
+        told = f"<p>{probe}</p>" if probe else ""
+        parts.append(
+            section("training", "What training did", f"{told}{_TRAINING}{_without(still)}{events_table(runs, names)}")
+        )
+    table = arms_table(runs, names, comparisons).html()
+    parts.append(section("arms", "Cost and saving", table + _costs(data["freezes"])))
     parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
     return "\n".join(parts)
 
@@ -111,6 +125,35 @@ def _event_row(event: EventRecord) -> list[Any]:
     took = seconds(sum(event.seconds.values())) if event.seconds else None
     what = f"{event.number}: {event.kind}"
     return [what, number(event.update), len(event.heads), losses, kept, took, event.values.get("reason")]
+
+
+def _without(words: str, figure: str = "") -> str:
+    """Return what stands in place of a figure where no scripts run."""
+    return f'<noscript><p class="intro">{words}</p>{figure}</noscript>'
+
+
+def _costs(freezes: Sequence[dict[str, Any]]) -> str:
+    """Return bars of the seconds that each part of each freezing took, to one scale; nothing without any."""
+    shown = [freeze for freeze in freezes if freeze["seconds"]]
+    if not shown:
+        return ""
+    longest = max(value for freeze in shown for value in freeze["seconds"].values())
+    figures = "".join(_cost(freeze, longest, freeze["name"] if len(shown) > 1 else "") for freeze in shown)
+    return f'<h3>What freezing itself took</h3><div class="all-costs">{figures}</div>'
+
+
+def _cost(freeze: dict[str, Any], longest: float, name: str) -> str:
+    parts = {part: value for part, value in freeze["seconds"].items() if part != "total"}
+    rows = "".join(
+        f'<div class="cost"><span class="cost-name">{text(part.replace("_", " "))}</span><span class="track"><span '
+        f'class="length" style="width:{max(0.4, 100 * value / longest):.2f}%;background:var(--{freeze["colour"]})">'
+        f'</span></span><span class="cost-value">{seconds(value)}</span></div>'
+        for part, value in parts.items()
+    )
+    whole = f"{text(name)}: " if name else ""
+    often = f"in {freeze['events']} events" if freeze["events"] > 1 else "once"
+    caption = f"{whole}{seconds(sum(parts.values()))} in all, {often}"
+    return f'<figure class="costs"><figcaption>{caption}</figcaption>{rows}</figure>'
 
 
 def _footer(runs: Sequence[RecordedRun]) -> str:

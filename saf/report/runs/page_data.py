@@ -18,15 +18,15 @@ MARGINAL_POINTS = 128
 _SCORES = ("variance", "forward_kl")
 
 
-def arm_data(run: RecordedRun, name: str) -> dict[str, Any]:
-    """Return one arm's training curve (nats by update), controller evaluations and kind."""
+def arm_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any]:
+    """Return one arm's training curve (nats by update), controller evaluations and colour."""
     updates = np.array([m["update"] for m in run.metrics], dtype=float)
     losses = np.array([np.nan if m["loss"] is None else m["loss"] for m in run.metrics], dtype=float)
     window = smoothing_window(run, 0.02)
     probes = [e for e in run.evaluations if e.get("loss") is not None]
     return {
         "name": name,
-        "kind": run.arm,
+        "colour": colour,
         "window": window,
         "raw": curve(updates, losses),
         "smooth": curve(updates, moving_mean(losses, window)),
@@ -46,7 +46,7 @@ def _event_data(event: EventRecord) -> dict[str, Any]:
     return {"update": event.update, "kind": event.kind, "told": f"{done}{undone}{because}"}
 
 
-def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str) -> dict[str, Any] | None:
+def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str, colour: str) -> dict[str, Any] | None:
     """Return the frozen arm's train loss minus the ordinary one's, update by update (same batches), smoothed."""
     left, right = ({m["update"]: m["loss"] for m in run.metrics if m["loss"] is not None} for run in (ordinary, frozen))
     after = frozen.freeze_update or 0
@@ -57,6 +57,7 @@ def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str) -> dict[str,
     window = smoothing_window(frozen, 0.042)  # the paper's centred mean: 210 of 5,000 updates
     return {
         "name": name,
+        "colour": colour,
         "window": window,
         "updates": [int(common[0]), int(common[-1])],
         "raw": curve(common, gap),
@@ -64,7 +65,7 @@ def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str) -> dict[str,
     }
 
 
-def freeze_data(run: RecordedRun, name: str) -> dict[str, Any] | None:
+def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | None:
     """Return a frozen run's head map: scores, marks, patterns, measured marginals; None without an event."""
     if run.freeze is None:
         return None
@@ -81,6 +82,7 @@ def freeze_data(run: RecordedRun, name: str) -> dict[str, Any] | None:
         seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
     return {
         "name": name,
+        "colour": colour,
         "update": freeze.get("update"),
         "layers": len(freeze["scores"]),
         "heads": len(freeze["scores"][0]),

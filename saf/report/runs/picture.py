@@ -4,10 +4,11 @@ import re
 from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from saf.errors import InputError
-from saf.evaluate.side_by_side import arm_names, compare_all
+from saf.evaluate.side_by_side import arm_colours, arm_names, compare_all
 from saf.records.files import write_atomically
 from saf.records.quantities import number
 from saf.records.run import RecordedRun
@@ -19,6 +20,8 @@ from saf.report.runs.summary import headline
 _HEIGHT = 486
 _MAP_TOP, _MAP_SIZE = 112, 330
 _CHART_LEFT, _CHART_RIGHT = 506, 940
+_TITLE, _LINE = 98, 26
+"""Letters of a line of the title, which fill the picture's width, and pixels from line to line."""
 
 
 def write_picture(runs: Sequence[Path | str], out: Path | str) -> Path:
@@ -40,16 +43,21 @@ def picture(runs: Sequence[RecordedRun]) -> str:
     frozen = [(run, name) for run, name in zip(runs, names, strict=True) if run.freeze is not None]
     if not frozen:
         raise InputError("the picture shows which heads froze; none of these runs froze any")
-    freeze = freeze_data(*frozen[0])
-    arms = [arm_data(run, name) for run, name in zip(runs, names, strict=True)]
+    colours = dict(zip(names, arm_colours(runs), strict=True))
+    run, name = frozen[0]
+    freeze = freeze_data(run, name, colours[name]) or {}
+    arms = [arm_data(run, name, colours[name]) for run, name in zip(runs, names, strict=True)]
     paired = [c for c in comparisons if c.record and not c.record["differences"]]
-    gaps = [gap_data(c.ordinary, c.frozen, c.name) for c in paired]
+    gaps = [gap_data(c.ordinary, c.frozen, c.name, colours[c.name]) for c in paired]
     title = unescape(re.sub("<.*?>", "", headline(runs, comparisons)))
-    parts = [label(0, 26, title, css="title"), _map(freeze or {})]
+    lines = wrap(title, _TITLE)
+    above = _LINE * (len(lines) - 1)
+    parts = [label(0, 26 + _LINE * place, line, css="title") for place, line in enumerate(lines)]
+    parts.append(f'<g transform="translate(0 {above})">{_map(freeze, name if len(frozen) > 1 else "")}')
     parts.append(_curves("Training loss, nats per token", arms, top=112, height=150, start=0.1))
     if gaps and gaps[0]:
         parts.append(_curves("Frozen minus ordinary, the same batches", gaps, top=318, height=104, zero=True))
-    return document("".join(parts), width=WIDTH, height=_HEIGHT, title=title, style=_rules)
+    return document("".join([*parts, "</g>"]), width=WIDTH, height=_HEIGHT + above, title=title, style=_rules)
 
 
 def _rules(scheme: int) -> str:
@@ -65,7 +73,8 @@ def _luminance(rgb: Sequence[int]) -> float:
     return (0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2]) / 255
 
 
-def _map(freeze: dict[str, Any]) -> str:
+def _map(freeze: dict[str, Any], run: str) -> str:
+    """Return the head map of one freezing, named by its run where there are several."""
     layers, heads, name = freeze["layers"], freeze["heads"], freeze["score_name"]
     step = min(_MAP_SIZE / layers, 420 / heads)
     scores = freeze["scores"][name]
@@ -75,10 +84,9 @@ def _map(freeze: dict[str, Any]) -> str:
     earlier = sum(value is None for row in scores for value in row)
     more, in_all = (" more", f"; {earlier + len(frozen)} in all") if earlier else ("", "")
     score = name.replace("_", " ")
+    told = f"{len(frozen)}{more} of {layers * heads} heads frozen, those of lowest {score}{in_all}"
     parts = [
-        label(
-            0, 62, f"{len(frozen)}{more} of {layers * heads} heads frozen, those of lowest {score}{in_all}", css="name"
-        ),
+        label(0, 62, f"{run}: {told}" if run else told, css="name"),
         label(0, 82, "rows are layers; blue: steady, orange: changing with the text", css="small"),
     ]
     for layer, row in enumerate(scores):
@@ -89,7 +97,7 @@ def _map(freeze: dict[str, Any]) -> str:
             if (layer, head) in frozen:
                 mark = "name" if shade is None else f"m{shade}"
                 parts += [
-                    cell(x - 1, y - 1, size + 2, "ring frozen"),
+                    cell(x - 1, y - 1, size + 2, f"ring {freeze['colour']}"),
                     _flake(x + size / 2, y + size / 2, size / 4, mark),
                 ]
     return "".join(parts)
@@ -121,7 +129,7 @@ def _curves(
         parts.append(label(_CHART_LEFT - 6, y + 4, number(value, 3 if not zero else 2), css="small", anchor="end"))
     parts += _events(drawn, panel)
     for curve, line in zip(drawn, points, strict=True):
-        parts.append(panel.line(line, curve.get("kind", "frozen")))
+        parts.append(panel.line(line, curve["colour"]))
     ends = [f"update {update:,}" for update in drawn[0]["updates"]]
     if zero:
         parts.append(label(_CHART_LEFT, top + height + 20, ends[0], css="small"))
@@ -145,8 +153,10 @@ def _events(curves: Sequence[dict[str, Any]], panel: Panel) -> list[str]:
 def _names(curves: Sequence[dict[str, Any]], top: float) -> list[str]:
     parts, x = [], _CHART_LEFT - 44
     for curve in curves:
-        parts.append(f'<line class="line {curve["kind"]}" x1="{x}" x2="{x + 16}" y1="{top - 34}" y2="{top - 34}"/>')
-        parts.append(label(x + 22, top - 30, curve["name"], css=f"small {curve['kind']}-text"))
+        if x + 22 + 7 * len(curve["name"]) > _CHART_RIGHT + 20 and parts:
+            break  # The table beside the picture has the other arms.
+        parts.append(f'<line class="line {curve["colour"]}" x1="{x}" x2="{x + 16}" y1="{top - 34}" y2="{top - 34}"/>')
+        parts.append(label(x + 22, top - 30, curve["name"], css=f"small {curve['colour']}-text"))
         x += 40 + 7 * len(curve["name"])
     return parts
 

@@ -4,21 +4,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from saf.evaluate.compare import timing_is_clear
-from saf.evaluate.side_by_side import Comparison
+from saf.evaluate.side_by_side import Comparison, arm_colours
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
-from saf.report.page import bars, key_figure, share_of, text, whisker
+from saf.report.page import Value, bars, coloured, key_figure, of_arms, shares_of, text, whiskers
+
+Told = tuple[dict[str, Any], str]
+"""The record of a comparison, and the colour of its frozen arm."""
 
 
 def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
-    """Return the main finding as one sentence of HTML."""
-    done = next((c.record for c in comparisons if c.record), None)
+    """Return the main finding as one sentence of HTML, about every frozen run that could be compared."""
+    colours = {id(run): colour for run, colour in zip(runs, arm_colours(runs), strict=True)}
+    done = [(c.record, colours[id(c.frozen)]) for c in comparisons if c.record]
+    if len(done) > 1:
+        return _several(done)
     if done:
-        cost = f"<em>{_cost_words(done)}</em>"
-        ratio = done["update_time_ratio"]
-        speed = f" and made updates <em>{_speed_words(ratio)}</em>" if ratio and timing_is_clear(done) else ""
+        ((record, _),) = done
+        cost = f"<em>{_cost_words(record)}</em>"
+        ratio = record["update_time_ratio"]
+        speed = f" and made updates <em>{_speed_words(ratio)}</em>" if ratio and timing_is_clear(record) else ""
         comma = "," if "," in cost and speed else ""
-        return f"Freezing {done['heads']} of {done['num_heads']} attention heads {cost}{comma}{speed}"
+        return f"Freezing {record['heads']} of {record['num_heads']} attention heads {cost}{comma}{speed}"
     run = next((run for run in runs if run.arm == "frozen"), runs[0])
     result = run.result or {}
     perplexity = result.get("report_perplexity")
@@ -29,27 +36,53 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
     return f"{len(run.frozen_heads)} of {run.num_heads} attention heads frozen: {reached}"
 
 
+def _several(done: Sequence[Told]) -> str:
+    heads, totals = ([str(record[name]) for record, _ in done] for name in ("heads", "num_heads"))
+    # Arms of one model at different rates are told apart by their heads, others by their order alone.
+    frozen = heads if len(set(heads)) == len(heads) else list(dict.fromkeys(heads))
+    which = f"{_listed(frozen)} of {totals[0]} attention heads" if len(set(totals)) == 1 else "attention heads"
+    cost = _listed([coloured(signed(record["delta_ppl_percent"]), colour) for record, colour in done])
+    words = f"Freezing {which} changed perplexity by {cost}"
+    if all(record["update_time_ratio"] and timing_is_clear(record) for record, _ in done):
+        ratios = [coloured(f"{record['update_time_ratio']:.2f}×", colour) for record, colour in done]
+        words += f", with updates {_listed(ratios)} as fast"
+    return words
+
+
+def _listed(words: Sequence[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def dek(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
     """Return the paragraph under the headline: the same finding with its uncertainty and its conditions."""
-    found = next((c for c in comparisons if c.record), None)
-    if found is None or found.record is None:
+    found = [c for c in comparisons if c.record]
+    if not found:
         if not any(run.frozen_heads for run in runs):
             return "An ordinary run: every head computes attention. A frozen run beside it shows what freezing costs."
         return "No ordinary arm to compare with, so what freezing cost and saved cannot be told from this page alone."
-    record = found.record
-    low, high = record["ci95"]
-    length = (found.frozen.evaluation or {}).get("length")
-    sentences = [
-        f"Perplexity on held-out text went from {record['ppl_ordinary']:.3f} to {record['ppl_frozen']:.3f}, "
-        f"a change of <strong>{signed(record['delta_ppl_percent'])}</strong> (95% interval {signed(low)} "
-        f"to {signed(high)}, {record['windows']:,} paired windows of {number(length)} tokens)."
+    records = [c.record for c in found if c.record]
+    first = records[0]
+    changes = [
+        _change_words(c.name if len(found) > 1 else "", record) for c, record in zip(found, records, strict=True)
     ]
-    if not record["differences"]:
-        sentences.append("Both runs see the same text in the same order.")
-    update = found.frozen.freeze_update
-    if update is not None:
-        sentences.append(f"Heads froze after update {update:,} of {found.frozen.finished_result()['updates']:,}.")
+    length = (found[0].frozen.evaluation or {}).get("length")
+    sentences = [
+        f"Perplexity on held-out text went from {first['ppl_ordinary']:.3f} to {_listed(changes)}, over "
+        f"{first['windows']:,} paired windows of {number(length)} tokens."
+    ]
+    if not any(record["differences"] for record in records):
+        sentences.append(f"{'Both' if len(found) == 1 else 'All'} runs see the same text in the same order.")
+    updates = {(c.frozen.freeze_update, c.frozen.finished_result()["updates"]) for c in found}
+    if len(updates) == 1 and (update := updates.pop())[0] is not None:
+        sentences.append(f"Heads froze after update {update[0]:,} of {update[1]:,}.")
     return " ".join(sentences)
+
+
+def _change_words(name: str, record: dict[str, Any]) -> str:
+    low, high = map(signed, record["ci95"])
+    change = f"<strong>{signed(record['delta_ppl_percent'])}</strong>, 95% interval {low} to {high}"
+    return f"{record['ppl_frozen']:.3f} ({f'{text(name)}: ' if name else ''}{change})"
 
 
 def warning(comparisons: Sequence[Comparison]) -> str:
@@ -77,60 +110,74 @@ def probe_sentence(runs: Sequence[RecordedRun]) -> str:
     return ""
 
 
-def key_figures(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
+def key_figures(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> list[str]:
     """Return up to four key figures; those without a measurement are left out."""
-    run = next((run for run in runs if run.arm == "frozen"), runs[0])
-    found = next((c for c in comparisons if c.record), None)
-    if found and found.record:
-        run = found.frozen
-        parts = [_quality(found.record), _speed(found.record), _memory(found.record), _heads(run)]
-    else:
-        parts = [*_single(run), _heads(run)]
-    return "".join(parts)
+    colours = {id(run): colour for run, colour in zip(runs, arm_colours(runs), strict=True)}
+    found = [c for c in comparisons if c.record]
+    if not found:
+        run = next((run for run in runs if run.arm == "frozen"), runs[0])
+        return list(filter(None, [*_single(run), _heads([(run, colours[id(run)])])]))
+    told = [(c.record or {}, colours[id(c.frozen)]) for c in found]
+    heads = [(c.frozen, colours[id(c.frozen)]) for c in found]
+    return list(filter(None, [_quality(told), _speed(told), _memory(told), _heads(heads)]))
 
 
-def _quality(record: dict[str, Any]) -> str:
-    low, high = record["ci95"]
-    pair = _arrow(number(record["ppl_ordinary"]), number(record["ppl_frozen"]))
-    note = f"95% interval {signed(low)} to {signed(high)}; {pair}"
-    change = record["delta_ppl_percent"]
-    drawing = whisker(change, low, high, label=f"{signed(change)}, interval {signed(low)} to {signed(high)}")
-    return key_figure("Perplexity", signed(change), note, drawing)
+def _quality(told: Sequence[Told]) -> str:
+    values = [(signed(record["delta_ppl_percent"]), colour) for record, colour in told]
+    pair = _arrow(
+        number(told[0][0]["ppl_ordinary"]), [(number(record["ppl_frozen"]), colour) for record, colour in told]
+    )
+    intervals = [f"{signed(low)} to {signed(high)}" for low, high in (record["ci95"] for record, _ in told)]
+    words = f"95% interval{'s' * (len(told) > 1)} {_listed(intervals)}"
+    drawing = whiskers(
+        [(record["delta_ppl_percent"], *record["ci95"], colour) for record, colour in told],
+        label=f"{_listed([value for value, _ in values])}, {words}",
+    )
+    return key_figure("Perplexity", of_arms(values), f"{words}; {pair}", drawing)
 
 
-def _speed(record: dict[str, Any]) -> str:
-    ratio = record["update_time_ratio"]
-    if not ratio:
+def _speed(told: Sequence[Told]) -> str:
+    told = [(record, colour) for record, colour in told if record["update_time_ratio"]]
+    if not told:
         return ""
-    pair = record["update_seconds_ordinary"], record["update_seconds_frozen"]
-    first, last = record["timed_updates"]
-    note = f"{_arrow(*map(seconds, pair))} median update, over {first:,}–{last:,} of two separate runs"
-    if not timing_is_clear(record):
-        note += "; their times overlap, so this machine was too noisy to tell"
-    return key_figure("Update speed", f"{ratio:.2f}×", note, bars(*pair))
+    ordinary = told[0][0]["update_seconds_ordinary"]
+    frozen = [(record["update_seconds_frozen"], colour) for record, colour in told]
+    first, last = told[0][0]["timed_updates"]
+    pair = _arrow(seconds(ordinary), [(seconds(value), colour) for value, colour in frozen])
+    note = f"{pair} median update, over {first:,}–{last:,} of separate runs"
+    if not all(timing_is_clear(record) for record, _ in told):
+        note += "; times overlap, so this machine was too noisy to tell"
+    values = [(f"{record['update_time_ratio']:.2f}×", colour) for record, colour in told]
+    return key_figure("Update speed", of_arms(values), note, bars([(ordinary, "ordinary"), *frozen]))
 
 
-def _memory(record: dict[str, Any]) -> str:
-    pair = record["peak_memory_ordinary"], record["peak_memory_frozen"]
-    change = change_percent(*pair)
-    if change is None:
+def _memory(told: Sequence[Told]) -> str:
+    ordinary = told[0][0]["peak_memory_ordinary"]
+    frozen = [(record["peak_memory_frozen"], colour) for record, colour in told]
+    changes = [change_percent(ordinary, value) for value, _ in frozen]
+    if any(change is None for change in changes):
         return ""
+    pair = _arrow(gibibytes(ordinary), [(gibibytes(value), colour) for value, colour in frozen])
+    values = [(signed(change, 1), colour) for change, (_, colour) in zip(changes, frozen, strict=True)]
     return key_figure(
-        "Peak memory", signed(change, 1), f"{_arrow(*map(gibibytes, pair))} during an update", bars(*pair)
+        "Peak memory", of_arms(values), f"{pair} during an update", bars([(ordinary, "ordinary"), *frozen])
     )
 
 
-def _heads(run: RecordedRun) -> str:
-    count, freeze = len(run.frozen_heads), run.freeze or {}
-    if not count or not run.num_heads:
+def _heads(arms: Sequence[tuple[RecordedRun, str]]) -> str:
+    arms = [(run, colour) for run, colour in arms if run.frozen_heads and run.num_heads]
+    if not arms:
         return ""
-    note = f"{count} of {run.num_heads}"
+    freeze = arms[0][0].freeze or {}
+    shares = [(len(run.frozen_heads) / run.num_heads, colour) for run, colour in arms]
+    note = f"{_listed([str(len(run.frozen_heads)) for run, _ in arms])} of {arms[0][0].num_heads}"
     if freeze.get("score_name"):
         note += f", lowest {text(freeze['score_name']).replace('_', ' ')} first"
     if freeze.get("num_sequences"):
         note += f", measured on {freeze['num_sequences']} sequences of {number(freeze.get('length'))} tokens"
-    drawing = share_of(count / run.num_heads, f"{100 * count / run.num_heads:.0f}% of the heads")
-    return key_figure("Heads frozen", f"{100 * count / run.num_heads:.0f}%", note, drawing)
+    values = [(f"{100 * share:.0f}%", colour) for share, colour in shares]
+    words = f"{_listed([value for value, _ in values])} of the heads"
+    return key_figure("Heads frozen", of_arms(values), note, shares_of(shares, words))
 
 
 def _single(run: RecordedRun) -> list[str]:
@@ -148,8 +195,9 @@ def _single(run: RecordedRun) -> list[str]:
     return parts
 
 
-def _arrow(ordinary: str, frozen: str) -> str:
-    return f'<span class="is-ordinary">{ordinary}</span> → <span class="is-frozen">{frozen}</span>'
+def _arrow(ordinary: str, frozen: Sequence[Value]) -> str:
+    after = _listed([coloured(value, colour) for value, colour in frozen])
+    return f"{coloured(ordinary, 'ordinary')} → {after}"
 
 
 def _device(result: dict[str, Any]) -> str:

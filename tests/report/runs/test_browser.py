@@ -10,14 +10,17 @@ from tests.report.synthetic import Shape, edit, write_pair, write_run
 pytestmark = pytest.mark.browser
 
 
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Return the page of three runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    half = write_run(folder / "half", Shape(length=300, rate=0.5), frozen=True)
+    return write_report([*write_pair(folder, Shape(length=300)), half], folder / "report.html")
+
+
 @pytest.fixture
-def opened(page, tmp_path):
-    """Return the page of a pair of runs, open, with what it asked for and complained of."""
-    runs = [
-        *write_pair(tmp_path, Shape(length=300)),
-        write_run(tmp_path / "half", Shape(length=300, rate=0.5), frozen=True),
-    ]
-    report = write_report(runs, tmp_path / "report.html")
+def opened(page, report):
+    """Return the page of three runs, open, with what it asked for and complained of."""
     page.asked, page.complaints = [], []
     page.on("request", lambda request: page.asked.append(request.url))
     page.on("console", lambda message: page.complaints.append(message.text))
@@ -70,8 +73,11 @@ def test_a_frozen_head_without_its_pattern_is_not_called_live(page, tmp_path):
     (run / "freeze.safetensors").unlink()
     page.goto(write_report([run], tmp_path / "report.html").as_uri())
     page.locator(".cell.frozen").first.click()
-    assert "its pattern was not kept" in page.locator("#detail").inner_text()
+    assert "patterns themselves were not kept" in page.locator("#map-intro").inner_text()
     assert "goes on computing" not in page.locator("#detail").inner_text()
+    card, rank = page.locator("#detail").bounding_box(), page.locator("#rank").bounding_box()
+    assert card["height"] < 220
+    assert rank["x"] == pytest.approx(card["x"], abs=1)
     page.locator(".cell.live").first.click()
     assert "goes on computing" in page.locator("#detail").inner_text()
 
@@ -160,3 +166,63 @@ def test_hostile_names_stay_text(page, tmp_path):
     page.goto(write_report(runs, tmp_path / "report.html").as_uri())
     assert page.evaluate("window.hit") is None
     assert page.locator("img").count() == 0
+
+
+def test_an_arm_has_one_colour_in_table_and_charts(opened):
+    shown = """(css, pseudo) => [...document.querySelectorAll(css)].map((node) =>
+        [node.textContent.split(' ')[0], getComputedStyle(node, pseudo).backgroundColor])"""
+    table, chart = (dict(opened.evaluate(f"({shown})('{css}', '::before')")) for css in (".arm", "#loss .key"))
+    assert sorted(table) == ["frozen", "half", "ordinary"]
+    assert len(set(table.values())) == 3
+    assert chart == table
+
+
+def test_a_table_that_goes_on_to_the_right_says_so(opened):
+    box = opened.locator("#arms .scroll")
+    told = "getComputedStyle(document.querySelector('#arms caption'), '::after').content"
+    assert opened.evaluate(told) == "none"
+    opened.set_viewport_size({"width": 400, "height": 900})
+    opened.wait_for_function(f"{told}.includes('goes on to the right')")
+    assert box.evaluate("node => getComputedStyle(node).backgroundImage").count("linear-gradient") == 4
+
+
+def test_no_key_figure_stands_alone_in_a_row(opened):
+    rows = "[...document.querySelectorAll('.key-figure')].map((node) => node.getBoundingClientRect().top)"
+    for figures in (4, 3):
+        opened.evaluate(
+            """(figures) => {
+            const box = document.querySelector('.key-figures');
+            while (box.children.length > figures) box.lastChild.remove();
+            box.className = `key-figures of-${figures}`;
+        }""",
+            figures,
+        )
+        for width in (1280, 700, 400):
+            opened.set_viewport_size({"width": width, "height": 900})
+            tops = opened.evaluate(rows)
+            assert len({tops.count(top) for top in tops}) == 1, (figures, width)
+
+
+def test_paper_is_light_open_and_whole(opened):
+    opened.get_by_role("button", name="Dark page").click()
+    dark = opened.evaluate("document.querySelector('.cell .body').style.fill")
+    opened.emulate_media(media="print")
+    opened.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert opened.evaluate("document.querySelector('.cell .body').style.fill") != dark
+    assert opened.locator("details:not([open])").count() == 0
+    styles = """['overflowX', 'maxHeight', 'printColorAdjust'].map((name) =>
+        getComputedStyle(document.querySelector('.numbers .scroll'))[name])"""
+    assert opened.evaluate(styles) == ["visible", "none", "exact"]
+    assert opened.evaluate("getComputedStyle(document.body).color") == "rgb(23, 33, 43)"
+    opened.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert opened.locator("details[open]").count() == 0
+    assert opened.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_without_scripts_nothing_is_empty(chromium, report):
+    page = chromium.new_page(java_script_enabled=False)
+    page.goto(report.as_uri())
+    assert page.locator("img.still").bounding_box()["height"] > 300
+    assert page.locator("#detail").bounding_box() is None
+    assert "which do not run here" in page.locator("#training").inner_text()
+    page.close()

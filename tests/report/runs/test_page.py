@@ -22,7 +22,7 @@ def test_the_headline_tells_cost_and_speed(tmp_path):
     page = write_report(runs, tmp_path / "out").read_text()
     assert re.search(r"<h1>Freezing 3 of 12 attention heads <em>raised perplexity by 2\.\d\d%</em>", page)
     assert "made updates <em>1.25× faster</em>" in page
-    assert re.search(r"95% interval \+\d\.\d\d% to \+\d\.\d\d%, 40 paired windows of 64 tokens", page)
+    assert re.search(r"95% interval \+\d\.\d\d% to \+\d\.\d\d%\), over 40 paired windows of 64 tokens", page)
     assert "Both runs see the same text in the same order." in page
 
 
@@ -65,7 +65,7 @@ def test_text_from_a_run_cannot_become_markup(tmp_path):
     edit(runs[1] / "result.json", provenance__device=evil, provenance__command=evil)
     edit(runs[1] / "freeze.json", score_name=evil)
     page = write_report(runs, tmp_path / "report.html").read_text()
-    assert "<img" not in page
+    assert page.count("<img") == page.count('<img class="still" src="data:image/svg+xml;base64,') == 1
     assert "<i>" not in page
     assert page.count("</script>") == 2
     assert data_of(page)["freezes"][0]["score_name"] == evil
@@ -113,7 +113,45 @@ def test_several_frozen_arms_are_each_compared(tmp_path):
     assert [arm["name"] for arm in data["arms"]] == ["ordinary", "frozen", "half"]
     assert [len(freeze["frozen"]) for freeze in data["freezes"]] == [3, 6]
     assert [gap["name"] for gap in data["gaps"]] == ["frozen", "half"]
-    assert page.count('class="arm"') == 3
+    colours = ["ordinary", "frozen", "frozen-2"]
+    assert [arm["colour"] for arm in data["arms"]] == colours
+    assert re.findall(r'class="arm" style="--c:var\(--([\w-]+)\)"', page) == colours
+
+
+def test_the_headline_and_the_key_figures_are_about_every_frozen_arm(tmp_path):
+    runs = [*write_pair(tmp_path), write_run(tmp_path / "half", Shape(rate=0.5), frozen=True, cost=0.02, speedup=1.25)]
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    title = re.search("<title>(.*)</title>", page)[1]
+    changes = re.fullmatch(
+        r"Freezing 3 and 6 of 12 attention heads changed perplexity by (\+\S+%) and (\+\S+%), "
+        r"with updates 1\.10× and 1\.25× as fast",
+        title,
+    ).groups()
+    figures = re.findall('<p class="value">(.*?)</p>', page)
+    shown = [re.findall(r"var\(--([\w-]+)\)\">(.*?)</span>", figure) for figure in figures]
+    assert shown[0] == [("frozen", changes[0]), ("frozen-2", changes[1])]
+    assert [[value for _, value in each] for each in shown[1:]] == [["1.10×", "1.25×"], ["−3.2%"] * 2, ["25%", "50%"]]
+    assert f"(half: <strong>{changes[1]}</strong>, 95% interval " in page
+    assert "All runs see the same text in the same order." in page
+    drawn = write_picture(runs, tmp_path / "picture.svg").read_text()
+    assert 'class="line frozen-2"' in drawn
+    lines = [node.text for node in ElementTree.fromstring(drawn).iter() if node.get("class") == "title"]
+    assert " ".join(lines) == title
+    assert len(lines) == 2
+
+
+def test_without_scripts_the_figures_stand_still(tmp_path):
+    runs = write_pair(tmp_path)
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    figure, curves = re.findall("<noscript>(.*?)</noscript>", page)
+    drawn = base64.b64decode(re.search('base64,([^"]+)', figure)[1]).decode()
+    assert drawn == write_picture(runs, tmp_path / "picture.svg").read_text()
+    assert "drawn by scripts, which do not run here. Those of losses stand beside the map" in curves
+    alone = write_report(runs[:1], tmp_path / "alone.html").read_text()
+    assert re.findall("<noscript>(.*?)</noscript>", alone) == [
+        '<p class="intro">The curves of training are drawn by scripts, which do not run here.</p>'
+    ]
+    assert '<span class="cost-name">statistics</span>' in page
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

@@ -48,7 +48,7 @@ def test_rounding_goes_through_lists_and_turns_nan_into_none():
 def test_the_gap_shows_the_planted_cost(tmp_path):
     shape = Shape(updates=400, freeze_update=200)
     ordinary, frozen = (RecordedRun.open(folder) for folder in write_pair(tmp_path, shape, cost=0.02))
-    gap = gap_data(ordinary, frozen, "frozen")
+    gap = gap_data(ordinary, frozen, "frozen", "frozen")
     assert gap["updates"] == [201, 400]
     assert gap["window"] == round(0.042 * 400)
     assert np.mean(gap["smooth"]["y"][-50:]) == pytest.approx(0.02, rel=0.15)
@@ -58,14 +58,14 @@ def test_both_arms_are_smoothed_alike_even_when_one_starts_later(tmp_path):
     ordinary, frozen = write_pair(tmp_path, Shape(updates=600, freeze_update=300))
     path = frozen / "metrics.jsonl"
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[300:]))
-    arms = [arm_data(RecordedRun.open(folder), folder.name) for folder in (ordinary, frozen)]
+    arms = [arm_data(RecordedRun.open(folder), folder.name, "live") for folder in (ordinary, frozen)]
     assert arms[0]["window"] == arms[1]["window"] == 12
     assert arms[1]["updates"] == [301, 600]
 
 
 def test_a_frozen_heads_curves_give_back_its_pattern(tmp_path):
     run = RecordedRun.open(write_run(tmp_path / "run", frozen=True))
-    data = freeze_data(run, "run")
+    data = freeze_data(run, "run", "frozen")
     shape, (layer, head) = Shape(), data["frozen"][0]
     curves = data["patterns"]["curves"][f"{layer},{head}"]
     assert data["patterns"]["position"] == list(range(shape.length))
@@ -82,7 +82,7 @@ def test_a_frozen_heads_curves_give_back_its_pattern(tmp_path):
 
 def test_marginals_are_mean_attention_over_the_pairs_of_a_bin(tmp_path):
     shape = Shape(length=300)
-    data = freeze_data(RecordedRun.open(write_run(tmp_path / "run", shape, frozen=True)), "run")
+    data = freeze_data(RecordedRun.open(write_run(tmp_path / "run", shape, frozen=True)), "run", "frozen")
     eta = patterns(shape)["eta_rel"][1, 2].numpy()
     edges = log_bins(300, 128)
     last = slice(edges[-2], edges[-1])
@@ -94,7 +94,9 @@ def test_marginals_are_mean_attention_over_the_pairs_of_a_bin(tmp_path):
 
 def test_long_patterns_are_thinned_with_their_range(tmp_path):
     data = freeze_data(
-        RecordedRun.open(write_run(tmp_path / "run", Shape(layers=1, heads=4, length=600), frozen=True)), "run"
+        RecordedRun.open(write_run(tmp_path / "run", Shape(layers=1, heads=4, length=600), frozen=True)),
+        "run",
+        "frozen",
     )
     (curves,) = data["patterns"]["curves"].values()
     assert len(data["patterns"]["position"]) <= 256
@@ -108,13 +110,13 @@ def test_heads_frozen_before_have_no_score(tmp_path):
     scores = json.loads((folder / "freeze.json").read_text())["scores"]
     scores[0][0] = None
     edit(folder / "freeze.json", scores=scores)
-    data = freeze_data(RecordedRun.open(folder), "run")
+    data = freeze_data(RecordedRun.open(folder), "run", "frozen")
     assert data["scores"]["variance"][0][0] is None
     json.dumps(data, allow_nan=False)
 
 
 def test_an_ordinary_run_has_no_head_map(tmp_path):
-    assert freeze_data(RecordedRun.open(write_run(tmp_path / "run")), "run") is None
+    assert freeze_data(RecordedRun.open(write_run(tmp_path / "run")), "run", "frozen") is None
 
 
 def test_an_archived_pair_is_compared_by_its_record(tmp_path):
