@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from saf.errors import UnsupportedError
 from saf.heads import HeadLayout, HeadSet
+from saf.models.by_layer import CompiledByLayer
 from saf.ops import FrozenHeads
 
 Sink = Callable[[Tensor, Tensor], None]
@@ -94,6 +96,13 @@ class LanguageModel(ABC):
     @abstractmethod
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return log p of every target, `[B, T]` float32, in nats."""
+
+    def compiled_by_layer(self) -> CompiledByLayer:
+        """Return what computes the training loss of the model as it is now, its decoder layers compiled by themselves.
+
+        Raises UnsupportedError for a family whose layers are another library's.
+        """
+        raise UnsupportedError("compile='layers' is for the project's own GPT; use compile='on' or 'off'")
 
     @staticmethod
     @abstractmethod

@@ -12,6 +12,7 @@ from saf.adapters.adapter import Adapter, Removed, Sink
 from saf.heads import HeadLayout
 from saf.models import GPT
 from saf.models.attention import Attention
+from saf.models.by_layer import CompiledByLayer
 from saf.ops import FrozenHeads
 
 
@@ -103,6 +104,10 @@ class GPTAdapter(Adapter):
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`."""
         return self.model(input_ids, targets)
+
+    def compiled_by_layer(self) -> CompiledByLayer:
+        """Return what computes the training loss, one program for all layers of one layout of heads."""
+        return CompiledByLayer(self.model)
 
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return log p of every target, `[B, T]` float32, in nats."""

@@ -14,7 +14,7 @@ from saf.errors import InputError, UnsupportedError
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
-Switch = Literal["auto", "on", "off"]
+Compile = Literal["auto", "on", "off", "layers"]
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
@@ -25,16 +25,20 @@ class Execution:
     device: torch.device
     precision: str
     compile: bool
+    by_layer: bool = False
+    """Whether each decoder layer compiles by itself, one program a layout of heads, in place of the whole model."""
 
     @classmethod
     def of(cls, device: str = "auto", *, precision: str = "auto", compile: str = "auto") -> "Execution":
         """Resolve every "auto": CUDA where there is one, bf16 autocast and compiled there, fp32 and eager on a CPU.
 
+        `compile` is "auto", "on" (the whole model), "layers" (see `by_layer`) or "off".
+
         Raises InputError for an unknown precision and UnsupportedError when CUDA is asked for and absent.
         """
         chosen = pick_device(device)
-        switch = {"on": True, "off": False, "auto": chosen.type == "cuda"}
-        return cls(chosen, resolve_precision(chosen, precision), switch[compile])
+        switch = {"on": True, "layers": True, "off": False, "auto": chosen.type == "cuda"}
+        return cls(chosen, resolve_precision(chosen, precision), switch[compile], by_layer=compile == "layers")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass."""

@@ -43,6 +43,8 @@ class LiveAttention(nn.Module):
 class Attention(TellsLayout):
     """Project and mix one layer's heads. Frozen heads have no rows in `q_proj` and `k_proj`."""
 
+    frozen: FrozenHeads | None
+
     def __init__(self, hidden_size: int, num_heads: int):
         super().__init__()
         self.layout = HeadLayout(num_heads, num_heads)
@@ -52,7 +54,8 @@ class Attention(TellsLayout):
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.live = LiveAttention()
-        self.frozen: FrozenHeads | None = None
+        # A module from the start: programs compiled before any head was frozen serve after all are live again.
+        self.register_module("frozen", None)
         self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
 
     def weights(self) -> dict[str, Tensor]:
@@ -66,7 +69,8 @@ class Attention(TellsLayout):
         One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
         memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
         """
-        num_live, num_heads = self.layout.num_live, self.layout.num_heads
+        # Counted by rows: a compiler that reads the layout has a program for each choice of heads.
+        num_live, num_heads = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
         weight = torch.cat([plain_weight(each) for each in (self.q_proj, self.k_proj, self.v_proj)])
         packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
         query, key, value = packed.split([num_live, num_live, num_heads], dim=2)

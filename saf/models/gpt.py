@@ -89,8 +89,8 @@ class GPT(nn.Module):
         """Return the attention modules in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
-    def hidden(self, input_ids: Tensor, start: Tensor | None = None) -> Tensor:
-        """Return the normalised final hidden states `[B, T, C]` of `input_ids [B, T]`."""
+    def embedded(self, input_ids: Tensor, start: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return what the first layer reads of `input_ids [B, T]`: `[B, T, C]`, and the rotation by position."""
         if input_ids.dim() != 2:
             raise InputError(f"input_ids must be [batch, positions]; got shape {tuple(input_ids.shape)}")
         length = input_ids.shape[1]
@@ -102,7 +102,11 @@ class GPT(nn.Module):
         x = self.embed(input_ids)
         if self.position is not None:
             x = x + self.position(positions)
-        rotation = None if self.rotary is None else self.rotary(positions)
+        return x, None if self.rotary is None else self.rotary(positions)
+
+    def hidden(self, input_ids: Tensor, start: Tensor | None = None) -> Tensor:
+        """Return the normalised final hidden states `[B, T, C]` of `input_ids [B, T]`."""
+        x, rotation = self.embedded(input_ids, start)
         for layer in self.blocks:
             x = layer(x, rotation, start)
         return self.norm(x)

@@ -91,6 +91,11 @@ class FrozenHeads(nn.Module):
         self._names[dtype] = {name: f"{prefix}_{name}" for name, t in tables.items() if isinstance(t, Tensor)}
         self._static[dtype] = {name: t for name, t in tables.items() if not isinstance(t, Tensor)}
 
+    def program(self) -> tuple[Any, ...]:
+        """Return what the code that executes these heads depends on, beside shapes and dtypes of its tensors."""
+        static = tuple((dtype, *sorted(made.items())) for dtype, made in self._static.items())
+        return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, static
+
     @property
     def num_frozen(self) -> int:
         """Return how many heads the patterns belong to."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
-from saf.machine.execution import Device, Execution, Precision, Switch
+from saf.machine.execution import Compile, Device, Execution, Precision
 from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
@@ -86,8 +86,9 @@ class TrainConfig:
     """Where to train; auto is CUDA if there is one."""
     precision: Precision = "auto"
     """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
-    compile: Switch = "auto"
-    """torch.compile the whole model; auto is on for CUDA, off for CPU."""
+    compile: Compile = "auto"
+    """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
+    for all of one layout, which later events take up again: they compile only layouts that are new."""
     kernel: Annotated[str, OneOf(KERNELS, also=("auto",))] = "auto"
     """Attention kernel of live heads, fa3 and fa4 where their packages are installed; auto is PyTorch's own choice."""
     eval_every: int = 250
@@ -225,7 +226,7 @@ _CHOICES = {
     "lr_by": LearningRateBy,
     "device": Device,
     "precision": Precision,
-    "compile": Switch,
+    "compile": Compile,
     "calibration_source": CalibrationSource,
     "match_clock": MatchClock,
 }
@@ -306,7 +307,7 @@ def run_config(
         "length": task.length,
         **{name: settings[name] for name in _ARITHMETIC},
         "precision": execution.precision,
-        "compile": execution.compile,
+        "compile": "layers" if execution.by_layer else execution.compile,
     }
     freeze = None
     if config.freeze is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from saf.adapters import adapter_for
 from saf.calibration import QKGradient
 from saf.errors import DivergenceError
 from saf.machine.execution import Execution
@@ -32,7 +33,8 @@ class Updated(NamedTuple):
 class Updater:
     """Make updates of one model; nothing here knows of folders, logs, schedules or where batches come from.
 
-    Call `compile_` whenever heads were frozen or made live again: graphs compiled for the old shapes are of no use.
+    Call `compile_` whenever heads were frozen or made live again: a program of the old shapes is of no use, but for
+    layers of the same layout where layers are compiled by themselves.
     """
 
     model: nn.Module
@@ -60,6 +62,10 @@ class Updater:
 
     def compile_(self) -> None:
         """Make the callable of the model as it is now; a compiled one compiles in its first update."""
+        if self.execution.by_layer:
+            by_layer = adapter_for(self.model).compiled_by_layer()
+            self.forward, self.compiling = by_layer, by_layer.new > 0
+            return
         self.forward = self.execution.callable(self.model, fullgraph=True)
         self.compiling = self.execution.compile
 

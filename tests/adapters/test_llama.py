@@ -204,6 +204,11 @@ def test_projections_that_are_no_plain_matrices_are_refused():
         saf.calibrate(model, [tokens()])
 
 
+def test_layers_of_another_library_are_not_compiled_by_themselves():
+    with pytest.raises(UnsupportedError, match="compile='layers' is for the project's own GPT"):
+        adapter_for(make("llama")).compiled_by_layer()
+
+
 def test_models_for_images_too_are_not_taken_for_their_text_part():
     config = transformers.LlavaConfig(text_config=make("llama").config.to_dict())
     with torch.device("meta"):

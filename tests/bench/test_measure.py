@@ -157,6 +157,8 @@ def test_compiling_in_advance_needs_a_compiler():
     settings = OpSettings(parts=("frozen",), others=(), compile="on", **SMALL)
     with pytest.raises(InputError, match="compile='on' has no effect on frozen heads alone"):
         measure(settings)
+    with pytest.raises(InputError, match="compile='layers' is for updates, op has none"):
+        measure(OpSettings(others=(), compile="layers", **SMALL))
     with pytest.raises(InputError, match="compile='on' has no effect on calls"):
         measure(OpSettings(others=(), compile="on", **SMALL))
 

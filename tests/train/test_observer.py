@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 
 from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json
 from saf.train import pretrain
 from saf.train.observer import Observer, Progress, duration
 
@@ -48,9 +51,13 @@ def test_an_update_that_compiles_is_announced_and_foretells_no_time(capsys):
     assert second.endswith("2s left")
 
 
-def test_a_run_says_that_it_compiles_at_its_start_and_after_freezing(settings, capsys, monkeypatch):
+@pytest.mark.parametrize("compile", ["on", "layers"])
+def test_a_run_says_that_it_compiles_at_its_start_and_after_freezing(settings, capsys, monkeypatch, compile):
     monkeypatch.setattr("torch.compile", lambda model, **_: model)
-    pretrain(settings(compile="on", quiet=False, updates=4, freeze=FreezeConfig(count=1, max_fit_kl=10)))
+    monkeypatch.setattr("saf.models.by_layer._programs", {})
+    config = settings(compile=compile, quiet=False, updates=4, freeze=FreezeConfig(count=1, max_fit_kl=10))
+    pretrain(config)
+    assert read_json(Path(config.out) / "config.json")["train"]["compile"] == (True if compile == "on" else "layers")
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("compiling")]
     assert [line.split(",")[0] for line in said] == [f"compiling the model for update {n}" for n in (1, 3)]
 

@@ -108,6 +108,8 @@ class SpeedKind(Benchmark[AskedSpeed]):
     """Whether a timed block may have fewer calls than `repeats`."""
     micro_batches: ClassVar[bool] = False
     """Whether a point has micro-batches."""
+    by_layer: ClassVar[bool] = False
+    """Whether models may be compiled by their layers."""
     grids: ClassVar[Shapes]
     """Points by the name of their grid."""
     grid_rates: ClassVar[Mapping[str, tuple[float, ...]]] = {}
@@ -126,6 +128,8 @@ class SpeedKind(Benchmark[AskedSpeed]):
         points = self.points(settings)
         execution = Execution.of(settings.device, compile=settings.compile)
         recorder = Recorder(out, kind=self.name, settings=settings.to_dict(), budget=budget, say=say)
+        if execution.by_layer and not self.by_layer:
+            raise InputError(f"compile='layers' is for updates, {self.name} has none; use 'auto', 'on' or 'off'")
         _check_flex(settings, execution)
         self.check_compile(settings, execution)
         with recorder, free_backend():

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from saf.errors import InputError
-from saf.machine.execution import Device, Switch
+from saf.machine.execution import Compile, Device
 
 MICRO_BATCHES = 15
 """Of an update whose point does not say: the paper's, 491,520 tokens at its contexts and sequences."""
@@ -73,8 +73,8 @@ class SpeedSettings(BenchSettings):
     """Of weights, inputs, patterns and the choice of heads."""
     device: Device = "auto"
     """CUDA if there is one."""
-    compile: Switch = "auto"
-    """torch.compile; on for CUDA, off for CPU."""
+    compile: Compile = "auto"
+    """torch.compile; on for CUDA, off for CPU. layers is for updates: decoder layers by themselves."""
     profile: bool = True
     """Record the kernels that one iteration of each arm runs."""
     seconds: float | None = None

@@ -199,6 +199,8 @@ def compiled(record: Record) -> str:
     if any("ran" in row for row in record["rows"]):
         return _compiled_arms(record["rows"])
     asked = record["settings"]["compile"]
+    if asked == "layers":
+        return "compiled by decoder layers"
     return "compiled" if asked == "on" or (asked == "auto" and record["provenance"]["driver"]) else "not compiled"
 
 

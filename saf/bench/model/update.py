@@ -150,6 +150,7 @@ class UpdateKind(ModelKind[UpdateSettings]):
     settings = UpdateSettings
     up_to_repeats = False
     micro_batches = True
+    by_layer = True
     grids: ClassVar = {
         "contexts": ((4096, 8, 15), (8192, 4, 15), (16384, 2, 15)),
         "batches": ((4096, 2, 60), (4096, 4, 30), (4096, 8, 15)),

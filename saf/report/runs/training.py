@@ -10,6 +10,9 @@ from saf.records.run import RecordedRun
 from saf.records.text import markdown, markdown_block
 from saf.report.provenance import device_and_versions, link, source
 
+_COMPILED = {None: None, True: "compiled", False: "not compiled", "layers": "compiled by decoder layers"}
+"""Of what a run records of its compilation; older ones record nothing."""
+
 
 def training(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> tuple[list[str], str]:
     """Return Markdown about the runs of one folder, the ordinary arm first, and the block of their commands.
@@ -31,12 +34,11 @@ def _conditions(run: RecordedRun) -> list[str]:
     """Return updates, tokens, shape, compilation and precision of a run, those that it records."""
     train = run.config.get("train") or {}
     tokens = (run.result or {}).get("tokens")
-    compiled = None if train.get("compile") is None else "compiled" if train["compile"] else "not compiled"
     words: list[Any] = [
         f"{number(train.get('updates'))} updates",
         f"{tokens / 1e6:,.1f}M tokens" if tokens else None,
         f"{train.get('length'):,} tokens × {train.get('batch_size')} sequences" if train.get("length") else None,
-        compiled,
+        _COMPILED[train.get("compile")],
         train.get("precision"),
     ]
     return list(filter(None, words))

@@ -10,6 +10,7 @@ from saf.bench.harness.settings import Point
 from saf.bench.harness.speed_tables import bound_notes, caveats, memory_table, speed_table, ways
 from saf.bench.kinds import SPEED_KINDS, groups_of
 from saf.bench.model.prefill import PrefillSettings
+from saf.bench.model.update import UpdateSettings
 from saf.bench.operator.case import OpSettings
 from tests.report.benchmark_records import TIMES, record
 
@@ -177,6 +178,11 @@ def test_the_rest_before_an_operators_block_is_told():
     told = conditions({**plain, "provenance": plain["provenance"] | {"driver": "580"}})
     assert "after 200 ms of rest" in told
     assert "rest" not in conditions(plain)
+
+
+def test_models_compiled_by_their_layers_say_so():
+    plain = record(settings=UpdateSettings(pairs=2, device="cpu", compile="layers"), variants=("update",))
+    assert ", compiled by decoder layers, in the same process" in conditions(plain)
 
 
 def test_which_operators_were_compiled_is_told_row_by_row():

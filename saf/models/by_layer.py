@@ -1,0 +1,92 @@
+"""A GPT compiled by its decoder layers: one program for all layers of one layout, kept from one event to the next.
+
+Compiled whole, a model compiles anew after every event, though most of it is as it was. Here attention is a program for
+each layout of heads, the MLP and the loss are one each, and an event compiles only the layouts that no model of this
+process has had before: layers with as many frozen heads are one program, whose weights and tables are inputs. The
+residual stream and what is added to it go from program to program apart, so that their sum is taken by the kernel that
+norms it, as it is where the whole model is one program.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from saf.models.attention import Attention
+from saf.models.gpt import GPT, DecoderLayer
+from saf.ops.decoder.loss import linear_cross_entropy
+
+_programs: dict[Hashable, Callable[..., Any]] = {}
+"""What this process has compiled, by layout; `torch._dynamo.reset` empties the programs, which then compile again."""
+
+
+class CompiledByLayer:
+    """Compute the loss of a GPT as it is now, its layers compiled; the model itself is left alone.
+
+    Make another after heads were frozen or made live: it takes up what was compiled for this one.
+    """
+
+    def __init__(self, model: GPT):
+        known = len(_programs)
+        self._model = model
+        self._parts = []
+        """Each part of each layer: its program, its norm, the module, and whether that takes the rotation."""
+        for layer in cast(Iterable[DecoderLayer], model.blocks):
+            for norm, module in ((layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)):
+                self._parts.append((_program(_add, norm, module), norm, module, isinstance(module, Attention)))
+        self._loss = _program(_loss, model.norm, model.embed)
+        self.new = len(_programs) - known
+        """How many programs the first call compiles: those of layouts that were not met before."""
+
+    def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, nats per token, as the model does."""
+        x, rotation = self._model.embedded(input_ids)
+        change = _nothing_to_add(x)
+        for program, norm, module, rotates in self._parts:
+            x, change = program(norm, module, x, change, *((rotation, None) if rotates else ()))
+        return self._loss(self._model.norm, self._model.embed.weight, x, change, targets)
+
+
+def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
+    """Return a function compiled for modules of one layout, the same one for the same layout.
+
+    The compiler keeps what it compiles by code object, tries all of one in every call, and raises beyond a limit
+    (`recompile_limit`, 8). So each layout has a code object of its own.
+    """
+    key = (function, *map(_layout, modules))
+    if key not in _programs:
+        name = f"{function.__name__}_{len(_programs)}"
+        own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+        # Sizes left open would make slower kernels, and another number of heads is another layout.
+        _programs[key] = torch.compile(own, fullgraph=True, dynamic=False)
+    return _programs[key]
+
+
+def _layout(module: nn.Module) -> Hashable:
+    """Return what the program of a module depends on, beside its input."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    shapes = tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    if not isinstance(module, Attention):
+        return shapes
+    return shapes, module.live.kernel, None if module.frozen is None else module.frozen.program()
+
+
+def _add(norm: nn.LayerNorm, module: nn.Module, x: Tensor, change: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return the sum of the residual stream and what is added to it, and what a module adds next; all `[B, T, C]`."""
+    x = x + change
+    return x, module(norm(x), *rest)
+
+
+def _loss(norm: nn.LayerNorm, weight: Tensor, x: Tensor, change: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of `targets [B, T]`, given the residual stream and what the last layer adds to it."""
+    return linear_cross_entropy(norm(x + change), weight, targets)
+
+
+def _nothing_to_add(x: Tensor) -> Tensor:
+    """Return zeros such as an MLP would add to `x`, so that the first layer is the same program as the others."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.zeros_like(x, dtype=dtype, requires_grad=x.requires_grad)
