@@ -61,6 +61,10 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     return result | {"storage": _storage(path, result)}
 
 
+_EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
+"""What is told of an event."""
+
+
 def _run(path: Path) -> dict[str, Any]:
     run = RecordedRun.open(path)
     kept = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
@@ -76,6 +80,7 @@ def _run(path: Path) -> dict[str, Any]:
         "report_perplexity": final.get("report_perplexity"),
         "num_heads": run.num_heads,
         "frozen": run.frozen_heads,
+        "events": [{name: event.values.get(name) for name in _EVENT} for event in run.events],
         "rejected": (run.freeze or {}).get("rejected", []),
         "fit_kl": (run.freeze or {}).get("fit_kl", []),
         "certificates": (run.freeze or {}).get("certificates", []),

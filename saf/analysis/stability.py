@@ -12,7 +12,7 @@ from saf.analysis.model import SILENT, Record, Watch, checkpoint_beside, fingerp
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records import paper
-from saf.records.events import events_file, read_events
+from saf.records.events import chosen, events_file, read_events
 from saf.records.quantities import correlation
 from saf.records.result import result_header
 from saf.records.table import Part, Table
@@ -109,8 +109,7 @@ def selection_stability(
 
 
 def _selection(path: Path) -> dict[str, Any]:
-    """Return the newest record of heads and scores in a file or folder; raise InputError when there is none."""
-    selections = [event.values for event in read_events(path) if {"heads", "scores"} <= event.values.keys()]
-    if not selections:
+    """Return heads and scores of all events in a file or folder; raise InputError when there are none."""
+    if (selection := chosen(read_events(path))) is None:
         raise InputError(f"{path} has no event with heads and scores; expected events.jsonl, or a folder that holds it")
-    return selections[-1]
+    return selection

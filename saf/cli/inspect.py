@@ -65,12 +65,17 @@ def _run_tables(found: Mapping[str, Any]) -> list[Part]:
         "parent": (config.get("parent") or {}).get("path"),
         "data": (config.get("data") or {}).get("fingerprint"),
     }
+    events = [
+        [event["number"], event["kind"], event["update"], len(event["heads"]), _kept_words(event), event["reason"]]
+        for event in found["events"]
+    ]
+    told = Table.of("events", ["number", "kind", "update", "heads", "kept", "reason"], events)
     kept = [
         [entry["name"], (entry["hash"] or "")[:16], "whole" if entry["problem"] is None else "damaged"]
         for entry in found["checkpoints"]
     ]
     table = Table.of("checkpoints", ["name", "hash", "state"], kept)
-    return [Table.facts(f"run {found['path']}", rows), *_layer_table(found), table]
+    return [Table.facts(f"run {found['path']}", rows), *_layer_table(found), *([told] if events else []), table]
 
 
 def _data_tables(found: Mapping[str, Any]) -> list[Part]:
@@ -125,6 +130,11 @@ def _fit_words(result: Mapping[str, Any]) -> str | None:
     met = sum(each["converged"] for each in frozen)
     worst = max(max(each["max_relative_abs"], each["max_relative_rel"]) for each in frozen)
     return f"{words}; {met} of {len(frozen)} converged, marginals within {worst:.1e}"
+
+
+def _kept_words(event: Mapping[str, Any]) -> str:
+    """Return whether an event was kept, and which undid it otherwise."""
+    return "yes" if event["undone_by"] is None else f"undone by {event['undone_by']}"
 
 
 def _layer_table(result: Mapping[str, Any]) -> list[Part]:

@@ -32,6 +32,8 @@ from saf.records.files import (
 EVENTS = "events.jsonl"
 SINGLE = "freeze.json"
 SINGLE_TENSORS = "freeze.safetensors"
+_OF_FITS = ("fit_kl", "rejected", "certificates")
+"""What a freeze lists of the heads that were fitted."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,23 @@ def heads_in_force(events: Iterable[EventRecord]) -> list[list[int]]:
         those = {(layer, head) for layer, head in event.heads}
         heads = heads - those if event.kind == "undo" else heads | those
     return [list(head) for head in sorted(heads)]
+
+
+def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:
+    """Return what events that were kept chose together, as the newest tells it; None without one that has scores.
+
+    `heads` are those of all, in the order of the events; `scores` `[L][H]` those by which each was chosen, and the
+    newest ones of live heads; `fit_kl`, `rejected` and `certificates` those of all.
+    """
+    kept = [event.values for event in events if event.undone_by is None and {"heads", "scores"} <= event.values.keys()]
+    if not kept:
+        return None
+    scores = [list(row) for row in kept[-1]["scores"]]
+    for event in kept:
+        for layer, head in event["heads"]:
+            scores[layer][head] = event["scores"][layer][head]
+    joined = {name: [one for event in kept for one in event.get(name) or ()] for name in ("heads", *_OF_FITS)}
+    return {**kept[-1], **joined, "scores": scores}
 
 
 def append_event(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.records.events import EVENTS, EventRecord, heads_in_force, read_events
+from saf.records.events import EVENTS, EventRecord, chosen, heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.paths import Kind, expect
 from saf.records.result import read_result
@@ -60,8 +60,8 @@ class RecordedRun:
 
     @property
     def freeze(self) -> dict[str, Any] | None:
-        """Return what the newest freeze measured, chose and cost, as its report has it; None without any."""
-        return None if self.newest_freeze is None else self.newest_freeze.values
+        """Return what the freezes that were kept chose and measured, as `chosen` joins them; None without any."""
+        return chosen(self.kept_freezes)
 
     @property
     def arm(self) -> str:

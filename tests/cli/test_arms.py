@@ -140,6 +140,7 @@ def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):
     run = saf_json("inspect", frozen)
     assert (run["kind"], run["arm"], run["finished"], run["verified"]) == ("run", "frozen", True, True)
     assert (len(run["frozen"]), run["num_heads"], run["updates"]) == (2, 8, 24)
+    assert [(event["kind"], event["update"], event["undone_by"]) for event in run["events"]] == [("freeze", 12, None)]
     checkpoint = saf_json("inspect", frozen / "checkpoints" / "step-24")
     assert (checkpoint["kind"], checkpoint["update"], checkpoint["frozen"]) == ("checkpoint", 24, run["frozen"])
     assert checkpoint["hash"] == run["provenance"]["checkpoints"]["final"]
@@ -159,6 +160,7 @@ def test_inspect_shows_tables(saf, arms, text_data):
     for path, word in (
         (state.parent, f"{state.stat().st_size} bytes"),
         (arms[1], "whole"),
+        (arms[1], "one_time: update 12 is done"),
         (arms[1] / "checkpoints" / "step-24", "dense by layer"),
         (text_data, "report"),
     ):

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from saf.errors import InputError
-from saf.records.events import append_event, heads_in_force, inherit_events, keep_events_, read_events
+from saf.records.events import append_event, chosen, heads_in_force, inherit_events, keep_events_, read_events
 
 
 def freeze(folder, heads, update=6, **more):
@@ -40,6 +40,19 @@ def test_heads_in_force_are_those_that_nothing_made_live_again(tmp_path):
     freeze(tmp_path, [[0, 2]])
     append_event(tmp_path, "undo", {"heads": [[1, 0]]})
     assert heads_in_force(read_events(tmp_path)) == [[0, 1], [0, 2]]
+
+
+def test_what_events_chose_together_leaves_undone_ones_out(tmp_path):
+    assert chosen([]) is None
+    freeze(tmp_path, [[1, 0]], scores=[[3.0, 4.0], [1.0, 5.0]], fit_kl=[[1, 0, 0.1]], score_name="variance")
+    freeze(tmp_path, [[0, 0]], scores=[[2.0, 6.0], [None, 7.0]], fit_kl=[[0, 0, 0.2]], score_name="variance")
+    freeze(tmp_path, [[0, 1]], scores=[[None, 8.0], [None, 9.0]], fit_kl=[[0, 1, 0.3]], score_name="variance")
+    append_event(tmp_path, "undo", {"heads": [[0, 1]], "undoes": 3})
+    together = chosen(read_events(tmp_path))
+    assert (together["heads"], together["number"]) == ([[1, 0], [0, 0]], 2)
+    assert together["scores"] == [[2.0, 6.0], [1.0, 7.0]]
+    assert together["fit_kl"] == [[1, 0, 0.1], [0, 0, 0.2]]
+    assert together["rejected"] == []
 
 
 def test_an_event_tells_which_other_undid_it_as_long_as_that_one_is_kept(tmp_path):

@@ -69,14 +69,10 @@ def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | No
     """Return a frozen run's head map: scores, marks, patterns, measured marginals; None without an event."""
     if run.freeze is None:
         return None
-    freeze, tensors, kept = run.freeze, run.freeze_tensors, [event.values for event in run.kept_freezes]
-    ranked = [list(row) for row in freeze["scores"]]
-    for earlier in kept[:-1]:
-        for layer, head in earlier["heads"]:
-            ranked[layer][head] = earlier["scores"][layer][head]
-    scores = {str(freeze["score_name"]): rounded(ranked)}
+    freeze, tensors = run.freeze, run.freeze_tensors
+    scores = {str(freeze["score_name"]): rounded(freeze["scores"])}
     scores |= {key: rounded(tensors[key].tolist()) for key in _SCORES if key in tensors and key not in scores}
-    heads = [tuple(head) for event in kept for head in event["heads"]]
+    heads = [tuple(head) for head in freeze["heads"]]
     seconds: dict[str, float] = {}
     for event in run.events:
         seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
@@ -93,7 +89,7 @@ def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | No
         "scores": scores,
         "frozen": [list(head) for head in heads],
         "rejected": {f"{layer},{head}": rounded(kl) for layer, head, kl in freeze.get("rejected", [])},
-        "fit_kl": {f"{layer},{head}": rounded(kl) for event in kept for layer, head, kl in event.get("fit_kl", [])},
+        "fit_kl": {f"{layer},{head}": rounded(kl) for layer, head, kl in freeze.get("fit_kl", [])},
         "entropy": rounded(tensors["row_entropy"].tolist()) if "row_entropy" in tensors else None,
         "seconds": {key: rounded(value) for key, value in seconds.items()},
         "events": len(run.events),
