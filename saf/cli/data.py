@@ -1,6 +1,7 @@
 """`saf data prepare` and `saf data info`: make a data folder, look into one."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -10,9 +11,10 @@ from saf.cli.output import show
 from saf.data import PARTITIONS, DataIndex
 from saf.data.config import PrepareConfig
 from saf.data.preparation import prepare
+from saf.data.sources import LEFT_OUT_FILE, read_left_out
 from saf.data.token_data import TokenData
 from saf.models import PRESETS
-from saf.records.table import Table
+from saf.records.table import Part, Table
 from saf.settings import FLAT
 from saf.train import TrainConfig
 
@@ -22,7 +24,8 @@ class DataPrepare(Command):
     """Make a data folder of token shards from text: read, tokenise, divide into partitions, shuffle."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = ("python",)
-    """`python` (its own library's text), .txt, .jsonl or .parquet files, folders, or OWNER/NAME[:CONFIG[:SPLIT]]."""
+    """`python` (its own library's text), files of text, .jsonl, .csv, .tsv or .parquet, each but the last also as .gz
+    or .zst, folders of such files, folders saved by `datasets`, or OWNER/NAME[:CONFIG[:SPLIT]] of Hugging Face."""
     settings: Annotated[PrepareConfig, FLAT]
     """How text becomes token shards."""
     out: str
@@ -56,6 +59,8 @@ class DataInfo(Command):
         return _shown(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
 
 
+SHOWN = 20
+"""Rows of the table of what was left out: what a terminal shows beside the table of partitions."""
 COMMANDS = {"prepare": DataPrepare, "info": DataInfo}
 
 
@@ -66,13 +71,26 @@ def _shown(folder: str, index: DataIndex, *, as_json: bool) -> dict[str, Any]:
         "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, stored as {index.dtype}",
         "calibration": _calibration(index),
         "left out": f"{left_out.get('repeated', 0):,} repeated, {left_out.get('also_held_out', 0):,} also held "
-        f"out, {left_out.get('empty', 0):,} empty documents",
+        f"out, {left_out.get('nearly_held_out', 0):,} nearly (but for white space and case), "
+        f"{left_out.get('empty', 0):,} empty documents",
         "fingerprint": index.fingerprint,
     }
     lines = [f"{name:<13}{value}" for name, value in rows.items()]
-    result = {"folder": folder, **index.to_dict()}
-    show(result, _partition_table(folder, index), *lines, as_json=as_json)
+    unread = read_left_out(Path(folder))
+    result = {"folder": folder, **index.to_dict(), "left_out": unread}
+    show(result, *_left_out_table(folder, unread), _partition_table(folder, index), *lines, as_json=as_json)
     return result
+
+
+def _left_out_table(folder: str, unread: list[dict[str, str]]) -> list[Part]:
+    """Return a table of what was not read of the sources, its beginning where it is long; nothing when all was."""
+    if not unread:
+        return []
+    rows = [[row["file"], row["reason"]] for row in unread[:SHOWN]]
+    title = f"Left out or cut: {len(unread):,}"
+    if len(unread) > SHOWN:
+        title += f", the first {SHOWN}; all in {Path(folder) / LEFT_OUT_FILE}"
+    return [Table.of(title, ["file or folder", "why"], rows)]
 
 
 def _calibration(index: DataIndex) -> str:

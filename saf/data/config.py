@@ -1,7 +1,9 @@
 """The settings of `saf.data.prepare`; the command line reads its help from here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeGuard
 
 from saf.errors import InputError
 from saf.settings import documented
@@ -40,7 +42,11 @@ class PrepareConfig:
     """Stop reading the sources, and likewise the held-out sources, after this many documents."""
 
     max_bytes: int | None = None
-    """Stop reading the sources, and likewise the held-out sources, once this many bytes of text are read."""
+    """Stop reading the sources, and likewise the held-out sources, once this many bytes of text are read; of a document
+    longer than that by itself no more is read or decompressed."""
+
+    text_field: str = "text"
+    """The field of JSONL, column of CSV or Parquet, or feature of a dataset that is the text."""
 
     split_characters: int | None = None
     """Cut longer documents into pieces of at most this many characters, each then a document of its own."""
@@ -60,18 +66,24 @@ class PrepareConfig:
         optional = ("max_documents", "max_bytes", "split_characters", "workers")
         for name in (*positive, *optional):
             value = getattr(self, name)
-            if (value is not None or name in positive) and (not isinstance(value, int) or value < 1):
+            if (value is not None or name in positive) and (not _is_whole(value) or value < 1):
                 raise InputError(f"{name} must be a positive integer; got {value!r}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+        if not _is_whole(self.seed) or not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be an integer in [0, 2^63); got {self.seed!r}")
+        if not isinstance(self.text_field, str) or not self.text_field:
+            raise InputError(f"text_field must be the name of a field; got {self.text_field!r}")
+        if not isinstance(self.tokenizer, str | Path):
+            raise InputError(f"tokenizer must be bpe, gpt2 or a path; got {self.tokenizer!r}")
         if self.calibration_from not in ("heldout", "train"):
             raise InputError(f"calibration_from must be 'heldout' or 'train'; got {self.calibration_from!r}")
         if self.heldout and self.heldout_fraction is not None:
             raise InputError("give held-out sources or heldout_fraction, not both")
-        if self.heldout_fraction is not None and not 0 < self.heldout_fraction <= 0.5:
-            raise InputError(f"heldout_fraction must lie in (0, 0.5]; got {self.heldout_fraction}")
-        if len(self.heldout_shares) != 3 or min(self.heldout_shares) <= 0:
-            raise InputError(f"heldout_shares must be three positive numbers; got {self.heldout_shares}")
+        share = self.heldout_fraction
+        if share is not None and not (isinstance(share, int | float) and 0 < share <= 0.5):
+            raise InputError(f"heldout_fraction must lie in (0, 0.5]; got {share!r}")
+        shares = self.heldout_shares
+        if not isinstance(shares, Sequence) or len(shares) != 3 or not all(_is_positive(part) for part in shares):
+            raise InputError(f"heldout_shares must be three positive numbers; got {shares!r}")
 
     @property
     def fraction(self) -> float | None:
@@ -88,3 +100,11 @@ class PrepareConfig:
             calibration = 0.0
         total = calibration + controller + report
         return (calibration / total, controller / total, report / total)
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -4,7 +4,7 @@ Which partition is a function of content and seed: a document has a seeded key, 
 order of their keys, balanced by tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -13,21 +13,26 @@ import numpy as np
 from saf.data.config import PrepareConfig
 from saf.data.readers import Advance
 from saf.data.sources import Source
+from saf.data.utf8 import decoded, digest_of, is_blank, loose_digest
 from saf.errors import DataError
 
-DIGEST_BYTES = 16
-"""128 bits of BLAKE2: two documents of a corpus never share them, and a million take 16 MB."""
 PARTITIONS = ("train", "calibration", "controller", "report")
 TRAIN, CALIBRATION, CONTROLLER, REPORT = range(4)
+LEFT_OUT = -1
+"""In place of a partition: of training documents that are held-out ones but for white space and case."""
 """The places of these names in `PARTITIONS`."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Hold one document: its UTF-8 bytes, the digest that identifies it, its place in the seeded order."""
+    """Hold one document: its UTF-8 bytes, the digest that identifies it, its place in the seeded order.
+
+    `loose` is a digest that it shares with documents equal but for white space and case.
+    """
 
     data: bytes
     digest: bytes
+    loose: bytes
     key: int
     heldout: bool
 
@@ -50,54 +55,61 @@ def order_key(digest: bytes, seed: int) -> int:
     return int.from_bytes(blake2b(digest, digest_size=8, salt=salt).digest(), "little")
 
 
-def split_text(text: str, limit: int | None) -> Iterator[str]:
-    """Cut a text into pieces of at most `limit` characters, at a paragraph, line or word where there is one.
+def split_text(parts: Iterable[str], limit: int) -> Iterator[str]:
+    """Cut a text, given in parts, into pieces of at most `limit` characters, at a paragraph, line or word.
 
-    >>> list(split_text("one two three", 8))
+    >>> list(split_text(["one two ", "three"], 8))
     ['one two ', 'three']
     """
-    start = 0
-    while limit is not None and len(text) - start > limit:
-        cut = start + limit
-        for mark in ("\n\n", "\n", " "):
-            at = text.rfind(mark, start + limit // 2, cut)
-            if at >= 0:
-                cut = at + len(mark)
-                break
-        yield text[start:cut]
-        start = cut
+    text, start = "", 0
+    for part in parts:
+        text, start = text[start:] + part, 0
+        while len(text) - start > limit:
+            cut = start + limit
+            for mark in ("\n\n", "\n", " "):
+                at = text.rfind(mark, start + limit // 2, cut)
+                if at >= 0:
+                    cut = at + len(mark)
+                    break
+            yield text[start:cut]
+            start = cut
     yield text[start:]
 
 
 def limited_texts(
     sources: Sequence[Source], config: PrepareConfig, counts: ReadingCounts, advance: Advance
-) -> Iterator[str]:
-    """Yield the pieces of text of several sources until `max_documents` or `max_bytes` is reached."""
+) -> Iterator[bytes]:
+    """Yield the texts of several sources, cut to pieces if asked, until `max_documents` or `max_bytes` is reached."""
     for source in sources:
         facts = {"source": source.name, **source.facts, "documents": 0, "bytes": 0}
         counts.per_source.append(facts)
         for whole in source.documents(advance):
-            for text in split_text(whole, config.split_characters):
-                if not text.strip():
+            for data in _pieces(whole, config.split_characters):
+                if is_blank(data):
                     counts.empty += 1
                     continue
-                size = len(text) if text.isascii() else len(text.encode())
-                counts.documents, counts.bytes = counts.documents + 1, counts.bytes + size
-                facts["documents"], facts["bytes"] = facts["documents"] + 1, facts["bytes"] + size
-                yield text
+                counts.documents, counts.bytes = counts.documents + 1, counts.bytes + len(data)
+                facts["documents"], facts["bytes"] = facts["documents"] + 1, facts["bytes"] + len(data)
+                yield data
                 if counts.documents == config.max_documents:
                     return
                 if config.max_bytes is not None and counts.bytes >= config.max_bytes:
                     return
 
 
+def _pieces(data: bytes, limit: int | None) -> Iterator[bytes]:
+    if limit is None:
+        yield data
+    else:
+        yield from (text.encode() for text in split_text(decoded(data), limit))
+
+
 def distinct_documents(
-    texts: Iterator[str], *, heldout: bool, seed: int, seen: dict[bytes, bool], counts: ReadingCounts
+    texts: Iterator[bytes], *, heldout: bool, seed: int, seen: dict[bytes, bool], counts: ReadingCounts
 ) -> Iterator[Document]:
     """Yield each text not in `seen` (digest -> held out or not) as a document, and record it there."""
-    for text in texts:
-        data = text.encode()
-        digest = blake2b(data, digest_size=DIGEST_BYTES).digest()
+    for data in texts:
+        digest = digest_of(data)
         if digest in seen:
             if seen[digest] == heldout:
                 counts.repeated += 1
@@ -105,7 +117,7 @@ def distinct_documents(
                 counts.also_held_out += 1
             continue
         seen[digest] = heldout
-        yield Document(data, digest, order_key(digest, seed), heldout)
+        yield Document(data, digest, loose_digest(data), order_key(digest, seed), heldout)
 
 
 def held_out_pool(fraction: float) -> int:
@@ -191,6 +203,25 @@ def assign(
                 f"split_characters"
             )
     return partition
+
+
+def leave_out_near_(partition: np.ndarray, loose: np.ndarray) -> int:
+    """Take training documents out of `partition` that are held-out ones but for white space and case; return how many.
+
+    Args:
+        partition: of each document, an index into PARTITIONS `[documents]`; LEFT_OUT afterwards for those taken out.
+        loose: digests that such documents share, uint8 `[documents, 16]`.
+
+    Raises:
+        DataError: when no training document is left.
+    """
+    heldout = {bytes(row) for row in loose[partition != TRAIN]}
+    train = np.flatnonzero(partition == TRAIN)
+    near = train[[bytes(row) in heldout for row in loose[train]]] if heldout else train[:0]
+    if len(near) == len(train):
+        raise DataError("every training document is also held out, but for white space and case; give other text")
+    partition[near] = LEFT_OUT
+    return len(near)
 
 
 def check_disjoint(digests: np.ndarray, partition: np.ndarray):

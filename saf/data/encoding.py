@@ -16,17 +16,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from saf.data.documents import Document
+Tag = TypeVar("Tag")
+Text = bytes | memoryview
 
 # What a worker gets at once: large enough that the pipe costs nothing beside it, small enough to share text out evenly;
 # whichever comes first. Chosen, not measured.
 BATCH_BYTES = 2**20
-BATCH_DOCUMENTS = 1024  # where documents are so short that their number, not their text, is the work
+BATCH_TEXTS = 1024  # where documents are so short that their number, not their text, is the work
 
 
 def usable_cores() -> int:
@@ -53,7 +53,7 @@ class EncodeWorker:
             env=environment,
         )
 
-    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+    def encode(self, texts: list[Text]) -> list[np.ndarray]:
         """Return the token ids (uint32) of each UTF-8 text; raise DataError when the process has died."""
         sizes = np.array([len(text) for text in texts], dtype="<u8")
         try:
@@ -70,7 +70,7 @@ class EncodeWorker:
             raise DataError(f"a tokenising process died with exit code {code}: {reason}") from error
         return [ids[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
-    def _send(self, *parts: bytes):
+    def _send(self, *parts: Text):
         assert self.process.stdin is not None
         for part in parts:
             self.process.stdin.write(part)
@@ -112,18 +112,19 @@ class EncodePool:
         for worker in self.workers:
             worker.close()
 
-    def _encode(self, texts: list[bytes]) -> list[np.ndarray]:
+    def _encode(self, texts: list[Text]) -> list[np.ndarray]:
         worker = getattr(self._own, "worker", None)
         if worker is None:
             worker = self._own.worker = EncodeWorker(self._file)
             self.workers.append(worker)
         return worker.encode(texts)
 
-    def encode(self, documents: Iterable["Document"]) -> Iterator[tuple["Document", np.ndarray]]:
-        """Yield each document with its token ids (uint32), in the order given, a few batches ahead."""
-        waiting: deque[tuple[list[Document], Future]] = deque()
-        for batch in batches(documents):
-            waiting.append((batch, self._threads.submit(self._encode, [item.data for item in batch])))
+    def encode(self, texts: Iterable[tuple[Text, Tag]]) -> Iterator[tuple[Tag, np.ndarray]]:
+        """Yield what came with each text and its token ids (uint32), in the order given, a few batches ahead."""
+        waiting: deque[tuple[list[Tag], Future]] = deque()
+        for batch in batches(texts):
+            tags = [tag for _, tag in batch]
+            waiting.append((tags, self._threads.submit(self._encode, [text for text, _ in batch])))
             if len(waiting) > 2 * self._count:
                 done, future = waiting.popleft()
                 yield from zip(done, future.result(), strict=True)
@@ -131,14 +132,14 @@ class EncodePool:
             yield from zip(done, future.result(), strict=True)
 
 
-def batches(documents: Iterable["Document"]) -> Iterator[list["Document"]]:
-    """Group documents into lists of about a mebibyte."""
-    batch: list[Document] = []
+def batches(texts: Iterable[tuple[Text, Tag]]) -> Iterator[list[tuple[Text, Tag]]]:
+    """Group texts into lists of about a mebibyte."""
+    batch: list[tuple[Text, Tag]] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.data)
-        if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+    for text, tag in texts:
+        batch.append((text, tag))
+        size += len(text)
+        if size >= BATCH_BYTES or len(batch) == BATCH_TEXTS:
             yield batch
             batch, size = [], 0
     if batch:

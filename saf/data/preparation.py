@@ -16,20 +16,22 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from saf.data.config import PrepareConfig
 from saf.data.documents import (
-    DIGEST_BYTES,
     PARTITIONS,
     Document,
     ReadingCounts,
     assign,
     check_disjoint,
     distinct_documents,
+    leave_out_near_,
     limited_texts,
 )
 from saf.data.encoding import EncodePool
-from saf.data.shards import PartitionInfo, ShardWriter, chunks, token_dtype
-from saf.data.sources import Source, resolve
+from saf.data.readers import Options
+from saf.data.shards import CHUNK_TOKENS, PartitionInfo, ShardWriter, chunks, token_dtype
+from saf.data.sources import Source, resolve, write_left_out
 from saf.data.token_data import TOKENIZER_FILE, DataIndex, TokenizerInfo
 from saf.data.tokenizer import Tokenizer, choose_tokenizer
+from saf.data.utf8 import DIGEST_BYTES
 from saf.errors import DataError, InputError
 from saf.records.folders import locked_beside, new_folder, restore_replaced_
 
@@ -43,13 +45,15 @@ def prepare(
 ) -> DataIndex:
     """Make a data folder of token shards from text and return its index.
 
-    The four partitions share no document; repeated documents are kept once, and one that is also held out is
-    dropped from training. Within a partition documents follow one another in a seeded order, each ended by the
-    end-of-text token. The result depends on the text, the settings and the tokenizer alone.
+    The four partitions share no document; repeated documents are kept once, and one that is also held out, or differs
+    from one held out in white space and case alone, is dropped from training. Within a partition documents follow one
+    another in a seeded order, each ended by the end-of-text token. The result depends on the text, the settings and
+    the tokenizer alone.
 
     Args:
-        sources: `python` (text that every Python installation carries), files or folders of .txt, .jsonl or
-            .parquet, or `owner/name[:config[:split]]` of a Hugging Face dataset; one or several.
+        sources: `python` (text that every Python installation carries), files or folders of text (UTF-8 without NUL
+            bytes), .jsonl, .csv, .tsv or .parquet, a folder saved by `datasets`, or `owner/name[:config[:split]]` of a
+            Hugging Face dataset; one or several. What of a folder was not read is listed in left_out.json.
         out: folder to make; it appears only once it is complete.
         overwrite: replace a finished data folder.
         progress: show a progress bar; None means only on a terminal.
@@ -59,12 +63,19 @@ def prepare(
         DataError: when text cannot be read, is too little to fill every partition, or `out` is taken.
         InputError: when a setting is out of range or there is no source.
     """
+    if unknown := settings.keys() - PrepareConfig.__dataclass_fields__.keys():
+        known = ", ".join(PrepareConfig.__dataclass_fields__)
+        raise InputError(f"prepare has no setting {', '.join(sorted(unknown))}; it has {known}")
     config = PrepareConfig(**{**settings, "heldout": _names(settings.get("heldout") or ())})
     if not _names(sources):
         raise InputError("prepare needs at least one source of text; got none")
     check_target(Path(out), overwrite=overwrite)
-    train = [resolve(name) for name in _names(sources)]
-    heldout = [resolve(name) for name in config.heldout]
+    train = [_resolved(name, config) for name in _names(sources)]
+    heldout = [_resolved(name, config) for name in config.heldout]
+    if config.text_field != PrepareConfig.text_field and not any(source.has_fields for source in (*train, *heldout)):
+        raise InputError(
+            f"text_field={config.text_field!r} names a field of JSONL, CSV, Parquet or a dataset, and no source is one"
+        )
     with ReadingProgress(progress) as shown, _prepared_folder(Path(out).resolve(), overwrite=overwrite) as folder:
         shown.stage("choosing the tokenizer")
         tokenizer, trained_on = choose_tokenizer(train, config)
@@ -72,9 +83,10 @@ def prepare(
         reading = Reading(train, heldout, config)
         spool = reading.tokenise(folder, tokenizer, shown)
         shown.stage("writing shards")
-        partitions = _write_partitions(folder, spool, tokenizer, config)
+        partitions, near = _write_partitions(folder, spool, tokenizer, config)
         spool.remove()
-        index = reading.index(tokenizer, trained_on, partitions)
+        index = reading.index(tokenizer, trained_on, partitions, near)
+        write_left_out([*train, *heldout], folder)
         index.save(folder)
     return index
 
@@ -114,9 +126,15 @@ def _prepared_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
             check_target(out, overwrite=overwrite)
 
 
+def _resolved(name: str, config: PrepareConfig) -> Source:
+    return resolve(name, Options(text_field=config.text_field, most_bytes=config.max_bytes))
+
+
 def _names(names: Names) -> tuple[str, ...]:
     if isinstance(names, str | Path):
         names = (names,)
+    if not isinstance(names, Sequence) or not all(isinstance(name, str | Path) for name in names):
+        raise InputError(f"sources of text are named by strings or Paths; got {names!r}")
     return tuple(str(name) for name in names)
 
 
@@ -136,12 +154,22 @@ class Reading:
         stage = shown.stage("tokenising", 1.0 if total or self._limited() else None)
         tokens, text_bytes = 0, 0
         with EncodePool(folder / TOKENIZER_FILE, self._config.workers) as pool:
-            for document, ids in pool.encode(self._documents()):
-                spool.add(document, ids)
-                tokens, text_bytes = tokens + len(ids), text_bytes + len(document.data)
+            for (document, size, is_last), ids in pool.encode(self._pieces(tokenizer)):
+                spool.add(ids)
+                if is_last:
+                    spool.end(document)
+                tokens, text_bytes = tokens + len(ids), text_bytes + size
                 stage.update(share=self._share(total, text_bytes), text_bytes=text_bytes, tokens=tokens)
         spool.close()
         return spool
+
+    def _pieces(self, tokenizer: Tokenizer) -> Iterator[tuple[memoryview, tuple[Document, int, bool]]]:
+        """Yield the documents in pieces, each with its document, its bytes, and whether it is the last one of it."""
+        for document in self._documents():
+            done = 0
+            for piece in tokenizer.pieces(document.data):
+                done += len(piece)
+                yield piece, (document, len(piece), done == len(document.data))
 
     def _documents(self) -> Iterator[Document]:
         # Held-out text first: a document that is in both stays held out.
@@ -169,8 +197,10 @@ class Reading:
         read = sum(counts.bytes for counts in self._counts.values())
         return max(shares) * tokenised / max(read, 1) if shares else None
 
-    def index(self, tokenizer: Tokenizer, trained_on: dict | None, partitions: dict[str, PartitionInfo]) -> DataIndex:
-        """Return the index of what was read and written."""
+    def index(
+        self, tokenizer: Tokenizer, trained_on: dict | None, partitions: dict[str, PartitionInfo], near: int
+    ) -> DataIndex:
+        """Return the index of what was read and written; `near` documents were left out as nearly held out."""
         train, heldout, config = self._counts["train"], self._counts["heldout"], self._config
         settings = {name: value for name, value in asdict(config).items() if name not in _NOT_RECORDED}
         settings.update(heldout_fraction=config.fraction, heldout_shares=list(config.heldout_shares))
@@ -185,12 +215,14 @@ class Reading:
             ),
             partitions=partitions,
             calibration_from=config.calibration_from,
-            sources=train.per_source,
-            heldout=heldout.per_source,
+            sources=_with_left_out(self._train, train.per_source),
+            heldout=_with_left_out(self._heldout, heldout.per_source),
             duplicates={
-                "rule": "documents with equal content are kept once; one that is also held out stays held out",
+                "rule": "documents with equal content are kept once; one that is also held out, or is equal to one "
+                "held out but for white space and case, is not trained on",
                 "repeated": train.repeated + heldout.repeated,
                 "also_held_out": train.also_held_out,
+                "nearly_held_out": near,
                 "empty": train.empty + heldout.empty,
             },
             settings=settings,
@@ -198,10 +230,17 @@ class Reading:
         )
 
 
+def _with_left_out(sources: Sequence[Source], facts: Sequence[dict]) -> list[dict]:
+    """Add how many files were left out to what is known of each source that was reached."""
+    return [{**known, "left_out": len(source.left_out)} for source, known in zip(sources, facts, strict=False)]
+
+
 def _write_partitions(
     folder: Path, spool: "Spool", tokenizer: Tokenizer, config: PrepareConfig
-) -> dict[str, PartitionInfo]:
+) -> tuple[dict[str, PartitionInfo], int]:
+    """Write every partition; return what was written, and how many documents were left out as nearly held out."""
     partition = assign(spool.keys, spool.tokens, spool.heldout, fraction=config.fraction, shares=config.shares)
+    near = leave_out_near_(partition, spool.loose)
     check_disjoint(spool.digests, partition)
     dtype = token_dtype(tokenizer.vocab_size)
     infos = {}
@@ -209,31 +248,38 @@ def _write_partitions(
         mine = np.flatnonzero(partition == number)
         order = mine[np.lexsort((spool.digests[mine, 0], spool.keys[mine]))]
         writer = ShardWriter(folder, name, dtype, vocab_size=tokenizer.vocab_size, shard_tokens=config.shard_tokens)
-        for chunk in chunks((spool.document(index) for index in order), dtype):
+        for chunk in chunks(spool.parts(order), dtype):
             writer.write(chunk)
         infos[name] = writer.finish(
             documents=len(order), text_bytes=int(spool.bytes[order].sum()), digests=spool.digests[order]
         )
-    return infos
+    return infos, near
 
 
 class Spool:
-    """Keep token ids in one temporary file; what is known of each document in memory, some 50 bytes each."""
+    """Keep token ids in one temporary file; what is known of each document in memory, some 66 bytes each."""
 
     def __init__(self, path: Path, dtype: np.dtype, eot_id: int):
         self._path, self._dtype = path, dtype
         self._eot = np.array([eot_id], dtype=dtype).tobytes()
         self._file = open(path, "wb", buffering=2**20)  # noqa: SIM115 (closed by close)
-        self._digests = bytearray()
+        self._digests, self._loose = bytearray(), bytearray()
+        self._waiting = 0
         self._keys, self._tokens, self._bytes, self._heldout = array("Q"), array("q"), array("q"), array("b")
 
-    def add(self, document: Document, ids: np.ndarray):
-        """Append a document's tokens and an end-of-text token."""
+    def add(self, ids: np.ndarray):
+        """Append tokens of the document that ends next."""
         self._file.write(ids.astype(self._dtype).tobytes())
+        self._waiting += len(ids)
+
+    def end(self, document: Document):
+        """End a document with an end-of-text token."""
         self._file.write(self._eot)
         self._digests += document.digest
+        self._loose += document.loose
         self._keys.append(document.key)
-        self._tokens.append(len(ids) + 1)
+        self._tokens.append(self._waiting + 1)
+        self._waiting = 0
         self._bytes.append(len(document.data))
         self._heldout.append(document.heldout)
 
@@ -244,18 +290,27 @@ class Spool:
         self.tokens = np.array(self._tokens, dtype=np.int64)
         self.bytes = np.array(self._bytes, dtype=np.int64)
         self.heldout = np.array(self._heldout, dtype=bool)
-        self.digests = np.frombuffer(bytes(self._digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        self.digests, self.loose = (
+            np.frombuffer(bytes(kept), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+            for kept in (self._digests, self._loose)
+        )
         self._ends = np.cumsum(self.tokens)
-        self._map = np.memmap(self._path, dtype=self._dtype, mode="r")
 
-    def document(self, index: int) -> np.ndarray:
-        """Return one document's tokens, end-of-text included."""
-        end = self._ends[index]
-        return self._map[end - self.tokens[index] : end]
+    def parts(self, documents: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the tokens of documents in the order given, end-of-text included, a long one in parts.
+
+        They are read rather than mapped: what is mapped of a file of gigabytes would count as memory.
+        """
+        width = self._dtype.itemsize
+        with open(self._path, "rb", buffering=0) as file:
+            for index in documents:
+                end = int(self._ends[index])
+                for start in range(end - int(self.tokens[index]), end, CHUNK_TOKENS):
+                    file.seek(start * width)
+                    yield np.frombuffer(file.read(min(CHUNK_TOKENS, end - start) * width), dtype=self._dtype)
 
     def remove(self):
         """Delete the file."""
-        del self._map
         self._path.unlink()
 
 

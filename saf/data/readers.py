@@ -1,32 +1,66 @@
-"""One reader for each file format: a path in, documents out, errors that name the file and the line.
+"""One reader for each file format: a path in, documents out as UTF-8, errors that name the file and the line.
 
-Plain, gzip and zstandard files are read as one byte stream.
+Plain, gzip and zstandard files are read as one byte stream. A document of a text file is held once, as its bytes; one
+of a table about three times while it is decoded.
 """
 
+import csv
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from saf.data.utf8 import BLOCK_BYTES, cut_to, first_bad_byte
 from saf.errors import DataError
 
 Advance = Callable[[int], None]
 """Called with the number of bytes read from disk since the last call."""
-
-Reader = Callable[[Path, Advance], Iterator[str]]
 SUFFIXES = (".gz", ".zst")
+_BOM = b"\xef\xbb\xbf"
+# A line of JSON that holds a text of n bytes: six bytes a character in escapes, and room for other fields.
+_LINE_FACTOR, _LINE_ROOM = 8, 2**20
 
 
-def reader_for(path: Path) -> Reader | None:
-    """Return the reader of a file by its name, or None when its suffix is not supported."""
-    bare = path.with_suffix("") if path.suffix in SUFFIXES else path
-    if path.suffix == ".parquet":
-        return read_parquet
-    return {".txt": read_text, ".jsonl": read_jsonl}.get(bare.suffix)
+class NotText(DataError):
+    """Say that a file is not text: not UTF-8, or with NUL bytes."""
+
+
+class MissingField(DataError):
+    """Say that a record has no text under the name that was asked for."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Say how files are read: the field of a table's records, the most bytes of one document; collect what was left."""
+
+    text_field: str = "text"
+    most_bytes: int | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def fitted(self, data: bytes, path: Path | str) -> bytes:
+        """Return a document within `most_bytes`, and note when it is cut."""
+        if self.most_bytes is None or len(data) <= self.most_bytes:
+            return data
+        self.left_out[str(path)] = f"read to its first {self.most_bytes:,} bytes (max_bytes)"
+        return cut_to(data, self.most_bytes)
+
+
+Reader = Callable[[Path, Advance, Options], Iterator[bytes]]
+
+
+def reader_for(path: Path) -> Reader:
+    """Return the reader of a file by its name: a table's, or that of text."""
+    return TABLES.get(bare_suffix(path), read_text)
+
+
+def bare_suffix(path: Path) -> str:
+    """Return a file's suffix without that of its compression."""
+    return (path.with_suffix("") if path.suffix in SUFFIXES else path).suffix.lower()
 
 
 @contextmanager
@@ -35,91 +69,148 @@ def _damage_named(path: Path, where: Callable[[], str] = str):
         yield
     except (EOFError, OSError, zlib.error) as error:
         kind = {".gz": "gzip", ".zst": "zstandard"}.get(path.suffix)
-        if kind is None:
+        if kind is None or isinstance(error, PermissionError):
             raise DataError(f"{path}: cannot be read ({error})") from error
         message = f"{path}: truncated or damaged {kind} file{where()} ({error}); copy or download it again"
         raise DataError(message) from error
 
 
-def read_text(path: Path, advance: Advance) -> Iterator[str]:
-    """Yield a whole UTF-8 text file as one document."""
+def read_text(path: Path, advance: Advance, options: Options) -> Iterator[bytes]:
+    """Yield a whole UTF-8 text file as one document; raise NotText naming the byte for anything else."""
+    text, most = io.BytesIO(), options.most_bytes
     with _damage_named(path), open_stream(path, advance) as file:
-        data = file.read()
-    try:
-        yield data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
-    except UnicodeDecodeError as error:
-        at = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
-        line = data.count(b"\n", 0, at) + 1
-        raise DataError(f"{path}: not UTF-8 at byte {at} (line {line}); convert it to UTF-8") from error
+        head = file.read(len(_BOM))
+        skipped = len(_BOM) if head == _BOM else 0
+        text.write(head[skipped:])
+        while (most is None or text.tell() <= most) and (block := file.read(BLOCK_BYTES)):
+            text.write(block)
+    data = text.getvalue()
+    cut = most is not None and len(data) > most
+    data = options.fitted(data, path)
+    if (at := data.find(b"\0")) >= 0:
+        raise NotText(f"{path}: not text, a NUL byte at {at + skipped:,}; UTF-16 is to be converted to UTF-8")
+    bad = first_bad_byte(data, whole=not cut)
+    if bad is not None:
+        line = data.count(b"\n", 0, bad) + 1
+        raise NotText(f"{path}: not UTF-8 at byte {bad + skipped} (line {line}); convert it to UTF-8")
+    yield data
 
 
-def read_jsonl(path: Path, advance: Advance) -> Iterator[str]:
-    """Yield the `text` field of each line of a JSON Lines file; blank lines are passed over."""
+def sniff(path: Path) -> str | None:
+    """Return why the beginning of a file is not text; None when it is. Raises DataError when it cannot be read."""
+    with _damage_named(path), open_stream(path, lambda count: None) as file:
+        data = file.read(2**16)
+    if (at := data.find(b"\0")) >= 0:
+        return f"not text: a NUL byte at {at:,}"
+    bad = first_bad_byte(data, whole=False)
+    return None if bad is None else f"not text: not UTF-8 at byte {bad:,}"
+
+
+def read_jsonl(path: Path, advance: Advance, options: Options) -> Iterator[bytes]:
+    """Yield the text field of each line of a JSON Lines file; blank lines are passed over."""
     number, offset = 0, 0
+    longest = -1 if options.most_bytes is None else _LINE_FACTOR * options.most_bytes + _LINE_ROOM
 
     def where() -> str:
         return f" after line {number}"
 
     with _damage_named(path, where), open_stream(path, advance) as file:
-        lines = iter(file)
-        while True:
-            line = next(lines, None)
-            if line is None:
-                return
+        while line := file.readline(longest):
             number += 1
+            if len(line) == longest:
+                raise DataError(f"{path}, line {number}: longer than {longest:,} bytes, too long for max_bytes")
             if line.strip():
-                yield _jsonl_text(line, path, number, offset)
+                record = _record(line, path, number, offset)
+                yield options.fitted(text_field(record, f"{path}, line {number}", options.text_field), path)
             offset += len(line)
 
 
-def _jsonl_text(line: bytes, path: Path, number: int, offset: int) -> str:
+def _record(line: bytes, path: Path, number: int, offset: int) -> dict:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         at = offset + error.start
         raise DataError(f"{path}, line {number}: not UTF-8 at byte {at}; convert the file to UTF-8") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: not JSON ({error}); one object a line is expected") from error
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise DataError(f"{path}, line {number}: expected an object with a text field, got {kind}")
-    return text_field(record, f"{path}, line {number}")
+    return record
 
 
-def text_field(record: dict, where: str) -> str:
-    """Return a record's `text`; raise DataError naming the place and the fields found instead."""
-    text = record.get("text")
-    if not isinstance(text, str):
+def text_field(record: dict, where: str, name: str) -> bytes:
+    """Return a record's text as UTF-8; raise DataError naming the place and the fields found instead."""
+    text = record.get(name)
+    if name not in record:
         fields = ", ".join(sorted(map(str, record))) or "none"
-        problem = "no text field" if "text" not in record else f"text is {type(text).__name__}, not a string"
-        raise DataError(f"{where}: {problem}; fields found: {fields}")
+        raise MissingField(f"{where}: no field {name!r}; fields found: {fields}; name one with text_field")
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {name} is {type(text).__name__}, not a string")
     try:
-        text.encode("utf-8")
+        return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: half a surrogate pair at character {error.start}; it is not text") from error
-    return text
 
 
-def read_parquet(path: Path, advance: Advance) -> Iterator[str]:
-    """Yield the `text` column of a Parquet file, row group by row group."""
+def read_csv(path: Path, advance: Advance, options: Options) -> Iterator[bytes]:
+    """Yield the text column of a table with a line of names: comma-separated, or by tabs in a .tsv."""
+    before = csv.field_size_limit(_longest_field(options))
+    rows = None
+    try:
+        with _damage_named(path), open_stream(path, advance) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            rows = csv.DictReader(text, delimiter="\t" if bare_suffix(path) == ".tsv" else ",", strict=True)
+            if (names := rows.fieldnames) is not None and options.text_field not in names:
+                raise _missing_column(path, options.text_field, names)
+            for row in rows:
+                fields = {name: value for name, value in row.items() if name is not None}
+                yield options.fitted(text_field(fields, f"{path}, line {rows.line_num}", options.text_field), path)
+    except UnicodeDecodeError as error:
+        line = rows.line_num if rows else 0
+        raise DataError(f"{path}: not UTF-8 after line {line}; convert the file to UTF-8") from error
+    except csv.Error as error:
+        line = rows.line_num if rows else 0
+        raise DataError(f"{path}: not a table after line {line} ({error})") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _missing_column(path: Path, column: str, names: Iterable[str]) -> MissingField:
+    found = ", ".join(names) or "none"
+    return MissingField(f"{path}: no column {column!r}; columns found: {found}; name one with text_field")
+
+
+def _longest_field(options: Options) -> int:
+    """Return the most characters that a field of a CSV may have; the package's own limit is 131,072."""
+    return 2**31 - 1 if options.most_bytes is None else min(_LINE_FACTOR * options.most_bytes + _LINE_ROOM, 2**31 - 1)
+
+
+def read_parquet(path: Path, advance: Advance, options: Options) -> Iterator[bytes]:
+    """Yield the text column of a Parquet file, row group by row group."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise DataError(f"{path}: reading Parquet needs a package: pip install pyarrow") from error
+    column = options.text_field
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if "text" not in names:
-                raise DataError(f"{path}: no text column; columns found: {', '.join(names) or 'none'}")
+            if column not in names:
+                raise _missing_column(path, column, names)
             size, rows, row = path.stat().st_size, max(file.metadata.num_rows, 1), 0
-            for batch in file.iter_batches(batch_size=256, columns=["text"]):
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
                 advance(size * batch.num_rows // rows)
                 for text in batch.column(0).to_pylist():
                     row += 1
-                    yield text_field({"text": text}, f"{path}, row {row}")
+                    yield options.fitted(text_field({column: text}, f"{path}, row {row}", column), path)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: truncated or damaged Parquet file ({error})") from error
+
+
+TABLES: dict[str, Reader] = {".jsonl": read_jsonl, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
+"""Readers of files with many documents, by suffix; any other file is one document if it is text."""
 
 
 class CountingFile(io.FileIO):

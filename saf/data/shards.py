@@ -154,12 +154,12 @@ def entropy(counts: np.ndarray) -> float | None:
 
 
 def chunks(documents: Iterable[np.ndarray], dtype: np.dtype) -> Iterable[np.ndarray]:
-    """Join documents into arrays of about a million tokens, so that each is counted and hashed in one go."""
+    """Join documents, or parts of them, to arrays of about a million tokens: each is counted and hashed in one go."""
     waiting: list[np.ndarray] = []
     size = 0
-    for document in documents:
-        waiting.append(document)
-        size += len(document)
+    for part in documents:
+        waiting.append(part)
+        size += len(part)
         if size >= CHUNK_TOKENS:
             yield np.concatenate(waiting, dtype=dtype)
             waiting, size = [], 0

@@ -3,13 +3,15 @@
 import heapq
 import importlib
 import warnings
-from collections.abc import Iterable, Sequence
-from hashlib import blake2b, sha256
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 from saf.data.config import PrepareConfig
-from saf.data.documents import DIGEST_BYTES, ReadingCounts, held_out_pool, limited_texts, order_key, split_text
+from saf.data.cutting import Cutter
+from saf.data.documents import ReadingCounts, held_out_pool, limited_texts, order_key, split_text
 from saf.data.sources import Source
+from saf.data.utf8 import decoded, digest_of
 from saf.errors import DataError, InputError, SafWarning
 
 EOT = "<|endoftext|>"
@@ -54,6 +56,7 @@ class Tokenizer:
                 stacklevel=2,
             )
         self._data = data
+        self._cutter = Cutter(self._backend)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         self.eot_token = next((token for token in _EOT_NAMES if token in vocabulary), "")
@@ -105,6 +108,10 @@ class Tokenizer:
     def save(self, path: str | Path):
         """Write the tokenizer.json."""
         Path(path).write_bytes(self._data)
+
+    def pieces(self, data: bytes) -> Iterator[memoryview]:
+        """Cut a UTF-8 text into pieces whose tokens are those of the whole; raise DataError where none can be found."""
+        return self._cutter.pieces(data)
 
     def encode(self, text: str) -> list[int]:
         """Return a text's token ids, no end-of-text added."""
@@ -203,10 +210,9 @@ def sample_text(sources: Sequence[Source], config: PrepareConfig) -> tuple[list[
     return pieces, facts
 
 
-def _pieces(texts: Iterable[str], lowest: int, seed: int) -> Iterable[tuple[int, str]]:
-    for text in texts:
-        digest = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
-        if order_key(digest, seed) < lowest:
+def _pieces(texts: Iterable[bytes], lowest: int, seed: int) -> Iterable[tuple[int, str]]:
+    for data in texts:
+        if order_key(digest_of(data), seed) < lowest:
             continue
-        for piece in split_text(text, PIECE_CHARACTERS):
-            yield order_key(blake2b(piece.encode(), digest_size=DIGEST_BYTES).digest(), seed), piece
+        for piece in split_text(decoded(data), PIECE_CHARACTERS):
+            yield order_key(digest_of(piece.encode()), seed), piece

@@ -27,7 +27,7 @@ def test_prepare_then_info(text, tmp_path, capsys):
     result = run("prepare", str(text), "--out", out, *options)
     printed = capsys.readouterr().out
     data = TokenData.open(out, verify=True)
-    assert result == {"folder": out, **data.index.to_dict()}
+    assert result == {"folder": out, **data.index.to_dict(), "left_out": []}
     assert f"{data.num_tokens('train'):,}" in printed
     assert data.fingerprint in printed
     windows = data.num_tokens("calibration") // 256
@@ -64,6 +64,22 @@ def test_several_sources_and_held_out_ones(text, tmp_path):
     assert [source["documents"] for source in result["heldout"]] == [9]
     assert result["calibration_from"] == "train"
     assert result["partitions"]["calibration"]["tokens"] == 0
+
+
+def test_what_was_left_out_is_shown(text, tmp_path, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    text.rename(folder / "text.jsonl")
+    for number in range(30):
+        (folder / f"{number:02}.bin").write_bytes(b"\0")
+    options = ("--vocab-size", "300", "--heldout-fraction", "0.3", "--workers", "1")
+    result = run("prepare", str(folder), "--out", str(tmp_path / "data"), *options)
+    printed = capsys.readouterr().out
+    assert len(result["left_out"]) == 30
+    assert "Left out or cut: 30, the first 20; all in" in printed
+    assert "19.bin" in printed
+    assert "20.bin" not in printed
+    assert "a NUL byte at 0" in printed
 
 
 def test_the_python_text_is_the_default(tmp_path):

@@ -3,7 +3,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.data.documents import assign, check_disjoint, divide, held_out_pool, hold_out, order_key, split_text
+from saf.data.documents import (
+    LEFT_OUT,
+    assign,
+    check_disjoint,
+    divide,
+    held_out_pool,
+    hold_out,
+    leave_out_near_,
+    order_key,
+    split_text,
+)
+from saf.data.utf8 import loose_digest
 from saf.errors import DataError
 
 THIRDS = (1 / 3, 1 / 3, 1 / 3)
@@ -72,11 +83,32 @@ def test_a_shared_document_is_found(rng):
     check_disjoint(digests, partition)
 
 
-@given(st.text(alphabet="ab \n", max_size=200), st.integers(1, 40))
-def test_pieces_join_to_the_text(text, limit):
-    pieces = list(split_text(text, limit))
+@given(st.text(alphabet="ab \n", max_size=200), st.integers(1, 40), st.integers(1, 50))
+def test_pieces_join_to_the_text(text, limit, step):
+    parts = [text[at : at + step] for at in range(0, len(text), step)]
+    pieces = list(split_text(parts, limit))
+    assert pieces == list(split_text([text], limit))
     assert "".join(pieces) == text
     assert all(len(piece) <= limit for piece in pieces)
+
+
+def test_near_copies_of_held_out_documents_leave_training(rng):
+    loose = rng.integers(0, 256, (8, 16), dtype=np.uint8)
+    loose[2], loose[3], loose[6] = loose[5], loose[5], loose[4]
+    partition = np.array([0, 0, 0, 1, 2, 3, 0, 2], dtype=np.int8)
+    assert leave_out_near_(partition, loose) == 2
+    assert partition.tolist() == [0, 0, LEFT_OUT, 1, 2, 3, LEFT_OUT, 2]
+    with pytest.raises(DataError, match="every training document is also held out, but for white space and case"):
+        leave_out_near_(np.array([0, 1], dtype=np.int8), np.zeros((2, 16), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("block", [1, 3, 2**20])
+def test_white_space_and_case_make_no_other_text(monkeypatch, block):
+    monkeypatch.setattr("saf.data.utf8.BLOCK_BYTES", block)
+    one = "Ein Haus, GRÜSSE\n\tvon  \u3000drüben K\x1c."
+    assert loose_digest(one.encode()) == loose_digest("einhaus,grüsse von DRÜBEN k.".encode())
+    assert loose_digest(one.encode()) != loose_digest("einhaus grüsse von DRÜBEN k.".encode())
+    assert loose_digest(b"One\ntwo\x1f") == loose_digest("\u00a0oneTWO".encode())
 
 
 def test_keys_depend_on_seed_and_content():

@@ -13,6 +13,7 @@ import pytest
 from saf.data import PARTITIONS, TokenData, prepare
 from saf.data.encoding import EncodeWorker
 from saf.data.preparation import Reading
+from saf.data.sources import read_left_out
 from saf.data.token_data import DataIndex
 from saf.errors import DataError, InputError
 
@@ -57,7 +58,7 @@ def test_held_out_tokens_are_balanced(prepared):
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_the_number_of_workers_changes_nothing(prepared, corpus, settings, tmp_path, workers, monkeypatch):
-    monkeypatch.setattr("saf.data.encoding.BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr("saf.data.encoding.BATCH_TEXTS", 7)
     prepare(corpus, tmp_path / "data", **{**settings, "workers": workers})
     assert folder_bytes(tmp_path / "data") == folder_bytes(prepared)
 
@@ -80,6 +81,48 @@ def test_given_heldout_text_is_divided_and_repeats_are_dropped(texts, tmp_path):
     assert sorted(documents_of(data, "train")) == sorted(texts[40:])
     counts = [data.num_tokens(name) for name in PARTITIONS[1:]]
     assert max(counts) <= 1.1 * min(counts)
+
+
+def test_near_copies_of_held_out_text_are_not_trained_on(texts, tmp_path):
+    heldout = jsonl(tmp_path / "heldout.jsonl", texts[:40])
+    train = jsonl(tmp_path / "train.jsonl", [*texts[40:], texts[0].upper(), " \n".join(texts[1].split(" "))])
+    index = prepare(train, tmp_path / "data", heldout=heldout, vocab_size=300, workers=1)
+    assert (index.duplicates["nearly_held_out"], index.duplicates["also_held_out"]) == (2, 0)
+    assert sorted(documents_of(TokenData.open(tmp_path / "data"), "train")) == sorted(texts[40:])
+
+
+def test_near_copies_of_text_that_is_drawn_are_not_trained_on(texts, settings, tmp_path):
+    corpus = jsonl(tmp_path / "text.jsonl", [*texts, *(text.upper() for text in texts)])
+    index = prepare(corpus, tmp_path / "data", **settings)
+    data = TokenData.open(tmp_path / "data")
+    held, trained = set[str](), {text.upper() for text in documents_of(data, "train")}
+    for name in PARTITIONS[1:]:
+        held |= {text.upper() for text in documents_of(data, name)}
+    assert not held & trained
+    documents = sum(info.documents for info in index.partitions.values())
+    assert index.duplicates["nearly_held_out"] == 240 - documents > 10
+
+
+def test_what_is_left_out_is_listed_in_the_folder(texts, settings, tmp_path):
+    source, out = tmp_path / "text", tmp_path / "data"
+    source.mkdir()
+    for number, text in enumerate(texts):
+        (source / f"{number}.md").write_text(text)
+    (source / "picture.png").write_bytes(b"\x89PNG")
+    index = prepare(source, out, **settings)
+    (facts,) = index.sources
+    assert (facts["files"], facts["documents"], facts["left_out"]) == (120, 120, 1)
+    row = {"source": str(source), "file": str(source / "picture.png"), "reason": "not text: not UTF-8 at byte 0"}
+    assert read_left_out(out) == [row]
+    prepare(source, out, **settings, overwrite=True)
+    (out / "left_out.json").write_text('{"left_out": 3}')
+    with pytest.raises(DataError, match=r"left_out.json: not a list"):
+        read_left_out(out)
+
+
+def test_a_field_that_no_source_has_is_refused(tmp_path, settings):
+    with pytest.raises(InputError, match=r"text_field='body' names a field of .*, and no source is one"):
+        prepare("python", tmp_path / "data", **settings, text_field="body")
 
 
 def test_heldout_shares(texts, corpus, settings, tmp_path):
@@ -136,7 +179,7 @@ def test_a_failure_leaves_nothing(corpus, settings, tmp_path, monkeypatch, stage
 def test_bad_text_in_the_middle_leaves_nothing(settings, tmp_path, corpus):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(corpus.read_bytes() + b'{"txt": 1}\n')
-    with pytest.raises(DataError, match="line 121: no text field"):
+    with pytest.raises(DataError, match="line 121: no field 'text'"):
         prepare(bad, tmp_path / "data", **settings)
     assert list(tmp_path.iterdir()) == [bad]
 
@@ -164,6 +207,14 @@ def test_a_dead_worker_is_reported(corpus, settings, tmp_path, monkeypatch):
         ({"seed": -1}, "seed must be an integer"),
         ({"calibration_from": "text"}, "calibration_from must be"),
         ({"vocab_size": 100}, "at least 257"),
+        ({"vocab_size": True}, "vocab_size must be a positive integer"),
+        ({"heldout_shares": ("a", 1, 1)}, "three positive numbers"),
+        ({"heldout_shares": 3}, "three positive numbers"),
+        ({"heldout_fraction": "half"}, "heldout_fraction must lie in"),
+        ({"heldout": 5}, "named by strings or Paths; got 5"),
+        ({"tokenizer": 5}, "tokenizer must be bpe, gpt2 or a path"),
+        ({"text_field": ""}, "text_field must be the name of a field"),
+        ({"vocabulary": 1}, "prepare has no setting vocabulary; it has heldout"),
     ],
 )
 def test_settings_out_of_range(corpus, tmp_path, setting, message):
