@@ -134,6 +134,9 @@ class Adapter(LanguageModel):
     def run(self, input_ids: Tensor) -> None:
         """Run the layers on `input_ids [B, T]`, without the output layer."""
 
+    def attend_through_seam(self) -> None:
+        """Let every layer attend through `saf.ops`, ordinary ones too; nothing where all always do."""
+
     @abstractmethod
     def attention_settings(self) -> dict[str, Any]:
         """Return what shapes attention beside the saved weights, as values for JSON; nothing where all is saved."""

@@ -152,11 +152,15 @@ class LlamaAdapter(TransformersModel, Adapter):
     def run(self, input_ids: Tensor) -> None:
         """Run the layers through our function, without the output layer."""
         before = self.model.config._attn_implementation
-        self.attend_by(NAME)
+        self.attend_through_seam()
         try:
             self.model.base_model(input_ids=input_ids, use_cache=False)
         finally:
-            self.attend_by(before)
+            self._attend_by(before)
+
+    def attend_through_seam(self) -> None:
+        """Let every layer attend through our function, ordinary ones too."""
+        self._attend_by(NAME)
 
     def attention_settings(self) -> dict[str, Any]:
         """Return those of `SETTINGS` that the configuration has, as plain values for JSON."""
@@ -180,13 +184,13 @@ class LlamaAdapter(TransformersModel, Adapter):
                 self._take_own_config()
             for state in states:
                 state.before = before or self.model.config._attn_implementation
-            self.attend_by(NAME)
+            self.attend_through_seam()
             if hasattr(type(self.model), GENERATED_LENGTH):
                 setattr(self.model, GENERATED_LENGTH, partial(check_generated_length, self.model))
         elif before is not None:
             for state in states:
                 state.before = None
-            self.attend_by(before)
+            self._attend_by(before)
             vars(self.model).pop(GENERATED_LENGTH, None)
 
     def _take_own_config(self) -> None:
@@ -195,7 +199,7 @@ class LlamaAdapter(TransformersModel, Adapter):
             if getattr(module, "config", None) is shared:
                 module.config = own
 
-    def attend_by(self, name: str) -> None:
+    def _attend_by(self, name: str) -> None:
         """Let the model attend through the function of this name in transformers."""
         if name == NAME:
             register()

@@ -1,7 +1,9 @@
 """Floating-point operations and bytes that a measurement cannot do without, and the time they take at least."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from saf.heads import HeadLayout
 from saf.machine.peaks import Peak
 
 
@@ -25,6 +27,33 @@ class Work:
     def tflops(self, milliseconds: float) -> float:
         """Return the TFLOP/s reached."""
         return self.flops / milliseconds / 1e9
+
+
+def layers_work(
+    layouts: Iterable[HeadLayout],
+    *,
+    batch: int,
+    length: int,
+    dim: int,
+    kv_heads: int | None = None,
+    backward: bool,
+    free: bool,
+) -> Work:
+    """Return the work of mixing in layers of these layouts; see `attention_work`."""
+    each = [
+        attention_work(
+            batch=batch,
+            length=length,
+            dim=dim,
+            live=layout.num_live,
+            frozen=layout.num_frozen,
+            kv_heads=kv_heads,
+            backward=backward,
+            free=free,
+        )
+        for layout in layouts
+    ]
+    return sum(each, Work(0.0, 0.0))
 
 
 def attention_work(

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from saf.adapters import adapter_for
-from saf.adapters.llama import LlamaAdapter
-from saf.adapters.llama_attention import NAME
 from saf.bench.harness.arms import FLEX, Arm
 from saf.bench.harness.baselines import FlexAttention, causal_blocks
 from saf.bench.harness.settings import SpeedSettings
@@ -144,7 +142,10 @@ def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch
     if arm.backend is not None and len(heads):
         drawn = torch.Generator().manual_seed(plan.settings.seed)
         install_(model, heads, synthetic_patterns(len(heads), plan.max_length, drawn, device), backend=arm.backend)
-    for site in adapter_for(model).sites():
+    adapter = adapter_for(model)
+    # Ordinary arms too: the same function, without frozen heads.
+    adapter.attend_through_seam()
+    for site in adapter.sites():
         site.pin(arm.kernel if site.frozen is None else arm.live_kernel)
     return model
 
@@ -157,10 +158,7 @@ def _qwen3(
     if arm.kernel == FLEX:
         raise UnsupportedError("flex is measured in this project's decoder only")
     sizes = plan.shape.qwen3()
-    model = random_qwen3(max_length=plan.max_length, device=device, dtype=dtype, generator=generator, **sizes)
-    # Ordinary arms too: the same function, without frozen heads.
-    LlamaAdapter(model).attend_by(NAME)
-    return model
+    return random_qwen3(max_length=plan.max_length, device=device, dtype=dtype, generator=generator, **sizes)
 
 
 def _gpt(config: GPTConfig, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> GPT:

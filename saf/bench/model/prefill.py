@@ -16,7 +16,7 @@ from saf.bench.harness.settings import QWEN_POINTS, QWEN_RATES, Point
 from saf.bench.harness.shape import ModelShape
 from saf.bench.harness.synthetic import random_tokens
 from saf.bench.harness.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
-from saf.bench.harness.work import Work, attention_work
+from saf.bench.harness.work import Work, layers_work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelPlan, ModelSettings, build_model
 from saf.errors import InputError
@@ -123,19 +123,11 @@ def prefill_work(
     """Return the work of one forward pass with the output layer on the last token alone."""
     matrices = sum(map(shape.layer_entries, layouts))
     head = shape.vocab_size * shape.hidden_size
-    total = Work(2.0 * batch * (matrices * length + head), float(weight_bytes * (matrices + head)))
-    for layout in layouts:
-        total += attention_work(
-            batch=batch,
-            length=length,
-            dim=shape.head_dim,
-            live=layout.num_live,
-            frozen=layout.num_frozen,
-            kv_heads=shape.num_kv_heads if shape.num_kv_heads != shape.num_heads else None,
-            backward=False,
-            free=free,
-        )
-    return total
+    products = Work(2.0 * batch * (matrices * length + head), float(weight_bytes * (matrices + head)))
+    kv_heads = shape.num_kv_heads if shape.num_kv_heads != shape.num_heads else None
+    dim = shape.head_dim
+    mixing = layers_work(layouts, batch=batch, length=length, dim=dim, kv_heads=kv_heads, backward=False, free=free)
+    return products + mixing
 
 
 class PrefillKind(ModelKind[PrefillSettings]):

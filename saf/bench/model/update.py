@@ -16,7 +16,7 @@ from saf.bench.harness.settings import Point
 from saf.bench.harness.shape import ModelShape
 from saf.bench.harness.synthetic import random_tokens
 from saf.bench.harness.timing import wait_for
-from saf.bench.harness.work import Work, attention_work
+from saf.bench.harness.work import Work, layers_work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelPlan, ModelSettings, build_model
 from saf.heads import HeadLayout
@@ -124,18 +124,9 @@ def update_work(
     Activations between layers are not counted as traffic: how often they move is the compiler's choice.
     """
     matrices = sum(map(shape.layer_entries, layouts)) + shape.vocab_size * shape.hidden_size
-    micro_batch = Work(6.0 * matrices * batch * length, 12.0 * matrices)
-    for layout in layouts:
-        micro_batch += attention_work(
-            batch=batch,
-            length=length,
-            dim=shape.head_dim,
-            live=layout.num_live,
-            frozen=layout.num_frozen,
-            backward=True,
-            free=free,
-        )
-    return micro_batch * accumulation + Work(0.0, 28.0 * matrices)
+    products = Work(6.0 * matrices * batch * length, 12.0 * matrices)
+    mixing = layers_work(layouts, batch=batch, length=length, dim=shape.head_dim, backward=True, free=free)
+    return (products + mixing) * accumulation + Work(0.0, 28.0 * matrices)
 
 
 class UpdateKind(ModelKind[UpdateSettings]):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from saf.adapters import llama_attention
 from saf.bench.harness import shape as shapes
 from saf.bench.harness.arms import Arm
 from saf.bench.harness.baselines import free_backend
@@ -116,3 +117,17 @@ def test_the_paper_s_grid():
     grid = settings(grid="qwen", rates=())
     assert [(point.length, point.batch_size) for point in points_of(grid)][::3] == [(2048, 4), (2048, 8)]
     assert rates_of(grid) == (0.1, 0.2, 0.3, 0.5, 0.75)
+
+
+def test_ordinary_models_attend_through_the_seam_too(monkeypatch):
+    model = build_model(ModelPlan.of(settings(), LENGTH), Arm("math"), device=CPU)
+    calls = []
+    real = llama_attention.live_attention
+
+    def counted(*inputs, **options):
+        calls.append(options["kernel"])
+        return real(*inputs, **options)
+
+    monkeypatch.setattr(llama_attention, "live_attention", counted)
+    model(torch.zeros(1, LENGTH, dtype=torch.long))
+    assert calls == ["math"] * SMALL.num_layers
