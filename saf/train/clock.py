@@ -52,7 +52,7 @@ class Clock:
         self._booked: dict[str, float] = {}
         self._earlier: dict[str, float] = {}
         self._parent: dict[str, float] | None = None
-        self._unsettled: list[float] = []
+        self._undecided: list[float] = []
 
     @property
     def parts(self) -> dict[str, float]:
@@ -89,14 +89,14 @@ class Clock:
     def updated(self, seconds: float, *, compiled: bool) -> None:
         """Take from training what an update of so many seconds spent on compiling.
 
-        That is what it took longer than the next update that does not compile, which settles it.
+        That is what it took longer than the next update that does not compile, which decides it.
         """
         if compiled:
-            self._unsettled.append(seconds)
+            self._undecided.append(seconds)
             self._move(seconds, "training", "compilation")
-        elif self._unsettled:
-            self._move(sum(min(seconds, each) for each in self._unsettled), "compilation", "training")
-            self._unsettled = []
+        elif self._undecided:
+            self._move(sum(min(seconds, each) for each in self._undecided), "compilation", "training")
+            self._undecided = []
 
     def only_reports(self) -> None:
         """Book this process as what comes afterwards: its run had ended before."""
@@ -106,7 +106,7 @@ class Clock:
     def go_on(self, before: Mapping[str, Any]) -> None:
         """Count the seconds that earlier processes of this run had booked at a checkpoint, in `state_dict`'s form."""
         self._earlier, self._parent = dict(before["parts"]), before["parent"]
-        self._unsettled = [*before["unsettled"]]
+        self._undecided = [*before["unsettled"]]
 
     def start_from(self, parent: Mapping[str, Any]) -> None:
         """Count the seconds of a parent up to its checkpoint, its own parent's included, in `state_dict`'s form."""
@@ -115,7 +115,7 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that was booked, as JSON values."""
-        return {"parts": self.parts, "parent": self._parent, "unsettled": self._unsettled}
+        return {"parts": self.parts, "parent": self._parent, "unsettled": self._undecided}
 
     def record(self) -> dict[str, Any]:
         """Return what a result tells: both clocks with the parts they include, and this run's and its parent's parts.

@@ -21,7 +21,7 @@ def operands(generator) -> list[torch.Tensor]:
 
 @pytest.fixture
 def process(monkeypatch):
-    """A process in which nothing has been settled yet; whatever a test activates is undone."""
+    """A process in which nothing has been decided yet; whatever a test activates is undone."""
     monkeypatch.setattr(flash, "_activated", {})
     yield
     torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)

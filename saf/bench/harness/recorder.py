@@ -56,11 +56,11 @@ class Recorder:
         self.save()
 
     def trace(self, **facts: Any) -> None:
-        """Add to the provenance in the head of the file."""
+        """Add to the provenance in the header of the file."""
         self._head["provenance"] |= facts
 
     def describe(self, **head: Any) -> None:
-        """Add to the head of the file."""
+        """Add to the header of the file."""
         self._head |= head
 
     def show(self, rows: list[dict[str, Any]]) -> None:

@@ -161,6 +161,6 @@ def _names(curves: Sequence[dict[str, Any]], top: float) -> list[str]:
     return parts
 
 
-def _flake(x: float, y: float, arm: float, css: str) -> str:
-    line = f'<line class="mark {css}" x1="{x:.1f}" x2="{x:.1f}" y1="{y - arm:.1f}" y2="{y + arm:.1f}"'
+def _flake(x: float, y: float, reach: float, css: str) -> str:
+    line = f'<line class="mark {css}" x1="{x:.1f}" x2="{x:.1f}" y1="{y - reach:.1f}" y2="{y + reach:.1f}"'
     return "".join(f'{line} transform="rotate({turn} {x:.1f} {y:.1f})"/>' for turn in (0, 60, 120))
