@@ -116,7 +116,7 @@ class ValidationBudgetProposer:
             return [Undo(**self._undo, batches=BATCHES)]
         if self.finished or update < self.checks[self._check]:
             return []
-        left = f"{self.spent:.5f} of {self.allowed:.5f} nats are spent"
+        left = f"{self.spent:.3g} of {self.allowed:.3g} nats are spent"
         reason = f"{ValidationBudget.name}: check {self._check + 1} of {len(self.checks)}, {left}"
         return [Freeze(count=min(self.group, self.limit - self.frozen), batches=BATCHES, reason=reason)]
 
@@ -128,7 +128,7 @@ class ValidationBudgetProposer:
             cost = outcome.loss_after - outcome.loss_before
             # Not "> allowed": a cost that is NaN is never kept.
             if not self.spent + cost <= self.allowed:
-                told = f"{cost:.5f} nats beside {self.spent:.5f} are more than {self.allowed:.5f}"
+                told = f"{cost:.3g} nats beside {self.spent:.3g} are more than {self.allowed:.3g}"
                 self._undo = {"event": outcome.number, "reason": f"{ValidationBudget.name}: {told}"}
                 return
             self.spent += cost

@@ -29,7 +29,7 @@ def test_groups_are_kept_while_their_costs_add_up_to_no_more_than_the_budget():
     ]
     undo = run.events[4][1]
     assert undo == Undo(event=4, batches=BATCHES, reason=undo.reason)
-    assert "0.00020 nats beside 0.00985 are more than 0.00995" in undo.reason
+    assert "0.000199 nats beside 0.00985 are more than 0.00995" in undo.reason
     # The next checks try again: two more fit into what is left.
     assert [kind for _, kind, _ in run.told()[5:]] == ["freeze", "freeze", "freeze", "undo"] + ["freeze", "undo"] * 3
     assert run.proposer.spent == pytest.approx(ONE_PERCENT * (0.99 + 0.01))

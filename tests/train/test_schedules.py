@@ -115,7 +115,7 @@ def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run_bit_for_bit(sett
         (4, "undo", 9, 1, None),
     ]
     undo = read_events(config.out)[1]
-    assert "nats beside 0.00000 are more than 0.00995" in undo.values["reason"]
+    assert "nats beside 0 are more than 0.00995" in undo.values["reason"]
     assert undo.values["loss_after"] == read_events(config.out)[0].values["loss_before"]
     assert result["provenance"]["heads"] == []
     found = outcome(config.out)
