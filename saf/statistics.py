@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet
-from saf.records.files import read_metadata, read_tensors, write_tensors
+from saf.records.files import read_metadata, read_tensors, tensors_hash, write_tensors
 
 SCHEMA = "saf.statistics/1"
 FLOOR = 1e-9
@@ -123,6 +123,7 @@ class AttentionStatistics:
         meta |= {"schema": SCHEMA, "collected_heads": self.collected_heads.to_list()}
         tensors = {name: getattr(self, name) for name in _TENSORS}
         tensors |= {f"collected.{name}": tensor for name, tensor in self.collected.items()}
+        meta["sha256"] = tensors_hash(tensors)
         write_tensors(Path(path), tensors, {"saf": json.dumps(meta)})
 
     @classmethod
@@ -133,6 +134,10 @@ class AttentionStatistics:
         meta = json.loads(read_metadata(Path(path)).get("saf", "{}"))
         if meta.pop("schema", None) != SCHEMA:
             raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
+        recorded, found = meta.pop("sha256", None), tensors_hash(tensors)
+        if recorded != found:
+            was = f"expected SHA-256 {recorded}" if recorded else "an earlier version wrote it without a SHA-256"
+            raise CheckpointError(f"{path} cannot be trusted: {was}, its tensors have {found}; measure again")
         meta["collected_heads"] = HeadSet.from_list(meta.get("collected_heads", ()))
         meta["positions"] = tuple(meta.get("positions", ()))
         collected = {name.removeprefix("collected."): t for name, t in tensors.items() if name.startswith("collected.")}

@@ -37,15 +37,15 @@ class Compare(Command):
 
     def run(self) -> dict[str, Any]:
         """Compare, write compare.json, show and return it."""
+        runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
         record = compare_runs(
-            self.ordinary,
-            self.frozen,
+            ordinary,
+            frozen,
             out=self.out or self.frozen,
             allow_differences=self.allow_differences,
             resamples=self.resamples,
             seed=self.seed,
         )
-        runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
         names = arm_names(runs)
         table = arms_table(runs, names, [Comparison(names[1], ordinary, frozen, record)], brief=True)
         show(record, table, as_json=self.json)

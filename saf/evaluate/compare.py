@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from saf.errors import CompareError, InputError
-from saf.evaluate.paired import paired_delta_ppl
+from saf.evaluate.paired import delta_of_windows
 from saf.evaluate.perplexity import read_evaluation
-from saf.records.files import read_json, write_json
+from saf.evaluate.tokens import TokenLosses
+from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun
 
@@ -34,15 +34,15 @@ _MATCHED = frozenset({"train.match_speed", "train.match_speed_source", "train.ma
 
 
 def compare_runs(
-    ordinary: Path | str,
-    frozen: Path | str,
+    ordinary: RecordedRun | Path | str,
+    frozen: RecordedRun | Path | str,
     *,
     out: Path | str | None = None,
     allow_differences: bool = False,
     resamples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return delta-PPL with its interval, update times, memory and intervention cost of two finished run folders.
+    """Return delta-PPL with its interval, update times, memory and intervention cost of two finished runs.
 
     `update_time_ratio` is ordinary / frozen: above 1 the frozen arm is faster. Written to `out`/compare.json if given.
 
@@ -51,10 +51,12 @@ def compare_runs(
             windows), or two ordinary arms.
         InputError: A run that has not ended or was not evaluated, or whose evaluation is not that of its end.
     """
-    arms = RecordedRun.open(ordinary), RecordedRun.open(frozen)
+    arms = _opened(ordinary), _opened(frozen)
     results = [run.finished_result() for run in arms]
     if arms[1].arm != "frozen":
-        raise CompareError(f"{frozen} froze no heads; expected the ordinary arm first and the frozen arm second")
+        raise CompareError(
+            f"{arms[1].folder} froze no heads; expected the ordinary arm first and the frozen arm second"
+        )
     found = differences(*arms)
     if found and not allow_differences:
         listed = "\n  ".join(found)
@@ -62,9 +64,14 @@ def compare_runs(
             f"these runs differ in more than the freezing:\n  {listed}\n"
             "Run both arms with the same settings, or allow the differences explicitly (--allow-differences)"
         )
-    (record_o, log_probs_o), (record_f, log_probs_f) = map(_final_evaluation, arms)
+    (record_o, losses_o), (record_f, losses_f) = map(_final_evaluation, arms)
     hashes = record_o["windows_hash"], record_f["windows_hash"]
-    delta = paired_delta_ppl(log_probs_o, log_probs_f, windows_hash=hashes, resamples=resamples, seed=seed)
+    if hashes[0] != hashes[1]:
+        raise CompareError(
+            f"the two arms were evaluated on different windows ({hashes[0][:12]} and {hashes[1][:12]}); "
+            "evaluate both with the same data, partition, length and limit"
+        )
+    delta = delta_of_windows(losses_o.windows, losses_f.windows, resamples=resamples, seed=seed)
     intervention = results[1].get("intervention") or {}
     settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
     finals = (result["provenance"]["checkpoints"].get("final") for result in results)
@@ -76,8 +83,8 @@ def compare_runs(
     )
     comparison = {
         **head,
-        "ordinary": str(ordinary),
-        "frozen": str(frozen),
+        "ordinary": str(arms[0].folder),
+        "frozen": str(arms[1].folder),
         **delta,
         **compare_update_times(*arms),
         "peak_memory_ordinary": results[0].get("peak_memory_bytes"),
@@ -93,6 +100,10 @@ def compare_runs(
     if out is not None:
         write_json(Path(out) / "compare.json", comparison)
     return comparison
+
+
+def _opened(run: RecordedRun | Path | str) -> RecordedRun:
+    return run if isinstance(run, RecordedRun) else RecordedRun.open(run)
 
 
 def _run_seconds(run: RecordedRun) -> dict[str, float | None]:
@@ -156,17 +167,17 @@ def quantiles(seconds: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], Tensor]:
+def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], TokenLosses]:
     """Return what `read_evaluation` does; raise InputError unless its loss is that of result.json."""
     expected = run.finished_result()["report_loss"]
-    record, log_probs = read_evaluation(run.folder)
+    record, losses = read_evaluation(run.folder)
     if not math.isclose(record["loss"], expected, rel_tol=1e-6):
         raise InputError(
             f"{run.folder}/evaluation.json tells of another model or text than the run's end: its loss is "
             f"{record['loss']:.6f}, that of result.json {expected:.6f}. `saf evaluate` the run's last checkpoint "
             "into another folder, and copy both files here"
         )
-    return record, log_probs
+    return record, losses
 
 
 def _ends(run: RecordedRun) -> tuple[int, int]:
@@ -203,7 +214,8 @@ def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
 
 
 def _checkpoint_hashes(run: RecordedRun) -> set[str]:
-    """Return the hashes of a run's checkpoints, that at its freezing point even when it was removed."""
+    """Return the hashes of a run's checkpoints, removed ones too as far as they were recorded."""
     manifests = (run.folder / "checkpoints").glob("*/manifest.json")
+    logged = {str(line.get("hash")) for line in read_lines(run.folder / "clock.jsonl")}
     branch = run.result["provenance"]["checkpoints"].get("branch") if run.result else None
-    return {str(read_json(manifest).get("hash")) for manifest in manifests} | ({branch} if branch else set())
+    return {str(read_json(manifest).get("hash")) for manifest in manifests} | logged | ({branch} if branch else set())

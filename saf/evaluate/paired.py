@@ -17,7 +17,6 @@ def paired_delta_ppl(
     log_probs_ordinary: Tensor,
     log_probs_frozen: Tensor,
     *,
-    windows_hash: tuple[str, str] | None = None,
     resamples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -29,7 +28,6 @@ def paired_delta_ppl(
     Args:
         log_probs_ordinary: Log-probability of each target token, `[windows, T]`, nats.
         log_probs_frozen: The same windows under the other model, `[windows, T]`, nats.
-        windows_hash: Hashes of the windows of the two, which must agree.
         resamples: How many bootstrap draws.
         seed: Seed of the draws' own generator.
 
@@ -38,18 +36,24 @@ def paired_delta_ppl(
         InputError: Empty or non-finite log-probabilities, fewer than one resample.
         DivergenceError: A loss whose perplexity is past the largest float.
     """
-    if windows_hash is not None and windows_hash[0] != windows_hash[1]:
-        raise CompareError(
-            f"the two arms were evaluated on different windows ({windows_hash[0][:12]} and {windows_hash[1][:12]}); "
-            "evaluate both with the same data, partition, length and limit"
-        )
     if log_probs_ordinary.shape != log_probs_frozen.shape or log_probs_ordinary.ndim != 2:
         raise CompareError(
             "log-probabilities must both be [windows, T] of the same windows; "
             f"got {list(log_probs_ordinary.shape)} and {list(log_probs_frozen.shape)}"
         )
-    ordinary = window_losses(log_probs_ordinary)
-    frozen = window_losses(log_probs_frozen)
+    ordinary, frozen = window_losses(log_probs_ordinary), window_losses(log_probs_frozen)
+    return delta_of_windows(ordinary, frozen, resamples=resamples, seed=seed)
+
+
+def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = 10_000, seed: int = 0) -> dict[str, Any]:
+    """Return what `paired_delta_ppl` does, from the mean losses of the same windows, `[windows]` float64 nats.
+
+    Raises:
+        CompareError: Not as many windows.
+        DivergenceError: A loss whose perplexity is past the largest float.
+    """
+    if ordinary.shape != frozen.shape:
+        raise CompareError(f"the arms have {ordinary.numel()} and {frozen.numel()} windows; evaluate both on the same")
     loss_ordinary, loss_frozen = float(ordinary.mean()), float(frozen.mean())
     for arm, loss in (("ordinary", loss_ordinary), ("frozen", loss_frozen)):
         if loss > _LARGEST_LOSS:

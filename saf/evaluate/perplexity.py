@@ -13,11 +13,12 @@ from saf.adapters import language_model
 from saf.calibration.capture import evaluation_mode
 from saf.data import PARTITIONS, TokenData, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
+from saf.evaluate.tokens import FILE, TokenLosses
 from saf.machine.execution import autocast, device_name, resolve_precision
-from saf.records.files import read_tensors, write_json, write_tensors
+from saf.records.files import check_file, write_json
 from saf.records.result import read_result, result_header
 
-WRITTEN = ("evaluation.json", "log_probs.safetensors")
+WRITTEN = ("evaluation.json", FILE)
 
 
 def evaluate_perplexity(
@@ -88,21 +89,29 @@ def evaluate_perplexity(
             data={partition: data.fingerprint},
         )
         record = {**head, **record}
-        table, values = (Path(out) / name for name in WRITTEN)
-        write_tensors(values, {"log_probs": log_probs}, {"windows_hash": record["windows_hash"]})
-        write_json(table, record)
+        losses = TokenLosses.of(log_probs)
+        record |= {"log_probs_sha256": losses.write(Path(out)), "log_probs_step": losses.step}
+        write_json(Path(out) / WRITTEN[0], record)
     return record
 
 
-def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
-    """Return evaluation.json and its log-probabilities `[windows, T]`, nats; raise InputError if they disagree."""
+def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], TokenLosses]:
+    """Return evaluation.json and the losses of its windows and tokens.
+
+    Raises:
+        InputError: A file is missing or damaged, evaluation.json has no sum of the other one, or their means differ.
+    """
     table, values = (Path(folder) / name for name in WRITTEN)
-    record, log_probs = read_result(table), read_tensors(values).get("log_probs")
-    expected = [record.get("windows"), record.get("length")]
-    if log_probs is None or list(log_probs.shape) != expected:
-        got = "nothing" if log_probs is None else list(log_probs.shape)
-        raise InputError(f"{folder}: {table.name} tells of log-probabilities {expected}, {values.name} holds {got}")
-    return record, log_probs
+    record = read_result(table)
+    if "log_probs_sha256" not in record:
+        raise InputError(
+            f"{table} has no SHA-256 of {values.name}: an earlier version wrote it, or it was changed. `saf evaluate` "
+            "the run's last checkpoint into another folder, and copy both files here"
+        )
+    check_file(values, sha256=record["log_probs_sha256"])
+    losses = TokenLosses.read(values)
+    losses.check(values, windows=record["windows"], length=record["length"], loss=record["loss"])
+    return record, losses
 
 
 def perplexity_of(loss: float) -> float:

@@ -57,7 +57,7 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Compa
         if run.arm != "frozen":
             continue
         try:
-            record, reason = compare_runs(ordinary.folder, run.folder, allow_differences=True), None
+            record, reason = compare_runs(ordinary, run, allow_differences=True), None
         except SafError as error:
             record = recorded(ordinary, run)
             reason = str(error) if record is None else None

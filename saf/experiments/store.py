@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.paired import window_losses
 from saf.evaluate.perplexity import read_evaluation
 from saf.experiments.plan import SCHEMA, PlannedRun
 from saf.records.files import read_json, write_json
@@ -117,7 +116,7 @@ class Store:
         """
         folder = self.run_folder(run.key)
         result = read_result(folder / "result.json")
-        evaluation, log_probs = read_evaluation(folder)
+        evaluation, losses = read_evaluation(folder)
         entries = {name: value for name, value in result.items() if name not in ("schema", "kind", "settings")}
         record = {
             "schema": result["schema"],
@@ -128,7 +127,7 @@ class Store:
             "parent": run.parent,
             "step": run.step,
             "windows_hash": evaluation["windows_hash"],
-            "window_losses": window_losses(log_probs).tolist(),
+            "window_losses": losses.windows.tolist(),
         }
         write_json(self.record_file(run.key), record)
         return with_header(record)

@@ -19,6 +19,7 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.records.files import (
     append_line,
+    check_file,
     file_hash,
     read_json,
     read_lines,
@@ -32,6 +33,8 @@ from saf.records.files import (
 EVENTS = "events.jsonl"
 SINGLE = "freeze.json"
 SINGLE_TENSORS = "freeze.safetensors"
+SUM = "tensors_sha256"
+"""Entry of an event's line: the SHA-256 of the file of its tensors."""
 _OF_FITS = ("fit_kl", "rejected", "certificates")
 """What a freeze lists of the heads that were fitted."""
 
@@ -80,15 +83,30 @@ class EventRecord:
         return self.folder / name if name and (self.folder / name).is_file() else None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors by name; empty when it has none.
+        """Return its tensors by name; empty when it has none, or their file is gone.
 
         A freeze has the patterns' alpha, rho and log_z `[F, T]`, the marginals `[L, H, T]` and the statistics `[L, H]`.
+        Raises InputError for a file that is not as it was recorded, or whose SHA-256 was not recorded.
         """
-        return {} if self.tensors_path is None else read_tensors(self.tensors_path)
+        path = self.checked_tensors_path()
+        return {} if path is None else read_tensors(path)
 
     def tensors_hash(self) -> str | None:
-        """Return the SHA-256 of the file of its tensors; None without one."""
-        return None if self.tensors_path is None else file_hash(self.tensors_path)
+        """Return the recorded SHA-256 of the file of its tensors; None without one."""
+        return None if self.tensors_path is None else self.values.get(SUM)
+
+    def checked_tensors_path(self) -> Path | None:
+        """Return `tensors_path` after comparing the file with its sum; raise InputError as `tensors` does."""
+        path = self.tensors_path
+        if path is None:
+            return None
+        if not self.values.get(SUM):
+            raise InputError(
+                f"the SHA-256 of {path} is not recorded: its run, of an earlier version, has not ended, or the record "
+                "was changed. Go on with the run (`saf pretrain --resume`), or move the file away"
+            )
+        check_file(path, sha256=self.values[SUM], advice="move it away to go on without patterns and statistics")
+        return path
 
 
 def read_events(path: Path | str) -> list[EventRecord]:
@@ -120,7 +138,11 @@ def _read_single(path: Path) -> EventRecord:
         raise InputError(f"{path} is not the record of an event: it lists no heads")
     losses = {line.get("when"): line.get("loss") for line in read_lines(path.parent / "evaluations.jsonl")}
     around = {"loss_before": losses.get("before_freeze"), "loss_after": losses.get("after_freeze")}
-    line = {"number": 1, "kind": "freeze", "tensors": SINGLE_TENSORS, "undone_by": None}
+    # The sum of its tensors was recorded at the end of the run.
+    result = path.parent / "result.json"
+    ended = read_json(result).get("provenance", {}) if result.is_file() else {}
+    tensors = {"tensors": SINGLE_TENSORS, SUM: ended.get("patterns_hash")}
+    line = {"number": 1, "kind": "freeze", **tensors, "undone_by": None}
     return EventRecord(path.parent, {**line, **around, **record})
 
 
@@ -158,7 +180,7 @@ def append_event(
     line: dict[str, Any] = {"number": number, "kind": kind}
     if tensors:
         line["tensors"] = f"event-{number}.safetensors"
-        write_tensors(folder / line["tensors"], tensors)
+        line[SUM] = file_hash(write_tensors(folder / line["tensors"], tensors))
     event = EventRecord(folder, to_json({**line, **values, "undone_by": None}))
     if "undoes" in values:
         _write(folder, [*read_events(folder), event])  # whose line is told too, at once
@@ -172,22 +194,30 @@ def keep_events_(folder: Path, keep: Callable[[EventRecord], bool]) -> None:
     events = read_events(folder)
     if not events:
         return
-    kept = [event for event in events if keep(event)]
+    kept = [_with_sum(event) for event in events if keep(event)]
     _write(folder, kept)
     (folder / SINGLE).unlink(missing_ok=True)
     for event in events:
-        if event not in kept and event.tensors_path is not None:
+        if event.number not in {each.number for each in kept} and event.tensors_path is not None:
             event.tensors_path.unlink()
+
+
+def _with_sum(event: EventRecord) -> EventRecord:
+    """Return an event whose record is an earlier run's with the sum of its tensors, which were recorded without one."""
+    path = event.tensors_path
+    if path is None or path.name != SINGLE_TENSORS or event.values.get(SUM):
+        return event
+    return EventRecord(event.folder, {**event.values, SUM: file_hash(path)})
 
 
 def inherit_events(source: Path, folder: Path) -> None:
     """Record in `folder`, instead of what it had, the events of `source`, marked as `inherited`."""
     keep_events_(folder, lambda event: False)
-    inherited = [EventRecord(folder, {**event.values, "inherited": True}) for event in read_events(source)]
-    for event in read_events(source):
-        if event.tensors_path is not None:
-            write_atomically(folder / event.tensors_path.name, event.tensors_path.read_bytes())
-    _write(folder, inherited)
+    events = [_with_sum(event) for event in read_events(source)]
+    for event in events:
+        if (path := event.checked_tensors_path()) is not None:
+            write_atomically(folder / path.name, path.read_bytes())
+    _write(folder, [EventRecord(folder, {**event.values, "inherited": True}) for event in events])
 
 
 def _write(folder: Path, events: list[EventRecord]) -> None:

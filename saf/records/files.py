@@ -72,6 +72,16 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of named tensors: of their names in order, and each one's type, shape and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        plain = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{plain.dtype}\0{list(plain.shape)}\0".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def write_json(path: Path, record: Mapping[str, Any]) -> Path:
     """Write one record as indented JSON; NaN and infinities become null."""
     return write_atomically(path, (json.dumps(to_json(record), indent=2, allow_nan=False) + "\n").encode())

@@ -203,6 +203,13 @@ def test_statistics_join_over_heads_save_and_load(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="does not hold attention statistics"):
         AttentionStatistics.load(tmp_path / "other.safetensors")
+    content = bytearray((tmp_path / "statistics.safetensors").read_bytes())
+    content[-3] ^= 1
+    (tmp_path / "changed.safetensors").write_bytes(bytes(content))
+    with pytest.raises(
+        CheckpointError, match=r"changed.safetensors cannot be trusted: expected SHA-256.*measure again"
+    ):
+        AttentionStatistics.load(tmp_path / "changed.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "statistics.safetensors").read_bytes()[:-100])
     for name, reason in (("cut", "is not a readable safetensors file"), ("missing", "does not exist")):
         with pytest.raises(CheckpointError, match=f"{name}.safetensors {reason}.*AttentionStatistics.save"):

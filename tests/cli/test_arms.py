@@ -1,8 +1,11 @@
 """evaluate, compare, report, inspect and freeze on two real, tiny runs."""
 
 import json
+import re
 import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,11 +21,11 @@ from saf.records.files import read_json
 def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
     for run in arms:
         printed = saf_json("evaluate", run, "--device", "cpu", "--out", tmp_path / run.name)
-        recorded, log_probs = read_evaluation(run)
-        again, log_probs_again = read_evaluation(tmp_path / run.name)
+        recorded, losses = read_evaluation(run)
+        again, losses_again = read_evaluation(tmp_path / run.name)
         assert printed["loss"] == again["loss"] == pytest.approx(recorded["loss"], rel=1e-6)
         assert again["windows_hash"] == recorded["windows_hash"]
-        assert (log_probs - log_probs_again).abs().max() < 1e-4
+        assert (losses.log_probs - losses_again.log_probs).abs().max() < 1e-4 + recorded["log_probs_step"]
 
 
 def test_evaluate_shows_a_table_and_writes_nothing_unasked(saf, arms):
@@ -329,3 +332,16 @@ def test_freeze_refuses_to_overwrite_and_a_rate_that_is_none(saf, arms, tmp_path
     assert code == 2
     assert "rate" in err
     assert not (tmp_path / "new").exists()
+
+
+def test_arms_kept_as_the_guide_says_are_compared_without_their_checkpoints(saf_json, arms, tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    (words,) = re.findall(r"^for arm in .*?^done$", guide, flags=re.M | re.S)
+    (tmp_path / "runs").symlink_to(arms[0].parent)
+    subprocess.run(["sh", "-c", words], cwd=tmp_path, check=True)
+    kept = [tmp_path / "kept" / run.name for run in arms]
+    assert not any(path.is_dir() for run in kept for path in run.iterdir())
+    found, expected = (saf_json("compare", *runs, "--out", tmp_path / "out") for runs in (kept, arms))
+    apart = {"ordinary", "frozen", "provenance"}
+    assert {k: v for k, v in found.items() if k not in apart} == {k: v for k, v in expected.items() if k not in apart}
+    assert found["differences"] == []

@@ -49,11 +49,11 @@ def test_the_loss_is_the_mean_over_every_target_of_the_windows(data):
 
 def test_files_hold_every_tokens_log_probability(data, tmp_path):
     record = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "new" / "folder")
-    read, log_probs = read_evaluation(tmp_path / "new" / "folder")
+    read, losses = read_evaluation(tmp_path / "new" / "folder")
     assert read == record == json.loads((tmp_path / "new" / "folder" / "evaluation.json").read_text())
-    assert log_probs.shape == (5, LENGTH)
-    assert log_probs.dtype == torch.float32
-    assert -float(log_probs.double().mean()) == record["loss"]
+    assert losses.log_probs.shape == (5, LENGTH)
+    assert float(losses.windows.mean()) == pytest.approx(record["loss"], rel=1e-14)
+    assert record["log_probs_step"] == losses.step < 1e-3
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
         "evaluation.json",
         "log_probs.safetensors",

@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from saf.evaluate.tokens import TokenLosses
 from saf.experiments.plan import plan
 from saf.experiments.recipe import SCALES, Arm, Recipe
 from saf.experiments.store import Store
-from saf.records.files import write_json, write_tensors
+from saf.records.files import write_json
 from saf.records.folders import write_manifest
 from saf.records.paper import Source
 from saf.records.result import result_header
@@ -72,12 +73,12 @@ class Trainer:
         log_probs = -losses[:, None].expand(-1, 4).contiguous()
         header = result_header("run", {}, device="cpu")
         header["provenance"] |= {"heads": [], "commit": "0" * 40}
-        loss = float(losses.mean())
+        loss = float(-log_probs.mean(dtype=torch.float64))
         numbers = {"report_loss": loss, "report_perplexity": float(torch.tensor(loss).exp()), "updates": 8}
         write_json(folder / "result.json", {**header, **numbers})
         evaluation = {"windows": len(losses), "length": 4, "loss": loss, "windows_hash": "same"}
+        evaluation["log_probs_sha256"] = TokenLosses.of(log_probs).write(folder)
         write_json(folder / "evaluation.json", {**result_header("evaluation", {}), **evaluation})
-        write_tensors(folder / "log_probs.safetensors", {"log_probs": log_probs})
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 
 from saf.errors import InputError
 from saf.records.events import append_event, chosen, heads_in_force, inherit_events, keep_events_, read_events
+from saf.records.files import file_hash
 
 
 def freeze(folder, heads, update=6, **more):
@@ -71,11 +72,35 @@ def test_an_earlier_runs_record_reads_as_the_same_and_becomes_lines(tmp_path):
     assert read_events(tmp_path / "run" / "freeze.json") == [event]
     assert (event.number, event.kind, event.update, event.heads) == (1, "freeze", 6, [[0, 1]])
     assert (event.values["loss_before"], event.values["loss_after"]) == (3.0, 3.5)
-    assert torch.equal(event.tensors()["alpha"], torch.zeros(1, 3))
-    keep_events_(tmp_path / "run", lambda event: True)
+    with pytest.raises(InputError, match=r"freeze\.safetensors is not recorded: its run, of an earlier version"):
+        event.tensors()
+    ended = {"provenance": {"patterns_hash": file_hash(event.tensors_path)}}
+    (tmp_path / "run" / "result.json").write_text(json.dumps(ended))
+    assert torch.equal(read_events(tmp_path / "run")[0].tensors()["alpha"], torch.zeros(1, 3))
+    (tmp_path / "run" / "result.json").unlink()
+    keep_events_(tmp_path / "run", lambda event: True)  # as when the run goes on
     assert not (tmp_path / "run" / "freeze.json").exists()
-    assert read_events(tmp_path / "run") == [event]
+    (line,) = read_events(tmp_path / "run")
+    assert {**line.values, "tensors_sha256": None} == event.values
+    assert torch.equal(line.tensors()["alpha"], torch.zeros(1, 3))
     assert freeze(tmp_path / "run", [[0, 0]]).number == 2
+
+
+def test_tensors_that_are_not_those_recorded_are_refused(tmp_path):
+    for _ in range(2):
+        freeze(tmp_path, [[0, 1]])
+    first, second = read_events(tmp_path)
+    second.tensors_path.write_bytes(second.tensors_path.read_bytes().replace(b"alpha", b"alphb"))
+    with pytest.raises(InputError, match=r"event-2\.safetensors is damaged: expected SHA-256 .* move it away"):
+        second.tensors()
+    (tmp_path / "child").mkdir()
+    with pytest.raises(InputError, match=r"event-2\.safetensors is damaged"):
+        inherit_events(tmp_path, tmp_path / "child")
+    first.values.pop("tensors_sha256")
+    with pytest.raises(InputError, match=r"the SHA-256 of .*event-1\.safetensors is not recorded"):
+        first.tensors()
+    second.tensors_path.unlink()
+    assert (second.tensors(), second.tensors_hash()) == ({}, None)
 
 
 def test_events_that_are_not_kept_go_with_their_tensors(tmp_path):

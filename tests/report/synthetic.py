@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from saf.evaluate.tokens import TokenLosses
+
 WINDOWS_HASH = hashlib.sha256(b"windows").hexdigest()
 
 
@@ -59,7 +61,7 @@ def write_run(
         "time": times(frozen=frozen),
         "lacks": [],
         "intervention": intervention,
-        "provenance": _provenance(intervention["heads"] if intervention else []),
+        "provenance": _provenance(folder, intervention["heads"] if intervention else []),
     }
     write(folder / "result.json", result)
     return folder
@@ -167,6 +169,7 @@ def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]
     entropy = 5 - forward_kl
     tensors |= {"variance": variance, "forward_kl": forward_kl, "row_entropy": entropy}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "freeze.safetensors")
+    sum_of_file = hashlib.sha256((folder / "freeze.safetensors").read_bytes()).hexdigest()
     seconds = {"capture": 0.31, "statistics": 0.62, "score": 0.002, "fit": 0.41, "install": 0.05}
     record = {
         "schema": "saf.freezing.recipe/1",
@@ -179,6 +182,7 @@ def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]
         "rejected": [[*rejected, 0.31]],
         "seconds": seconds,
         "num_sequences": 32,
+        "tensors_sha256": sum_of_file,
         "length": shape.length,
     }
     write(folder / "freeze.json", record)
@@ -192,7 +196,7 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
     extra = cost * (1 + 0.5 * random.standard_normal((shape.windows, 1))) if cost else 0.0
     log_probs = -(3.1 + hardness + extra + 0.3 * random.standard_normal((shape.windows, shape.length)))
     loss = float(-log_probs.mean())
-    save_file({"log_probs": torch.tensor(log_probs, dtype=torch.float32)}, folder / "log_probs.safetensors")
+    sum_of_file = TokenLosses.of(torch.tensor(log_probs)).write(folder)
     record = {
         "schema": "saf.evaluation/1",
         "partition": "report",
@@ -204,14 +208,17 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
         "precision": "fp32",
         "data_fingerprint": "d" * 64,
         "windows_hash": WINDOWS_HASH,
+        "log_probs_sha256": sum_of_file,
     }
     write(folder / "evaluation.json", record)
     return loss
 
 
-def _provenance(heads: list[list[int]]) -> dict[str, Any]:
-    names = ("source", "parent", "final", "config", "patterns")
+def _provenance(folder: Path, heads: list[list[int]]) -> dict[str, Any]:
+    names = ("source", "parent", "final", "config")
     hashes = {f"{name}_hash": hashlib.sha256(f"{name}{len(heads)}".encode()).hexdigest() for name in names}
+    tensors = folder / "freeze.safetensors"
+    hashes["patterns_hash"] = hashlib.sha256(tensors.read_bytes()).hexdigest() if heads else None
     return hashes | {
         "heads": heads,
         "seed": 1337,
