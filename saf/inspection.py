@@ -42,6 +42,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds, its files checked."""
     manifest, state = verify(path), read_json(path / "state.json")
     heads = _frozen_heads(path)
     result = {
@@ -66,6 +67,7 @@ _EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_af
 
 
 def _run(path: Path) -> dict[str, Any]:
+    """Return what a run's folder holds, its checkpoints checked."""
     run = RecordedRun.open(path)
     kept = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
     final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
@@ -91,6 +93,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's name and hash, or what is wrong with it."""
     try:
         return {"name": folder.name, "hash": verify(folder)["hash"], "problem": None}
     except CheckpointError as error:
@@ -98,6 +101,7 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 
 def _data(path: Path) -> dict[str, Any]:
+    """Return what a prepared folder holds, its files checked."""
     data = TokenData.open(path, verify=True)
     return {"kind": "data", "path": str(path), "verified": True, **data.index.to_dict()}
 
@@ -195,6 +199,7 @@ def _storage(path: Path, result: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _allocated(path: Path) -> int:
+    """Return the bytes that a sidecar's frozen heads take for execution."""
     tensors, total = read_tensors(path / "saf.safetensors"), 0
     for number, layer in enumerate(read_json(path / "saf.json")["layers"]):
         if layer["frozen"]:

@@ -141,6 +141,7 @@ def _check_free(folder: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
+    """Return whether a file is a sidecar's."""
     try:
         return read_json(path).get("schema") == SCHEMA
     except InputError:

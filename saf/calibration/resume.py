@@ -70,6 +70,7 @@ class LayerFolder:
         return read_tensors(folder / TENSORS, error=CheckpointError, advice=advice)
 
     def _path(self, layer: int) -> Path:
+        """Return the folder of a layer."""
         return self.folder / f"layer-{layer:03d}"
 
 
@@ -115,10 +116,12 @@ def model_hash(model: nn.Module) -> str:
 
 
 def _counts(path: Path) -> bool:
+    """Return whether a file belongs to a whole write."""
     # What a killed write leaves behind begins with a dot.
     return not path.name.startswith(".")
 
 
 def _short(value: Any) -> str:
+    """Return a value as JSON, shortened for messages."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:36]}..."

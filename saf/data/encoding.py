@@ -71,12 +71,14 @@ class EncodeWorker:
         return [ids[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
     def _send(self, *parts: Text):
+        """Write to the worker's input."""
         assert self.process.stdin is not None
         for part in parts:
             self.process.stdin.write(part)
         self.process.stdin.flush()
 
     def _receive(self, count: int) -> bytes:
+        """Read so many bytes of the worker's output; raise EOFError when it ends before."""
         assert self.process.stdout is not None
         data = self.process.stdout.read(count)
         if len(data) < count:
@@ -113,6 +115,7 @@ class EncodePool:
             worker.close()
 
     def _encode(self, texts: list[Text]) -> list[np.ndarray]:
+        """Encode texts by the worker of this thread, started once."""
         worker = getattr(self._own, "worker", None)
         if worker is None:
             worker = self._own.worker = EncodeWorker(self._file)

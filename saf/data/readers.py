@@ -65,6 +65,7 @@ def bare_suffix(path: Path) -> str:
 
 @contextmanager
 def _damage_named(path: Path, where: Callable[[], str] = str):
+    """Turn what readers raise for a damaged file into a DataError that names it."""
     try:
         yield
     except (EOFError, OSError, zlib.error) as error:
@@ -253,6 +254,7 @@ class ZstdReader(io.RawIOBase):
         return count
 
     def _feed(self) -> bool:
+        """Decompress the next chunk; return whether there was one."""
         if self._frame.eof:
             rest = self._frame.unused_data
             self._frame, self._fed = self._new_frame(), False

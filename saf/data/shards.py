@@ -48,6 +48,7 @@ class PartitionInfo:
 
 
 def _is_count(value: object) -> bool:
+    """Return whether a value is a whole number from 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -123,6 +124,7 @@ class ShardWriter:
                 self._finish_shard()
 
     def _finish_shard(self):
+        """Close the shard that is open, if any, and record its size and hash."""
         if self._file is not None:
             name, size = Path(self._file.name).name, self._file.tell()
             self._file.close()

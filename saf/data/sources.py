@@ -102,6 +102,7 @@ def read_left_out(folder: Path) -> list[dict[str, str]]:
 
 
 def _folder(folder: Path, options: Options) -> Source:
+    """Return a source of the readable files below a folder; raise DataError when there are none."""
     files = list_files(folder, options)
     if not files:
         left_out = options.left_out
@@ -111,6 +112,8 @@ def _folder(folder: Path, options: Options) -> Source:
 
 
 def _files(name: str, files: list[Path], facts: dict, options: Options, *, strict: bool) -> Source:
+    """Return a source that reads files one after the other."""
+
     def read(advance: Advance) -> Iterator[bytes]:
         for path in files:
             try:

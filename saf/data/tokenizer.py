@@ -173,6 +173,7 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
 
 
 def _serialised(backend) -> bytes:
+    """Return the tokenizer's file as bytes."""
     return backend.to_str(pretty=False).encode()
 
 
@@ -211,6 +212,7 @@ def sample_text(sources: Sequence[Source], config: PrepareConfig) -> tuple[list[
 
 
 def _pieces(texts: Iterable[bytes], lowest: int, seed: int) -> Iterable[tuple[int, str]]:
+    """Yield pieces of the sampled texts, each with its place in the order."""
     for data in texts:
         if order_key(digest_of(data), seed) < lowest:
             continue

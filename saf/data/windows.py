@@ -31,12 +31,14 @@ class _Stream(IntEnum):
 
 
 def _generator(stream: _Stream, seed: int, number: int) -> np.random.Generator:
+    """Return the generator of one stream, seed and number: the same numbers wherever it is made."""
     key = np.array([seed, number], dtype=np.uint64)
     counter = np.array([0, 0, 0, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def _check(tokens: Tokens, length: int, seed: int = 0) -> int:
+    """Return how many windows the tokens hold; raise InputError or DataError for none."""
     if length < 1 or seed < 0:
         raise InputError(f"length must be at least 1 and seed at least 0; got length {length}, seed {seed}")
     windows = (len(tokens) - 1) // length
@@ -50,6 +52,7 @@ def _check(tokens: Tokens, length: int, seed: int = 0) -> int:
 
 
 def _read(tokens: Tokens, starts: np.ndarray, size: int) -> Tensor:
+    """Return windows of `size` tokens from these starts, `[N, size]` int64."""
     out = np.empty((len(starts), size), dtype=np.int64)
     for row, start in enumerate(starts.tolist()):
         out[row] = np.asarray(tokens[start : start + size])
@@ -71,6 +74,7 @@ class ShuffledWindows:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def _permutation(self, epoch: int) -> np.ndarray:
+        """Return the order of windows of an epoch, made once."""
         if epoch != self._epoch:
             order = _generator(_Stream.SHUFFLED, self.seed, epoch).permutation(self.num_windows)
             self._epoch, self._order = epoch, order

@@ -181,6 +181,7 @@ def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], TokenLosses]:
 
 
 def _ends(run: RecordedRun) -> tuple[int, int]:
+    """Return a run's first and last recorded update; raise InputError when it recorded none."""
     if not run.metrics:
         raise InputError(f"{run.folder}/metrics.jsonl is missing or empty; update times cannot be compared")
     return int(run.metrics[0]["update"]), int(run.metrics[-1]["update"])

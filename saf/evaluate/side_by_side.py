@@ -163,6 +163,7 @@ def _papers(run: RecordedRun) -> tuple[Quoted | None, Quoted | None, Quoted | No
 
 
 def _change(record: dict[str, Any]) -> Cell:
+    """Return the change of perplexity with its interval."""
     low, high = record["ci95"]
     return Cell(text=signed(record["delta_ppl_percent"]), aside=f"({signed(low)} to {signed(high)})")
 
@@ -203,6 +204,7 @@ def _times(comparison: Comparison) -> list[str]:
 
 
 def _memory(result: dict[str, Any], record: dict[str, Any] | None) -> str:
+    """Return an arm's peak memory, and its change where there is an ordinary arm."""
     peak = result.get("peak_memory_bytes")
     change = change_percent(record["peak_memory_ordinary"], peak) if record else None
     return gibibytes(peak) + (f" ({signed(change)})" if change is not None else "")

@@ -42,6 +42,7 @@ def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_relation(what: str, got: Tensor, expected: float) -> None:
+    """Raise InputError where marginals miss a relation that those of one causal pattern keep."""
     error = (got - expected).abs()
     if got.numel() and error.max().item() > _CONSISTENCY * max(expected, 1.0):
         worst = got.flatten()[error.flatten().argmax()].item()
@@ -49,6 +50,7 @@ def _check_relation(what: str, got: Tensor, expected: float) -> None:
 
 
 def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: float) -> tuple[Tensor, Tensor]:
+    """Tilt marginals so that their first moments, of keys and of distances, add up to that of the queries."""
     length = len(position)
     if length == 1:
         return eta_abs, eta_rel

@@ -95,6 +95,7 @@ class _Heads:
         return torch.cat([alpha, rho], -1)
 
     def _rows(self, which: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalisers and the loss of some patterns at the current point."""
         alpha, rho = self.point[which].chunk(2, -1)
         log_z = log_row_sums(alpha, rho)
         return log_z, fit_loss(alpha, rho, log_z, self.eta_abs[which], self.eta_rel[which])

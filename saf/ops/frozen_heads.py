@@ -182,6 +182,7 @@ class FrozenHeads(nn.Module):
                 self._prepare(dtype, fixed, device)
 
     def _device(self) -> torch.device:
+        """Return where the tables or parameters are; the CPU where there are none."""
         return next((tensor.device for tensor in [*self.buffers(), *self.parameters()]), torch.device("cpu"))
 
     def extra_repr(self) -> str:

@@ -78,6 +78,7 @@ def join_heads(live: Tensor, frozen: Tensor) -> Tensor:
 
 
 def _joined(live: Tensor, frozen: Tensor) -> Tensor:
+    """Return live heads and then frozen ones as one tensor, without its own gradient."""
     return torch.cat([live.transpose(1, 2), frozen.transpose(1, 2)], dim=2).transpose(1, 2)
 
 

@@ -135,6 +135,7 @@ def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: "FrozenH
 
 
 def _has_no_frozen(call: Call) -> bool:
+    """Return whether the layer is ordinary."""
     return call.frozen is None
 
 
@@ -146,6 +147,7 @@ def _attend(call: Call) -> tuple[Tensor, ...]:
 
 
 def _mixes_live(call: Call) -> bool:
+    """Return whether the backend computes live heads too, and there are some."""
     return call.frozen is not None and len(call.live_slots) > 0 and BACKENDS[call.frozen.backend].mixes_live
 
 
@@ -188,6 +190,7 @@ def _autocasts(value: Tensor) -> bool:
 
 
 def _has_no_live(call: Call) -> bool:
+    """Return whether every head is frozen."""
     return not call.live_slots
 
 
@@ -199,6 +202,7 @@ def _mix_alone(call: Call) -> tuple[Tensor, ...]:
 
 
 def _always(call: Call) -> bool:
+    """Return True: the last way takes every call."""
     return True
 
 

@@ -23,6 +23,7 @@ def check_positions(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _shapes(*tensors: Tensor) -> str:
+    """Return the shapes in words, for messages."""
     return "query {}, key {}, value {}".format(*(tuple(tensor.shape) for tensor in tensors))
 
 

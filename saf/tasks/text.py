@@ -185,6 +185,7 @@ class PrefetchedWindows:
         return inputs, targets
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
+        """Return the next windows as inputs and targets on the device, and move on."""
         batch = self.windows.batch(self._position, self.size)
         self._position += self.size
         if self.device.type == "cuda":

@@ -99,16 +99,19 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def _by_row(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states `[N, C]` and labels `[N]`, a token a row; raise InputError where their shapes differ."""
     if targets.shape != hidden.shape[:-1]:
         raise InputError(f"targets must be {list(hidden.shape[:-1])}, one a position; got {list(targets.shape)}")
     return hidden.flatten(0, -2), targets.flatten()
 
 
 def _wide(logits: Tensor) -> Tensor:
+    """Return logits in float32 at least."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _log_prob(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, `[N]`; zero for one that is left out, NaN for one that is no token."""
     wide = _wide(logits)
     known = known_labels(labels, logits.shape[1])
     chosen = wide.gather(1, labels.where(known, 0)[:, None])[:, 0]

@@ -72,12 +72,14 @@ def _(gradient, query, key, value, output, log_sums, maps, patterns, counts, gro
 
 
 def _setup(ctx, inputs, output) -> None:
+    """Keep what the backward pass reads."""
     query, key, value, maps, patterns, ctx.counts, ctx.grouped, ctx.scale = inputs
     ctx.num_maps = len(maps)
     ctx.save_for_backward(query, key, value, *output, *maps, *patterns)
 
 
 def _backward(ctx, gradient: Tensor, _):
+    """Return the gradients to query, key and value; tables have none."""
     forbid_second_derivative()
     query, key, value, output, log_sums, *tables = ctx.saved_tensors
     maps, patterns = tables[: ctx.num_maps], tables[ctx.num_maps :]

@@ -105,11 +105,13 @@ def _(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) 
 
 
 def _setup(ctx, inputs, output) -> None:
+    """Keep the tables: a gradient does not depend on the values."""
     _, table, before, after, ctx.transpose = inputs
     ctx.save_for_backward(table, before, after)
 
 
 def _backward(ctx, gradient: Tensor):
+    """Return the gradient to the values: the transposed product, its scalings swapped."""
     table, before, after = ctx.saved_tensors
     return toeplitz_product(gradient, table, after, before, not ctx.transpose), None, None, None, None
 

@@ -106,6 +106,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _block(length: int, largest: int) -> int:
+    """Return the positions a block: the power of two that holds the sequence, from 16 to `largest`."""
     return min(largest, max(16, 1 << (length - 1).bit_length()))
 
 
