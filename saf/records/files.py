@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +123,31 @@ def read_json_value(path: Path, *, error: type[SafError] = InputError, advice: s
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file; a last line cut short by a crash is left out, any other bad line raises InputError."""
+    """Read a JSON-lines file of objects; a last line cut short by a crash, which has no end, is left out.
+
+    Raises InputError naming the file and the line for any other that is no object, and for a file that cannot be read.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise InputError(f"{path}, line {number}, is not valid JSON: {error}") from None
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    records = [_parsed(path, number, line) for number, line in enumerate(lines, start=1)]
+    if rest:
+        with suppress(InputError):
+            records.append(_parsed(path, len(lines) + 1, rest))
     return records
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}, line {number}, is not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise InputError(f"{path}, line {number}, must hold a JSON object; got {type(record).__name__}")
+    return record
 
 
 def read_tensors(
@@ -200,6 +212,10 @@ class LineLog:
         """Write one line."""
         self._file.write(_line(record))
         self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk."""
+        flush(self.path)
 
     def close(self) -> None:
         """Close the file."""

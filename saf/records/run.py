@@ -136,7 +136,7 @@ class RecordedRun:
                 "time: an earlier version counted updates and freezing of the run's own part alone, without loading, "
                 "evaluations, checkpoints and the part of its parent"
             )
-        if self.result.get("intervention") and not self.events:
+        if self.frozen_heads and not self.events:
             lacking.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
         return lacking
 

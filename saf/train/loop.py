@@ -17,7 +17,7 @@ from saf.train.checkpoint import latest
 from saf.train.clock import AFTERWARDS, Clock
 from saf.train.config import TrainConfig
 from saf.train.events import carry_out_due_, event_due
-from saf.train.results import finish
+from saf.train.results import finish, warn_of_gaps
 from saf.train.run import Run
 from saf.train.start import start_run
 
@@ -40,6 +40,7 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     clock = Clock()
     with StopRequest() as stop:
         run = start_run(config, resume=resume, clock=clock)
+        warn_of_gaps(run)
         try:
             with _full_disk_explained(run, "logs"):
                 finished = _train(run, stop)

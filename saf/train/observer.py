@@ -138,6 +138,11 @@ class Observer:
             self._board.add_scalar("controller/loss", loss, update)
         self.progress.say(f"update {update}: controller loss {loss:.4f} ({when.replace('_', ' ')})")
 
+    def sync(self) -> None:
+        """Wait until metrics and evaluations are on the disk: a checkpoint counts on what came before it."""
+        self._metrics.sync()
+        self._evaluations.sync()
+
     def close(self) -> None:
         """Flush and close everything."""
         self._metrics.close()

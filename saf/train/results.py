@@ -7,7 +7,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from saf.errors import InputError, SafWarning
-from saf.records.events import EventRecord, heads_in_force
+from saf.records.events import EVENTS, EventRecord, heads_in_force
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
 from saf.records.result import result_header
@@ -71,7 +71,7 @@ def finish(run: Run) -> dict[str, Any]:
         "update_seconds": update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
         "time": run.clock.record(),
-        "lacks": run.clock.lacks,
+        "lacks": [*run.clock.lacks, *missing_updates(metrics, run.start, run.update)],
         "intervention": intervention,
         "checkpoint": str(final),
     }
@@ -79,8 +79,18 @@ def finish(run: Run) -> dict[str, Any]:
     return result
 
 
+def warn_of_gaps(run: Run) -> None:
+    """Warn of updates before the one that a run goes on from that its metrics do not have."""
+    for what in missing_updates(read_lines(run.folder / "metrics.jsonl"), run.start, run.update):
+        warnings.warn(f"{run.folder} lost a part of its record: {what}", SafWarning, stacklevel=3)
+
+
 def _why_nothing_froze(run: Run) -> str:
     """Say why a run that was to freeze heads had no event."""
+    if _frozen_heads(run):
+        return (
+            f"{run.folder} has lost {EVENTS}: heads are frozen, but what was measured, chosen and fitted is not known"
+        )
     ended, moment = f"the run ended after update {run.update}", run.config.freeze_update
     if moment is None:
         return f"{ended} without an event: its schedule found no moment for one, and no heads were frozen"
@@ -88,6 +98,24 @@ def _why_nothing_froze(run: Run) -> str:
         f"{ended}, before its freezing point at update {moment}: no heads were frozen. Allow more time, or freeze "
         "earlier (freeze_at)"
     )
+
+
+def missing_updates(metrics: list[dict[str, Any]], start: int, end: int) -> list[str]:
+    """Return in words which updates after `start`, up to `end`, have no line in metrics.jsonl; empty when all have.
+
+    >>> missing_updates([{"update": 1}, {"update": 4}], 0, 5)
+    ['metrics: metrics.jsonl has no line of updates 2 to 3, 5']
+    """
+    found, spans = {line["update"] for line in metrics}, []
+    for update in range(start + 1, end + 1):
+        if update in found:
+            continue
+        if spans and spans[-1][1] == update - 1:
+            spans[-1][1] = update
+        else:
+            spans.append([update, update])
+    words = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
+    return [f"metrics: metrics.jsonl has no line of updates {words}"] if spans else []
 
 
 def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:

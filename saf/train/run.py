@@ -165,6 +165,8 @@ class Run:
         return path
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
+        if self.observer:
+            self.observer.sync()
         found = save_checkpoint(path, self.model, self.updater.optimizer, state=state, parent=self.parent_hash)
         protect = {step_name(update) for update in self.config.branch_updates}
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)

@@ -66,6 +66,16 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path):
     with pytest.raises(InputError, match=r"x\.jsonl, line 2"):
         read_lines(path)
     assert read_lines(tmp_path / "absent.jsonl") == []
+    for content, message in (
+        (b'{"a": 1}\n{"a\n', "line 2, is not valid JSON"),  # it has its end: damaged, not cut short
+        (b'{"a": "\xff"}\n{}\n', "line 1, is not valid JSON"),
+        (b"{}\n[1]\n{}\n", "line 2, must hold a JSON object; got list"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"x\.jsonl, {message}"):
+            read_lines(path)
+    path.write_bytes(b'{"a": 1}\n{"a')
+    assert read_lines(path) == [{"a": 1}]
 
 
 def test_a_damaged_tensor_file_is_named(tmp_path):

@@ -11,12 +11,16 @@ import torch
 
 import saf.train.events as events
 import saf.train.loop as loop
+import saf.train.observer
+import saf.train.run
 import saf.train.start as start
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError, InputError, SafWarning
 from saf.freezing.config import FreezeConfig
-from saf.records.files import read_json, read_lines
+from saf.records.files import LineLog, read_json, read_lines
 from saf.records.folders import lock_folder
+from saf.records.run import RecordedRun
 from saf.train import continue_from, latest, pretrain
+from saf.train.checkpoint import save_checkpoint
 from tests.train.killed import Killed, die_at
 
 
@@ -156,6 +160,34 @@ def test_a_half_written_line_is_dropped(settings, uninterrupted, outcome, monkey
         file.write('{"update": 9, "tok')
     pretrain(config, resume=True)
     assert outcome(config.out) == expected
+
+
+def test_logs_are_on_the_disk_before_the_checkpoint_and_what_is_lost_is_named(settings, monkeypatch):
+    config, synced = settings(freeze=FreezeConfig(rate=0.25, max_fit_kl=10.0)), []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            saf.train.observer, "LineLog", type("Log", (LineLog,), {"sync": lambda log: synced.append(log.path)})
+        )
+        patch.setattr(
+            saf.train.run, "save_checkpoint", lambda *a, **k: synced.append("saved") or save_checkpoint(*a, **k)
+        )
+        die_at(patch, loop, "run_update", 8)
+        with pytest.raises(Killed):
+            pretrain(config)
+    folder = Path(config.out)
+    assert synced[:3] == [folder / "metrics.jsonl", folder / "evaluations.jsonl", "saved"]
+    assert len(synced) == 6
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:1] + lines[3:4] + lines[5:]))
+    with pytest.warns(SafWarning, match=r"lost a part of its record: .* no line of updates 2 to 3, 5$"):
+        result = pretrain(config, resume=True)
+    assert result["lacks"] == ["metrics: metrics.jsonl has no line of updates 2 to 3, 5"]
+    (folder / "events.jsonl").unlink()
+    with pytest.warns(SafWarning) as told:
+        result = pretrain(config, resume=True)
+    assert any("has lost events.jsonl: heads are frozen" in str(warning.message) for warning in told)
+    assert result["arm"] == "frozen"
+    assert "events.jsonl is missing" in RecordedRun.open(folder).lacks[-1]
 
 
 def test_refuses_a_second_run_in_the_folder(settings):
