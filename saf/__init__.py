@@ -15,7 +15,10 @@ else:
             public = import_module("saf.public")
             globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})
         if name not in globals():
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            from saf.errors import did_you_mean
+
+            near = did_you_mean(name, globals().get("__all__", ()))
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
         return globals()[name]
 
     def __dir__() -> list[str]:

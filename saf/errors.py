@@ -1,5 +1,8 @@
 """The errors `saf` raises on purpose; every message says what was expected, what came and what to do."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class SafError(Exception):
     """Stand at the base of every error raised on purpose by `saf`."""
@@ -39,3 +42,16 @@ class AccuracyError(SafError):
 
 class CompareError(SafError, ValueError):
     """Say that two arms cannot be compared."""
+
+
+def nearest(name: object, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that a misspelt name is nearest to, whatever its case; None when none is near."""
+    by_lower = {one.lower(): one for one in names}
+    near = get_close_matches(str(name).lower(), list(by_lower), n=1)
+    return by_lower[near[0]] if near else None
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return "; did you mean 'NAME'?" for the end of a message about an unknown name; nothing when none is near."""
+    near = nearest(name, names)
+    return f"; did you mean {near!r}?" if near else ""

@@ -66,6 +66,12 @@ class AttentionStatistics:
     positions: tuple[int, ...] = ()
     """Query positions of `mean_rows`, `rows` and `logit_rows`."""
 
+    def __repr__(self) -> str:
+        layers, heads = self.variance.shape
+        kept = f", with {', '.join(self.collected)}" if self.collected else ""
+        measured = f"{layers} x {heads} heads, {self.num_sequences} sequences of {self.length} tokens"
+        return f"AttentionStatistics({measured}{kept})"
+
     @property
     def measured(self) -> Tensor:
         """Return whether each head was measured, `[L, H]`."""

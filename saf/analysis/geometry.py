@@ -106,7 +106,7 @@ def _costs(settings: Geometry, heads: int) -> dict[str, Any] | None:
         raise InputError(f"each rate must select at least one of {heads} heads; got {settings.rates}")
     if settings.costs is None:
         return None
-    costs = read_json(settings.costs)
+    costs = read_json(settings.costs, advice="expected loss changes by rate and pattern, a JSON object")
     distance_and_cost({str(rate): dict.fromkeys(PATTERNS, 0.0) for rate in settings.rates}, costs)
     return costs
 

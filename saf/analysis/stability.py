@@ -111,5 +111,7 @@ def selection_stability(
 def _selection(path: Path) -> dict[str, Any]:
     """Return heads and scores of all events in a file or folder; raise InputError when there are none."""
     if (selection := chosen(read_events(path))) is None:
-        raise InputError(f"{path} has no event with heads and scores; expected events.jsonl, or a folder that holds it")
+        raise InputError(
+            f"{path} has no event with heads and scores; expected the events.jsonl of a run, or its folder"
+        )
     return selection

@@ -6,11 +6,10 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from saf.errors import SafError, SafWarning
+from saf.errors import SafError, SafWarning, nearest
 from saf.records.provenance import invocation
 
 COMMANDS = {
@@ -141,7 +140,7 @@ def _group_usage(name: str, module: ModuleType) -> str:
 
 
 def _unknown(name: str, known: list[str], prog: str) -> int:
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean `{prog} {near[0]}`?" if near else f"`{prog} --help` lists the commands."
+    near = nearest(name, known)
+    hint = f"did you mean `{prog} {near}`?" if near else f"`{prog} --help` lists the commands."
     print(f"{prog}: there is no command {name!r}; {hint}", file=sys.stderr)
     return EXIT_ERROR

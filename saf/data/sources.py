@@ -74,7 +74,7 @@ def resolve(name: str, options: Options | None = None) -> Source:
         config, _, split = rest.partition(":")
         hub = partial(stream_hub, dataset, config or None, split or "train", options)
         return Source(name, lambda advance: hub(), has_fields=True, left_out=options.left_out)
-    raise DataError(f"{name}: no such file or folder")
+    raise DataError(f"{name}: no such file or folder; expected `python`, {EXPECTED} or OWNER/NAME")
 
 
 def write_left_out(sources: Sequence[Source], folder: Path):
@@ -107,7 +107,8 @@ def _folder(folder: Path, options: Options) -> Source:
     if not files:
         left_out = options.left_out
         shown = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        raise DataError(f"{folder}: no text in it, {len(left_out)} files or folders left out{shown and f' ({shown})'}")
+        told = f"{len(left_out)} files or folders left out{shown and f' ({shown})'}"
+        raise DataError(f"{folder}: no text in it, {told}; expected {EXPECTED}")
     return _files(str(folder), files, {"files": len(files)}, options, strict=False)
 
 

@@ -112,6 +112,8 @@ class DataIndex:
     def load(cls, folder: Path) -> "DataIndex":
         """Read a folder's index.json; raise DataError when it is missing or damaged."""
         path = folder / INDEX_FILE
+        if folder.is_file():
+            raise DataError(f"{folder} is a file; expected a folder made by `saf data prepare`")
         if not folder.is_dir():
             raise DataError(f"{folder}: no such data folder here; give --data, or make one with `saf data prepare`")
         if not path.is_file():

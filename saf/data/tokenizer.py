@@ -46,7 +46,7 @@ class Tokenizer:
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"{name}: not a tokenizer file ({error})") from error
+            raise DataError(f"{name}: not a tokenizer file ({error}); expected a tokenizer.json") from error
         self._backend.encode_special_tokens = True
         if settings := whole_texts_(self._backend):
             data = _serialised(self._backend)

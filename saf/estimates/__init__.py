@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import InputError, did_you_mean
 from saf.estimates.dirichlet import dirichlet
 from saf.estimates.gaussian import gaussian
 from saf.estimates.mean import dense_mean, mean
@@ -133,5 +133,5 @@ def _some(heads: Iterable[Head]) -> HeadSet:
 def _kind(name: str) -> PatternKind:
     """Return a kind of pattern by name; raise InputError for an unknown one."""
     if name not in PATTERNS:
-        raise InputError(f"unknown pattern {name!r}; expected one of {sorted(PATTERNS)}")
+        raise InputError(f"unknown pattern {name!r}; expected one of {sorted(PATTERNS)}{did_you_mean(name, PATTERNS)}")
     return PATTERNS[name]

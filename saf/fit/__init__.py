@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.errors import InputError, SafWarning
+from saf.errors import InputError, SafWarning, did_you_mean
 from saf.fit.adam import fit_adam
 from saf.fit.certificate import Certificate, certify
 from saf.fit.dense import fit_dense
@@ -104,7 +104,7 @@ def fit_with_certificate(
 def check_fitter_options(fitter: str, options: dict[str, Any]) -> None:
     """Raise InputError for an unknown fitter, or for options that it does not take."""
     if fitter not in FITTERS:
-        raise InputError(f"fitter must be one of {', '.join(FITTERS)}; got {fitter!r}")
+        raise InputError(f"fitter must be one of {', '.join(FITTERS)}; got {fitter!r}{did_you_mean(fitter, FITTERS)}")
     parameters = inspect.signature(FITTERS[fitter]).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     unknown = [name for name in options if name not in known]

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from operator import index
 from typing import Annotated, Any, get_args
 
-from saf.errors import InputError
+from saf.errors import InputError, did_you_mean
 from saf.estimates import PATTERNS, Storage, check_options
 from saf.estimates.sampling import Seed, seed_of
 from saf.fit import FITTERS, check_fitter_options
@@ -94,7 +94,9 @@ class FreezeConfig:
         ):
             value = getattr(self, name)
             if value is not None and not callable(value) and value not in known:
-                raise InputError(f"unknown {name} {value!r}; expected one of {sorted(known)}")
+                raise InputError(
+                    f"unknown {name} {value!r}; expected one of {sorted(known)}{did_you_mean(value, known)}"
+                )
         check_fitter_options(self.fitter, self.fitter_options)
         object.__setattr__(self, "seed", seed_of(self.seed))
         object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))

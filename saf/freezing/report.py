@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from saf.errors import InputError
 from saf.freezing.heldout import HeldOutFit
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
@@ -111,7 +112,13 @@ class FreezeReport:
         return tensors
 
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:
-        """Record this event, with `extra` values, in the `events.jsonl` of an existing folder, and its tensors."""
+        """Record this event, with `extra` values, in the `events.jsonl` of an existing folder, and its tensors.
+
+        Raises InputError when there is no such folder.
+        """
+        if not Path(folder).is_dir():
+            what = "is a file" if Path(folder).exists() else "does not exist"
+            raise InputError(f"{folder} {what}; expected a folder to record the event in: make it first")
         return append_event(Path(folder), "freeze", self.to_dict() | extra, self.tensors())
 
     def table(self) -> Table:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from saf.errors import InputError
+from saf.errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,8 @@ def preset(name: str, **overrides: Any) -> GPTConfig:
     64
     """
     if name not in PRESETS:
-        raise InputError(f"unknown model preset {name!r}; expected one of {sorted(PRESETS)}")
+        near = did_you_mean(name, PRESETS)
+        raise InputError(f"unknown model preset {name!r}; expected one of {sorted(PRESETS)}{near}")
     known = [f.name for f in fields(GPTConfig)]
     if unknown := [field for field in overrides if field not in known]:
         raise InputError(f"preset {name!r} has no field {', '.join(unknown)}; its fields are {', '.join(known)}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError, UnsupportedError, did_you_mean
 from saf.ops.backend import Backend
 from saf.ops.fused.backend import Fused
 from saf.ops.reference import Reference
@@ -33,7 +33,8 @@ def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dt
             reasons[candidate] = reason
         raise UnsupportedError(f"no backend runs on {device} with {list(dtypes)}: {reasons}")
     if name not in BACKENDS:
-        raise InputError(f"unknown backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}")
+        near = did_you_mean(name, BACKENDS)
+        raise InputError(f"unknown backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}{near}")
     if reason := _obstacle(name, device, dtypes, trainable):
         raise UnsupportedError(f"backend {name!r} cannot run: {reason}; use backend='auto' or another one")
     return name

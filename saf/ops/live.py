@@ -10,7 +10,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError, UnsupportedError, did_you_mean
 
 
 class Package(NamedTuple):
@@ -124,7 +124,8 @@ def pinned(kernel: str, device: torch.device):
 def check_kernel(kernel: str) -> None:
     """Raise InputError for a kernel that nothing is known of."""
     if kernel != "auto" and kernel not in KERNELS:
-        raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}")
+        near = did_you_mean(kernel, KERNELS)
+        raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}{near}")
 
 
 def causal_mask(rows: int, columns: int, start: Tensor | None, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.patterns.log_sums import log_row_sums
-from saf.patterns.pattern import check_prefix, index_leading, split_leading
+from saf.patterns.pattern import check_prefix, index_leading, split_leading, told
 
 # Keys before this one may be sinks; they have no say in the slope and height of alpha.
 _FIRST_ORDINARY_KEY = 64
@@ -77,6 +77,9 @@ class CompactPattern:
     def shape(self) -> torch.Size:
         """Return the leading dimensions, without T."""
         return self.alpha.shape[:-1]
+
+    def __repr__(self) -> str:
+        return told(self, self.alpha)
 
     def __getitem__(self, index: Any) -> "CompactPattern":
         """Index the leading dimensions; raise InputError for an index that would reach into positions."""

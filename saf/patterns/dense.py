@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.patterns.pattern import check_prefix, index_leading, split_leading
+from saf.patterns.pattern import check_prefix, index_leading, split_leading, told
 
 # How far a row's sum may be from one: what rounding T entries to the dtype can add up to, with room.
 _ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -60,6 +60,9 @@ class DensePattern:
     def shape(self) -> torch.Size:
         """Return the leading dimensions, without T, T."""
         return self.weights.shape[:-2]
+
+    def __repr__(self) -> str:
+        return told(self, self.weights)
 
     def __getitem__(self, index: Any) -> "DensePattern":
         """Index the leading dimensions; raise InputError for an index that would reach into positions."""

@@ -75,6 +75,14 @@ def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern
     return [single for pattern in given for single in pattern.singles()]
 
 
+def told(pattern: Any, tensor: Tensor) -> str:
+    """Return a pattern in one line: how many, over how many tokens, and the dtype and device of `tensor`."""
+    many = " x ".join(map(str, pattern.shape))
+    which = f"{many} of " if many else ""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{type(pattern).__name__}({which}{pattern.length} tokens, {dtype}, {tensor.device})"
+
+
 def check_prefix(length: int, longest: int) -> None:
     """Raise InputError unless a pattern over `longest` positions has a prefix of `length`."""
     if not 1 <= length <= longest:

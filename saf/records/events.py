@@ -37,6 +37,7 @@ SUM = "tensors_sha256"
 """Entry of an event's line: the SHA-256 of the file of its tensors."""
 _OF_FITS = ("fit_kl", "rejected", "certificates")
 """What a freeze lists of the heads that were fitted."""
+_EXPECTED = "expected the events.jsonl of a run, or the folder that holds it"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def read_events(path: Path | str) -> list[EventRecord]:
     if path.suffix != ".jsonl":
         return [_read_single(path)]
     if not path.is_file():
-        raise InputError(f"{path} does not exist; expected the events of a run, or the folder that holds them")
+        raise InputError(f"{path} does not exist; {_EXPECTED}")
     return [EventRecord(path.parent, line) for line in read_lines(path)]
 
 
@@ -133,9 +134,9 @@ def events_file(path: Path | str) -> Path:
 
 def _read_single(path: Path) -> EventRecord:
     """Read the record that a run of one event had before there were lines; its losses are among the evaluations."""
-    record = read_json(path)
+    record = read_json(path, advice=_EXPECTED)
     if "heads" not in record:
-        raise InputError(f"{path} is not the record of an event: it lists no heads")
+        raise InputError(f"{path} is not the record of an event: it lists no heads; {_EXPECTED}")
     losses = {line.get("when"): line.get("loss") for line in read_lines(path.parent / "evaluations.jsonl")}
     around = {"loss_before": losses.get("before_freeze"), "loss_after": losses.get("after_freeze")}
     # The sum of its tensors was recorded at the end of the run.

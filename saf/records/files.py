@@ -34,6 +34,8 @@ def to_json(value: Any) -> Any:
 
 def write_atomically(path: Path, content: bytes) -> Path:
     """Write to a temporary name beside `path`, flush to the disk, rename; create the folder when absent."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; expected the name of a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -26,6 +26,7 @@ _ANALYSIS = "saf.analysis/"
 _EARLIER = {"saf.result/1": "run", "saf.evaluation/1": "evaluation", "saf.compare/1": "comparison"}
 _EARLIER_BENCH = "saf.bench/1"
 _CHECKPOINTS = {"parent_hash": "parent", "branch_hash": "branch", "final_hash": "final"}
+_WRITTEN = "a file that `saf bench`, `saf analyze`, `saf evaluate`, `saf compare` or a run wrote"
 _PROVENANCE = ("commit", "source_hash", "command", "versions", "device", "date")
 
 
@@ -81,11 +82,10 @@ def read_result(path: Path) -> dict[str, Any]:
     Raises:
         InputError: The file is missing, not JSON, or not a result.
     """
-    record = read_json(path)
+    record = read_json(path, advice=f"give {_WRITTEN}")
     if not is_result(record):
         raise InputError(
-            f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; give a file that "
-            "`saf bench`, `saf analyze`, `saf evaluate`, `saf compare` or a run wrote"
+            f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; give {_WRITTEN}"
         )
     return with_header(record)
 

@@ -48,7 +48,9 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     Raises InputError when `results` is no folder, or holds a JSON file that cannot be read.
     """
     if not results.is_dir():
-        raise InputError(f"{results} is not a folder of results")
+        raise InputError(
+            f"{results} is not a folder of results; expected one with runs or what `--out` of commands wrote"
+        )
     folders = sorted({path.parent for path in results.rglob("config.json")}, key=_by_name)
     trainings: dict[Path, list[RecordedRun]] = {}
     for folder in folders:

@@ -6,7 +6,7 @@ The command line makes `--schedule NAME` and the flags of every schedule's field
 from dataclasses import asdict
 from typing import Any
 
-from saf.errors import InputError
+from saf.errors import InputError, did_you_mean
 from saf.schedules.gradual import Gradual
 from saf.schedules.one_time import OneTime
 from saf.schedules.schedule import Event, Freeze, Outcome, Proposer, Prune, Timetable, Undo
@@ -53,7 +53,7 @@ def schedule_from_dict(values: dict[str, Any]) -> Schedule:
     """
     name = values.get("name")
     if name not in SCHEDULES:
-        raise InputError(f"schedule must be one of {sorted(SCHEDULES)}; got {name!r}")
+        raise InputError(f"schedule must be one of {sorted(SCHEDULES)}; got {name!r}{did_you_mean(name, SCHEDULES)}")
     try:
         return SCHEDULES[name](**{key: value for key, value in values.items() if key != "name"})
     except TypeError as error:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import InputError, did_you_mean
 from saf.scores.forward_kl import forward_kl
 from saf.scores.gate_taylor import gate_taylor
 from saf.scores.gradient_veto import gradient_veto
@@ -92,7 +92,8 @@ def _function(name: str | Score) -> Score:
     if callable(name):
         return name
     if name not in SCORES:
-        raise InputError(f"unknown score {name!r}; expected one of {sorted(SCORES)}, or a function of the statistics")
+        expected = f"expected one of {sorted(SCORES)}, or a function of the statistics"
+        raise InputError(f"unknown score {name!r}; {expected}{did_you_mean(name, SCORES)}")
     return SCORES[name]
 
 

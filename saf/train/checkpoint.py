@@ -18,7 +18,7 @@ from saf.errors import CheckpointError, InputError
 from saf.models import GPT, GPTConfig
 from saf.records.files import read_json, read_tensors
 from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
-from saf.records.paths import Kind, kind_of
+from saf.records.paths import Kind, expect, kind_of
 from saf.surgery import load_weights_, restore_, state_of
 from saf.train.optimizer import optimizer_state, restore_optimizer
 
@@ -112,6 +112,8 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
             the newest earlier checkpoint that is whole.
     """
     path = Path(path)
+    if not (path / MANIFEST).is_file():
+        expect(path, Kind.CHECKPOINT, error=CheckpointError)
     try:
         manifest = verify(path, without=() if optimizer else (OPTIMIZER,))
     except CheckpointError as error:

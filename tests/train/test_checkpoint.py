@@ -160,7 +160,7 @@ def test_missing_file_and_missing_checkpoint(tmp_path, model, optimizer):
     (path / "saf.json").unlink()
     with pytest.raises(CheckpointError, match=r"saf\.json is missing"):
         load_model(path)
-    with pytest.raises(CheckpointError, match="not a checkpoint"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint"):
         load_model(tmp_path)
 
 

@@ -44,7 +44,10 @@ class Goals(NamedTuple):
 def read_goals(path: Path) -> Goals:
     """Read a file of statistics; raise InputError when it holds none."""
     if not path.is_file():
-        raise InputError(f"--statistics: {path} does not exist")
+        raise InputError(
+            f"--statistics: {path} {'is a folder' if path.is_dir() else 'does not exist'}; expected a file that "
+            "AttentionStatistics.save wrote, or an .npz"
+        )
     if path.suffix != ".npz":
         return Goals.of(AttentionStatistics.load(path))
     with np.load(path, allow_pickle=False) as arrays:

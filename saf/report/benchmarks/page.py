@@ -21,10 +21,12 @@ def read_records(files: Sequence[Path]) -> list[Record]:
     """Read records of `saf bench`; raise InputError for anything else."""
     records = []
     for file in files:
-        record = read_json(file)
+        record = read_json(file, advice="expected a file that `saf bench` wrote")
         # Benchmarks alone list what they left out.
         if not is_result(record) or "left_out" not in record:
-            raise InputError(f"{file} is no record of `saf bench`; `saf report --results FOLDER` shows every result")
+            raise InputError(
+                f"{file} is no record of `saf bench`, as expected; `saf report --results FOLDER` shows every result"
+            )
         records.append(with_header(record))
     return records
 
