@@ -111,7 +111,5 @@ def selection_stability(
 def _selection(path: Path) -> dict[str, Any]:
     """Return heads and scores of all events in a file or folder; raise InputError when there are none."""
     if (selection := chosen(read_events(path))) is None:
-        raise InputError(
-            f"{path} has no event with heads and scores; expected the events.jsonl of a run, or its folder"
-        )
+        raise InputError(f"{path} has no event with heads and scores; expected a run's events.jsonl, or its folder")
     return selection
