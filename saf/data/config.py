@@ -66,9 +66,9 @@ class PrepareConfig:
         optional = ("max_documents", "max_bytes", "split_characters", "workers")
         for name in (*positive, *optional):
             value = getattr(self, name)
-            if (value is not None or name in positive) and (not _is_whole(value) or value < 1):
+            if (value is not None or name in positive) and (not is_whole(value) or value < 1):
                 raise InputError(f"{name} must be a positive integer; got {value!r}")
-        if not _is_whole(self.seed) or not 0 <= self.seed < 2**63:
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be an integer in [0, 2^63); got {self.seed!r}")
         if not isinstance(self.text_field, str) or not self.text_field:
             raise InputError(f"text_field must be the name of a field; got {self.text_field!r}")
@@ -102,7 +102,8 @@ class PrepareConfig:
         return (calibration / total, controller / total, report / total)
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Say whether a value is a whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -69,6 +69,8 @@ def prepare(
     config = PrepareConfig(**{**settings, "heldout": _names(settings.get("heldout") or ())})
     if not _names(sources):
         raise InputError("prepare needs at least one source of text; got none")
+    if not isinstance(out, str | Path):
+        raise InputError(f"the folder to make is named by a string or a Path; got {out!r}")
     check_target(Path(out), overwrite=overwrite)
     train = [_resolved(name, config) for name in _names(sources)]
     heldout = [_resolved(name, config) for name in config.heldout]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saf.data.config import is_whole
 from saf.data.token_data import TokenData
 from saf.errors import DataError, InputError
 
@@ -39,8 +40,8 @@ def _generator(stream: _Stream, seed: int, number: int) -> np.random.Generator:
 
 def _check(tokens: Tokens, length: int, seed: int = 0) -> int:
     """Return how many windows the tokens hold; raise InputError or DataError for none."""
-    if length < 1 or seed < 0:
-        raise InputError(f"length must be at least 1 and seed at least 0; got length {length}, seed {seed}")
+    if not is_whole(length) or not is_whole(seed) or length < 1 or seed < 0:
+        raise InputError(f"length must be at least 1 and seed at least 0; got length {length!r}, seed {seed!r}")
     windows = (len(tokens) - 1) // length
     if windows < 1:
         raise DataError(
@@ -117,8 +118,8 @@ def sequential_windows(tokens: Tokens, length: int, limit: int | None = None) ->
     Raises DataError when there are fewer tokens than one window.
     """
     windows = _check(tokens, length)
-    if limit is not None and limit < 1:
-        raise InputError(f"limit must be at least 1; got {limit}")
+    if limit is not None and (not is_whole(limit) or limit < 1):
+        raise InputError(f"limit must be at least 1; got {limit!r}")
     windows = windows if limit is None else min(limit, windows)
     return _read(tokens, np.arange(windows) * length, length + 1)
 
@@ -141,12 +142,14 @@ def calibration_windows(
     Raises:
         DataError: when the partition has fewer than `count` windows.
     """
+    if not isinstance(data, TokenData):
+        raise InputError(f"data must be an opened data folder, TokenData.open(folder); got {type(data).__name__}")
     if source is None:
         source = data.calibration_source
     if source not in ("calibration", "train"):
         raise InputError(f"calibration windows come from 'calibration' or 'train'; got {source!r}")
-    if length < 1 or count < 1 or seed < 0:
-        raise InputError(f"length and count must be positive, seed not negative; got {length}, {count}, {seed}")
+    if not all(map(is_whole, (length, count, seed))) or length < 1 or count < 1 or seed < 0:
+        raise InputError(f"length and count must be positive, seed not negative; got {length!r}, {count!r}, {seed!r}")
     tokens = data.tokens(source)
     if len(tokens) // length < count:
         raise DataError(

@@ -226,6 +226,8 @@ def test_settings_out_of_range(corpus, tmp_path, setting, message):
 def test_no_source_at_all(tmp_path):
     with pytest.raises(InputError, match="at least one source"):
         prepare([], tmp_path / "data")
+    with pytest.raises(InputError, match="the folder to make is named by a string or a Path; got 5"):
+        prepare("python", 5)
 
 
 def test_nothing_is_printed_without_a_terminal(corpus, settings, tmp_path, capfd):

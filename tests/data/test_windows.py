@@ -1,4 +1,5 @@
 import hashlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,6 +96,25 @@ def test_impossible_arguments(kind):
         kind(TOKENS, length=4, seed=0).batch(-1, 2)
     with pytest.raises(InputError, match="limit"):
         sequential_windows(TOKENS, 4, limit=0)
+
+
+@pytest.mark.parametrize("value", [None, "8", 1.5, True, float("nan"), []])
+def test_arguments_of_a_wrong_kind(from_heldout, value):
+    tokens, calibrate = from_heldout.tokens("train"), partial(calibration_windows, from_heldout)
+    for wrong in (
+        lambda: ShuffledWindows(tokens, length=value, seed=0),
+        lambda: RandomWindows(tokens, length=8, seed=value),
+        lambda: sequential_windows(tokens, value),
+        lambda: sequential_windows(tokens, 8, value or "no"),
+        lambda: calibrate(length=value, count=2, seed=0),
+        lambda: calibrate(length=8, count=value, seed=0),
+        lambda: calibrate(length=8, count=2, seed=value),
+        lambda: calibration_windows(value, length=8, count=2, seed=0),
+        lambda: from_heldout.tokens(value),
+        lambda: TokenData.open(5 if isinstance(value, str) else value),
+    ):
+        with pytest.raises(InputError, match=r"must be|named by|is one of"):
+            wrong()
 
 
 @pytest.fixture(scope="module")
