@@ -1,15 +1,17 @@
 """Which heads of a layer are frozen, told by its state dict: weights of another layout are refused by name."""
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError
 from saf.heads import HeadLayout
-from saf.ops.frozen_heads import FrozenHeads
 from saf.patterns import Pattern
+
+if TYPE_CHECKING:  # heads are asked, not made, here
+    from saf.ops.frozen_heads import FrozenHeads
 
 LAYOUT = "frozen_layout"
 """The name of the tensor in a state dict, after that of the layer."""
@@ -30,7 +32,7 @@ class TellsLayout(nn.Module):
         super().__init__()
         self.register_buffer(LAYOUT, None)
 
-    def tell_layout(self, layout: HeadLayout, frozen: FrozenHeads | None, device: torch.device) -> None:
+    def tell_layout(self, layout: HeadLayout, frozen: "FrozenHeads | None", device: torch.device) -> None:
         """Tell of another layout from now on."""
         told = None
         if frozen is not None:
