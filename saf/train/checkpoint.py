@@ -101,7 +101,8 @@ def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_json(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+    # A schedule's state may hold infinities and NaN, which come back exactly only as Python writes them.
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:

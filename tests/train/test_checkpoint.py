@@ -280,3 +280,10 @@ def test_every_generator_repeats_itself():
         assert draw() == first
     finally:
         restore_random_state(original)
+
+
+def test_values_that_are_not_finite_come_back(model, optimizer, tmp_path):
+    state = {"update": 1, "model": model.config.to_dict(), "schedule": {"best": float("inf"), "noise": float("nan")}}
+    save_checkpoint(tmp_path / "step-1", model, optimizer, state=state)
+    found = open_checkpoint(tmp_path / "step-1").state["schedule"]
+    assert (found["best"], np.isnan(found["noise"])) == (float("inf"), True)
