@@ -1,7 +1,7 @@
 """Sets of attention heads, and the order in which one layer executes them."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from saf.errors import InputError
@@ -84,40 +84,57 @@ class HeadSet:
 
 ROLES = ("query", "key", "value", "output")
 """A layer's projections: three whose rows, and one whose columns, belong to heads."""
-KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output")}
+KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"), "pruned": ()}
 """In which projections heads of a kind have rows; what they lack is what making them that kind removes."""
+EDITED = tuple(kind for kind in KINDS if kind != "live")
 
 
 @dataclass(frozen=True)
 class HeadLayout:
     """Give one layer's execution order: live heads first, then frozen ones, each in ascending original id.
 
-    >>> HeadLayout(4, 4, frozen=(1,)).slots
-    (0, 2, 3, 1)
+    Pruned heads have no place in it.
+
+    >>> HeadLayout(4, 4, frozen=(1,), pruned=(2,)).slots
+    (0, 3, 1)
     """
 
     num_heads: int
     num_kv_heads: int
     frozen: tuple[int, ...] = ()
+    pruned: tuple[int, ...] = ()
 
     def __post_init__(self):
-        """Raise InputError when heads do not divide into groups, or an id does not exist."""
+        """Raise InputError when heads do not divide into groups, an id does not exist or is of two kinds."""
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise InputError(f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads")
-        if list(self.frozen) != sorted(set(self.frozen)):
-            raise InputError(f"frozen head ids must ascend without repeats; got {self.frozen}")
-        if self.frozen and not 0 <= self.frozen[0] <= self.frozen[-1] < self.num_heads:
-            raise InputError(f"frozen head ids must lie in [0, {self.num_heads}); got {self.frozen}")
+        for kind in EDITED:
+            heads = self._of(kind)
+            if list(heads) != sorted(set(heads)):
+                raise InputError(f"{kind} head ids must ascend without repeats; got {heads}")
+            if heads and not 0 <= heads[0] <= heads[-1] < self.num_heads:
+                raise InputError(f"{kind} head ids must lie in [0, {self.num_heads}); got {heads}")
+        if both := set(self.frozen) & set(self.pruned):
+            raise InputError(f"a head is frozen or pruned; got {sorted(both)} as both")
 
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Return the original ids of the heads that compute ordinary attention."""
-        return tuple(head for head in range(self.num_heads) if head not in set(self.frozen))
+        edited = {head for kind in EDITED for head in self._of(kind)}
+        return tuple(head for head in range(self.num_heads) if head not in edited)
 
     @property
     def ordinary(self) -> bool:
         """Return whether all heads are live."""
-        return not self.frozen
+        return self.num_live == self.num_heads
+
+    def changed(self, heads: Iterable[int], kind: str) -> "HeadLayout":
+        """Return the layout with `heads` of another kind, one of `KINDS`."""
+        moved = set(heads)
+        left = {each: set(self._of(each)) - moved for each in EDITED}
+        if kind in left:
+            left[kind] |= moved
+        return replace(self, **{each: tuple(sorted(ids)) for each, ids in left.items()})
 
     @cached_property
     def rows(self) -> dict[str, tuple[int, ...]]:
@@ -143,7 +160,12 @@ class HeadLayout:
     @property
     def num_live(self) -> int:
         """Return how many heads compute ordinary attention."""
-        return self.num_heads - len(self.frozen)
+        return self.num_heads - len(self.frozen) - len(self.pruned)
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many heads are executed."""
+        return self.num_heads - len(self.pruned)
 
     @property
     def num_frozen(self) -> int:

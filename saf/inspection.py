@@ -12,6 +12,7 @@ import torch
 from saf.data import TokenData
 from saf.errors import CheckpointError
 from saf.freezing.storage import storage_report
+from saf.heads import EDITED
 from saf.ops import FrozenHeads
 from saf.ops.toeplitz.tables import holds
 from saf.patterns import CompactPattern
@@ -132,11 +133,13 @@ _INSPECTED: dict[Kind, Callable[[Path], dict[str, Any]]] = {
 
 
 def _frozen_heads(path: Path) -> dict[str, Any]:
-    """Return what a folder's saf.json tells of frozen heads: `frozen` pairs, the heads of the model and of a layer."""
+    """Return what a folder's saf.json tells: `frozen` and `pruned` pairs, how many heads model and layers have."""
     layers = read_json(path / "saf.json")["layers"]
-    frozen = [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]
+    pairs = {
+        kind: [[number, head] for number, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED
+    }
     most = max(layer["num_heads"] for layer in layers)
-    return {"frozen": frozen, "num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
+    return {**pairs, "num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
 
 
 def _patterns_by_layer(path: Path, frozen: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from saf.scores import score
 from saf.selection import select
 from saf.sidecar import load, save
 from saf.statistics import AttentionStatistics
-from saf.surgery import finalize_, install_, uninstall_
+from saf.surgery import finalize_, install_, prune_, uninstall_
 
 __all__ = [
     "GPT",
@@ -56,6 +56,7 @@ __all__ = [
     "mixed_attention",
     "ops",
     "preset",
+    "prune_",
     "save",
     "score",
     "select",

@@ -6,7 +6,7 @@ NAMES = """
 GPT AttentionStatistics CompactPattern DensePattern FreezeConfig FreezeReport FrozenHeads GPTConfig Gradual HeadLayout
 HeadSet OneTime Prefill QKGradient SafError TrainLoss ValidationBudget calibrate dense_pattern finalize_ fit
 fit_compact fit_heldout fit_kl freeze_ frozen_attention gate_gradients head_outputs install_ load mixed_attention ops
-preset save score select storage_report uninstall_
+preset prune_ save score select storage_report uninstall_
 """
 PUBLIC = NAMES.split()
 

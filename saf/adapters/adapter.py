@@ -146,10 +146,19 @@ class Adapter(LanguageModel):
         """Return the dtype of the attention weights: that of queries and keys outside autocast."""
         return self.sites()[0].projections()["query"][0].dtype
 
+    def heads(self, *kinds: str) -> HeadSet:
+        """Return the heads of some of the kinds in `KINDS`."""
+        return HeadSet(
+            (layer, head)
+            for layer, site in enumerate(self.sites())
+            for kind in kinds
+            for head in getattr(site.layout, kind)
+        )
+
     def frozen_heads(self) -> HeadSet:
         """Return the heads that are frozen already."""
-        return HeadSet((layer, head) for layer, site in enumerate(self.sites()) for head in site.layout.frozen)
+        return self.heads("frozen")
 
     def live_heads(self) -> HeadSet:
         """Return the heads that compute ordinary attention."""
-        return HeadSet((layer, head) for layer, site in enumerate(self.sites()) for head in site.layout.live)
+        return self.heads("live")

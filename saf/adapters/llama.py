@@ -173,13 +173,13 @@ class LlamaAdapter(TransformersModel, Adapter):
             raise UnsupportedError(no_dropout(rates[0]))
 
     def choose_function(self) -> None:
-        """Let the model attend through our function while heads are frozen, and as before once none is.
+        """Let the model attend through our function while heads are edited, and as before once none is.
 
         Other models may share its configuration, which names the function: it gets one of its own, and keeps it.
         """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
         before = next((state.before for state in states if state.before is not None), None)
-        if any(state.frozen is not None for state in states):
+        if not all(state.layout.ordinary for state in states):
             if before is None:
                 self._take_own_config()
             for state in states:

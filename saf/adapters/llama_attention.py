@@ -13,6 +13,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, live_attention, mixed_attention
 from saf.ops.frozen_layout import LAYOUT, TellsLayout
+from saf.ops.heads import live_keys, take_heads
 from saf.ops.positions import assert_later, first_real, left_padding
 
 NAME = "saf"
@@ -35,7 +36,7 @@ class HeadState(TellsLayout):
     @property
     def idle(self) -> bool:
         """Return whether nothing is left that the layer would do otherwise than without this state."""
-        return self.frozen is None and not self.sinks and self.kernel == "auto"
+        return self.layout.ordinary and not self.sinks and self.kernel == "auto"
 
     def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed, device: torch.device) -> None:
         """Take another layout."""
@@ -125,9 +126,9 @@ def layout_of(attention: Any) -> HeadLayout:
 def check_function(module: Any, _: Any) -> None:
     """Raise UnsupportedError where a layer with frozen heads is about to attend through another function."""
     name = module.config._attn_implementation
-    if module.saf.frozen is not None and name != NAME:
+    if not module.saf.layout.ordinary and name != NAME:
         raise UnsupportedError(
-            f"a model with frozen heads attends by {NAME!r}, not {name!r}; call "
+            f"a model with frozen or pruned heads attends by {NAME!r}, not {name!r}; call "
             f"model.set_attn_implementation({NAME!r}), or uninstall_ first"
         )
 
@@ -180,9 +181,14 @@ def attend(
     start = None if attention_mask is None else first_real(attention_mask)
     if torch.compiler.is_compiling() and position_ids is not None and module.layer_idx == 0:
         _assert_one_sequence_a_row(position_ids, attention_mask, value.shape[-2])
-    if state is None or state.frozen is None:
-        kernel = "auto" if state is None else state.kernel
-        output = live_attention(query, key, value, scale=scaling, start=start, kernel=kernel)
+    if state is None:
+        output = live_attention(query, key, value, scale=scaling, start=start)
+    elif not state.layout.slots:
+        output = query  # of no heads
+    elif state.frozen is None:
+        key, slots = live_keys(key, state.layout.kv_head)
+        value = take_heads(value, slots)
+        output = live_attention(query, key, value, scale=scaling, start=start, kernel=state.kernel)
     else:
         output = mixed_attention(query, key, value, state.frozen, scale=scaling, start=start, kernel=state.kernel)
     return output.transpose(1, 2), None
@@ -206,12 +212,16 @@ def forward_without_queries(
 ) -> tuple[Tensor, None]:
     """Compute an attention layer `[B, Tq, C]` none of whose heads is live: values, their mix, the output projection.
 
-    A cache holds the values in the place of keys, by which it counts its tokens, and nothing in the place of values.
+    A cache holds the values in the place of keys, by which it counts its tokens, and nothing in the place of values. Of
+    a layer without any heads it holds one number a token.
     """
-    value = module.v_proj(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    heads = len(module.saf.layout.rows["value"])
+    value = module.v_proj(hidden_states).unflatten(-1, (heads, module.head_dim)).transpose(1, 2)
     rows = value.shape[-2]
     if past_key_values is not None:
-        value, _ = past_key_values.update(value, value[:, :0], module.layer_idx)
+        counted = value if heads else hidden_states[:, None, :, :1]
+        counted, _ = past_key_values.update(counted, counted[:, :0], module.layer_idx)
+        value = counted if heads else counted[:, :0].expand(-1, -1, -1, module.head_dim)
     dropout = float(module.attention_dropout) if module.training else 0.0
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     query, key = value[:, :0, :rows], value[:, :0]
@@ -245,8 +255,8 @@ def check_generated_length(model: Any, generation_config: Any, *rest: Any, **opt
     The last token of a generation is not read any more.
     """
     states = [module for module in model.modules() if isinstance(module, HeadState) and module.frozen is not None]
-    longest = min(state.frozen.max_length for state in states if state.frozen is not None)
-    if (generation_config.max_length or 0) - 1 > longest:
+    longest = min((state.frozen.max_length for state in states if state.frozen is not None), default=None)
+    if longest is not None and (generation_config.max_length or 0) - 1 > longest:
         raise InputError(
             f"generation may reach {generation_config.max_length} tokens, the frozen heads' patterns cover {longest}: "
             f"lower max_new_tokens so that prompt and new tokens are {longest + 1} at most, or calibrate and freeze at "

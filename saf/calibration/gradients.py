@@ -59,7 +59,7 @@ class QKGradient:
         """Return the average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
         scores = self._average.cpu().clone()
         for layer, site in enumerate(adapter_for(self.model).sites()):
-            scores[layer, list(site.layout.frozen)] = torch.nan
+            scores[layer, _edited(site)] = torch.nan
         return scores
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
                 total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
                 count += 1
     for layer, site in enumerate(sites):
-        total[layer, list(site.layout.frozen)] = torch.nan
+        total[layer, _edited(site)] = torch.nan
     return total / count
 
 
@@ -142,8 +142,14 @@ def gate_gradient(site: Site, gradient: Tensor) -> Tensor:
     """Return the derivative of the loss by each head's gate, `[H]` float64, from the output weight's gradient."""
     weight, dimension = site.projections()["output"]
     product = (weight.detach().double() * gradient.double()).movedim(dimension, 0)
-    by_slot = product.reshape(site.layout.num_heads, -1).sum(1)
-    return torch.zeros_like(by_slot).index_copy_(0, torch.tensor(site.layout.slots, device=by_slot.device), by_slot)
+    slots = torch.tensor(site.layout.slots, dtype=torch.long, device=product.device)
+    by_slot = product.reshape(len(slots), -1).sum(1) if len(slots) else product.new_zeros(0)
+    return product.new_zeros(site.layout.num_heads).index_copy_(0, slots, by_slot)
+
+
+def _edited(site: Site) -> list[int]:
+    """Return the heads of a layer that are not live."""
+    return [head for head in range(site.layout.num_heads) if head not in site.layout.live]
 
 
 def _next_token_loss(adapter: Adapter, ids: Tensor) -> Tensor:

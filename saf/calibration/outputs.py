@@ -131,7 +131,7 @@ class _Layer:
         self.live = list(site.layout.live)
         weight, dimension = site.projections()["output"]
         self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (site.layout.num_heads, -1))
+        by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (-1, site.head_dim))
         self.weight = by_slot[: len(self.live)].to(self.wide)
         self.rows = list(statistics.positions)
         mean = torch.full((len(self.live), len(self.rows), statistics.length), torch.nan, dtype=self.wide)

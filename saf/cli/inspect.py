@@ -94,7 +94,7 @@ def _saved_tables(found: Mapping[str, Any]) -> list[Part]:
     rows = {
         "heads": _head_words(found),
         "patterns": _kind_words(kinds),
-        "can be undone": f"{found['undoable']} of {len(found['frozen'])} heads",
+        "can be undone": f"{found['undoable']} of {len(found['frozen']) + len(found['pruned'])} heads",
         **{f"SHA-256 of {name}": value for name, value in found["sha256"].items()},
     }
     return [Table.facts(f"saved model {found['path']}", rows), *_layer_table(found)]
@@ -110,8 +110,10 @@ def _shape_words(model: Mapping[str, Any]) -> str:
 
 
 def _head_words(heads: Mapping[str, Any]) -> str:
-    """Return how many of a model's heads are frozen."""
-    return f"{len(heads['frozen'])} of {heads['num_heads']} frozen"
+    """Return how many of a model's heads are frozen, and which are pruned."""
+    pruned = [f"({layer}, {head})" for layer, head in heads.get("pruned", ())]
+    words = f"; {len(pruned)} pruned: {', '.join(pruned)}" if pruned else ""
+    return f"{len(heads['frozen'])} of {heads['num_heads']} frozen{words}"
 
 
 def _kind_words(kinds: Mapping[str, int]) -> str:

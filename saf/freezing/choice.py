@@ -34,10 +34,10 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
     for heads in (config.exclude, config.only, config.match_heads):
         existing(live, heads or ())
     if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
-        raise InputError(f"{frozen} are frozen already; name live heads")
+        raise InputError(f"{frozen} are frozen or pruned already; name live heads")
     left, total = int(live.sum()), live.numel()
     if not left:
-        raise InputError(f"all {total} heads are frozen already; take a model with live heads")
+        raise InputError(f"all {total} heads are frozen or pruned already; take a model with live heads")
     if config.count is not None and config.count > left:
         raise InputError(f"{config.count} heads asked for; {left} of {total} are live: ask for no more than these")
 

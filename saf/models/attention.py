@@ -1,4 +1,4 @@
-"""Multi-head attention whose heads may be frozen; weights lie in slot order, live heads first."""
+"""Multi-head attention whose heads may be frozen or pruned; weights lie in slot order, live heads first."""
 
 from collections.abc import Mapping
 
@@ -41,7 +41,7 @@ class LiveAttention(nn.Module):
 
 
 class Attention(TellsLayout):
-    """Project and mix one layer's heads. Frozen heads have no rows in `q_proj` and `k_proj`."""
+    """Project and mix one layer's heads. Frozen ones have no rows in `q_proj` and `k_proj`, pruned ones nowhere."""
 
     frozen: FrozenHeads | None
 
@@ -70,10 +70,12 @@ class Attention(TellsLayout):
         memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
         """
         # Counted by rows: a compiler that reads the layout has a program for each choice of heads.
-        num_live, num_heads = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
+        num_live, num_slots = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
+        if num_slots == 0:
+            return self.o_proj(x[..., :0])  # zeros, with a gradient to the weight, as every layer's has
         weight = torch.cat([plain_weight(each) for each in (self.q_proj, self.k_proj, self.v_proj)])
         packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
-        query, key, value = packed.split([num_live, num_live, num_heads], dim=2)
+        query, key, value = packed.split([num_live, num_live, num_slots], dim=2)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))

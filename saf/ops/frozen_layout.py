@@ -1,4 +1,4 @@
-"""Which heads of a layer are frozen, told by its state dict: weights of another layout are refused by name."""
+"""Which heads of a layer are frozen or pruned, told by its state dict: weights of others are refused by name."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError
-from saf.heads import HeadLayout
+from saf.heads import KINDS, HeadLayout
 from saf.patterns import Pattern
 
 if TYPE_CHECKING:  # heads are asked, not made, here
@@ -18,12 +18,13 @@ LAYOUT = "frozen_layout"
 
 
 class TellsLayout(nn.Module):
-    """Tell in the state dict which heads of an attention layer are frozen and by which patterns.
+    """Tell in the state dict which heads of an attention layer are frozen, by which patterns, and which are pruned.
 
-    `frozen_layout [H, 2]`, int64, by original heads: 1 for frozen ones and 0 for live ones, then a digest of a fixed
-    pattern. It is None, and no key of the state dict, while no head is frozen. `load_state_dict` raises CheckpointError
-    for weights of this layer that tell of other heads, of none, or of other patterns, also with `strict=False`. The
-    patterns themselves are not in a state dict, but for trainable ones, which are parameters: `saf.save` writes them.
+    `frozen_layout [H, 2]`, int64, by original heads: the kind (its place in `KINDS`: 0 live, 1 frozen, 2 pruned), then
+    a digest of a fixed pattern. It is None, and no key of the state dict, while all heads are live. `load_state_dict`
+    raises CheckpointError for weights of this layer that tell of other heads, of none, or of other patterns, also with
+    `strict=False`. The patterns themselves are not in a state dict, but for trainable ones, which are parameters:
+    `saf.save` writes them.
     """
 
     frozen_layout: Tensor | None
@@ -35,10 +36,12 @@ class TellsLayout(nn.Module):
     def tell_layout(self, layout: HeadLayout, frozen: "FrozenHeads | None", device: torch.device) -> None:
         """Tell of another layout from now on."""
         told = None
-        if frozen is not None:
+        if not layout.ordinary:
             told = torch.zeros(layout.num_heads, 2, dtype=torch.int64)
-            for head, pattern in zip(layout.frozen, frozen.patterns, strict=True):
-                told[head] = torch.tensor([1, 0 if pattern.trainable else _digest(pattern)])
+            for number, kind in enumerate(KINDS):
+                told[list(getattr(layout, kind)), 0] = number
+            for head, pattern in zip(layout.frozen, () if frozen is None else frozen.patterns, strict=True):
+                told[head, 1] = 0 if pattern.trainable else _digest(pattern)
             told = told.to(device)
         self.frozen_layout = told
 
@@ -70,11 +73,11 @@ def _compare(layer: str, own: Tensor | None, told: Tensor | None) -> None:
         raise CheckpointError(
             f"{layer}.{LAYOUT} is damaged: expected int64 [heads, 2]; got {told.dtype} {list(told.shape)}"
         )
-    here, there = _frozen(own), _frozen(told)
-    if here.keys() != there.keys():
+    here, there = _edited(own), _edited(told)
+    if {head: kind for head, (kind, _) in here.items()} != {head: kind for head, (kind, _) in there.items()}:
         raise CheckpointError(
-            f"{layer}: the state dict is of a layer with frozen heads {sorted(there) or 'none'}, this one has "
-            f"{sorted(here) or 'none'}; freeze the same heads first, as saf.load does, or undo with saf.uninstall_"
+            f"{layer}: the state dict is of a layer with {_listed(there)}, this one has {_listed(here)}; freeze or "
+            "prune the same heads first, as saf.load does, or undo with saf.uninstall_"
         )
     if other := [head for head in here if here[head] != there[head]]:
         raise CheckpointError(
@@ -83,10 +86,16 @@ def _compare(layer: str, own: Tensor | None, told: Tensor | None) -> None:
         )
 
 
-def _frozen(told: Tensor | None) -> dict[int, int]:
-    """Return the digest of every frozen head's pattern, by head."""
+def _edited(told: Tensor | None) -> dict[int, tuple[int, int]]:
+    """Return the kind, as its place in `KINDS`, and the digest of the pattern of every head that is not live."""
     rows = [] if told is None else told.tolist()
-    return {head: digest for head, (kind, digest) in enumerate(rows) if kind}
+    return {head: (kind, digest) for head, (kind, digest) in enumerate(rows) if kind}
+
+
+def _listed(edited: dict[int, tuple[int, int]]) -> str:
+    """Return "frozen heads [0, 1]" and those of other kinds, "frozen heads none" where there are not any."""
+    by_kind = {kind: [head for head, (at, _) in edited.items() if at == n] for n, kind in enumerate(KINDS)}
+    return ", ".join(f"{kind} heads {heads or 'none'}" for kind, heads in by_kind.items() if heads or kind == "frozen")
 
 
 def _digest(pattern: Pattern) -> int:

@@ -1,11 +1,12 @@
 """Editing a model in place: install and undo fixed patterns, with the optimiser's state carried along.
 
-`edit` is the sequence that every edit goes through; `install` freezes heads; `undo` takes back what was done to heads;
-`rows` and `optimizer` move weights and moments; `state` is what of it files hold.
+`edit` is the sequence that every edit goes through; `install` freezes heads, `prune` removes them; `undo` takes back
+what was done to heads; `rows` and `optimizer` move weights and moments; `state` is what of it files hold.
 """
 
 from saf.surgery.edit import check_editable
 from saf.surgery.install import install_, pattern_parameters
+from saf.surgery.prune import prune_
 from saf.surgery.state import apply_, load_weights_, restore_, state_of, weight_sums
 from saf.surgery.undo import finalize_, uninstall_
 
@@ -16,6 +17,7 @@ __all__ = [
     "install_",
     "load_weights_",
     "pattern_parameters",
+    "prune_",
     "restore_",
     "state_of",
     "uninstall_",

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from saf.adapters import Adapter, Removed, Site, adapter_for
 from saf.errors import InputError, UnsupportedError
-from saf.heads import HeadLayout, HeadSet
+from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.ops import FrozenHeads
 from saf.patterns import Pattern, trained_logits
 from saf.surgery.optimizer import add_logits_, check_optimizer, drop_logits_, unwrap_optimizer
@@ -85,15 +85,24 @@ def layers_with(adapter: Adapter, heads: HeadSet) -> Iterator[tuple[int, Site, l
         yield layer, sites[layer], own
 
 
+def check_live(adapter: Adapter, heads: HeadSet) -> None:
+    """Raise InputError for a head that was edited already."""
+    for kind in EDITED:
+        if already := (heads & adapter.heads(kind)).to_list():
+            raise InputError(f"already {kind}: {already}; uninstall_ them first")
+
+
 def plan_edit(
     site: Site,
     layout: HeadLayout,
     patterns: Mapping[int, Pattern],
     *,
-    backend: str,
+    backend: str | None = None,
     optimizer: torch.optim.Optimizer | None,
 ) -> LayerEdit:
     """Return the edit that gives a layer another layout, with one pattern for each of its frozen heads.
+
+    Without `backend` they stay with the one that the layer has.
 
     Raises:
         InputError: An optimiser that does not hold the layer's weights, or patterns of several lengths.
@@ -103,6 +112,7 @@ def plan_edit(
     site.check(layout)
     check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
     frozen = None
+    backend = backend or ("auto" if site.frozen is None else site.frozen.backend)
     if layout.frozen:
         frozen = FrozenHeads.from_patterns(
             [patterns[head] for head in layout.frozen],

@@ -1,7 +1,6 @@
 """Freezing chosen heads of a model in place: their query and key rows leave the weights."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from saf.adapters import Site, adapter_for
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
-from saf.surgery.edit import carry_out_, check_unwrapped, editing, layers_with, patterns_of, plan_edit
+from saf.surgery.edit import carry_out_, check_live, check_unwrapped, editing, layers_with, patterns_of, plan_edit
 from saf.surgery.optimizer import check_group, unwrap_optimizer
 
 
@@ -37,7 +36,7 @@ def install_(
     heads may share a layer.
 
     Raises:
-        InputError: Heads that do not exist or are frozen, a wrong number of patterns, unequal lengths, an
+        InputError: Heads that do not exist or are not live, a wrong number of patterns, unequal lengths, an
             optimiser that does not hold the model's weights, a TrainablePattern without `trainable`. Nothing is
             changed then.
         UnsupportedError: A model wrapped for data parallelism; a backend that cannot run, optimiser state that cannot
@@ -49,8 +48,7 @@ def install_(
     given = pattern_for_each_head(patterns) if len(heads) else []
     if len(given) != len(heads):
         raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(given)}")
-    if already := (heads & adapter.frozen_heads()).to_list():
-        raise InputError(f"already frozen: {already}; uninstall_ them first")
+    check_live(adapter, heads)
     optimizer = unwrap_optimizer(optimizer)
     edits = []
     for layer, site, own in layers_with(adapter, heads):
@@ -61,7 +59,7 @@ def install_(
             new = {head: _trainable(pattern, site) for head, pattern in new.items()}
             check_group(optimizer, site.projections()["value"][0])
         together = patterns_of(site) | new
-        layout = replace(site.layout, frozen=tuple(sorted(together)))
+        layout = site.layout.changed(new, "frozen")
         edits.append(plan_edit(site, layout, together, backend=backend, optimizer=optimizer))
     carry_out_(edits, optimizer)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from saf.adapters import Removed, Site, adapter_for
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
-from saf.heads import HeadLayout
+from saf.heads import EDITED, HeadLayout
 from saf.ops.backends import choose_backend
 from saf.ops.frozen_layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
@@ -43,7 +43,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
             {
                 "num_heads": site.layout.num_heads,
                 "num_kv_heads": site.layout.num_kv_heads,
-                "frozen": list(site.layout.frozen),
+                **{kind: list(getattr(site.layout, kind)) for kind in EDITED},
                 "trainable": [head for head, one in patterns.items() if one.trainable],
                 "backend": None if frozen is None else frozen.backend,
             }
@@ -93,7 +93,7 @@ def _planned(
     edits, layers = [], matching_layers(model, state)
     backends = {} if backend else recorded_backends(layers)
     for number, site, layer in layers:
-        layout = replace(site.layout, frozen=tuple(layer["frozen"]))
+        layout = replace(site.layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED})
         if not layout.ordinary:
             trained = layer.get("trainable", ())
             patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}

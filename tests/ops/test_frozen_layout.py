@@ -41,9 +41,13 @@ def test_one_tensor_of_integers_a_layer_while_heads_are_frozen(model):
 def test_other_heads_and_patterns_are_refused_by_name(model, strict):
     ordinary, weights = make(), model.state_dict()
     for there, here, message in (
-        (model, frozen((1, 0), (1, 3)), r"blocks\.1\.attention: .* frozen heads \[0, 2\], this one has \[0, 3\]"),
-        (ordinary, frozen((2, 0)), r"blocks\.2\.attention: .* frozen heads none, this one has \[0\]"),
-        (model, ordinary, r"blocks\.1\.attention: .* frozen heads \[0, 2\], this one has none"),
+        (
+            model,
+            frozen((1, 0), (1, 3)),
+            r"blocks\.1\.attention: .* heads \[0, 2\], this one has frozen heads \[0, 3\]",
+        ),
+        (ordinary, frozen((2, 0)), r"blocks\.2\.attention: .* frozen heads none, this one has frozen heads \[0\]"),
+        (model, ordinary, r"blocks\.1\.attention: .* frozen heads \[0, 2\], this one has frozen heads none"),
         (model, frozen((1, 0), (1, 2), storage="dense"), r"blocks\.1\.attention: heads \[0, 2\] .* other patterns"),
     ):
         before = {name: tensor.clone() for name, tensor in here.state_dict().items() if name.startswith("blocks.2")}
@@ -65,7 +69,7 @@ def test_trainable_patterns_are_compared_by_their_heads_alone():
 
 def test_weights_of_earlier_files_take_the_layout_that_their_description_tells(model, tmp_path, monkeypatch):
     earlier = {name: tensor for name, tensor in model.state_dict().items() if name != KEY}
-    with pytest.raises(CheckpointError, match=r"blocks\.1\.attention: .* none, this one has \[0, 2\]"):
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attention: .* none, this one has frozen heads \[0, 2\]"):
         model.load_state_dict(earlier)
     model.load_state_dict(with_layout(earlier, model))
     monkeypatch.setattr(type(model), "state_dict", lambda self: earlier)

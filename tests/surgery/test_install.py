@@ -13,7 +13,7 @@ from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
-from saf.surgery import finalize_, install_, restore_, state_of, uninstall_
+from saf.surgery import finalize_, install_, prune_, restore_, state_of, uninstall_
 
 LENGTH = 24
 SHAPE = GPTConfig(vocab_size=40, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
@@ -59,8 +59,8 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         assert torch.equal(tensor, other[name]), name
 
 
-def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: CompactPattern) -> torch.Tensor:
-    """Logits of a model with no frozen heads whose chosen heads' attention is overwritten by fixed patterns."""
+def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: torch.Tensor) -> torch.Tensor:
+    """Logits of a model with no frozen heads whose chosen heads' attention is overwritten by `fixed [F, T, T]`."""
     handles = []
     for layer, block in enumerate(model.blocks):
 
@@ -68,7 +68,7 @@ def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: CompactPatt
             mixed = output.clone()
             for head in heads.in_layer(layer):
                 length = mixed.shape[-2]
-                mixed[:, head] = fixed.dense()[heads.index((layer, head)), :length, :length] @ inputs[2][:, head]
+                mixed[:, head] = fixed[heads.index((layer, head)), :length, :length] @ inputs[2][:, head]
             return mixed
 
         handles.append(block.attention.live.register_forward_hook(replace))
@@ -81,7 +81,7 @@ def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: CompactPatt
 def test_installed_model_computes_the_fixed_patterns():
     model, trainer = make()
     tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH))
-    expected = by_hand(model, tokens, SOME, patterns(6))
+    expected = by_hand(model, tokens, SOME, patterns(6).dense())
     install_(model, SOME, patterns(6), optimizer=trainer)
     torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
     assert adapter_for(model).frozen_heads() == SOME
@@ -118,7 +118,7 @@ def test_retained_rows_train_as_if_their_optimiser_had_always_been_theirs():
         trainer.step()
         trainer.zero_grad()
         other = torch.nn.functional.cross_entropy(
-            by_hand(twin, tokens[:, :-1], SOME, patterns(6)).flatten(0, 1), tokens[:, 1:].flatten()
+            by_hand(twin, tokens[:, :-1], SOME, patterns(6).dense()).flatten(0, 1), tokens[:, 1:].flatten()
         )
         other.backward()
         for layer, head in SOME:
@@ -273,17 +273,17 @@ def test_state_restores_an_equal_model_and_can_still_be_undone():
 
 
 class FreezeMachine(RuleBasedStateMachine):
-    """Random freezing, undoing, training and running; the model always computes its frozen heads' patterns."""
+    """Random freezing, pruning, undoing, training and running; the model always computes its frozen heads' patterns."""
 
     @initialize()
     def start(self):
         self.model, self.trainer = make()
-        self.fixed: dict[tuple[int, int], int] = {}
+        self.fixed: dict[tuple[int, int], int | None] = {}
         self.steps = 0
 
     # One rule for all: of several, Hypothesis leaves some out of a whole sequence, and there are few sequences.
     @rule(
-        operation=st.sampled_from(["freeze", "freeze", "undo", "train", "run"]),
+        operation=st.sampled_from(["freeze", "freeze", "prune", "undo", "train", "run"]),
         layer=st.integers(0, 2),
         head=st.integers(0, 3),
         seed=st.integers(0, 5),
@@ -297,6 +297,9 @@ class FreezeMachine(RuleBasedStateMachine):
             chosen = sorted(self.fixed)[(4 * layer + head) % len(self.fixed)]
             uninstall_(self.model, HeadSet([chosen]), optimizer=self.trainer)
             del self.fixed[chosen]
+        elif operation == "prune" and (layer, head) not in self.fixed:
+            prune_(self.model, HeadSet([(layer, head)]), optimizer=self.trainer)
+            self.fixed[layer, head] = None
         elif operation == "train":
             update(self.model, self.trainer, self.steps)
             self.steps += 1
@@ -313,9 +316,10 @@ class FreezeMachine(RuleBasedStateMachine):
         heads = HeadSet(self.fixed)
         thawed = copy.deepcopy(self.model)
         uninstall_(thawed)
-        fixed = patterns(1)
-        if heads:
-            fixed = CompactPattern.stack([patterns(1, self.fixed[head])[0] for head in heads])
+        fixed = torch.zeros(len(heads), LENGTH, LENGTH, dtype=torch.float64)
+        for number, seed in enumerate(self.fixed[head] for head in heads):
+            if seed is not None:
+                fixed[number] = patterns(1, seed).dense()[0]
         expected = by_hand(thawed, tokens, heads, fixed)
         torch.testing.assert_close(self.model(tokens), expected, rtol=1e-11, atol=1e-11)
 

@@ -1,0 +1,347 @@
+"""Pruning: what is left computes and trains as if the outputs of pruned heads were zero, and all of it comes back."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import saf
+from saf.adapters import adapter_for
+from saf.bench.accuracy.errors import distance
+from saf.bench.accuracy.layer import TENSORS, Layer, _rotated
+from saf.cli import main as cli
+from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.heads import HeadLayout, HeadSet
+from saf.models import GPT, GPTConfig
+from saf.surgery import finalize_, install_, prune_, restore_, state_of, uninstall_
+from tests.adapters.test_llama import by_hand as dense_reference
+from tests.surgery.test_install import LENGTH, SHAPE, assert_equal, broken, by_hand, make, patterns, snapshot, update
+from tests.transformers_models import LENGTH as LONG
+from tests.transformers_models import freeze, tokens
+from tests.transformers_models import make as make_llama
+
+GONE = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)])
+"""Two heads of the first layer, all of the second."""
+FIXED = HeadSet([(0, 3), (2, 0)])
+"""To be frozen: one beside pruned heads."""
+IDS = torch.randint(0, SHAPE.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+ROLES = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def zeroed(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of an ordinary model with the outputs of `GONE` set to zero and `FIXED` attending by their patterns."""
+    dense = torch.zeros(len(GONE | FIXED), LENGTH, LENGTH, dtype=torch.float64)
+    for number, head in enumerate(GONE | FIXED):
+        if head in FIXED:
+            dense[number] = patterns(2).dense()[FIXED.index(head)]
+    return by_hand(model, ids, GONE | FIXED, dense)
+
+
+def rows_of(heads, head_dim: int = 8) -> list[int]:
+    return [row for head in heads for row in range(head * head_dim, (head + 1) * head_dim)]
+
+
+@pytest.mark.parametrize("first", ["prune", "freeze"])
+def test_pruned_and_frozen_heads_of_one_model_compute_and_train_as_if_outputs_were_zero(first):
+    model, _ = make()
+    twin = copy.deepcopy(model)
+    verbs = {"prune": lambda: prune_(model, GONE), "freeze": lambda: install_(model, FIXED, patterns(2))}
+    for verb in (first, *(verbs.keys() - {first})):
+        verbs[verb]()
+    attention = model.blocks[0].attention
+    assert attention.layout == HeadLayout(4, 4, frozen=(3,), pruned=(1, 2))
+    assert [tuple(getattr(attention, role).weight.shape) for role in ROLES] == [(8, 32), (8, 32), (16, 32), (32, 16)]
+    assert (attention.o_proj.in_features, attention.q_proj.out_features) == (16, 8)
+    assert all(getattr(model.blocks[1].attention, role).weight.numel() == 0 for role in ROLES)
+    expected, found = zeroed(twin, IDS), model(IDS)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    found.backward(upstream)
+    expected.backward(upstream)
+    wanted = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        exact, parts = wanted[name].grad, name.split(".")
+        if parts[-2] in ROLES:
+            layout = model.blocks[int(parts[1])].attention.layout
+            rows = rows_of(layout.live if parts[-2] in ("q_proj", "k_proj") else layout.slots)
+            exact = exact[:, rows] if parts[-2] == "o_proj" else exact[rows]
+        if parameter.grad is None:
+            assert parameter.numel() == 0, name
+        else:
+            torch.testing.assert_close(parameter.grad, exact, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("pruned", [(1, 3), (0, 1, 2)], ids=str)
+def test_the_seven_tensors_of_a_pruned_layer(precision, pruned):
+    """The paper's layer: output, gradients to input, values and the four weights, beside float64 with zero outputs."""
+    generator = torch.Generator().manual_seed(0)
+    shape = {"head_dim": 64, "batch_size": 2, "length": 129, "stored": 192}
+    layer = Layer.draw(heads=HeadLayout(4, 4), **shape, generator=generator, device=torch.device("cpu"))
+    exact = seven(layer, pruned, torch.float64)
+    model = GPT(GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=256, max_length=192))
+    attention = model.attention_layers()[0]
+    for role, weight in attention.weights().items():
+        weight.data.copy_(layer.weights[role])
+    prune_(model, HeadSet((0, head) for head in pruned))
+    lowered = torch.bfloat16 if precision == "bf16" else None
+    x, values = layer.x.clone().requires_grad_(), []
+    attention.live.register_forward_pre_hook(lambda _, inputs: values.append(inputs[2]) or inputs[2].retain_grad())
+    with torch.autocast("cpu", lowered, enabled=lowered is not None):
+        output = attention(x, model.rotary(torch.arange(129)[None]), None)
+    output.backward(layer.upstream.to(output.dtype))
+    rows = rows_of(attention.layout.slots, 64)
+    found = dict(zip(TENSORS, (output.detach(), x.grad, values[0].grad), strict=False))
+    found |= {f"{role} projection": weight.grad for role, weight in attention.weights().items()}
+    assert found.keys() == exact.keys()
+    ordinary = layer.eager(frozen=False, dtype=torch.float32, autocast=lowered)
+    unpruned = layer.eager(frozen=False, dtype=torch.float64)
+    for name, wanted in exact.items():
+        if name == "value":
+            wanted = wanted[:, list(attention.layout.slots)]
+        elif name.endswith("projection"):
+            wanted = wanted[:, rows] if name == "output projection" else wanted[rows]
+        error = distance(found[name], wanted)["relative_l2"]
+        beside = distance(ordinary[name], unpruned[name])["relative_l2"]
+        assert error <= (1e-6 if lowered is None else 1.1 * beside), name
+
+
+def seven(layer: Layer, pruned: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The seven tensors of a layer, head by head, with the outputs of some heads multiplied by zero."""
+    leaves = {role: weight.to(dtype, copy=True).requires_grad_() for role, weight in layer.weights.items()}
+    leaves["input"] = layer.x.to(dtype, copy=True).requires_grad_()
+    parts = {role: layer._split(F.linear(leaves["input"], leaves[role])) for role in ("query", "key", "value")}
+    parts["value"].retain_grad()
+    query, key = (_rotated(parts[role]) for role in ("query", "key"))
+    scores = (query @ key.mT * 64**-0.5).masked_fill(torch.ones(129, 129).triu(1).bool(), -torch.inf)
+    gates = torch.tensor([0.0 if head in pruned else 1.0 for head in range(4)], dtype=dtype)[:, None, None]
+    output = F.linear((scores.softmax(-1) @ parts["value"] * gates).transpose(1, 2).flatten(2), leaves["output"])
+    output.backward(layer.upstream.to(dtype))
+    found = {"output": output.detach(), "input": leaves["input"].grad, "value": parts["value"].grad}
+    return found | {f"{role} projection": leaves[role].grad for role in layer.weights}
+
+
+class Small(torch.nn.Module):
+    """The project's decoder with as many heads in each layer as it is told, written anew."""
+
+    def __init__(self, counts: list[int], dim: int = 8, width: int = 32):
+        super().__init__()
+        self.counts, self.dim = counts, dim
+        self.embed = torch.nn.Embedding(SHAPE.vocab_size, width)
+        self.weights = torch.nn.ParameterDict()
+        for layer, count in enumerate(counts):
+            sizes = {"q": (count * dim, width), "k": (count * dim, width), "v": (count * dim, width)}
+            sizes |= {"o": (width, count * dim), "up": (4 * width, width), "down": (width, 4 * width)}
+            sizes |= {"attention_norm": (width,), "mlp_norm": (width,)}
+            for name, size in sizes.items():
+                self.weights[f"{layer}_{name}"] = torch.nn.Parameter(torch.zeros(size))
+        self.weights["norm"] = torch.nn.Parameter(torch.zeros(width))
+
+    def forward(self, ids, rotary):
+        x, causal = self.embed(ids), torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
+        cos, sin = rotary
+        for layer, count in enumerate(self.counts):
+            own = {
+                name: self.weights[f"{layer}_{name}"]
+                for name in ["q", "k", "v", "o", "up", "down", "attention_norm", "mlp_norm"]
+            }
+            normed = F.layer_norm(x, x.shape[-1:], own["attention_norm"])
+            if count:
+                q, k, v = ((normed @ own[name].T).unflatten(-1, (count, self.dim)).transpose(1, 2) for name in "qkv")
+                q, k = (
+                    torch.cat([a * cos - b * sin, b * cos + a * sin], -1) for a, b in (q.chunk(2, -1), k.chunk(2, -1))
+                )
+                mixed = (q @ k.mT * self.dim**-0.5).masked_fill(causal, -torch.inf).softmax(-1) @ v
+                x = x + mixed.transpose(1, 2).flatten(2) @ own["o"].T
+            hidden = F.gelu(F.layer_norm(x, x.shape[-1:], own["mlp_norm"]) @ own["up"].T, approximate="tanh")
+            x = x + hidden @ own["down"].T
+        return F.layer_norm(x, x.shape[-1:], self.weights["norm"]) @ self.embed.weight.T
+
+
+def test_pruned_from_initialisation_it_trains_like_a_model_built_smaller():
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = GPT(SHAPE).double()
+    prune_(model, GONE)
+    small = Small([attention.layout.num_slots for attention in model.attention_layers()]).double()
+    names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
+    pairs = [(small.embed.weight, model.embed.weight), (small.weights["norm"], model.norm.weight)]
+    for name, parameter in model.named_parameters():
+        if (parts := name.split("."))[0] == "blocks":
+            pairs.append((small.weights[f"{parts[1]}_{names.get(parts[-2], parts[-2])}"], parameter))
+    assert len(pairs) == len(list(small.parameters())) == len(list(model.parameters()))
+    for own, other in pairs:
+        own.data.copy_(other.data)
+    frequency = 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    angle = torch.arange(LENGTH, dtype=torch.float64)[:, None] * frequency
+    trainers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, small)]
+    targets = IDS.roll(-1, 1)
+    for _ in range(4):
+        losses = [
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            for logits in (model(IDS), small(IDS, (angle.cos(), angle.sin())))
+        ]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+        for loss, trainer in zip(losses, trainers, strict=True):
+            loss.backward()
+            trainer.step()
+            trainer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"amsgrad": True})],
+    ids=["adamw", "sgd", "amsgrad"],
+)
+def test_undoing_is_bit_exact_with_updates_between(optimizer, options):
+    model, trainer = make(optimizer, **options)
+    before, parameters = snapshot(model, trainer), list(model.parameters())
+    prune_(model, GONE, optimizer=trainer)
+    uninstall_(model, [(1, 2)], optimizer=trainer)
+    uninstall_(model, optimizer=trainer)
+    assert_equal(snapshot(model, trainer), before)
+    assert not any(site.removed for site in adapter_for(model).sites())
+    prune_(model, GONE, optimizer=trainer)
+    update(model, trainer)
+    install_(model, FIXED, patterns(2), optimizer=trainer)
+    update(model, trainer)
+    uninstall_(model, optimizer=trainer)
+    after = snapshot(model, trainer)
+    for layer in range(3):
+        gone, fixed = (rows_of(heads.in_layer(layer)) for heads in (GONE, FIXED))
+        for role in ROLES:
+            kept = sorted({*range(32)} - {*gone} - ({*fixed} if role in ("q_proj", "k_proj") else set()))
+            for name in (name for name in before if f"blocks.{layer}.attention.{role}" in name and before[name].dim()):
+                one, other = (t.T if role == "o_proj" else t for t in (before[name], after[name]))
+                assert torch.equal(one[gone], other[gone]), name
+                assert not kept or not torch.equal(one[kept], other[kept]), name
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    update(model, trainer)
+
+
+@pytest.mark.parametrize("model_family", ["qwen3", "llama", "mistral"])
+def test_with_grouped_queries_keys_and_values_go_with_the_whole_group(model_family):
+    gone = HeadSet([(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (2, 1)])
+    fixed = HeadSet([(2, 0), (2, 3)])
+    model = make_llama(model_family).double()
+    untouched, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    prune_(model, gone)
+    fixed_patterns = freeze(model, fixed)
+    held = {"qwen3": (0, 1, 2), "llama": (0, 1, 3), "mistral": (0, 1, 1)}[model_family]
+    layers = [layer.self_attn for layer in model.model.layers]
+    assert [layer.v_proj.weight.shape[0] // layer.head_dim for layer in layers] == list(held)
+    assert [layer.q_proj.weight.shape[0] // layer.head_dim for layer in layers] == [0, 1, 1]
+    assert [layer.k_proj.weight.shape[0] // layer.head_dim for layer in layers] == [0, 1, 1]
+    ids = tokens(2, LONG - 5, seed=2)
+    zeros = dict.fromkeys(gone, torch.zeros(LONG, LONG))
+    with torch.no_grad():
+        expected = dense_reference(untouched, fixed_patterns | zeros, ids)
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-10, atol=1e-10)
+        cache, steps = None, []
+        for part in (ids[:, :20], ids[:, 20:23], *ids[:, 23:].split(1, 1)):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-10, atol=1e-10)
+        assert cache.layers[0].keys.numel() == ids.numel(), "a layer without heads keeps one number a token"
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids[:, :8]], 1)
+    alone = model.generate(ids[:, :8], attention_mask=torch.ones(2, 8, dtype=torch.long), **options)
+    assert torch.equal(alone, model.generate(padded, attention_mask=(padded > 0).long(), **options)[:, 4:])
+    model.train()(ids, labels=ids).loss.backward()
+    model.zero_grad()
+    uninstall_(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_pruned_models_are_saved_loaded_and_undone(tmp_path, capsys):
+    model, trainer = make()
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prune_(model, GONE, optimizer=trainer)
+    install_(model, FIXED, patterns(2), optimizer=trainer)
+    other = GPT(SHAPE).double()
+    restore_(other, *state_of(model))
+    with pytest.raises(CheckpointError, match=r"layer with frozen heads none, this one has .*pruned heads \[1, 2\]"):
+        other.load_state_dict(original)
+    other.load_state_dict(model.state_dict())
+    saf.save(model.float(), tmp_path / "gpt")
+    loaded = saf.load(tmp_path / "gpt")
+    assert cli(["inspect", str(tmp_path / "gpt")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 12 frozen; 6 pruned:" in said
+    assert "8 of 8 heads" in said
+    for one in (other.float(), loaded):
+        assert torch.equal(one(IDS), model(IDS))
+        uninstall_(one)
+        assert all(torch.equal(tensor, original[name].float()) for name, tensor in one.state_dict().items())
+    llama = make_llama("qwen3")
+    prune_(llama, [(0, 0), (0, 1), (1, 1)])
+    saf.save(llama, tmp_path / "llama")
+    again = saf.load(make_llama("qwen3"), tmp_path / "llama")
+    with torch.no_grad():
+        assert torch.equal(again(tokens(2)).logits, llama(tokens(2)).logits)
+    uninstall_(again)
+    assert all(map(torch.equal, again.parameters(), make_llama("qwen3").parameters()))
+    finalize_(llama)
+    with pytest.raises(InputError, match=r"the query rows of layer 0, heads .* were not kept"):
+        uninstall_(llama)
+
+
+def test_what_is_measured_leaves_pruned_heads_out():
+    model = GPT(SHAPE)
+    prune_(model, GONE)
+    statistics = saf.calibrate(model, [IDS], collect=("mean_rows",))
+    gates, outputs = saf.gate_gradients(model, [IDS]), saf.head_outputs(model, [IDS], statistics)
+    live = torch.tensor([[(layer, head) not in GONE for head in range(4)] for layer in range(3)])
+    for scores in (saf.score(statistics), gates, outputs.change[:, :, 0]):
+        assert torch.equal(scores.isfinite(), live)
+    report = saf.freeze_(model, [IDS], saf.FreezeConfig(rate=0.25, max_fit_kl=99))
+    assert len(report.heads) == 3
+    assert not report.heads & GONE
+    with pytest.raises(InputError, match="frozen or pruned already"):
+        saf.freeze_(model, [IDS], saf.FreezeConfig(heads=[(0, 1)]))
+
+
+def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
+    model, trainer = make()
+    before = snapshot(model, trainer)
+    stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    for heads, options, message in (
+        ([(0, 4)], {}, "heads 0 to 3; got 4"),
+        ([(0, 0), (7, 0)], {}, "layers 0 to 2; got head"),
+        ([(0, 0), (0, 0)], {}, "names each head once"),
+        (GONE, {"optimizer": stranger}, "does not hold the model's"),
+        (GONE, {"optimizer": model}, "must be a torch.optim.Optimizer; got GPT"),
+    ):
+        with pytest.raises(InputError, match=message):
+            prune_(model, heads, **options)
+    with pytest.raises(UnsupportedError, match="only state of the weight's own shape"):
+        prune_(model, GONE, optimizer=broken(trainer))
+    prune_(model, [], optimizer=trainer)
+    assert_equal(snapshot(model, trainer), before)
+    install_(model, FIXED, patterns(2), optimizer=trainer)
+    with pytest.raises(InputError, match=r"already frozen: \[\[0, 3\]\]; uninstall_ them first"):
+        prune_(model, [(0, 0), (0, 3)], optimizer=trainer)
+    prune_(model, GONE, optimizer=trainer)
+    for verb in (lambda: prune_(model, [(0, 1)]), lambda: install_(model, [(0, 1)], patterns(1))):
+        with pytest.raises(InputError, match=r"already pruned: \[\[0, 1\]\]"):
+            verb()
+    with pytest.raises(InputError, match=r"not frozen or pruned: \[\[0, 0\]\]"):
+        uninstall_(model, [(0, 0)], optimizer=trainer)
+    uninstall_(model, optimizer=trainer)
+    assert_equal(snapshot(model, trainer), before)
+    prune_(model, GONE)
+    with pytest.raises(InputError, match="pass optimizer= to"):
+        update(model, trainer)
+    with pytest.raises(InputError, match="a head is frozen or pruned"):
+        HeadLayout(4, 4, frozen=(1,), pruned=(1, 2))
+
+
+@pytest.mark.slow
+def test_a_layer_without_heads_compiles():
+    model = GPT(SHAPE)
+    prune_(model, GONE)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(IDS, IDS), model(IDS, IDS))
