@@ -74,7 +74,7 @@ def test_given_heads_are_frozen_whatever_they_score_or_refused():
     chosen = ((2, 3), (0, 1))
     report = saf.freeze_(model, [ids], saf.FreezeConfig(heads=chosen, max_fit_kl=9))
     assert (set(report.heads), report.requested) == (set(chosen), 2)
-    with pytest.raises(InputError, match=r"\[\(2, 3\)\] are frozen already"):
+    with pytest.raises(InputError, match=r"\[\(2, 3\)\] are frozen or pruned already"):
         saf.freeze_(model, [ids], saf.FreezeConfig(heads=((2, 3), (1, 1))))
     with pytest.raises(SelectionError, match="do not fit"):
         saf.freeze_(model, [ids], saf.FreezeConfig(heads=((1, 1), (1, 2)), max_fit_kl=1e-6))
@@ -169,7 +169,7 @@ def test_what_no_live_head_can_meet_is_refused_before_anything_is_measured(monke
         (ready, {"count": live + 1}, "4 heads asked for; 3 of 12 are live"),
         (ready, {"heads": ((3, 0),)}, r"3 layers of 4 heads; got \[\(3, 0\)\]"),
         (ready, {"exclude": ((0, 4),)}, r"3 layers of 4 heads; got \[\(0, 4\)\]"),
-        (model, {"rate": 0.25}, "all 12 heads are frozen already"),
+        (model, {"rate": 0.25}, "all 12 heads are frozen or pruned already"),
     ):
         with pytest.raises(InputError, match=message):
             saf.freeze_(to_freeze, [ids], saf.FreezeConfig(**config))

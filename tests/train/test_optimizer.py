@@ -10,7 +10,7 @@ from saf.train.optimizer import (
     learning_rate,
     optimizer_state,
     parameter_groups,
-    progress_by_time,
+    progress_by_share,
     progress_by_update,
     restore_optimizer,
     set_learning_rate_,
@@ -136,9 +136,9 @@ def test_later_continuation_decays_between_its_own_ends():
 
 def test_time_continues_where_updates_stopped():
     by_update = progress_by_update(2500, updates=5000)
-    assert progress_by_time(0.0, budget=60.0, begin=by_update) == by_update
-    assert progress_by_time(60.0, budget=60.0, begin=by_update) == 1.0
-    assert progress_by_time(90.0, budget=60.0, begin=by_update) == 1.0
+    assert progress_by_share(0.0, begin=by_update) == by_update
+    assert progress_by_share(1.0, begin=by_update) == 1.0
+    assert progress_by_share(1.5, begin=by_update) == 1.0
 
 
 def test_refuses_a_warmup_as_long_as_the_schedule():

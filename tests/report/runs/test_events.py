@@ -29,7 +29,9 @@ def several(tmp_path):
         }
         tensors |= {name: tensors[name] + 1 for name in ("alpha", "variance")}
         values = {**first.values, "update": update, "heads": [head], "scores": scores, "fit_kl": [[*head, 0.5]]}
-        values = {name: value for name, value in values.items() if name not in ("number", "kind", "tensors")}
+        values = {
+            name: value for name, value in values.items() if name not in ("number", "kind", "tensors", "tensors_sha256")
+        }
         more = {"loss_before": 3.0, "loss_after": 3.25, "reason": "train_loss: <flat>", "seconds": {"fit": 2.0}}
         append_event(folder, "freeze", values | more, tensors)
 
