@@ -16,6 +16,10 @@ class InputError(SafError, ValueError):
     """Say that an argument, shape or setting cannot be used."""
 
 
+class OutOfRangeError(InputError, IndexError):
+    """Say that an index lies outside of what it selects among; it ends a loop over what is indexed."""
+
+
 class DataError(SafError, ValueError):
     """Say that text, token shards or a tokenizer cannot be used."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 from torch import Tensor
 
+from saf.arguments import above, at_least, check_fields
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
 from saf.data import TokenData, calibration_windows
@@ -42,21 +43,21 @@ class CheckpointFreezing:
     """The new checkpoint; the event is recorded beside its files, in events.jsonl."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on when None."""
-    sequences: int = 32
+    sequences: Annotated[int, at_least(1)] = 32
     """Calibration sequences."""
-    length: int | None = None
+    length: Annotated[int | None, at_least(1)] = None
     """Their length in tokens; the run's when None."""
     allow_shorter: bool = False
     """Accept a length below the run's; the model then takes no longer input."""
-    batch_size: int = 8
+    batch_size: Annotated[int, at_least(1)] = 8
     """Sequences in a forward pass."""
-    heldout_sequences: int = 32
+    heldout_sequences: Annotated[int, at_least(1)] = 32
     """Sequences of the controller partition that output-aware scores read."""
-    calibration_seed: int | None = None
+    calibration_seed: Annotated[int | None, at_least(0)] = None
     """Of the choice of calibration sequences; the run's when None."""
     calibration: Path | None = None
     """Keep each layer's measurement in this folder once it is finished, and go on from those found there."""
-    capture_gb: float | None = None
+    capture_gb: Annotated[float | None, above(0)] = None
     """Most memory for queries and keys kept at once, GB; half of what is free when None."""
     finalize: bool = False
     """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
@@ -64,6 +65,10 @@ class CheckpointFreezing:
     """Where to compute; auto is CUDA if there is one."""
     precision: Precision = "auto"
     """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
+
+    def __post_init__(self):
+        """Raise InputError naming the first field that cannot be used."""
+        check_fields(self)
 
 
 def freeze_checkpoint(

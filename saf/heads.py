@@ -3,10 +3,15 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index
+from typing import Any
 
+from saf.arguments import Where, check, check_fields, checked, shown
 from saf.errors import InputError
 
 Head = tuple[int, int]
+HEADS = Where("each once, layers and heads from 0", lambda heads: _are_heads(heads))
+"""Of heads in settings, in any order."""
 
 
 class HeadSet:
@@ -18,11 +23,13 @@ class HeadSet:
     """
 
     def __init__(self, heads: Iterable[Head] = ()):
-        """Take `(layer, head)` pairs in any order; raise InputError on a repeated or negative one."""
-        pairs = [(int(layer), int(head)) for layer, head in heads]
+        """Take `(layer, head)` pairs of whole numbers in any order; raise InputError on a repeated or negative one."""
+        pairs = head_pairs(heads)
         self._heads = tuple(sorted(set(pairs)))
         if len(self._heads) != len(pairs):
-            raise InputError(f"a head set names each head once; got {len(pairs)} pairs, {len(self._heads)} different")
+            raise InputError(
+                f"heads must differ: a set names each head once; got {len(pairs)} pairs, {len(self._heads)} different"
+            )
         if any(layer < 0 or head < 0 for layer, head in pairs):
             raise InputError(f"layers and heads count from 0; got {min(pairs)}")
 
@@ -31,27 +38,30 @@ class HeadSet:
         """Return a set of heads that go with something else in their order; raise InputError if they do not ascend."""
         if isinstance(heads, HeadSet):
             return heads
-        given = list(heads)
+        given = head_pairs(heads)
         chosen = cls(given)
-        if list(chosen) != [(int(layer), int(head)) for layer, head in given]:
+        if list(chosen) != given:
             raise InputError(f"heads go with patterns in (layer, head) order; got {given}, sort both")
         return chosen
 
     @classmethod
     def from_list(cls, pairs: Iterable[Iterable[int]]) -> "HeadSet":
         """Build from `[[layer, head], ...]`, the form used in JSON files."""
-        return cls((layer, head) for layer, head in pairs)
+        return cls(head_pairs(pairs))
 
     def to_list(self) -> list[list[int]]:
         """Return `[[layer, head], ...]` for JSON files."""
         return [[layer, head] for layer, head in self._heads]
 
+    @checked
     def in_layer(self, layer: int) -> list[int]:
         """Return the ascending head ids of one layer."""
         return [head for at, head in self._heads if at == layer]
 
     def index(self, head: Head) -> int:
-        """Return the position of a head in iteration order."""
+        """Return the position of a head in iteration order; raise InputError for one that is not in the set."""
+        if head not in self._heads:
+            raise InputError(f"head {shown(head)} is not among these {len(self)} heads")
         return self._heads.index(head)
 
     def __iter__(self) -> Iterator[Head]:
@@ -64,13 +74,13 @@ class HeadSet:
         return head in self._heads
 
     def __or__(self, other: "HeadSet") -> "HeadSet":
-        return HeadSet({*self._heads, *other})
+        return HeadSet({*self._heads, *HeadSet(other)})
 
     def __and__(self, other: "HeadSet") -> "HeadSet":
-        return HeadSet(set(self._heads) & set(other))
+        return HeadSet(set(self._heads) & set(HeadSet(other)))
 
     def __sub__(self, other: "HeadSet") -> "HeadSet":
-        return HeadSet(set(self._heads) - set(other))
+        return HeadSet(set(self._heads) - set(HeadSet(other)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadSet) and self._heads == other._heads
@@ -87,6 +97,22 @@ ROLES = ("query", "key", "value", "output")
 KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"), "pruned": ()}
 """In which projections heads of a kind have rows; what they lack is what making them that kind removes."""
 EDITED = tuple(kind for kind in KINDS if kind != "live")
+
+
+def _are_heads(heads: Iterable[Head]) -> bool:
+    pairs = list(map(tuple, heads))
+    return len(set(pairs)) == len(pairs) and all(min(pair) >= 0 for pair in pairs)
+
+
+def head_pairs(heads: Any) -> list[Head]:
+    """Return `(layer, head)` pairs in the order given; raise InputError for anything else than whole numbers."""
+    if isinstance(heads, HeadSet):
+        return list(heads)
+    check("heads", heads, Iterable)
+    pairs = list(heads)
+    for pair in pairs:
+        check("each of heads", pair, Head)
+    return [(index(layer), index(head)) for layer, head in pairs]
 
 
 @dataclass(frozen=True)
@@ -106,8 +132,11 @@ class HeadLayout:
 
     def __post_init__(self):
         """Raise InputError when heads do not divide into groups, an id does not exist or is of two kinds."""
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise InputError(f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads")
+        check_fields(self)
+        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"num_heads {self.num_heads} must be positive and divide into num_kv_heads {self.num_kv_heads}"
+            )
         for kind in EDITED:
             heads = self._of(kind)
             if list(heads) != sorted(set(heads)):

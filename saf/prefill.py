@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
+from saf.arguments import check, checked
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
 from saf.ops import for_graphs
@@ -33,6 +34,7 @@ class Prefill:
     Matrix products of all graphs share scratch memory: replay them one after another, not on two streams at once.
     """
 
+    @checked
     def __init__(self, model: nn.Module, *, batch_size: int, length: int, compile: bool = True, autocast: bool = True):
         """Compile and capture `[batch_size, length]`; `autocast` runs float32 weights in bfloat16.
 
@@ -65,6 +67,7 @@ class Prefill:
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, 1, V]` after `input_ids [B, T]`, in memory of their own; InputError elsewhere."""
+        check("input_ids", input_ids, Tensor)
         if tuple(input_ids.shape) != self._shape:
             raise InputError(f"captured for {list(self._shape)} token ids; got {list(input_ids.shape)}: capture again")
         self._input_ids.copy_(input_ids)

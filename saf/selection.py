@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from saf.arguments import checked, shown
 from saf.errors import InputError, SelectionError
-from saf.heads import Head, HeadSet
+from saf.heads import Head, HeadSet, head_pairs
 
 Unit = tuple[Head, ...]
 """Heads that are chosen together: one, or the live heads of a KV group."""
@@ -35,7 +36,7 @@ def units(scores: Tensor, order: Sequence[Head], group_size: int = 1) -> list[Un
     head that is missing from `order` is left out.
     """
     if group_size < 1 or scores.shape[1] % group_size:
-        raise InputError(f"{scores.shape[1]} heads do not divide into KV groups of {group_size}")
+        raise InputError(f"{scores.shape[1]} heads do not divide into KV groups of {group_size} (group_size)")
     if group_size == 1:
         return [(head,) for head in order]
     eligible = set(order)
@@ -50,11 +51,11 @@ def units(scores: Tensor, order: Sequence[Head], group_size: int = 1) -> list[Un
 
 def existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
     """Return the heads as a set; raise InputError for one that `scores [L, H]` has no place for."""
-    named = {(int(layer), int(head)) for layer, head in heads}
+    named = head_pairs(heads)
     layers, width = scores.shape
     if strange := sorted(pair for pair in named if not (0 <= pair[0] < layers and 0 <= pair[1] < width)):
-        raise InputError(f"the model has {layers} layers of {width} heads; got {strange}")
-    return named
+        raise InputError(f"heads must exist, in {layers} layers of {width} heads; got {strange}")
+    return set(HeadSet(named))
 
 
 Limits = int | Mapping[int, int]
@@ -131,8 +132,10 @@ def chooser(
     """Return what chooses heads under the conditions of `select`, one proposal after another."""
     if sum(given is not None for given in (rate, count, match)) != 1:
         raise InputError("give either rate or count, or a set of heads to match by layer")
+    if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
+        raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
     if count is not None and count < 0:
-        raise SelectionError(f"{count} heads asked for; give 0 or more")
+        raise SelectionError(f"count is a number of heads, 0 or more; got {count}")
     if match is not None:
         if max_per_layer is not None:
             raise InputError("match sets the number of heads of each layer; max_per_layer cannot be given with it")
@@ -157,6 +160,7 @@ def _limits(scores: Tensor, most: Limits | None) -> list[int]:
     return [min(by_layer.get(layer, count), count) for layer, count in enumerate(live)]
 
 
+@checked
 def select(
     scores: Tensor,
     rate: float | None = None,
@@ -199,6 +203,7 @@ def select(
         choose.accept(unit)
     if not choose.attained(len(choose)):
         raise SelectionError(
-            f"{choose.total} heads asked for; {len(choose)} of {scores.numel()} can be chosen under these conditions"
+            f"{choose.total} heads asked for; {len(choose)} of {scores.numel()} can be chosen under these conditions: "
+            "lower the rate or count"
         )
     return HeadSet(choose)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from saf.adapters import Adapter, adapter_for
+from saf.arguments import checked
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig
 from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
@@ -20,6 +21,7 @@ STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetens
 SCHEMA = "saf.model/1"
 
 
+@checked
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write `saf.json` and `saf.safetensors` (patterns, removed rows) and, for the project's GPT, the weights.
 
@@ -52,6 +54,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
         raise CheckpointError(f"{reason}: {folder} is as it was; free some space, then save again") from error
 
 
+@checked
 def load(
     model_or_folder: nn.Module | str | Path, folder: str | Path | None = None, *, backend: str | None = None
 ) -> nn.Module:
@@ -101,7 +104,7 @@ def load(
                 f"the model's live heads attend otherwise than those saved ({'; '.join(differing)}): open it with the "
                 "configuration it had",
                 SafWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         return model
     weights = read_tensors(source / WEIGHTS, error=CheckpointError)

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from saf.arguments import check_fields, checked, shown
 from saf.errors import CheckpointError, InputError
-from saf.heads import HeadSet
+from saf.heads import HeadSet, head_pairs
 from saf.records.files import read_metadata, read_tensors, tensors_hash, write_tensors
 
 SCHEMA = "saf.statistics/1"
@@ -66,6 +67,28 @@ class AttentionStatistics:
     positions: tuple[int, ...] = ()
     """Query positions of `mean_rows`, `rows` and `logit_rows`."""
 
+    def __post_init__(self):
+        """Raise InputError unless the tensors have the shapes that belong together."""
+        check_fields(self)
+        heads = self.variance.shape
+        if self.length < 1 or self.num_sequences < 1:
+            raise InputError(f"length and num_sequences must be at least 1; got {self.length} and {self.num_sequences}")
+        if len(heads) != 2:
+            raise InputError(f"variance must be [L, H]; got {list(heads)}")
+        for name in _TENSORS:
+            expected = (*heads, self.length) if name.startswith("eta") else tuple(heads)
+            values = getattr(self, name)
+            if tuple(values.shape) != expected or not values.is_floating_point():
+                raise InputError(f"{name} must be floating point {list(expected)}; got {shown(values)}")
+        if strange := sorted(set(self.collected) - set(COLLECTIONS)):
+            raise InputError(f"collected must hold some of {', '.join(COLLECTIONS)}; got {strange}")
+        for name, values in self.collected.items():
+            if not values.dim() or len(values) != len(self.collected_heads):
+                raise InputError(
+                    f"collected {name!r} must have one entry for each of {len(self.collected_heads)} collected_heads; "
+                    f"got {list(values.shape)}"
+                )
+
     def __repr__(self) -> str:
         layers, heads = self.variance.shape
         kept = f", with {', '.join(self.collected)}" if self.collected else ""
@@ -77,12 +100,14 @@ class AttentionStatistics:
         """Return whether each head was measured, `[L, H]`."""
         return ~self.variance.isnan()
 
+    @checked
     def take(self, name: str, heads: Iterable[tuple[int, int]]) -> Tensor:
         """Return what was collected under `name` for `heads`, in their order, `[F, ...]`.
 
         Raises InputError that says how to collect it when it is missing.
         """
-        wanted = list(heads)
+        wanted = head_pairs(heads)
+        HeadSet(wanted)
         held = self.collected_heads if name in self.collected else HeadSet()
         lacking = [head for head in wanted if head not in held]
         if lacking:
@@ -93,8 +118,11 @@ class AttentionStatistics:
         return self.collected[name][[self.collected_heads.index(head) for head in wanted]]
 
     @classmethod
+    @checked
     def join(cls, parts: Sequence["AttentionStatistics"]) -> "AttentionStatistics":
         """Merge statistics of different heads of the same sequences; raise InputError when they overlap or differ."""
+        if not parts:
+            raise InputError("parts must be statistics, one at least; got none")
         first = parts[0]
         for part in parts[1:]:
             same = ("length", "num_sequences", "sequences_hash", "positions")
@@ -123,6 +151,7 @@ class AttentionStatistics:
             positions=first.positions,
         )
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, whole or not at all."""
         meta = {name: getattr(self, name) for name in ("length", "num_sequences", "sequences_hash", "positions")}
@@ -133,6 +162,7 @@ class AttentionStatistics:
         write_tensors(Path(path), tensors, {"saf": json.dumps(meta)})
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> "AttentionStatistics":
         """Read a file written by `save`; raise CheckpointError when it is missing, damaged or another kind of file."""
         advice = "expected a file that AttentionStatistics.save wrote"

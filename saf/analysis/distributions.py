@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from saf.analysis.model import SILENT, ModelSettings, Opened, Record, Watch
 from saf.analysis.profiles import blank
 from saf.analysis.projection import project_profiles, sample_profiles, umap_reducer
 from saf.analysis.row_models import SCALE
+from saf.arguments import SHARE, Where, above, at_least
 from saf.calibration import calibrate
 from saf.errors import InputError
-from saf.heads import Head, HeadSet
+from saf.heads import HEADS, Head, HeadSet
 from saf.records import paper
 from saf.records.quantities import MISSING
 from saf.records.table import Part, Table
@@ -34,28 +35,28 @@ QUERIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 class Distributions(ModelSettings):
     """Hold measured attention rows and entries against the Gaussian and Dirichlet models fitted to other sequences."""
 
-    sequences: int = 500
+    sequences: Annotated[int, at_least(1)] = 500
     """Sequences of the calibration partition."""
-    fitted: float = 0.6
+    fitted: Annotated[float, Where("a share in (0, 1)", lambda share: 0 < share < 1)] = 0.6
     """Share of the sequences that the models are fitted to; the others are held out."""
-    heads: tuple[Head, ...] = ()
+    heads: Annotated[tuple[Head, ...], HEADS] = ()
     """Heads to look at, those of lowest variance at --rate when none; on the command line 0:3 1:11 or a file:
     JSON pairs, or events.jsonl."""
-    rate: float = 0.25
+    rate: Annotated[float, SHARE] = 0.25
     """Share of all heads to look at."""
-    shown: int = 4
+    shown: Annotated[int, at_least(1)] = 4
     """Heads whose curves are kept for the figure, spread evenly over those looked at."""
     positions: tuple[int, ...] = ()
     """Query positions, from 0; T/16, T/8, T/4, T/2, 3T/4 and T, as in the paper, when none."""
-    distance: int = 1
+    distance: Annotated[int, at_least(0)] = 1
     """The entry whose distribution is looked at: the key so far before the query."""
-    scale: float = SCALE
+    scale: Annotated[float, above(0)] = SCALE
     """Of Dirichlet concentrations."""
-    profiles: int = 128
+    profiles: Annotated[int, at_least(1)] = 128
     """Sequences for the UMAP of profiles, with --umap."""
     umap: bool = False
     """Also project profiles of the shown heads by UMAP (needs umap-learn)."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Of generated rows, splits and the projection."""
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saf.analysis.model import SILENT, ModelSettings, Record, Watch
+from saf.arguments import SHARES, at_least
 from saf.calibration import calibrate
 from saf.fit import CONSTANT_AFTER, FITTERS, fit_variants
 from saf.freezing.heldout import HeldOutFit, fit_heldout
@@ -24,13 +25,13 @@ from saf.settings import OneOf, documented
 class Fits(ModelSettings):
     """Fit every head on one half of the calibration sequences, free and structured; KL to either half."""
 
-    sequences: int = 64
+    sequences: Annotated[int, at_least(1)] = 64
     """Calibration sequences; the halves are calibrated apart."""
-    structured_after: int = CONSTANT_AFTER
+    structured_after: Annotated[int, at_least(0)] = CONSTANT_AFTER
     """In the structured fit, alpha is constant from this key on."""
     fitter: Annotated[str, OneOf(FITTERS)] = "proportional"
     """How compact patterns are fitted."""
-    rates: tuple[float, ...] = (0.25, 0.5)
+    rates: Annotated[tuple[float, ...], SHARES] = (0.25, 0.5)
     """Shares of all heads, lowest variance first, at which the table parts them."""
 
 

@@ -12,6 +12,7 @@ from saf.adapters import adapter_for
 from saf.analysis.correlation import spearman, stratified_spearman
 from saf.analysis.model import SILENT, ModelSettings, Record, Watch
 from saf.analysis.profiles import blank
+from saf.arguments import SHARES, at_least
 from saf.calibration import calibrate, heads_at_a_time
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import InputError
@@ -38,9 +39,9 @@ class Geometry(ModelSettings):
 
     score: Annotated[str, OneOf(SCORES)] = "variance"
     """Which statistics' score ranks the heads."""
-    rates: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
+    rates: Annotated[tuple[float, ...], SHARES] = (0.1, 0.25, 0.5, 0.75)
     """Shares of all heads."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Of sampled patterns."""
     costs: Path | None = None
     """JSON of what each pattern cost: {"0.25": {"mean": 0.7, ...}, ...}; adds rank correlations."""

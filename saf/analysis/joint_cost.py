@@ -2,19 +2,20 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.analysis.costs import CostMeter
 from saf.analysis.model import SILENT, ModelSettings, Record, Watch
+from saf.arguments import at_least
 from saf.calibration import calibrate
 from saf.calibration.capture import Batch, check_heads, read_batches
 from saf.evaluate.paired import paired_delta_ppl
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import make_patterns
-from saf.heads import Head, HeadSet
+from saf.heads import HEADS, Head, HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
 from saf.records.quantities import MISSING, signed
@@ -28,11 +29,11 @@ from saf.statistics import AttentionStatistics
 class JointCost(ModelSettings):
     """Freeze two head sets, each as a whole: their immediate costs on the same windows, and their overlap."""
 
-    first: tuple[Head, ...]
+    first: Annotated[tuple[Head, ...], HEADS]
     """Heads; on the command line 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
-    second: tuple[Head, ...]
+    second: Annotated[tuple[Head, ...], HEADS]
     """The other set, written the same way."""
-    windows: int = 16
+    windows: Annotated[int, at_least(1)] = 16
     """Windows of the controller partition to measure on."""
 
 

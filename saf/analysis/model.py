@@ -11,6 +11,7 @@ import tyro
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
+from saf.arguments import at_least, check_fields
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
 from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
@@ -36,18 +37,22 @@ class ModelSettings:
     """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on when None."""
-    sequences: int = 32
+    sequences: Annotated[int, at_least(1)] = 32
     """Calibration sequences."""
-    calibration_seed: int | None = None
+    calibration_seed: Annotated[int | None, at_least(0)] = None
     """Of the choice of calibration sequences; the run's when None."""
-    length: int | None = None
+    length: Annotated[int | None, at_least(1)] = None
     """Tokens of a sequence or window; the run's when None."""
-    batch_size: int = 8
+    batch_size: Annotated[int, at_least(1)] = 8
     """Sequences in a forward pass."""
     device: Device = "auto"
     """Where to compute; auto is CUDA if there is one."""
     precision: Precision = "auto"
     """auto is bf16 autocast on CUDA and fp32 on CPU."""
+
+    def __post_init__(self):
+        """Raise InputError naming the first field that cannot be used."""
+        check_fields(self)
 
     def open(self) -> "Opened":
         """Return the model with its data; raise InputError or CheckpointError when they cannot be had."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from saf.analysis.correlation import spearman
 from saf.analysis.costs import CostMeter
 from saf.analysis.model import SILENT, ModelSettings, Opened, Record, Watch
+from saf.arguments import SHARES, above, at_least
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import InputError
@@ -42,15 +43,15 @@ class OneHead(ModelSettings):
     With --out, what is there is written every few seconds as a partial record, in case the command is cut off.
     """
 
-    windows: int = 16
+    windows: Annotated[int, at_least(1)] = 16
     """Windows of the controller partition to measure on: its first ones."""
-    heldout_sequences: int = 16
+    heldout_sequences: Annotated[int, at_least(0)] = 16
     """Sequences that output-aware scores read: its last ones; 0 leaves these scores out."""
-    max_fit_kl: float = 0.2
+    max_fit_kl: Annotated[float, above(0)] = 0.2
     """Heads with a larger fit KL, in nats, do not count."""
-    structured_after: int | None = CONSTANT_AFTER
+    structured_after: Annotated[int | None, at_least(0)] = CONSTANT_AFTER
     """Measure the structured fit too: alpha is constant from this key on; None leaves it out."""
-    rates: tuple[float, ...] = (0.25, 0.5)
+    rates: Annotated[tuple[float, ...], SHARES] = (0.25, 0.5)
     """Shares of all heads whose mean cost is told."""
 
 

@@ -9,6 +9,7 @@ import tyro
 
 from saf.analysis.correlation import matrix, partial_spearman, spearman
 from saf.analysis.model import SILENT, Record, Watch
+from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.records import paper
 from saf.records.quantities import correlation
@@ -26,6 +27,10 @@ class PartialSpearman:
     """What `saf analyze one-head --out` wrote."""
     profiles: Path | None = None
     """What `saf analyze profiles --out` wrote about the same model; adds the control for entropy."""
+
+    def __post_init__(self):
+        """Raise InputError naming the first field that cannot be used."""
+        check_fields(self)
 
 
 def measure(settings: PartialSpearman, watch: Watch = SILENT) -> dict[str, Any]:

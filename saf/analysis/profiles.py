@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for
 from saf.analysis.model import SILENT, ModelSettings, Record, Watch
+from saf.arguments import at_least
 from saf.calibration import latter_half
 from saf.calibration.capture import Batch, evaluation_mode, read_batches
 from saf.errors import InputError
-from saf.heads import Head, HeadSet
+from saf.heads import HEADS, Head, HeadSet
 from saf.records import paper
 from saf.records.quantities import MISSING
 from saf.records.table import Part, Table
@@ -29,9 +30,9 @@ LOCAL = 64
 class Profiles(ModelSettings):
     """Measure how heads spread their attention, selected heads against unselected ones of the same layers."""
 
-    selected: tuple[Head, ...] = ()
+    selected: Annotated[tuple[Head, ...], HEADS] = ()
     """Heads to compare with the others; on the command line 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
-    windows: int = 128
+    windows: Annotated[int, at_least(1)] = 128
     """Windows of the controller partition to measure on."""
 
 

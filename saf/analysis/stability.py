@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saf.analysis.correlation import matrix, spearman
 from saf.analysis.model import SILENT, Record, Watch, checkpoint_beside, fingerprint_beside
+from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records import paper
@@ -28,6 +29,10 @@ class Stability:
     """An events.jsonl, or the run or checkpoint that holds one; its newest freeze counts."""
     second: Annotated[Path, tyro.conf.Positional]
     """Another one."""
+
+    def __post_init__(self):
+        """Raise InputError naming the first field that cannot be used."""
+        check_fields(self)
 
 
 def measure(settings: Stability, watch: Watch = SILENT) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
             raise InputError("calibration sequences must not be padded; give sequences of one full length")
         ids.append(tokens.long().cpu())
     if not ids or not sum(map(len, ids)):
-        raise InputError("calibration needs at least one sequence; got none")
+        raise InputError("calibration needs batches of at least one sequence; got none")
     if len(lengths := {tokens.shape[1] for tokens in ids}) > 1:
         raise InputError(f"calibration sequences must have one length; got {sorted(lengths)}")
     if 0 in lengths:
@@ -44,7 +44,7 @@ def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
     known = adapter.vocab_size
     low, high = min(int(one.min()) for one in ids), max(int(one.max()) for one in ids)
     if low < 0 or (known is not None and high >= known):
-        raise InputError(f"token ids must lie in [0, {known}); got {low if low < 0 else high}")
+        raise InputError(f"token ids of batches must lie in [0, {known}); got {low if low < 0 else high}")
 
 
 def _kind(value: Any) -> str:

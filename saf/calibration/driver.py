@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, adapter_for
+from saf.arguments import checked
 from saf.calibration.capture import (
     Batch,
     Wanted,
@@ -27,6 +28,7 @@ from saf.machine.stopwatch import Stopwatch
 from saf.statistics import AttentionStatistics
 
 
+@checked
 def calibrate(
     model: nn.Module,
     batches: Iterable[Batch],

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Site, adapter_for
-from saf.calibration.capture import Batch, evaluation_mode, read_batches
+from saf.arguments import checked
+from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
 from saf.errors import CheckpointError, InputError
 
 BETA = 0.9
@@ -32,6 +33,7 @@ class QKGradient:
     >>> saf.score(statistics, "qk_gradient", gradient=gradient.scores()) # doctest: +SKIP
     """
 
+    @checked
     def __init__(self, model: nn.Module, *, beta: float = BETA):
         if not 0 <= beta < 1:
             raise InputError(f"beta is the weight of the past, in [0, 1); got {beta}")
@@ -67,16 +69,21 @@ class QKGradient:
         rows = [[None if value != value else value for value in row] for row in self._average.tolist()]
         return {"beta": self.beta, "updates": self.updates, "average": rows}
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`; raise CheckpointError when it belongs to another shape of model or beta."""
-        rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
-        average = torch.tensor(rows, dtype=torch.float64)
-        if average.shape != self._average.shape or state["beta"] != self.beta:
+        try:
+            rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
+            average, updates = torch.tensor(rows, dtype=torch.float64), int(state["updates"])
+            beta = float(state["beta"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"state must hold an average of gradients, its updates and beta; {error!r}") from None
+        if average.shape != self._average.shape or beta != self.beta:
             raise CheckpointError(
                 f"expected a gradient average of heads {list(self._average.shape)} with beta={self.beta}; "
-                f"got {list(average.shape)} with beta={state['beta']}"
+                f"got {list(average.shape)} with beta={beta}"
             )
-        self._average, self.updates = average, int(state["updates"])
+        self._average, self.updates = average, updates
 
 
 def head_norms(site: Site) -> Tensor:
@@ -106,6 +113,7 @@ def _block_norms(parameter: Tensor, dimension: int, head_dim: int) -> Tensor:
     return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=wide).double()
 
 
+@checked
 def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | None = None) -> Tensor:
     """Return the importance I of Eq. (19), `[L, H]` float64 on the CPU; NaN for frozen heads.
 
@@ -127,7 +135,9 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
     count = 0
     with torch.enable_grad(), evaluation_mode(model), requiring_gradients(weights):
-        for batch in read_batches(batches):
+        ids = read_batches(batches)
+        check_vocabulary(adapter, ids)
+        for batch in ids:
             for sequence in batch.to(adapter.device).split(1):
                 value = _next_token_loss(adapter, sequence) if loss is None else loss(adapter.model, sequence)
                 gradients = torch.autograd.grad(value, weights)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for, unwrap
-from saf.calibration.capture import Batch, evaluation_mode, read_batches
+from saf.arguments import checked
+from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
 from saf.errors import InputError, UnsupportedError
 from saf.scores.outputs import HeadOutputs
 from saf.statistics import AttentionStatistics
 
 
+@checked
 def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: AttentionStatistics) -> HeadOutputs:
     """Measure the contributions C of all live heads, and those of `C~ = mean pattern · V · W_O` in their place.
 
@@ -35,6 +37,7 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     adapter = adapter_for(model)
     sites = adapter.sites()
     ids = read_batches(batches)
+    check_vocabulary(adapter, ids)
     if "mean_rows" not in statistics.collected:
         raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics lack them")
     if ids[0].shape[1] != statistics.length:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Site, adapter_for
+from saf.arguments import checked
 from saf.calibration.capture import Batch, Wanted, check_heads, read_batches
 from saf.calibration.collect import COLLECT_BYTES, collection_bytes, latter_half
 from saf.calibration.layer import obstacle, strip_bytes
@@ -78,6 +79,7 @@ class CalibrationPlan:
         )
 
 
+@checked
 def plan_calibration(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -154,6 +156,7 @@ def plan_for(
     return plan
 
 
+@checked
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
     """Return of how many heads `collect` can be kept at once on the CPU, in half of what is free; one at least."""
     itemsize = 8 if adapter_for(model).dtype == torch.float64 else 4

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeGuard
 
+from saf.arguments import check
 from saf.errors import InputError
 from saf.settings import documented
 
@@ -62,6 +63,7 @@ class PrepareConfig:
 
     def __post_init__(self):
         """Check ranges."""
+        check("heldout", self.heldout, tuple[str | Path, ...])
         positive = ("vocab_size", "tokenizer_bytes", "shard_tokens")
         optional = ("max_documents", "max_bytes", "split_characters", "workers")
         for name in (*positive, *optional):

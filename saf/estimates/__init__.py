@@ -1,12 +1,12 @@
 """What a frozen head's fixed pattern is made from: one pattern a file, dense or as a target for a compact fit."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saf.arguments import check, checked, keyword_hints
 from saf.errors import InputError, did_you_mean
 from saf.estimates.dirichlet import dirichlet
 from saf.estimates.gaussian import gaussian
@@ -58,12 +58,14 @@ __all__ = [
 ]
 
 
+@checked
 def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
     """Return what `calibrate(collect=...)` must keep for a pattern; raise InputError for an unknown name."""
     kind = _kind(name)
     return kind.collect_compact if storage == "compact" and kind.compact is not None else kind.collect
 
 
+@checked
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
     """Return what a pattern's compact form is fitted to, for `heads` in order.
 
@@ -79,6 +81,7 @@ def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "
     return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
 
+@checked
 def exact_pattern(
     statistics: AttentionStatistics, heads: Iterable[Head], name: str, **options: Any
 ) -> CompactPattern | None:
@@ -90,6 +93,7 @@ def exact_pattern(
     return None if kind.exact is None else kind.exact(statistics, _some(heads), **given)
 
 
+@checked
 def dense_pattern(
     statistics: AttentionStatistics,
     heads: Iterable[Head],
@@ -102,6 +106,8 @@ def dense_pattern(
 
     Options and errors are those of `target`.
     """
+    if not dtype.is_floating_point:
+        raise InputError(f"dtype must be floating point; got {dtype}")
     kind, given = _kind(name), check_options(name, options)
     # Head by head: what a pattern is made from takes several times its own memory.
     return DensePattern(
@@ -114,12 +120,15 @@ def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
     `seed` may be given to all patterns. Raises InputError for other options and for what is no seed.
     """
-    parameters = inspect.signature(_kind(name).dense).parameters.values()
-    known = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
-    if unknown := set(options) - known - {"seed"}:
-        raise InputError(f"pattern {name!r} takes {sorted(known) or 'no options'}; got {sorted(unknown)}")
+    known = keyword_hints(_kind(name).dense)
+    if unknown := [key for key in options if key not in known and key != "seed"]:
+        raise InputError(f"pattern {name!r} takes {sorted(known) or 'no options'}; got {unknown}")
     given = {key: value for key, value in options.items() if key in known}
-    return given | {"seed": seed_of(given["seed"])} if "seed" in given else given
+    if "seed" in given:
+        given["seed"] = seed_of(given["seed"])
+    for key, value in given.items():
+        check(key, value, known[key])
+    return given
 
 
 def _some(heads: Iterable[Head]) -> HeadSet:
@@ -132,6 +141,6 @@ def _some(heads: Iterable[Head]) -> HeadSet:
 
 def _kind(name: str) -> PatternKind:
     """Return a kind of pattern by name; raise InputError for an unknown one."""
-    if name not in PATTERNS:
+    if not isinstance(name, str) or name not in PATTERNS:
         raise InputError(f"unknown pattern {name!r}; expected one of {sorted(PATTERNS)}{did_you_mean(name, PATTERNS)}")
     return PATTERNS[name]

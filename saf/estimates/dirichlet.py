@@ -1,9 +1,11 @@
 """The Dirichlet sample: every row drawn as a whole, with the mean pattern as its mean (paper, Eq. 18)."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.arguments import Where, above
 from saf.estimates.sampling import causal_mask, causal_softmax, stream_of
 from saf.heads import HeadSet
 from saf.statistics import AttentionStatistics
@@ -25,16 +27,14 @@ def dirichlet(
     heads: HeadSet,
     *,
     seed: int = 0,
-    scale: float = SCALE,
-    bounds: tuple[float, float] = BOUNDS,
+    scale: Annotated[float, above(0)] = SCALE,
+    bounds: Annotated[tuple[float, float], Where("ascending, above 0", lambda pair: 0 < pair[0] <= pair[1])] = BOUNDS,
 ) -> Tensor:
     """Return one draw for each of `heads`, `[F, T, T]`, rows from Dirichlet(c m) with m the row of the mean pattern.
 
     The moment estimate of c is multiplied by `scale` and kept within `bounds`. Rows whose mean is nearly one-hot, or
     that hardly vary over the sequences, are their mean. Raises InputError unless scale > 0 and 0 < bounds, ascending.
     """
-    if not (scale > 0 and 0 < bounds[0] <= bounds[1]):
-        raise InputError(f"expected scale > 0 and bounds 0 < low <= high; got {scale} and {bounds}")
     mean, variance = statistics.take("mean", heads), statistics.take("row_variance", heads)
     causal = causal_mask(mean.shape[-1])
     drawn = []

@@ -4,14 +4,14 @@ A fitter is one file (`proportional`, `adam`, `dense`) and one line of `FITTERS`
 how far a fit is from its target, `certificate` the evidence, `structured` the fit with fewer parameters.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
-from saf.errors import InputError, SafWarning, did_you_mean
+from saf.arguments import check, checked, keyword_hints
+from saf.errors import InputError, SafWarning
 from saf.fit.adam import fit_adam
 from saf.fit.certificate import Certificate, certify
 from saf.fit.dense import fit_dense
@@ -19,6 +19,7 @@ from saf.fit.objective import MAX_FIT_KL, accepted, check_targets, fit_kl, fit_l
 from saf.fit.proportional import fit_proportional
 from saf.fit.structured import CONSTANT_AFTER, check_constant_after, fit_variants
 from saf.patterns import CompactPattern
+from saf.settings import OneOf
 
 __all__ = [
     "CONSTANT_AFTER",
@@ -46,6 +47,7 @@ FITTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 }
 
 
+@checked
 def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any) -> CompactPattern:
     """Return the compact patterns closest to targets with these marginals, in canonical gauge, float64.
 
@@ -73,10 +75,11 @@ def warn_of_missed(certificate: Certificate, fitter: str) -> None:
             f"{missed} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
             f"{certificate.tolerance:g} (worst {worst:.2g}); allow more sweeps, or look at their KL",
             SafWarning,
-            stacklevel=3,
+            stacklevel=4,  # past `checked`
         )
 
 
+@checked
 def fit_with_certificate(
     eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any
 ) -> tuple[CompactPattern, Certificate]:
@@ -102,11 +105,11 @@ def fit_with_certificate(
 
 
 def check_fitter_options(fitter: str, options: dict[str, Any]) -> None:
-    """Raise InputError for an unknown fitter, or for options that it does not take."""
-    if fitter not in FITTERS:
-        raise InputError(f"fitter must be one of {', '.join(FITTERS)}; got {fitter!r}{did_you_mean(fitter, FITTERS)}")
-    parameters = inspect.signature(FITTERS[fitter]).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    """Raise InputError for an unknown fitter, and for options that it does not take or values that it cannot use."""
+    check("fitter", fitter, Annotated[str, OneOf(FITTERS)])
+    known = keyword_hints(FITTERS[fitter])
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InputError(f"fitter {fitter!r} takes {', '.join(known)}; got {', '.join(unknown)}")
+    for name, value in options.items():
+        check(name, value, known[name])

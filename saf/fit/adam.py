@@ -1,23 +1,27 @@
 """The paper's fitter: a fixed number of Adam steps on Eq. (4) from the marginals alone."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.arguments import above, at_least
 from saf.fit.objective import initial_parameters
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
 
 def fit_adam(
-    eta_abs: Tensor, eta_rel: Tensor, *, steps: int = 400, learning_rate: float = 0.05
+    eta_abs: Tensor,
+    eta_rel: Tensor,
+    *,
+    steps: Annotated[int, at_least(1)] = 400,
+    learning_rate: Annotated[float, above(0)] = 0.05,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
 
     Adam's defaults otherwise, no early stop. The gradient is fitted less target marginals over T, from tiles in
     the log domain: an FFT loses rows with a small normaliser.
     """
-    if not (steps >= 1 and learning_rate > 0):
-        raise InputError(f"expected steps >= 1 and learning_rate > 0; got {steps} and {learning_rate}")
     alpha, rho = initial_parameters(eta_rel)
     length = alpha.shape[-1]
     optimizer = torch.optim.Adam([alpha, rho], lr=learning_rate, foreach=False)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saf.arguments import checked
 from saf.fit.objective import marginals
 from saf.patterns import CompactPattern
 
@@ -67,6 +68,7 @@ def pool_tail(values: Tensor, first: int | None) -> Tensor:
     return torch.cat([values[..., :first], values[..., first:].sum(-1, keepdim=True)], -1)
 
 
+@checked
 def certify(
     pattern: CompactPattern,
     eta_abs: Tensor,

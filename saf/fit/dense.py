@@ -1,28 +1,27 @@
 """The oracle: Newton's method on Eq. (4) with every row formed, for short lengths; shares no code with the tiles."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.arguments import above, at_least
 
 
 def fit_dense(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    tolerance: float = 1e-13,
-    max_steps: int = 200,
-    alpha_constant_after: int | None = None,
+    tolerance: Annotated[float, above(0)] = 1e-13,
+    max_steps: Annotated[int, at_least(1)] = 200,
+    alpha_constant_after: Annotated[int | None, at_least(0)] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
 
     Damped Newton steps from alpha = rho = 0 until the predicted decrease of the loss falls below `tolerance`
     nats per row. A head takes memory T^2 and time T^3 a step.
     """
-    if not (tolerance > 0 and max_steps >= 1):
-        raise InputError(f"expected tolerance > 0 and max_steps >= 1; got {tolerance} and {max_steps}")
     alpha, rho = torch.zeros_like(eta_abs), torch.zeros_like(eta_rel)
     steps = torch.zeros(len(eta_abs), dtype=torch.int64, device=eta_abs.device)
     for head in range(len(eta_abs)):

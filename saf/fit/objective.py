@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from saf.arguments import checked
 from saf.errors import InputError
 from saf.patterns import CompactPattern
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums
@@ -16,6 +17,7 @@ MAX_FIT_KL = 0.2
 _CONSISTENCY = 1e-3
 
 
+@checked
 def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two marginals `[..., T]` in float64 with rounding errors of their sums removed.
 
@@ -72,11 +74,13 @@ def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(eta_rel), (eta_rel / count).clamp(min=1e-9).log()
 
 
+@checked
 def fit_loss(alpha: Tensor, rho: Tensor, log_z: Tensor, eta_abs: Tensor, eta_rel: Tensor) -> Tensor:
     """Return Eq. (4): the row-averaged cross-entropy in nats, `[...]`, for inputs `[..., T]`."""
     return (log_z - eta_abs * alpha - eta_rel * rho).mean(-1)
 
 
+@checked
 def marginals(pattern: CompactPattern) -> tuple[Tensor, Tensor]:
     """Return the pattern's column sums (by key) and diagonal sums (by distance), each `[..., T]` float64."""
     alpha, rho, log_row = pattern.alpha.double(), pattern.rho.double(), -pattern.log_z.double()
@@ -84,6 +88,7 @@ def marginals(pattern: CompactPattern) -> tuple[Tensor, Tensor]:
     return columns, (log_diagonal_sums(log_row, alpha) + rho).exp()
 
 
+@checked
 def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entropy: Tensor) -> Tensor:
     """Return the row-averaged KL(target || pattern) in nats, `[...]`.
 
@@ -93,11 +98,14 @@ def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entrop
     if pattern.alpha.shape != eta_abs.shape or row_entropy.shape != pattern.shape:
         got = f"{list(pattern.alpha.shape)}, {list(eta_abs.shape)} and {list(row_entropy.shape)}"
         raise InputError(f"expected a pattern [..., T], marginals [..., T] and row entropy [...]; got {got}")
+    if bool(row_entropy.isnan().any()):
+        raise InputError("row_entropy must be a number for every pattern; got NaN")
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     loss = fit_loss(pattern.alpha.double(), pattern.rho.double(), pattern.log_z.double(), eta_abs, eta_rel)
     return loss - row_entropy.double()
 
 
+@checked
 def accepted(kl: Tensor, *, max_fit_kl: float = MAX_FIT_KL) -> Tensor:
     """Return which fits pass, bool in the shape of `kl` (nats per row, of `fit_kl`); NaN never passes.
 

@@ -7,11 +7,12 @@ that raises the loss is replaced by the plain sweep, which cannot raise it.
 """
 
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.arguments import above, at_least
 from saf.fit.certificate import meaningful, pool_tail
 from saf.fit.objective import fit_loss, initial_parameters
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
@@ -26,10 +27,10 @@ def fit_proportional(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    tolerance: float = 1e-4,
-    max_sweeps: int = 500,
-    memory: int = 3,
-    alpha_constant_after: int | None = None,
+    tolerance: Annotated[float, above(0)] = 1e-4,
+    max_sweeps: Annotated[int, at_least(1)] = 500,
+    memory: Annotated[int, at_least(0)] = 3,
+    alpha_constant_after: Annotated[int | None, at_least(0)] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the sweeps taken `[N]` for targets `[N, T]` (of `check_targets`).
 
@@ -38,9 +39,6 @@ def fit_proportional(
     `memory` is the number of earlier sweeps used to extrapolate (0: none). With `alpha_constant_after=s` alpha
     has one value for all keys from s on, fitted to their pooled marginal.
     """
-    if not (tolerance > 0 and max_sweeps >= 1 and memory >= 0):
-        got = f"{tolerance}, {max_sweeps} and {memory}"
-        raise InputError(f"expected tolerance > 0, max_sweeps >= 1 and memory >= 0; got {got}")
     alpha, rho = initial_parameters(eta_rel)
     sweeps = torch.full(eta_abs.shape[:1], max_sweeps, dtype=torch.int64, device=eta_abs.device)
     active = torch.arange(len(eta_abs), device=eta_abs.device)

@@ -149,5 +149,5 @@ def accept(
         reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else "no other may be frozen"
         more, in_all = (" more", f"; {frozen_before + len(choose)} are frozen in all") if frozen_before else ("", "")
         message = f"{len(choose)}{more} of {choose.total} heads could be frozen: {reason}{in_all}"
-        warnings.warn(message, SafWarning, stacklevel=6)
+        warnings.warn(message, SafWarning, stacklevel=7)
     return {head: made[head] for head in HeadSet(choose)}, rejected

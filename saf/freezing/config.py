@@ -1,17 +1,15 @@
 """The settings of one freezing event."""
 
 from dataclasses import asdict, dataclass, field
-from math import isfinite
-from numbers import Integral, Real
-from operator import index
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-from saf.errors import InputError, did_you_mean
+from saf.arguments import check_fields
+from saf.errors import InputError
 from saf.estimates import PATTERNS, Storage, check_options
 from saf.estimates.sampling import Seed, seed_of
 from saf.fit import FITTERS, check_fitter_options
 from saf.freezing.heldout import check_heldout
-from saf.heads import Head, HeadSet
+from saf.heads import HEADS, Head, HeadSet, head_pairs
 from saf.scores import SCORES, Score, needed_by, score_name
 from saf.selection import budget
 from saf.settings import OneOf, documented
@@ -43,12 +41,12 @@ class FreezeConfig:
     """Largest row-averaged KL from the pattern to its compact fit, in nats; other heads are skipped."""
     strict: bool = False
     """Refuse when one of the k lowest heads does not fit, instead of taking the next one."""
-    heads: tuple[Head, ...] | None = None
+    heads: Annotated[tuple[Head, ...] | None, HEADS] = None
     """Exactly these heads (layer, head), whatever rate says and they score; refused when one does not fit. On the
     command line 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""
-    exclude: tuple[Head, ...] = ()
+    exclude: Annotated[tuple[Head, ...], HEADS] = ()
     """Heads that stay live, written the same way."""
-    only: tuple[Head, ...] | None = None
+    only: Annotated[tuple[Head, ...] | None, HEADS] = None
     """Heads that may be chosen, written the same way; all of them when None."""
     below: float | None = None
     """Choose only heads that score less than this."""
@@ -56,7 +54,7 @@ class FreezeConfig:
     """Most heads to freeze in a layer; any number when None."""
     match: Annotated[str | None, OneOf(SCORES)] = None
     """Freeze as many heads in each layer as this score would choose: the paper's control, with a random score."""
-    match_heads: tuple[Head, ...] | None = None
+    match_heads: Annotated[tuple[Head, ...] | None, HEADS] = None
     """Freeze as many heads in each layer as this list has, written as heads are: that control beside another run."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
@@ -75,28 +73,13 @@ class FreezeConfig:
 
     def __post_init__(self):
         """Check names and ranges."""
-        self._check_numbers()
+        check_fields(self)
         budget(self.rate, 1)
         for name in HEAD_LISTS:
             if (pairs := getattr(self, name)) is not None:
-                try:
-                    chosen = tuple((index(layer), index(head)) for layer, head in pairs)
-                except (TypeError, ValueError):
-                    raise InputError(f"{name} is a list of pairs (layer, head); got {pairs!r}") from None
+                chosen = tuple(head_pairs(pairs))
                 HeadSet(chosen)
                 object.__setattr__(self, name, chosen)
-        for name, known in (
-            ("score", SCORES),
-            ("match", SCORES),
-            ("pattern", PATTERNS),
-            ("storage", get_args(Storage)),
-            ("fitter", FITTERS),
-        ):
-            value = getattr(self, name)
-            if value is not None and not callable(value) and value not in known:
-                raise InputError(
-                    f"unknown {name} {value!r}; expected one of {sorted(known)}{did_you_mean(value, known)}"
-                )
         check_fitter_options(self.fitter, self.fitter_options)
         object.__setattr__(self, "seed", seed_of(self.seed))
         object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
@@ -106,18 +89,7 @@ class FreezeConfig:
             check_heldout(self.pattern, self.storage)
         if not self.max_fit_kl > 0:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
-        if self.below is not None and not isfinite(self.below):
-            raise InputError(f"below is a finite score; got {self.below}")
         self._check_budget()
-
-    def _check_numbers(self) -> None:
-        """Raise InputError for what is not a number where one is meant; a bool is none."""
-        reals, wholes = ("rate", "max_fit_kl", "below"), ("count", "max_per_layer")
-        for name, kinds in [*((name, Real) for name in reals), *((name, Integral) for name in wholes)]:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, kinds | type(getattr(FreezeConfig, name))):
-                kind = "a number" if kinds is Real else "a whole number"
-                raise InputError(f"{name} must be {kind}; got {value!r}")
 
     def _check_budget(self) -> None:
         """Raise InputError for settings of how many heads that contradict one another."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
+from saf.arguments import checked
 from saf.calibration import calibrate, heads_at_a_time
 from saf.calibration.capture import Batch, read_batches
-from saf.errors import InputError, SafWarning
+from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
 from saf.freezing.choice import Made, accept, check_heads, check_ranks, choose_by, gather, scores_collect
@@ -28,6 +29,7 @@ from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_
 
 
+@checked
 def freeze_(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -72,8 +74,6 @@ def freeze_(
             live heads. The model is unchanged.
     """
     config = FreezeConfig() if config is None else config
-    if not isinstance(config, FreezeConfig):
-        raise InputError(f"config must be a saf.FreezeConfig, as FreezeConfig(rate=0.25); got {config!r}")
     check_editable(model, optimizer)  # now, not after the whole measurement
     adapter = adapter_for(model)
     watch = Stopwatch(adapter.device)
@@ -222,5 +222,5 @@ def _warn_if_shorter(length: int, longest: int | None) -> None:
             f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "
             f"than {length} tokens are refused; calibrate on {longest} tokens to keep them",
             SafWarning,
-            stacklevel=6,  # past _decide and done_once, at the caller of freeze_
+            stacklevel=7,  # past _decide, done_once and `checked`, at the caller of freeze_
         )

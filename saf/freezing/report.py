@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from saf.arguments import checked
 from saf.errors import InputError
 from saf.freezing.heldout import HeldOutFit
 from saf.heads import Head, HeadSet
@@ -111,6 +112,7 @@ class FreezeReport:
             tensors |= {name: vector.float() for name, vector in self.patterns.vectors().items()}
         return tensors
 
+    @checked
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:
         """Record this event, with `extra` values, in the `events.jsonl` of an existing folder, and its tensors.
 

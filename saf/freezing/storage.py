@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from saf.adapters import adapter_for
+from saf.arguments import checked
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 
@@ -35,6 +36,7 @@ class StorageReport:
         return ", ".join(f"{name.replace('_', ' ')} {size:.3g} GB" for name, size in sizes)
 
 
+@checked
 def storage_report(
     heads: nn.Module | Iterable[Head],
     *,
@@ -63,8 +65,10 @@ def storage_report(
     heads = HeadSet(heads)
     if length is None or num_heads is None:
         raise InputError("heads alone do not tell the size of their patterns: give length and num_heads, or a model")
-    if length < 1 or any(head >= num_heads for _, head in heads):
-        raise InputError(f"expected length >= 1 and heads below {num_heads}; got {length} and {heads.to_list()}")
+    if length < 1 or num_heads < 1 or any(head >= num_heads for _, head in heads):
+        raise InputError(
+            f"expected length >= 1 and heads below {num_heads} (num_heads); got {length} and {heads.to_list()}"
+        )
     layers = {layer for layer, _ in heads}
     matrix = length * length * dtype.itemsize
     return StorageReport(

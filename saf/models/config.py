@@ -1,8 +1,9 @@
 """Shapes of the paper's decoder."""
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from saf.arguments import at_least, check_fields, checked
 from saf.errors import InputError, did_you_mean
 
 
@@ -23,13 +24,12 @@ class GPTConfig:
 
     def __post_init__(self):
         """Check that every size is positive and heads divide the hidden size."""
+        check_fields(self)
         for name, value in asdict(self).items():
-            if name != "position" and not (isinstance(value, int) and value >= 1):
+            if name != "position" and value < 1:
                 raise InputError(f"{name} must be a whole number, at least 1; got {value!r}")
         if self.hidden_size % self.num_heads:
             raise InputError(f"hidden_size {self.hidden_size} does not divide into {self.num_heads} heads")
-        if self.position not in ("rope", "learned"):
-            raise InputError(f"position must be 'rope' or 'learned'; got {self.position!r}")
         if self.position == "rope" and self.head_dim % 2:
             raise InputError(f"rotary positions need an even head dimension; got {self.head_dim}")
 
@@ -38,7 +38,8 @@ class GPTConfig:
         """Return the channels of one head."""
         return self.hidden_size // self.num_heads
 
-    def flops_per_token(self, length: int) -> float:
+    @checked
+    def flops_per_token(self, length: Annotated[int, at_least(0)]) -> float:
         """Return FLOPs of forward and backward per token of a model whose heads are all live, at so many tokens.
 
         6 per weight of every matrix product (the tied embedding counts once, as the output), and 6 * length per
@@ -54,12 +55,13 @@ class GPTConfig:
         return asdict(self)
 
     @classmethod
+    @checked
     def from_dict(cls, values: dict[str, Any]) -> "GPTConfig":
         """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
         try:
             return cls(**values)
         except TypeError as error:
-            raise InputError(f"not a model configuration: {error}") from error
+            raise InputError(f"values are not a model configuration: {error}") from error
 
 
 # 124m and 774m: GPT-2's small and large model, the paper's 124M and 774M. 1b: the paper's 1B (appendix on scale), 8K of
@@ -74,6 +76,7 @@ PRESETS = {
 }
 
 
+@checked
 def preset(name: str, **overrides: Any) -> GPTConfig:
     """Return a preset with some fields changed; raise InputError for an unknown name or field.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from saf.arguments import check, checked, shown
 from saf.errors import InputError
 from saf.models.attention import Attention, plain_weight
 from saf.models.config import GPTConfig
@@ -50,6 +51,7 @@ class DecoderLayer(nn.Module):
 class GPT(nn.Module):
     """Model text causally with attention heads that can be frozen."""
 
+    @checked
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -61,6 +63,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     @classmethod
+    @checked
     def undrawn(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
         """Return a model whose weights hold anything, for others to be loaded or drawn; nothing is drawn here."""
         with torch.device("meta"):
@@ -70,6 +73,7 @@ class GPT(nn.Module):
             model.rotary = Rotary(config.head_dim, config.max_length).to(device)
         return model
 
+    @checked
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew: normal with std 0.02, residual projections divided by sqrt(2 layers); norms are one.
 
@@ -91,8 +95,12 @@ class GPT(nn.Module):
 
     def embedded(self, input_ids: Tensor, start: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return what the first layer reads of `input_ids [B, T]`: `[B, T, C]`, and the rotation by position."""
-        if input_ids.dim() != 2:
-            raise InputError(f"input_ids must be [batch, positions]; got shape {tuple(input_ids.shape)}")
+        if not isinstance(input_ids, Tensor):
+            check("input_ids", input_ids, Tensor)
+        if input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise InputError(
+                f"input_ids must be whole numbers [batch, positions]; got {input_ids.dtype} {tuple(input_ids.shape)}"
+            )
         length = input_ids.shape[1]
         if not 1 <= length <= self.config.max_length:
             raise InputError(f"inputs have 1 to {self.config.max_length} positions; got {length}")
@@ -125,12 +133,18 @@ class GPT(nn.Module):
         as first real positions. Targets of -100 are left out of the loss.
         """
         if attention_mask is not None:
+            if not isinstance(attention_mask, Tensor):
+                check("attention_mask", attention_mask, Tensor)
             if attention_mask.shape != input_ids.shape:
                 shapes = f"{list(input_ids.shape)}; got {list(attention_mask.shape)}"
                 raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
             start = left_padding(attention_mask)
         elif start is not None:
             check_start(start, *input_ids.shape, wait=True)
+        if not (targets is None or isinstance(targets, Tensor)):
+            check("targets", targets, Tensor)
+        if targets is not None and targets.is_floating_point():
+            raise InputError(f"targets must be whole numbers; got {shown(targets)}")
         hidden = self.hidden(input_ids, start)
         if targets is None:
             return F.linear(hidden, self.embed.weight)
@@ -139,4 +153,5 @@ class GPT(nn.Module):
     @torch.no_grad()
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the log-probability of every target token, `[B, T]` float32, in nats."""
+        check("targets", targets, Tensor)
         return linear_log_probs(self.hidden(input_ids), self.embed.weight, targets)

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saf.patterns import Pattern
 
 Tables = dict[str, Any]
 """What a backend's `prepare` made for one dtype of values: tensors, or tuples of ints, by name."""
+
+
+class PreparedHeads(nn.Module):
+    """Stand at the base of `FrozenHeads`, so that what it is given to can tell it from anything else."""
 
 
 class Backend(ABC):

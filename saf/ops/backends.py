@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from saf.arguments import checked
 from saf.errors import InputError, UnsupportedError, did_you_mean
+from saf.machine.execution import TorchDevice
 from saf.ops.backend import Backend
 from saf.ops.fused.backend import Fused
 from saf.ops.reference import Reference
@@ -16,6 +18,7 @@ AUTO_ORDER = ("toeplitz", "reference")
 """What `"auto"` tries in turn. `fused` is the paper's execution, kept to be measured: `toeplitz` is faster."""
 
 
+@checked
 def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool = False) -> str:
     """Return a backend's name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
 
@@ -31,7 +34,7 @@ def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dt
             if reason is None:
                 return candidate
             reasons[candidate] = reason
-        raise UnsupportedError(f"no backend runs on {device} with {list(dtypes)}: {reasons}")
+        raise UnsupportedError(f"no backend runs on {device} with values of dtype {list(dtypes)}: {reasons}")
     if name not in BACKENDS:
         near = did_you_mean(name, BACKENDS)
         raise InputError(f"unknown backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}{near}")
@@ -59,7 +62,8 @@ def check_trainable(name: str, patterns: Sequence[TrainablePattern], dtypes: Seq
             raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
 
 
-def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
+@checked
+def explain(device: TorchDevice = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
     """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
     device = torch.device(device)
     lines = [f"rule: the first of {', '.join(AUTO_ORDER)} that supports the device and the dtype"]

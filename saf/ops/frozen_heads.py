@@ -3,18 +3,21 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from saf.arguments import check, checked
 from saf.errors import InputError
-from saf.ops.backend import Tables
+from saf.machine.execution import TorchDevice
+from saf.ops.backend import PreparedHeads, Tables
 from saf.ops.backends import BACKENDS, check_trainable, choose_backend
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
 
 
-class FrozenHeads(nn.Module):
+class FrozenHeads(PreparedHeads):
     """Execute the patterns of a layer's frozen heads, for up to `max_length` positions.
 
     Fixed patterns are tables, made once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
@@ -40,13 +43,14 @@ class FrozenHeads(nn.Module):
         self._static: dict[torch.dtype, dict[str, Any]] = {}
 
     @classmethod
+    @checked
     def from_patterns(
         cls,
         pattern: Pattern | Sequence[Pattern],
         *,
         backend: str = "auto",
         dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
-        device: torch.device | str = "cpu",
+        device: TorchDevice = "cpu",
         kv_head: Sequence[int] | Tensor | None = None,
     ) -> "FrozenHeads":
         """Prepare patterns over `[F, T]`, in head order, for values of `dtype` (one or several).
@@ -61,11 +65,15 @@ class FrozenHeads(nn.Module):
         if len(lengths) != 1:
             raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        slots = None if kv_head is None else tuple(int(head) for head in kv_head)
-        if not dtypes:
-            raise InputError("dtype names the dtypes of values to prepare for, one at least; got none")
+        slots = None if kv_head is None else tuple(kv_head.tolist() if isinstance(kv_head, Tensor) else kv_head)
+        check("kv_head", slots, tuple[int, ...] | None)
         if slots is not None and min(slots, default=0) < 0:
             raise InputError(f"kv_head names value heads from 0; got {slots}")
+        slots = None if slots is None else tuple(map(index, slots))
+        if not patterns:
+            raise InputError("pattern must hold patterns, one head's at least; got none")
+        if not dtypes:
+            raise InputError("dtype names the dtypes of values to prepare for, one at least; got none")
         if slots is not None and len(slots) < len(patterns):
             raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
         trained = [single for single in patterns if is_trainable(single)]
@@ -141,6 +149,8 @@ class FrozenHeads(nn.Module):
 
     def check_call(self, value: Tensor, backend: str) -> None:
         """Raise InputError for values of a wrong shape or longer than the patterns, or for another backend."""
+        if not isinstance(value, Tensor):
+            check("value", value, Tensor)
         if value.dim() != 4:
             raise InputError(f"value must be [batch, heads, positions, head_dim]; got shape {tuple(value.shape)}")
         if backend not in ("auto", self.backend):

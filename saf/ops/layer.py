@@ -15,6 +15,7 @@ out in two parts is joined (`mixed_attention`), left apart (`split_attention`) o
 together or part by part (`project_parts`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saf.arguments import check, shown
 from saf.errors import InputError, UnsupportedError
+from saf.ops.backend import PreparedHeads
 from saf.ops.backends import BACKENDS
 from saf.ops.heads import flat_heads, join_heads, live_keys, part_heads, put_together, read_heads, take_heads
 from saf.ops.live import check_kernel, live_attention
@@ -82,6 +85,12 @@ def _checked(
     projection: Tensor | None = None,
 ) -> Call:
     """Return the call of a layer; raise InputError or UnsupportedError for one that no way computes."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        given = {"query": query, "key": key, "value": value}
+        for name, one in given.items():
+            check(name, one, Tensor)
+    if scale is not None and not (isinstance(scale, float) and math.isfinite(scale)):
+        check("scale", scale, float)
     frozen_slots: tuple[int, ...] = ()
     if frozen is not None:
         frozen_slots = _checked_frozen(value, frozen, backend, start)
@@ -105,6 +114,8 @@ def _checked(
 
 def _checked_frozen(value: Tensor, frozen: "FrozenHeads", backend: str, start: Tensor | None) -> tuple[int, ...]:
     """Return the value head of each frozen slot; raise InputError for values, backend or start that do not fit."""
+    if not isinstance(frozen, PreparedHeads):
+        raise InputError(f"frozen must be a FrozenHeads, made by FrozenHeads.from_patterns; got {shown(frozen)}")
     frozen.check_call(value, backend)
     if start is not None:
         check_start(start, value.shape[0], value.shape[2], wait=False)
@@ -120,8 +131,8 @@ def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: "FrozenH
         group = 1 if num_value_heads == num_heads else num_live // num_value_heads if num_value_heads else 0
         if num_value_heads != num_heads and (frozen is not None or group * num_value_heads != num_live):
             raise InputError(
-                f"{num_live} live heads and {num_heads - num_live} frozen ones over {num_value_heads} value heads need "
-                "kv_head; pass it to FrozenHeads.from_patterns"
+                f"{num_live} live heads of query and {num_heads - num_live} frozen, {num_value_heads} value heads, "
+                "need kv_head; pass it to FrozenHeads.from_patterns"
             )
         slots = tuple(slot // group for slot in range(num_heads))
     if len(slots) != num_heads:
@@ -383,7 +394,10 @@ def frozen_attention(
     """
     slots = _checked_frozen(value, frozen, backend, start)
     length = value.shape[-2]
-    rows = length if rows is None else rows
+    if rows is None:
+        rows = length
+    elif not isinstance(rows, int) or isinstance(rows, bool):
+        check("rows", rows, int)
     if not 0 <= rows <= length:
         raise InputError(f"rows are the last of {length} positions; got {rows}")
     return _mix_padded(take_heads(value, slots), frozen, start, rows)

@@ -123,7 +123,7 @@ def pinned(kernel: str, device: torch.device):
 
 def check_kernel(kernel: str) -> None:
     """Raise InputError for a kernel that nothing is known of."""
-    if kernel != "auto" and kernel not in KERNELS:
+    if not isinstance(kernel, str) or (kernel != "auto" and kernel not in KERNELS):
         near = did_you_mean(kernel, KERNELS)
         raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}{near}")
 

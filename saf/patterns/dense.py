@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from saf.arguments import check_fields, checked
 from saf.errors import InputError
+from saf.machine.execution import TorchDevice
 from saf.patterns.pattern import check_prefix, index_leading, split_leading, told
 
 # How far a row's sum may be from one: what rounding T entries to the dtype can add up to, with room.
@@ -29,11 +31,12 @@ class DensePattern:
 
     def __post_init__(self):
         """Raise InputError naming the first property that does not hold."""
+        check_fields(self)
         weights = self.weights
         if weights.ndim < 2 or weights.shape[-1] != weights.shape[-2] or weights.shape[-1] == 0:
             raise InputError(f"expected weights [..., T, T], T >= 1; got {list(weights.shape)}")
         if weights.dtype not in _ROW_SUM_TOLERANCE:
-            raise InputError(f"expected floating-point weights; got {weights.dtype}")
+            raise InputError(f"expected floating-point weights (dtype); got {weights.dtype}")
         if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
             raise InputError("expected finite, non-negative weights; apply softmax or normalise the rows first")
         if bool(weights.triu(1).any()):
@@ -41,9 +44,12 @@ class DensePattern:
         error = (weights.sum(-1, dtype=torch.float64) - 1).abs()
         tolerance = _ROW_SUM_TOLERANCE[weights.dtype]
         if error.numel() and error.max().item() > tolerance:
-            raise InputError(f"expected rows that sum to 1 within {tolerance}; one misses by {error.max().item():.3g}")
+            raise InputError(
+                f"expected weights whose rows sum to 1 within {tolerance}; one misses by {error.max().item():.3g}"
+            )
 
     @classmethod
+    @checked
     def stack(cls, patterns: Sequence["DensePattern"]) -> "DensePattern":
         """Join patterns of one shape along a new first dimension; raise InputError for none or several shapes."""
         if len({(pattern.weights.shape, pattern.weights.dtype) for pattern in patterns}) != 1:
@@ -68,10 +74,12 @@ class DensePattern:
         """Index the leading dimensions; raise InputError for an index that would reach into positions."""
         return DensePattern(index_leading(self.weights, index, kept=2))
 
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DensePattern":
+    @checked
+    def to(self, *, dtype: torch.dtype | None = None, device: TorchDevice | None = None) -> "DensePattern":
         """Move or round the weights."""
         return DensePattern(self.weights.to(device=device, dtype=dtype))
 
+    @checked
     def prefix(self, length: int) -> "DensePattern":
         """Return the pattern of the first `length` positions."""
         check_prefix(length, self.length)

@@ -5,17 +5,19 @@ execute it is theirs to say.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.arguments import check, shown
+from saf.errors import InputError, OutOfRangeError
 
 if TYPE_CHECKING:
     from saf.patterns.compact import CompactPattern
 
 
+@runtime_checkable
 class Pattern(Protocol):
     """Give a causal matrix `[T, T]` whose rows sum to one, or several of them along leading dimensions."""
 
@@ -71,7 +73,12 @@ class Pattern(Protocol):
 
 def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
     """Return one pattern a head from a batched pattern `[F, ...]`, or from a list of patterns of any kinds."""
-    given = patterns if isinstance(patterns, Iterable) else [patterns]
+    # Patterns first: indexing makes a batched one iterable too.
+    given = [patterns] if isinstance(patterns, Pattern) else patterns
+    check("patterns", given, Iterable)
+    given = list(given)
+    for one in given:
+        check("each of patterns", one, Pattern)
     return [single for pattern in given for single in pattern.singles()]
 
 
@@ -85,16 +92,24 @@ def told(pattern: Any, tensor: Tensor) -> str:
 
 def check_prefix(length: int, longest: int) -> None:
     """Raise InputError unless a pattern over `longest` positions has a prefix of `length`."""
+    check("length", length, int)
     if not 1 <= length <= longest:
-        raise InputError(f"prefix must have 1 to {longest} positions; got {length}")
+        raise InputError(f"prefix must have 1 to {longest} positions; got length {length}")
 
 
 def index_leading(tensor: Tensor, index: Any, kept: int = 1) -> Tensor:
     """Index the leading dimensions of a tensor; raise InputError when that reaches into the `kept` last ones."""
-    result = tensor[index]
+    try:
+        result = tensor[index]
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise OutOfRangeError(
+            f"index must select among the leading dimensions {list(tensor.shape[:-kept])}; got {shown(index)}: {error}"
+        ) from None
     positions = tensor.shape[-kept:]
     if result.ndim < kept or result.shape[-kept:] != positions:
-        raise InputError(f"an index selects among the leading dimensions {list(tensor.shape[:-kept])}; got {index}")
+        raise InputError(
+            f"index must select among the leading dimensions {list(tensor.shape[:-kept])}; got {shown(index)}"
+        )
     return result
 
 

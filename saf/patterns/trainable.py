@@ -6,7 +6,9 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from saf.arguments import checked
 from saf.errors import InputError, UnsupportedError
+from saf.machine.execution import TorchDevice
 from saf.patterns.compact import CompactPattern
 from saf.patterns.pattern import Pattern
 
@@ -21,19 +23,25 @@ class TrainablePattern(nn.Module):
     trainable: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ("alpha", "rho")
 
+    @checked
     def __init__(self, alpha: Tensor, rho: Tensor):
         """Take the logits as given; raise InputError unless both are float32 or both float64, of one shape `[T]`."""
         super().__init__()
         if alpha.shape != rho.shape or alpha.dim() != 1 or not len(alpha):
             raise InputError(f"expected alpha and rho [T], T >= 1; got {list(alpha.shape)} and {list(rho.shape)}")
         if alpha.dtype != rho.dtype or alpha.dtype not in (torch.float32, torch.float64):
-            raise InputError(f"expected float32 or float64 logits of one dtype; got {alpha.dtype} and {rho.dtype}")
+            raise InputError(
+                f"expected alpha and rho of one dtype, float32 or float64; got {alpha.dtype} and {rho.dtype}"
+            )
+        if not (bool(alpha.isfinite().all()) and bool(rho.isfinite().all())):
+            raise InputError("alpha and rho must be finite")
         self.alpha = nn.Parameter(alpha.detach().clone())
         self.rho = nn.Parameter(rho.detach().clone())
 
     @classmethod
+    @checked
     def of(
-        cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: TorchDevice = "cpu"
     ) -> "TrainablePattern":
         """Start from a pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it.
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.heads import Head
 from saf.schedules.schedule import Event, Freeze, Outcome, check_moment, check_state, update_at
@@ -37,6 +38,7 @@ class Gradual:
             raise InputError(f"groups of a gradual schedule is a whole number from 1; got groups={self.groups!r}")
         if type(self.begin) is type(self.end) and self.begin > self.end:
             raise InputError(f"a gradual schedule ends where it begins or later; got {self}")
+        check_fields(self)
 
     def events(self, updates: int) -> tuple[int, ...]:
         """Return after how many of `updates` updates each group comes; raise InputError when there are fewer."""

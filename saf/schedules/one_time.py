@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from saf.arguments import at_least, check_fields, checked
 from saf.errors import CheckpointError
 from saf.schedules.schedule import Event, Freeze, Outcome, check_moment, check_state, update_at
 from saf.settings import Flag, documented
@@ -24,12 +25,15 @@ class OneTime:
 
     def __post_init__(self):
         """Raise InputError for a moment that no run has."""
+        check_fields(self)
         check_moment(self.name, "at", self.at)
 
-    def first_update(self, updates: int) -> int:
+    @checked
+    def first_update(self, updates: Annotated[int, at_least(0)]) -> int:
         """Return after how many of `updates` updates the event comes; raise InputError when there are fewer."""
         return update_at("at", self.at, updates)
 
+    @checked
     def start(self, *, updates: int, heads: int, limit: int) -> "OneTimeProposer":
         """Return the state machine of a run of `updates` updates, which freezes what its settings ask for."""
         return OneTimeProposer(self.first_update(updates))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import fmean, linear_regression
 from typing import Any, ClassVar
 
+from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.schedules.schedule import (
     Event,
@@ -58,6 +59,7 @@ class TrainLoss:
         check_number(self.name, "multiplier", self.multiplier, above=True)
         for name in ("group", "cap"):
             check_number(self.name, name, getattr(self, name), above=True, high=1)
+        check_fields(self)
 
     def first_update(self, updates: int) -> None:
         """Return None: the loss decides when the first event comes."""

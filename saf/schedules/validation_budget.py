@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.schedules.schedule import (
     Event,
@@ -57,6 +58,7 @@ class ValidationBudget:
             raise InputError(f"checks of a {self.name} schedule are some updates apart; got every={self.every!r}")
         for name in ("group", "cap"):
             check_number(self.name, name, getattr(self, name), above=True, high=1)
+        check_fields(self)
 
     def checks(self, updates: int) -> tuple[int, ...]:
         """Return after how many of `updates` updates each check comes; raise InputError when there are fewer."""

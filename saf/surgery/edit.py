@@ -79,7 +79,7 @@ def layers_with(adapter: Adapter, heads: HeadSet) -> Iterator[tuple[int, Site, l
     for layer in sorted({layer for layer, _ in heads}):
         own = heads.in_layer(layer)
         if layer >= len(sites):
-            raise InputError(f"the model has layers 0 to {len(sites) - 1}; got head {(layer, own[0])}")
+            raise InputError(f"heads must lie in layers 0 to {len(sites) - 1}; got {(layer, own[0])}")
         if own[-1] >= (count := sites[layer].layout.num_heads):
             raise InputError(f"layer {layer} has heads 0 to {count - 1}; got {own[-1]}")
         yield layer, sites[layer], own
@@ -112,7 +112,8 @@ def plan_edit(
     site.check(layout)
     check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
     frozen = None
-    backend = backend or ("auto" if site.frozen is None else site.frozen.backend)
+    if backend is None:
+        backend = "auto" if site.frozen is None else site.frozen.backend
     if layout.frozen:
         frozen = FrozenHeads.from_patterns(
             [patterns[head] for head in layout.frozen],

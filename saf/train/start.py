@@ -1,5 +1,6 @@
 """How a run begins: new, from a parent's checkpoint, or resumed; and what its folder then holds."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -88,7 +89,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             batches=task.training(update, execution.device),
             execution=execution,
             accumulation=config.accumulation,
-            clip=config.clip,
+            clip=math.inf if config.clip is None else config.clip,
             gradient=gradient,
             done=update,
             expected_seconds=state.get("expected_seconds", 0.0) if own and state else 0.0,

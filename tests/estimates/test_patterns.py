@@ -118,8 +118,8 @@ def test_wrong_requests_are_refused(make_logits, make_statistics, heads):
         ((heads, "gaussian"), {"scale": 2}, r"'gaussian' takes \['seed'\]; got \['scale'\]"),
         ((heads, "mean"), {"scale": 2}, "'mean' takes no options"),
         (([], "mean"), {}, "at least one head"),
-        ((heads, "dirichlet"), {"scale": 0}, "scale > 0"),
-        ((heads, "dirichlet"), {"bounds": (2, 1)}, "0 < low <= high"),
+        ((heads, "dirichlet"), {"scale": 0}, "scale must be .* above 0"),
+        ((heads, "dirichlet"), {"bounds": (2, 1)}, "bounds must be .* ascending, above 0"),
         ((heads, "gaussian"), {"seed": -1}, "integer from 0 on, or a torch.Generator .*; got -1"),
         ((heads, "dirichlet"), {"seed": 0.5}, "got 0.5"),
     ]:

@@ -81,7 +81,7 @@ def test_an_optimizer_of_other_weights_is_refused_before_anything_is_measured(mo
 
 
 def test_settings_of_another_type_are_refused():
-    with pytest.raises(InputError, match=r"must be a saf\.FreezeConfig.*got \{'rate': 0\.5\}"):
+    with pytest.raises(InputError, match=r"config must be a FreezeConfig.*got \{'rate': 0\.5\}"):
         saf.freeze_(make(), [tokens()], {"rate": 0.5})
 
 

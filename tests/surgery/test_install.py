@@ -225,7 +225,7 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
     stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
     requests = [
         (HeadSet([(0, 4)]), patterns(1), {}, "heads 0 to 3; got 4"),
-        (HeadSet([(0, 0), (7, 0)]), patterns(2), {}, "layers 0 to 2; got head"),
+        (HeadSet([(0, 0), (7, 0)]), patterns(2), {}, "layers 0 to 2; got"),
         (SOME, patterns(5), {}, "6 heads need as many patterns.*got 5"),
         (SOME, patterns(6), {"optimizer": stranger}, "does not hold the model's"),
         (SOME, patterns(6), {"backend": "cudnn"}, "unknown backend"),

@@ -310,10 +310,10 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
     stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
     for heads, options, message in (
         ([(0, 4)], {}, "heads 0 to 3; got 4"),
-        ([(0, 0), (7, 0)], {}, "layers 0 to 2; got head"),
+        ([(0, 0), (7, 0)], {}, "layers 0 to 2; got"),
         ([(0, 0), (0, 0)], {}, "names each head once"),
         (GONE, {"optimizer": stranger}, "does not hold the model's"),
-        (GONE, {"optimizer": model}, "must be a torch.optim.Optimizer; got GPT"),
+        (GONE, {"optimizer": model}, "optimizer must be an Optimizer or None; got GPT"),
     ):
         with pytest.raises(InputError, match=message):
             prune_(model, heads, **options)

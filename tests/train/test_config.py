@@ -37,7 +37,7 @@ def test_round_trips_through_json():
         ({"lr_start": 1000}, "lr_start must be below updates=1000"),
         ({"schedule": OneTime(at=1001)}, r"schedule's at must be .* \[0, 1000\]; got 1001"),
         ({"schedule": None, "freeze": FreezeConfig()}, "schedule must be a schedule when freezing"),
-        ({"kernel": "fast"}, "kernel must be auto or one of cudnn, efficient, fa3, fa4, flash, math; got 'fast'"),
+        ({"kernel": "fast"}, "kernel must be one of auto, .*; got 'fast'"),
         ({"kernel": "flash", "freeze": FreezeConfig(backend="fused")}, "kernel must be auto with backend='fused'"),
         ({"sampler": "sorted"}, "sampler must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),

@@ -3,11 +3,12 @@
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from saf.arguments import at_least, check_fields
 from saf.bench.accuracy.layer import TENSORS, Layer, frozen_errors, sdpa_errors
 from saf.bench.accuracy.tables import conditions, error_tables, overview
 from saf.bench.harness.check import TOLERANCE
@@ -57,13 +58,14 @@ class ErrorSettings(BenchSettings):
     """fp32 throughout; bf16 autocast over fp32 weights (operators: operands in bf16)."""
     kernel: str = "auto"
     """Attention kernel of live heads, on both sides."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Of weights, inputs, output gradients and patterns."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """CUDA if there is one."""
 
     def __post_init__(self):
         """Raise InputError for sizes that fit no layer."""
+        check_fields(self)
         if not (1 <= self.length <= self.stored and self.batch_size >= 1):
             raise InputError(f"expected 1 <= length <= stored, batch_size >= 1; got {self.length}, {self.stored}")
         if self.head_dim < 2 or self.head_dim % 2 or not self.frozen or not self.precisions:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from saf.arguments import at_least, check_fields
 from saf.bench.harness.settings import BenchSettings, Point, parse_shape
 from saf.errors import InputError
 from saf.models import preset
@@ -41,7 +42,7 @@ class CalibrationSettings(BenchSettings):
     """Also fit all heads of this file: .npz of marginals and entropies, or what AttentionStatistics.save wrote."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto is bf16 autocast on CUDA and fp32 on CPU."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Of weights and tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """CUDA if there is one."""
@@ -50,6 +51,7 @@ class CalibrationSettings(BenchSettings):
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
+        check_fields(self)
         rules = {
             "repeats": (self.repeats >= 3, "at least 3"),
             "batch_size": (self.batch_size >= 1, "at least 1"),

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
+from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.machine.execution import Compile, Device
 
@@ -82,7 +83,8 @@ class SpeedSettings(BenchSettings):
 
     def __post_init__(self):
         """Check what needs neither a device nor a model."""
-        for name in ("pairs", "warmup"):
+        check_fields(self)
+        for name in ("pairs", "warmup", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         self._require("repeats", self.repeats >= 1, "at least 1")
         self._require("tolerance", self.tolerance > 0, "above 0")

@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -246,7 +247,7 @@ def test_what_does_not_fit_is_left_out_with_its_knob(monkeypatch):
         ({"seconds": 0.0}, "seconds must be above 0"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"dense_layers": -1}, "dense_layers must be at least 0"),
-        ({"data": "text"}, "give model_folder too"),
+        ({"data": Path("text")}, "give model_folder too"),
     ],
 )
 def test_settings_that_cannot_be_used(given, message):
@@ -261,7 +262,7 @@ def test_points_are_the_models_own_unless_given():
     with pytest.raises(InputError, match="unknown model preset"):
         points_of(settings(points=(), model="125m"))
     with pytest.raises(InputError, match="such as --points 4096x32"):
-        points_of(settings(points=(), model_folder="somewhere"))
+        points_of(settings(points=(), model_folder=Path("somewhere")))
 
 
 def test_the_kernel_cache_is_empty_for_the_time_of_a_measurement(monkeypatch, tmp_path):
