@@ -106,6 +106,24 @@ def test_source_rules(code, path, count):
     assert len(check_source.problems(code, path)) == count
 
 
+@pytest.mark.parametrize(
+    ("head", "lines", "count"),
+    [
+        ("def _draw():", 4, 0),
+        ("def _draw():", 5, 1),
+        ("class _Kept:", 5, 1),
+        ("class Kept:\n  'What is kept.'\n  def __init__(self):", 5, 0),
+        ("class Kept:\n  'What is kept.'\n  def _add(self):", 5, 1),
+        ("def kept():\n  'Keep it.'\n  def inner():", 5, 1),
+        ("@typing.overload\ndef _draw():", 5, 0),
+        ("def _draw():\n    'Return a drawn layer.'", 5, 0),
+    ],
+)
+def test_what_has_more_than_four_lines_says_what_it_does(head, lines, count):
+    problems = check_source.problems("\n".join([head, *["    x = 1"] * lines]), "saf/heads.py")
+    assert [problem.split(": ", 1)[1].split(" ")[1:5] for problem in problems] == [["has", "more", "than", "4"]] * count
+
+
 def test_an_area_or_backend_without_a_passed_test_is_told():
     results = [("tests.ops.test_toeplitz.test_x", "passed"), ("tests.fit.test_y.test_z", "skipped")]
     found = check_areas.problems(results, {"ops", "fit"}, {"toeplitz", "fused"})
