@@ -1,7 +1,8 @@
 """How a run begins: new, from a parent's checkpoint, or resumed; and what its folder then holds."""
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,7 +11,7 @@ from torch.optim import AdamW
 
 from saf.adapters import adapter_for
 from saf.data.token_data import INDEX_FILE
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError, InputError, SafWarning
 from saf.freezing.choice import check_heads
 from saf.heads import HeadLayout
 from saf.machine.execution import Execution
@@ -19,18 +20,18 @@ from saf.machine.processes import is_first
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
-from saf.records.files import keep_lines_, read_json, write_json
+from saf.records.files import lines_hash, read_lines, write_json, write_lines
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.schedules import Proposer
 from saf.tasks import TASKS, Task
 from saf.train.allowance import Allowance, allowance_of, match
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
 from saf.train.clock import Clock, seconds_until
-from saf.train.config import TrainConfig, check_same_run, context_length, model_config, run_config
+from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.events import check_freeze, start_gradient
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
-from saf.train.run import Run
+from saf.train.run import RECORDS, Run
 from saf.train.updater import Updater
 
 
@@ -75,7 +76,9 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = lock or _lock_new(folder)
         record = run_config(config, model=shape, task=task, execution=execution, parent=parent, matched=matched)
-        _write_start(folder, config, record, update=update, own=own)
+        _write_start(
+            folder, config, record, update=update, own=own, records=(state or {}).get(RECORDS) if own else None
+        )
     return Run(
         config=config,
         folder=folder,
@@ -113,7 +116,7 @@ def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | N
     lock = lock_folder(folder) if is_first() else None
     if not resume:
         raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
-    check_same_run(config, read_json(folder / "config.json")["settings"])
+    check_same_run(config, read_run_config(folder)["settings"])
     return lock
 
 
@@ -160,7 +163,7 @@ def _parent_record(
     if not config.parent:
         return None
     if resumed:
-        return read_json(folder / "config.json")["parent"]
+        return read_run_config(folder)["parent"]
     assert checkpoint is not None
     ended = checkpoint.update >= config.updates if config.freeze is None else checkpoint.update > config.updates
     if ended and config.time_budget_seconds is None and config.match_time is None:
@@ -180,7 +183,7 @@ def _matched(
     if config.match_time is None:
         return None
     if resumed:
-        return read_json(folder / "config.json")["matched"]
+        return read_run_config(folder)["matched"]
     assert checkpoint is not None, "match_time needs a parent"
     return match(config, checkpoint)
 
@@ -243,14 +246,20 @@ def _observer(
     )
 
 
-def _write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, update: int, own: Path | None) -> None:
+def _write_start(
+    folder: Path,
+    config: TrainConfig,
+    record: dict[str, Any],
+    *,
+    update: int,
+    own: Path | None,
+    records: Mapping[str, tuple[int, str]] | None,
+) -> None:
     """Write config.json, cut the logs back to `update`, and take over the event that `saf freeze` carried out.
 
     `own` is the run's checkpoint that training goes on from; its update's events will be met again, unless it is the
-    state after them.
+    state after them. `records` is what it tells of the logs. Raises InputError when they are of another run.
     """
-    remove_leftovers_(folder / "checkpoints")
-    write_json(folder / "config.json", record)
     after_event = own is not None and own.name.endswith("-frozen")
 
     def keep_line(line: dict[str, Any]) -> bool:
@@ -261,8 +270,27 @@ def _write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, u
             return True
         return (event.update or 0) < update or (event.update == update and after_event)
 
-    keep_lines_(folder / "metrics.jsonl", lambda line: line["update"] <= update)
-    keep_lines_(folder / "evaluations.jsonl", keep_line)
+    logs = {
+        "metrics.jsonl": lambda line: line["update"] <= update,
+        "evaluations.jsonl": keep_line,
+    }
+    kept = {name: list(filter(keep, read_lines(folder / name, by="update"))) for name, keep in logs.items()}
+    for name, lines in kept.items():
+        count, expected = (records or {}).get(name, (0, None))
+        # Fewer are a loss, which is told.
+        if expected is not None and len(lines) >= count and lines_hash(lines) != expected:
+            raise InputError(
+                f"{folder / name} is not the file beside which {own} was written: its lines up to there are others; "
+                "restore it, or move it away to go on without"
+            )
+        if len(lines) < count and name != "metrics.jsonl":  # whose gaps are told once all is set up
+            lost = f"{folder / name} has lost {count - len(lines)} of the {count} lines beside which {own} was written"
+            warnings.warn(lost, SafWarning, stacklevel=4)
+    remove_leftovers_(folder / "checkpoints")
+    write_json(folder / "config.json", record)
+    for name, lines in kept.items():
+        if (folder / name).exists():
+            write_lines(folder / name, lines)
     keep_events_(folder, keep_event)
     (folder / "result.json").unlink(missing_ok=True)
     parent = record["parent"] or {}
