@@ -1,4 +1,4 @@
-"""Which heads a freezing event takes: what its scores need, whom they propose, and whose fit is accepted."""
+"""Which heads an event freezes or prunes: what its scores need, whom they propose, and whose fit is accepted."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +19,10 @@ from saf.statistics import AttentionStatistics
 
 
 class Made(NamedTuple):
-    """Hold one head's pattern, on the CPU, and how its compact fit went."""
+    """Hold what is made of one head: its pattern, on the CPU, and how its compact fit went."""
 
-    pattern: CompactPattern | DensePattern
+    pattern: CompactPattern | DensePattern | None
+    """None for a head that is pruned."""
     fit_kl: float = 0.0
     """Row-averaged KL from what was fitted to the fit, nats; 0 without a fit."""
     certificate: dict[str, Any] | None = None
@@ -29,7 +30,11 @@ class Made(NamedTuple):
 
 
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
-    """Raise InputError for heads that do not exist or are frozen, a count above the live ones, or if none is live."""
+    """Raise InputError unless the heads asked for are there.
+
+    That is for heads that do not exist or are frozen, a count above the live ones, none that is live, and pruning that
+    would leave no head in the whole model.
+    """
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
     for heads in (config.exclude, config.only, config.match_heads):
         existing(live, heads or ())
@@ -40,6 +45,12 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
         raise InputError(f"all {total} heads are frozen or pruned already; take a model with live heads")
     if config.count is not None and config.count > left:
         raise InputError(f"{config.count} heads asked for; {left} of {total} are live: ask for no more than these")
+    asked, there = config.requested(total), sum(layout.num_slots for layout in layouts)
+    if config.operation == "prune" and min(asked, left) == there:
+        raise InputError(
+            f"pruning {asked} of {total} heads would leave the model none, and no token would read another: ask for "
+            f"less than all {there} that are left"
+        )
 
 
 def check_ranks(name: str | Score, values: Tensor, *, num_sequences: int) -> None:
@@ -111,19 +122,19 @@ def _from(scores: Tensor, least: float | None) -> list[Head]:
 
 
 def accept(
-    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig, *, frozen_before: int
+    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig, *, before: int
 ) -> tuple[dict[Head, Made], dict[Head, Made]]:
     """Make patterns of heads in score order until k pass (paper, Algorithm 1); return them and the rejected ones.
 
     Candidates are taken in batches of as many as are still missing. Heads chosen together pass together. Warns of
-    fewer than k, and of how many that makes with the `frozen_before`.
+    fewer than k, and of how many that makes with those `before`.
     """
     strict = config.strict or config.heads is not None
     made: dict[Head, Made] = {}
     rejected: dict[Head, Made] = {}
     proposed = choose.propose()
     if strict and not choose.attained(available := sum(map(len, proposed))):
-        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen")
+        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be {config.kind}")
     while proposed:
         made |= make(HeadSet(head for unit in proposed for head in unit))
         for unit in proposed:
@@ -146,8 +157,9 @@ def accept(
             )
         proposed = choose.propose()
     if not choose.attained(len(choose)):
-        reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else "no other may be frozen"
-        more, in_all = (" more", f"; {frozen_before + len(choose)} are frozen in all") if frozen_before else ("", "")
-        message = f"{len(choose)}{more} of {choose.total} heads could be frozen: {reason}{in_all}"
+        kind = config.kind
+        reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {kind}"
+        more, in_all = (" more", f"; {before + len(choose)} are {kind} in all") if before else ("", "")
+        message = f"{len(choose)}{more} of {choose.total} heads could be {kind}: {reason}{in_all}"
         warnings.warn(message, SafWarning, stacklevel=7)
     return {head: made[head] for head in HeadSet(choose)}, rejected

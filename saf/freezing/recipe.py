@@ -1,4 +1,4 @@
-"""The whole recipe on any supported model: calibrate, score, select, make and fit patterns, install."""
+"""The whole recipe on any supported model: calibrate, score, select, make and fit patterns, install; or prune."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from saf.machine.stopwatch import Stopwatch
 from saf.patterns import CompactPattern, DensePattern
 from saf.scores import score
 from saf.statistics import AttentionStatistics
-from saf.surgery import check_editable, install_
+from saf.surgery import check_editable, install_, prune_
 
 
 @checked
@@ -47,6 +47,8 @@ def freeze_(
 
     In a `torch.distributed` group every process calls it with the same weights. The first one measures and decides, on
     its own batches; all of them install that (paper, Appendix on 1B). Wrap for data parallelism again afterwards.
+
+    With `FreezeConfig(operation="prune")` the heads chosen are removed by `prune_` instead, and nothing is fitted.
 
     Args:
         model: The project's `GPT` or another supported causal language model.
@@ -83,8 +85,10 @@ def freeze_(
             first=first, folder=folder, capture_bytes=capture_bytes,
         )
     )  # fmt: skip
-    with watch("install"):
-        if report.patterns is not None:
+    with watch("prune" if config.operation == "prune" else "install"):
+        if config.operation == "prune":
+            prune_(model, report.heads, optimizer=optimizer)
+        elif report.patterns is not None:
             execution = {"backend": config.backend, "trainable": config.trainable}
             install_(model, report.heads, report.patterns, optimizer=optimizer, **execution)
     return replace(report, seconds=report.seconds | watch.seconds)
@@ -127,16 +131,18 @@ def _decide(
         choose = choose_by(scores, config, group_size=group_size)
 
     def make(heads: HeadSet) -> dict[Head, Made]:
+        if config.operation == "prune":
+            return dict.fromkeys(heads, Made(None))
         return make_patterns(model, ids, statistics, heads, config, watch)
 
-    frozen_before = sum(layout.num_frozen for layout in layouts)
-    accepted, rejected = accept(choose, make, config, frozen_before=frozen_before)
+    before = len(adapter.heads(config.kind))
+    accepted, rejected = accept(choose, make, config, before=before)
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:first]), () if first is None else tuple(ranked[first:])
     return FreezeReport(
         heads=heads,
-        patterns=_stack([accepted[head].pattern for head in heads]),
-        fit_kl={head: accepted[head].fit_kl for head in heads},
+        patterns=_stack([pattern for head in heads if (pattern := accepted[head].pattern) is not None]),
+        fit_kl={head: made.fit_kl for head in heads if (made := accepted[head]).pattern is not None},
         rejected={head: made.fit_kl for head, made in rejected.items()},
         deferred=deferred,
         certificates={

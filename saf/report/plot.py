@@ -23,7 +23,7 @@ _FIXED = (
     ".title{font:600 20px Georgia,'Times New Roman',serif}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
     ".mark{stroke-width:1.5;stroke-linecap:round}.ring{fill:none;stroke-width:2}.small{font-size:12px}"
 )
-_ARMS = ("ordinary", "ordinary-2", "frozen", "frozen-2", "frozen-3")
+_ARMS = ("ordinary", "ordinary-2", "frozen", "frozen-2", "frozen-3", "pruned", "pruned-2")
 Kind = Literal["linear", "log", "root"]
 Point = tuple[float, float]
 COLOURS = ("frozen", "ordinary", "frozen-2", "frozen-3", "ordinary-2", "live")
