@@ -75,7 +75,7 @@ def _row(what: str, where: str, by_rate: Mapping[float, Finding]) -> list[str | 
 
 
 def _of_runs(source: Cell, runs: Sequence[RecordedRun]) -> Iterator[Finding]:
-    """Yield the change of perplexity of each arm without pruned heads that was compared with the folder's ordinary one."""
+    """Yield the change of perplexity of each arm that froze heads and was compared with the folder's ordinary one."""
     for comparison in compare_all(runs, arm_names(runs)):
         run, record = comparison.frozen, comparison.record
         if record is None or not run.num_heads or run.pruned_heads:
