@@ -34,7 +34,7 @@ _TOLD = "saf"
 def open_frozen_folders() -> None:
     """Let `from_pretrained` of every class of transformers open folders of models with frozen heads, from now on."""
     ordinary = vars(PreTrainedModel)["from_pretrained"].__func__
-    PreTrainedModel.from_pretrained = classmethod(_opening(ordinary))
+    PreTrainedModel.from_pretrained = classmethod(_opening(ordinary))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
