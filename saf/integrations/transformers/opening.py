@@ -42,6 +42,7 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(ordinary)
     def from_pretrained(cls: Any, name: Any, *model_args: Any, config: Any = None, **options: Any) -> Any:
+        """Open a marked folder with its heads, and any other one as before."""
         if name is None or not _is_marked(cls, name, config, options):
             return ordinary(cls, name, *model_args, config=config, **options)
         if options.get("quantization_config") is not None:
@@ -90,6 +91,7 @@ def _shaped(cls: Any, state: dict[str, Any]) -> Any:
     """Return a class of models that are built with the shapes of a description, there while one is opened."""
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
+        """Build the model, cut it, and take the places of what its file tells of the heads."""
         cls.__init__(self, *arguments, **options)
         for site, layout in resize_(self, state):
             holder = torch.nn.Module()
