@@ -64,6 +64,13 @@ def document(tmp_path, monkeypatch):
         ("see `saf/gone.py`", "README.md:1: names `saf/gone.py`: no such file"),
         ("in /" + "home/me/x", "README.md:1: a path of one machine"),
         ("```python\nx = = 1\n```", "README.md:2: ```python does not parse: invalid syntax"),
+        ("see `saf pretain`", "README.md:1: `saf pretain`: saf has no such command"),
+        ("see `saf bench speed --out x`", "README.md:1: `saf bench speed --out x`: saf has no such command"),
+        ("`--freeze.rates 1`", "README.md:1: `--freeze.rates 1`: there is no flag --freeze.rates"),
+        (
+            "```sh\nsaf data prepare x \\\n  --rate 1  # --no\n```",
+            "README.md:3: `saf data prepare x --rate 1`: there is no flag --rate",
+        ),
         ("line\n" * 150, "README.md:150: 150 lines; it must stay under 150"),
     ],
 )
@@ -73,7 +80,8 @@ def test_a_wrong_document_is_told(document, text, problem):
 
 def test_a_right_document_passes(document, tmp_path):
     (tmp_path / "saf").mkdir()
-    text = "# Two words\n[a](#two-words) [b](https://x.org" + "/home/a) `saf/NAME.py` `pip install x/y` `runs/a`"
+    text = "# Two words\n[a](#two-words) [b](https://x.org" + "/home/a) `saf/NAME.py` `pip install --x y` `runs/a`\n"
+    text += "`saf COMMAND --help` `saf.load` `saf bench op` `--freeze.rate 1`\n```sh\nsaf run NAME --scale small\n```"
     assert check_docs.static_problems(document(text)) == []
 
 
