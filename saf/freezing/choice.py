@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,21 @@ from saf.selection import Chooser, chooser, existing, select
 from saf.statistics import AttentionStatistics
 
 
-class Made(NamedTuple):
-    """Hold what is made of one head: its pattern, on the CPU, and how its compact fit went."""
+@dataclass(frozen=True)
+class Judged:
+    """Hold how the compact fit of one head went; of a head that is pruned, that there was none."""
 
-    pattern: CompactPattern | DensePattern | None
-    """None for a head that is pruned."""
-    fit_kl: float = 0.0
+    fit_kl: float = field(default=0.0, kw_only=True)
     """Row-averaged KL from what was fitted to the fit, nats; 0 without a fit."""
-    certificate: dict[str, Any] | None = None
+    certificate: dict[str, Any] | None = field(default=None, kw_only=True)
     """The fit's `Certificate` in plain values; None without a fit."""
+
+
+@dataclass(frozen=True)
+class Made(Judged):
+    """Hold one head's pattern, on the CPU, and how its compact fit went."""
+
+    pattern: CompactPattern | DensePattern
 
 
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
@@ -122,16 +129,16 @@ def _from(scores: Tensor, least: float | None) -> list[Head]:
 
 
 def accept(
-    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig, *, before: int
-) -> tuple[dict[Head, Made], dict[Head, Made]]:
+    choose: Chooser, make: Callable[[HeadSet], Mapping[Head, Judged]], config: FreezeConfig, *, before: int
+) -> tuple[dict[Head, Judged], dict[Head, Judged]]:
     """Make patterns of heads in score order until k pass (paper, Algorithm 1); return them and the rejected ones.
 
     Candidates are taken in batches of as many as are still missing. Heads chosen together pass together. Warns of
     fewer than k, and of how many that makes with those `before`.
     """
     strict = config.strict or config.heads is not None
-    made: dict[Head, Made] = {}
-    rejected: dict[Head, Made] = {}
+    made: dict[Head, Judged] = {}
+    rejected: dict[Head, Judged] = {}
     proposed = choose.propose()
     if strict and not choose.attained(available := sum(map(len, proposed))):
         raise SelectionError(f"the event asks for {choose.total} heads; {available} can be {config.kind}")

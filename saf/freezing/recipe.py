@@ -16,7 +16,7 @@ from saf.calibration.capture import Batch, read_batches
 from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
-from saf.freezing.choice import Made, accept, check_heads, check_ranks, choose_by, gather, scores_collect
+from saf.freezing.choice import Judged, Made, accept, check_heads, check_ranks, choose_by, gather, scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.freezing.report import FreezeReport
@@ -131,19 +131,20 @@ def _decide(
         group_size = layouts[0].num_heads // layouts[0].num_kv_heads
         choose = choose_by(scores, config, group_size=group_size)
 
-    def make(heads: HeadSet) -> dict[Head, Made]:
+    def make(heads: HeadSet) -> Mapping[Head, Judged]:
         if config.operation == "prune":
-            return dict.fromkeys(heads, Made(None))
+            return dict.fromkeys(heads, Judged())
         return make_patterns(model, ids, statistics, heads, config, watch)
 
     before = len(adapter.heads(config.kind))
     accepted, rejected = accept(choose, make, config, before=before)
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:first]), () if first is None else tuple(ranked[first:])
+    frozen = {head: made for head in heads if isinstance(made := accepted[head], Made)}
     return FreezeReport(
         heads=heads,
-        patterns=_stack([pattern for head in heads if (pattern := accepted[head].pattern) is not None]),
-        fit_kl={head: made.fit_kl for head in heads if (made := accepted[head]).pattern is not None},
+        patterns=_stack([made.pattern for made in frozen.values()]),
+        fit_kl={head: made.fit_kl for head, made in frozen.items()},
         rejected={head: made.fit_kl for head, made in rejected.items()},
         deferred=deferred,
         certificates={
@@ -204,7 +205,10 @@ def _make(
     warn_of_missed(certificate, config.fitter)
     kls, certificates = fit_kl(fitted, *goal).tolist(), certificate.to_dicts()
     fitted = fitted.to(device="cpu")
-    return {head: Made(fitted[number], kls[number], certificates[number]) for number, head in enumerate(heads)}
+    return {
+        head: Made(fitted[number], fit_kl=kls[number], certificate=certificates[number])
+        for number, head in enumerate(heads)
+    }
 
 
 def _stack(patterns: Sequence[CompactPattern | DensePattern]) -> CompactPattern | DensePattern | None:
