@@ -88,7 +88,7 @@ RECIPE = Recipe(
         _shape("774m", {8_192: ("1.07×", "1.31×"), 16_384: ("1.08×", "1.36×")}),
     ),
     notes=(
-        "The baseline is cuDNN; flash, flex and PyTorch's eager product stand in rows of their own, the paper's is flash.",
+        "The baseline is cuDNN, the paper's is flash; flash, flex and PyTorch's eager product are rows of their own.",
         "Models have random weights and the layers of real head maps; speeds do not depend on the weights.",
     ),
 )

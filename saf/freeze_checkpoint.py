@@ -117,6 +117,7 @@ def freeze_checkpoint(
 
 
 def _open(settings: CheckpointFreezing) -> Checkpoint:
+    """Return the checkpoint that the settings name, and refuse a folder without optimiser state or an output in use."""
     found = find_model(settings.checkpoint, optimizer=True)
     if found.checkpoint is None:
         raise InputError(
@@ -158,6 +159,7 @@ def _check_separate(data: TokenData, found: ModelFolder, config: FreezeConfig) -
 
 
 def _needed(checkpoint: Checkpoint, model: GPT, config: FreezeConfig) -> dict[str, Any]:
+    """Return what the chosen score reads besides the statistics: the recorded average of Q/K gradients, or nothing."""
     if "gradient" not in config.needs:
         return {}
     gradient = recorded_gradient(model, checkpoint.state)

@@ -280,6 +280,7 @@ def _spoken(value: Any) -> Any:
 
 
 def _given(kind: type, parsed: Any, words: set[str], prefix: str = "") -> dict[str, Any]:
+    """Return the values that the words gave, nested as the settings are; what was not given is left out."""
     values: dict[str, Any] = {}
     for flag in _flags(kind, prefix):
         name, value = flag.field.name, getattr(parsed, flag.field.name)
@@ -345,6 +346,7 @@ def _option(text: str) -> Any:
 
 
 def _heads_of_file(name: str) -> list[Head]:
+    """Return the heads that a file lists: those in force in a run's events, or pairs in a JSON file."""
     path = Path(name)
     if path.suffix == ".jsonl" or (path.is_dir() and read_events(path)):
         return [(layer, head) for layer, head in heads_in_force(read_events(path))]

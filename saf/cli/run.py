@@ -106,6 +106,7 @@ class Run(Command):
         return in_this_process if scale.name == "smoke" and self.jobs == 1 else in_a_process
 
     def _list(self, made: Plan, measured: Measurements, store: Store, *, known: bool) -> dict[str, Any]:
+        """Show every recipe with its number of runs, and how many are done where the data are known."""
         rows, listed = [], {}
         for name, recipe in open_recipes(folder=self.folder).items():
             keys = {key for (of, _, _), key in made.arms.items() if of == name}
@@ -122,6 +123,7 @@ class Run(Command):
         return listed
 
     def _foretell(self, made: Plan, measured: Measurements) -> dict[str, Any]:
+        """Show what the plan would take, in updates, time and memory a run, without training anything."""
         runs = list(made.runs.values())
         rows = [
             [run.title, run.updates_to_do, duration(run.predicted_seconds), f"{run.predicted_bytes / 2**30:.1f} GiB"]
@@ -164,6 +166,7 @@ def _say(text: str) -> None:
 
 
 def _check(outcome: Outcome) -> None:
+    """Raise an error when a run of the plan failed or a signal stopped it."""
     if outcome.failed:
         listed = "\n  ".join(outcome.failed.values())
         raise SafError(

@@ -127,6 +127,7 @@ def read_jsonl(path: Path, advance: Advance, options: Options) -> Iterator[bytes
 
 
 def _record(line: bytes, path: Path, number: int, offset: int) -> dict:
+    """Return the JSON object of one line; an error names the file and the line, and the byte that is not UTF-8."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -204,7 +204,13 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     start = ["--parent", str(parent)] if parent else ["--data", str(data)]
     if run.match:
         start += ["--match-time", str(store.run_folder(run.match))]
-    return ["pretrain", *start, "--out", str(folder), *(word for item in run.flags.items() for word in flag_words(*item))]
+    return [
+        "pretrain",
+        *start,
+        "--out",
+        str(folder),
+        *(word for item in run.flags.items() for word in flag_words(*item)),
+    ]
 
 
 def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: StopRequest) -> int:

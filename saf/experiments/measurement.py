@@ -137,7 +137,13 @@ class Measurement:
 
 
 def speedup(
-    title: str, rate: float, point: tuple[int, int], paper: str | None, *, backend: str = "toeplitz", way: str = "update"
+    title: str,
+    rate: float,
+    point: tuple[int, int],
+    paper: str | None,
+    *,
+    backend: str = "toeplitz",
+    way: str = "update",
 ) -> Number:
     """Return the accepted ratio, baseline's time over an arm's, at a point: tokens of context, sequences."""
     length, sequences = point
@@ -162,6 +168,7 @@ def tables_of(record: Mapping[str, Any]) -> list[Part]:
 
 
 def _arms_of(reference: Reference) -> Iterator[str]:
+    """Yield the names of the arms that a reference reads."""
     if isinstance(reference, Changes):
         for group in reference.arms.values():
             yield from group.values()

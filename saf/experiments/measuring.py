@@ -15,7 +15,7 @@ from typing import Any
 from saf.errors import InputError
 from saf.experiments.columns import COLUMNS
 from saf.experiments.execution import Launch, Outcome, flag_words, last_line
-from saf.experiments.measurement import Changes, Checkpoint, Measurement, RecordOf, Reference, RunOf
+from saf.experiments.measurement import Checkpoint, Measurement, RecordOf, Reference, RunOf
 from saf.experiments.plan import SCHEMA, Plan
 from saf.experiments.recipe import Recipe
 from saf.experiments.store import Store
@@ -23,7 +23,7 @@ from saf.records.files import write_json
 from saf.records.result import read_result
 from saf.schedules import OneTime
 from saf.train.checkpoint import step_name
-from saf.train.loop import EXIT_STOPPED, StopRequest
+from saf.train.loop import StopRequest
 from saf.train.observer import duration
 
 
@@ -105,6 +105,7 @@ class Measurements:
         )
 
     def _given(self, name: str, recipe: Recipe, reference: Reference, plan: Plan, seed: int) -> Given:
+        """Return what a reference stands for; InputError when its run keeps no such checkpoint."""
         if isinstance(reference, RecordOf):
             return Given(measurement=self.keys[name, reference.measurement, seed])
         if isinstance(reference, RunOf):
@@ -151,7 +152,9 @@ def lost_inputs(found: Measurements, store: Store) -> dict[str, str]:
     return lost
 
 
-def carry_out(found: Measurements, store: Store, outcome: Outcome, *, say: Callable[[str], None], launch: Launch) -> None:
+def carry_out(
+    found: Measurements, store: Store, outcome: Outcome, *, say: Callable[[str], None], launch: Launch
+) -> None:
     """Make what the store lacks, one at a time so that timings are of an idle machine, and add to `outcome`.
 
     A measurement whose runs or measurements failed is not begun; the others go on.
@@ -207,13 +210,14 @@ def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: L
     log = store.folder / "logs" / f"{each.key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     code = launch(words(each, store, out), log, None, stop)
-    if code != 0 or stop.requested and code == EXIT_STOPPED:
+    if code != 0:
         return f"{each.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
     write_json(store.measurement_file(each.key), {**read_result(out), "key": each.key, "seed": each.seed})
     return None
 
 
 def _path(given: Given, each: PlannedMeasurement, store: Store) -> Path:
+    """Return the path that a measurement is told for what it reads."""
     if given.measurement is not None:
         return store.measurement_file(given.measurement)
     if given.run is None:
@@ -243,6 +247,7 @@ def _changes(given: Given, store: Store) -> dict[str, dict[str, float]]:
 
 
 def _step(name: str, reference: Checkpoint, plan: Plan, key: str) -> int:
+    """Return the update that a checkpoint was saved after; InputError when its run keeps none there."""
     run = plan.runs[key]
     kept = (1.0,) if run.parent is not None else (*plan.scale.save_at, 1.0)
     if reference.at not in kept:

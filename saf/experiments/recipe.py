@@ -89,6 +89,7 @@ class Recipe:
         self._check_measurements(before)
 
     def _check_measurements(self, arms: set[str]) -> None:
+        """Raise InputError for a measurement of a name that is taken, or that reads what is not before it."""
         before: set[str] = set()
         for each in self.measurements:
             if each.name in arms | before:

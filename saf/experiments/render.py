@@ -83,6 +83,7 @@ class Rendered:
         return Table.of(title, ["", "ours", "paper"], rows, [*self.drafts, *notes])
 
     def _number(self, measurement: str, number: Number) -> Value | None:
+        """Return one number of a measurement over the seeds that have it."""
         found = [number.find(record) for record in self.measured.get(measurement, {}).values()]
         known = [value for value in found if value is not None]
         if not known:
@@ -91,7 +92,7 @@ class Rendered:
         return Value(mean=summary["mean"], error=summary["standard_error"], interval=None, seeds=summary["seeds"])
 
     def table(self) -> Table:
-        """Return the table of arms, a row an arm, with the paper's number beside each column that it has numbers for."""
+        """Return the table of arms, a row an arm, the paper's number beside each column that it has numbers for."""
         columns = [COLUMNS[name] for name in self.recipe.columns]
         quoted = [any(name in arm.paper for arm in self.recipe.arms) for name in self.recipe.columns]
         heads = [head for column, has in zip(columns, quoted, strict=True) for head in _heads(column, quoted=has)]
@@ -103,6 +104,7 @@ class Rendered:
         return Table.of(f"{self.recipe.title} ({self.scale})", ["arm", *heads], rows, [*self.drafts, *notes])
 
     def _cells(self, arm: Arm, quoted: list[bool]) -> list[str | None]:
+        """Return the cells of one arm, the paper's value after ours in columns where it is quoted."""
         cells: list[str | None] = []
         for name, has in zip(self.recipe.columns, quoted, strict=True):
             found = self.values.get(arm.name)
@@ -177,10 +179,8 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
     every = (*records.values(), *measured.values())
     found = [record["provenance"].get("commit") for of_one in every for record in of_one.values()]
     unclean = sum(commit is None or commit.endswith("+") for commit in found)
-    drafts = (f"DRAFT: {unclean} of {len(found)} runs are of a tree that no commit holds.",) if unclean else ()
-    return Rendered(
-        name=name, recipe=recipe, scale=plan.scale.name, values=values, measured=measured, drafts=drafts
-    )
+    drafts = (f"DRAFT: {unclean} of {len(found)} records are of a tree that no commit holds.",) if unclean else ()
+    return Rendered(name=name, recipe=recipe, scale=plan.scale.name, values=values, measured=measured, drafts=drafts)
 
 
 def shown(column: Column, value: Value | None) -> str | None:
@@ -205,6 +205,7 @@ def _column(number: Number) -> Column:
 
 
 def _values(arm: Arm, recipe: Recipe, records: Mapping[str, Records]) -> dict[str, Value | None]:
+    """Return the value of every column of one arm, from its own record and those it is paired with."""
     others = {"reference": arm.reference, "against": arm.against}
     found = {}
     for name in recipe.columns:

@@ -112,7 +112,9 @@ def test_settings_of_a_scale_make_another_measurement():
 def test_references_become_paths(prepare, store, command):
     recipe = measured_recipe(
         Measurement(name="first", does="analyze one-head", on=(Checkpoint("ordinary", 0.5),)),
-        Measurement(name="last", does="analyze profiles", on=(Checkpoint("a", 1.0),), settings={"selected": RunOf("a")}),
+        Measurement(
+            name="last", does="analyze profiles", on=(Checkpoint("a", 1.0),), settings={"selected": RunOf("a")}
+        ),
         Measurement(name="of", does="analyze partial-spearman", on=(RecordOf("first"),)),
         Measurement(
             name="far",
@@ -161,7 +163,9 @@ def test_a_run_whose_folder_is_gone_is_trained_again_for_what_reads_it(prepare, 
 
 
 def test_tables_have_the_papers_number_and_what_was_not_made(prepare, store, tmp_path):
-    speed = Measurement(name="speed", does="bench update", numbers=(speedup("25%", 0.25, (8, 1), "1.05×"),), smoke=False)
+    speed = Measurement(
+        name="speed", does="bench update", numbers=(speedup("25%", 0.25, (8, 1), "1.05×"),), smoke=False
+    )
     recipe = measured_recipe(STABILITY, speed)
     made, found, *_ = prepare(recipe, seeds=(1, 2))
     table = render("x", recipe, made, store, found)
