@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.data import TokenData
@@ -47,7 +48,7 @@ class Run(Command):
     """Seeds instead of the scale's own."""
     dry_run: bool = False
     """Say what would run, how long and with how much memory, and stop."""
-    jobs: int = 1
+    jobs: Annotated[int, at_least(1)] = 1
     """Runs at a time. Runs that share a device tell nothing of their speed."""
     folder: Path | None = None
     """Folder of recipes instead of the project's own."""
@@ -64,8 +65,6 @@ class Run(Command):
         """
         recipes = open_recipes(self.recipes, folder=self.folder)
         scale = scale_named(self.scale)
-        if self.jobs < 1:
-            raise SafError(f"--jobs must be at least 1; got {self.jobs}")
         data = self._data(scale, trains=any(recipe.arms for recipe in recipes.values()))
         made = plan(recipes, scale, data=data[1] if data else "", seeds=self.seeds, arms=self.arms)
         measured = plan_measurements(recipes, made, only=self.arms)
