@@ -9,6 +9,7 @@ import tyro
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.evaluate.compare import compare_runs
+from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
 from saf.records.run import RecordedRun
 
@@ -28,7 +29,7 @@ class Compare(Command):
     """Folder for compare.json; the frozen run's if not given."""
     allow_differences: bool = False
     """Compare all the same, listing what differs; the held-out windows must still be the same."""
-    resamples: int = 10_000
+    resamples: int = RESAMPLES
     """Bootstrap draws of windows."""
     seed: int = 0
     """Seed of the draws."""
