@@ -40,7 +40,7 @@ class CheckpointFreezing:
     config: Annotated[FreezeConfig, FLAT]
     """How heads are frozen."""
     out: Path
-    """The new checkpoint; the event is recorded beside its files, in events.jsonl."""
+    """The new checkpoint; the event is recorded among its files, in events.jsonl."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on when None."""
     sequences: Annotated[int, at_least(1)] = 32
@@ -111,8 +111,14 @@ def freeze_checkpoint(
         finalize_(model)
     state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
     state["clock"] = with_intervention(seconds_until(checkpoint), report.seconds)
-    written = save_checkpoint(settings.out, model, optimizer, state=state, parent=checkpoint.hash)
-    report.save(settings.out, update=checkpoint.update)
+    written = save_checkpoint(
+        settings.out,
+        model,
+        optimizer,
+        state=state,
+        parent=checkpoint.hash,
+        record=lambda folder: report.save(folder, update=checkpoint.update),
+    )
     return report, written, checkpoint.hash
 
 
