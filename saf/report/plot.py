@@ -23,7 +23,7 @@ _FIXED = (
     ".title{font:600 20px Georgia,'Times New Roman',serif}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
     ".mark{stroke-width:1.5;stroke-linecap:round}.ring{fill:none;stroke-width:2}.small{font-size:12px}"
 )
-_ARMS = ("ordinary", "ordinary-2", "frozen", "frozen-2", "frozen-3", "pruned", "pruned-2")
+_ARMS = ("ordinary", "ordinary-2", "frozen", "frozen-2", "frozen-3")
 Kind = Literal["linear", "log", "root"]
 Point = tuple[float, float]
 COLOURS = ("frozen", "ordinary", "frozen-2", "frozen-3", "ordinary-2", "live")
@@ -51,16 +51,20 @@ def colour(name: str, scheme: int) -> str:
     return re.findall(rf"--{name}:\s*([^;]+);", sheet)[scheme].strip()
 
 
+def arm_rules(arms: Sequence[str], scheme: int) -> str:
+    """Return the rules that give arms their colours."""
+    return "".join(f".{arm}{{stroke:{colour(arm, scheme)}}}.{arm}-text{{fill:{colour(arm, scheme)}}}" for arm in arms)
+
+
 def label(x: float, y: float, content: str, *, css: str, anchor: str = "start") -> str:
     """Return a line of text."""
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html(content)}</text>'
 
 
 def _rules(scheme: int) -> str:
-    arms = [f".{arm}{{stroke:{colour(arm, scheme)}}}.{arm}-text{{fill:{colour(arm, scheme)}}}" for arm in _ARMS]
     words = f"text{{fill:{colour('soft', scheme)}}}.title,.name{{fill:{colour('ink', scheme)}}}"
     lines = f".rule{{stroke:{colour('rule', scheme)}}}.event{{stroke:{colour('ink', scheme)};stroke-dasharray:2 3}}"
-    return f"{''.join(arms)}{words}.paper{{fill:{colour('paper', scheme)}}}{lines}"
+    return f"{arm_rules(_ARMS, scheme)}{words}.paper{{fill:{colour('paper', scheme)}}}{lines}"
 
 
 @dataclass(frozen=True)
