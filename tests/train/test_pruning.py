@@ -17,6 +17,8 @@ from saf.freezing.config import FreezeConfig
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
+from saf.report.runs.page import write_report
+from saf.report.runs.picture import write_picture
 from saf.schedules import Freeze, Gradual, OneTime, Prune, TrainLoss, Undo, ValidationBudget, train_loss
 from saf.schedules.train_loss import TrainLossProposer
 from saf.tasks import TASKS
@@ -63,7 +65,7 @@ def finished(data, tmp_path_factory):
     return run
 
 
-def test_a_run_prunes_what_it_would_freeze_and_says_so(settings, finished, outcome, capsys):
+def test_a_run_prunes_what_it_would_freeze_and_says_so(settings, finished):
     folder = finished(settings(freeze=PRUNE, keep=0), "pruned")
     frozen = finished(settings(freeze=FREEZE, keep=0), "frozen")
     (event,), (beside,) = read_events(folder), read_events(frozen)
@@ -109,6 +111,26 @@ def test_a_pruned_arm_is_the_same_as_one_run_that_prunes_and_goes_on_as_a_parent
     result = pretrain(later)
     assert (result["arm"], result["provenance"]["pruned"]) == ("pruned", read_events(single)[0].heads)
     assert outcome(later.out)["model.safetensors"] == outcome(single)["model.safetensors"]
+
+
+def test_the_page_and_the_tables_speak_of_pruned_heads(settings, finished, tmp_path, capsys):
+    runs = [finished(settings(), "ordinary"), finished(settings(freeze=PRUNE, keep=0), "pruned")]
+    page = write_report(runs, tmp_path).read_text()
+    for words in ("Pruning 4 of 8 attention heads", "Which heads were pruned<", "What pruning itself took", "4 pruned"):
+        assert words in page, words
+    assert "Heads were pruned after update 6 of 12." in page
+    assert "4 heads pruned: one_time: update 6 is done" in page
+    drawn = write_picture(runs, tmp_path / "runs.svg").read_text()
+    for words in ("4 of 8 heads pruned, those of lowest variance", "Pruned minus ordinary", "heads pruned at 6"):
+        assert words in drawn, words
+    assert ".pruned{stroke:" in drawn
+    assert main(["compare", *map(str, runs)]) == 0
+    assert "4 of 8 pruned" in capsys.readouterr().out
+    assert main(["inspect", str(runs[1])]) == 0
+    assert "0 of 8 frozen; 4 pruned: " in capsys.readouterr().out
+    mixed = RecordedRun.open(runs[1])
+    mixed.result["provenance"]["heads"] = [[0, 0]]
+    assert mixed.heads_in_words == "1 frozen, 4 pruned"
 
 
 @pytest.mark.parametrize("score", ["gate_taylor", "random"])
