@@ -86,8 +86,8 @@ def pattern_gradient(
     # Where the table is 0, what it would be multiplied with may be infinite.
     rho = torch.where(lags == 0, 0, lags * (pairs - causal_convolution(keys, row_terms.flip(1)).flip(1)))
     beyond = (0, positions - alpha.shape[1])
-    logits = (pad(x.to(key_scale.dtype), beyond) for x in (alpha, rho))
-    return heads_like(value, value.shape[1]).copy_(below * key_scale[:, :, None]), *logits
+    alpha, rho = (pad(x.to(key_scale.dtype), beyond) for x in (alpha, rho))
+    return heads_like(value, value.shape[1]).copy_(below * key_scale[:, :, None]), alpha, rho
 
 
 @pattern_gradient.register_fake
