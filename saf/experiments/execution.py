@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +72,14 @@ class Outcome:
 
 
 def execute(
-    plan: Plan, store: Store, data: Path, *, say: Callable[[str], None], jobs: int = 1, launch: Launch | None = None
+    plan: Plan,
+    store: Store,
+    data: Path,
+    *,
+    say: Callable[[str], None],
+    jobs: int = 1,
+    launch: Launch | None = None,
+    lost: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Train what the store lacks of a plan, parents first, and return what came of it.
 
@@ -86,9 +93,10 @@ def execute(
         say: Shows a line of progress.
         jobs: Runs at a time. They share the devices, so their times mean nothing unless each has one of its own.
         launch: How one is run; a process of its own by default.
+        lost: Runs to train again though they have a record, by key, each with what needs their folder.
     """
     outcome = Outcome(found=[key for key in plan.runs if store.record(key) is not None])
-    waiting = _missing(plan, store, found=set(outcome.found), say=say)
+    waiting = _missing(plan, store, found=set(outcome.found), lost=lost or {}, say=say)
     progress = Progress(total=len(waiting), say=say, jobs=jobs, updates_left=sum(run.updates_to_do for run in waiting))
     active: dict[Future[str | None], _Active] = {}
     devices: list[str | None] = list(visible_devices()) or [None]
@@ -99,8 +107,8 @@ def execute(
                 waiting.remove(run)
                 used = [one.device for one in active.values()]
                 one = _Active(run, min(devices, key=used.count), time.monotonic())
-                if {run.parent, run.match} & set(outcome.failed):
-                    _end(one, f"{run.title} was not begun: the run it goes on from did not end", outcome, progress)
+                if _needs(run) & set(outcome.failed):
+                    _end(one, f"{run.title} was not begun: a run that it needs did not end", outcome, progress)
                     continue
                 progress.begin(run, resumed=store.begun(run.key))
                 active[pool.submit(_train, one, store, data, launch or in_a_process, stop)] = one
@@ -142,19 +150,32 @@ class _Here(Executor):
 
 
 def _ready(waiting: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the waiting runs of which neither the parent nor the run whose time they get is waiting or under way."""
+    """Return the waiting runs that need nothing of one that is waiting or under way."""
     ahead = {run.key for run in (*waiting, *active)}
-    return [run for run in waiting if not {run.parent, run.match} & ahead]
+    return [run for run in waiting if not _needs(run) & ahead]
 
 
-def _missing(plan: Plan, store: Store, *, found: set[str], say: Callable[[str], None]) -> list[PlannedRun]:
+def _needs(run: PlannedRun) -> set[str | None]:
+    """Return the keys of the runs that one begins from: its parent, and those whose time or heads it gets."""
+    return {run.parent, run.match, run.heads} - {None}
+
+
+def _missing(
+    plan: Plan, store: Store, *, found: set[str], lost: Mapping[str, str], say: Callable[[str], None]
+) -> list[PlannedRun]:
     """Return the runs to train, parents first: those without a record, and parents whose checkpoint is needed."""
     needed = {key for key in plan.runs if key not in found}
+    for key, why in lost.items():
+        if key in found:
+            say(f"{plan.runs[key].title} is trained again for {why}")
+            store.forget_(key)
+            needed.add(key)
     # Children stand after their parents, so that a lost grandparent is found through a lost parent.
     for run in reversed(plan.runs.values()):
         if run.key not in needed or store.begun(run.key):
             continue
-        for key, why in ((run.parent, store.lacks_parent(run)), (run.match, store.lacks_match(run))):
+        others = (run.parent, store.lacks_parent(run)), (run.match, store.lacks_match(run))
+        for key, why in (*others, (run.heads, store.lacks_heads(run))):
             if why and key in found and key not in needed:
                 say(f"{plan.runs[key].title} is trained again for {run.title}: {why}")
                 store.forget_(key)
@@ -167,7 +188,7 @@ def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: StopReq
     run = one.run
     folder = store.run_folder(run.key)
     if not (folder / "result.json").is_file():
-        if why := store.lacks_parent(run) or store.lacks_match(run):
+        if why := store.lacks_parent(run) or store.lacks_match(run) or store.lacks_heads(run):
             return f"{run.title} cannot begin: {why}"
         log = store.folder / "logs" / f"{run.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +196,7 @@ def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: StopReq
         if code == EXIT_STOPPED:
             return _STOPPED
         if code != 0:
-            return f"{run.title} ended with exit code {code}: {_last_line(log)} (all of it: {log})"
+            return f"{run.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
     store.collect(run)
     return None
 
@@ -189,7 +210,15 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     start = ["--parent", str(parent)] if parent else ["--data", str(data)]
     if run.match:
         start += ["--match-time", str(store.run_folder(run.match))]
-    return ["pretrain", *start, "--out", str(folder), *(word for item in run.flags.items() for word in _flag(*item))]
+    if run.heads:
+        start += ["--freeze.heads", *(f"{layer}:{head}" for layer, head in store.heads(run.heads) or ())]
+    return [
+        "pretrain",
+        *start,
+        "--out",
+        str(folder),
+        *(word for item in run.flags.items() for word in flag_words(*item)),
+    ]
 
 
 def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: StopRequest) -> int:
@@ -214,7 +243,7 @@ def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: 
         return process.returncode
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def flag_words(name: str, value: Any) -> list[str]:
     """Return one setting as words of the command line."""
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
@@ -226,6 +255,7 @@ def _flag(name: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line that a process wrote, which says why it failed."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it wrote nothing"

@@ -2,6 +2,7 @@
 
     STORE/runs/KEY/          what `saf pretrain` wrote, checkpoints included
     STORE/records/KEY.json   the run's numbers, and its loss in each held-out window
+    STORE/measurements/KEY.json   the record of a benchmark or an analysis
 
 Tables are made of the records alone, so that these can be committed and the folders removed.
 """
@@ -61,6 +62,20 @@ class Store:
             raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
         return record
 
+    def measurement_file(self, key: str) -> Path:
+        """Return the file of a measurement's record, whether it is there or not."""
+        return self.folder / "measurements" / f"{key}.json"
+
+    def measurement(self, key: str) -> dict[str, Any] | None:
+        """Return the record of a measurement; None before it. Raises InputError when it is of another one."""
+        path = self.measurement_file(key)
+        if not path.exists():
+            return None
+        record = read_result(path)
+        if record.get("key") != key:
+            raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
+        return record
+
     def fingerprint(self) -> str:
         """Return the fingerprint of the data that the recorded runs were trained on.
 
@@ -98,6 +113,17 @@ class Store:
         """Return why the run whose time a run gets cannot be used; None when it can, or there is none."""
         folder = run.match and self.run_folder(run.match)
         return f"{folder} has no result" if folder and not (folder / "result.json").is_file() else None
+
+    def heads(self, key: str) -> list[list[int]] | None:
+        """Return the heads that are frozen or pruned in a run that ended; None before that."""
+        record = self.record(key)
+        return None if record is None else (record.get("intervention") or {}).get("heads") or []
+
+    def lacks_heads(self, run: PlannedRun) -> str | None:
+        """Return why the heads of the run whose heads a run has are not known; None when they are, or are its own."""
+        if run.heads is None or self.heads(run.heads):
+            return None
+        return f"{self.record_file(run.heads)} tells of no heads frozen or pruned"
 
     def begun(self, key: str) -> bool:
         """Return whether there is a run to resume."""

@@ -181,6 +181,17 @@ def test_it_goes_on_from_ordinary_training_and_a_frozen_model_trains_without_it(
     assert frozen(more.model) == frozen(run.model)
 
 
+def test_heads_are_pruned_where_the_settings_say_so(hf, tmp_path):
+    made = callback(config=saf.FreezeConfig(count=3, operation="prune"))
+    run = trainer(hf, tmp_path, made, max_steps=4)
+    run.train()
+    assert [event.kind for event in made.events] == ["prune"]
+    assert len(adapter_for(run.model).heads("pruned")) == 3
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert same(saved, run.model)
+    assert "3 heads pruned by variance; after update 2" in (tmp_path / "checkpoint-4" / "README.md").read_text()
+
+
 def test_the_last_update_may_be_the_moment(hf, tmp_path):
     run = trainer(hf, tmp_path, callback(saf.OneTime(1.0)), max_steps=4)
     run.train()

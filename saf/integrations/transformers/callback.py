@@ -28,7 +28,7 @@ from saf.schedules import OneTime, Outcome, Proposer, Schedule, schedule_to_dict
 from saf.sidecar import check_sums
 from saf.surgery import check_editable, restore_, uninstall_
 from saf.surgery.optimizer import unwrap_optimizer
-from saf.train.events import CARRY_OUT, Change, check_freeze, start_proposer
+from saf.train.events import CARRY_OUT, Change, check_freeze, meant, start_proposer
 
 PROGRESS = "progress"
 """The attribute that a checkpoint's trainer_state.json keeps of the callback."""
@@ -256,7 +256,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
         assert training is not None
         training.updater.optimizer = given["optimizer"]
         while events := training.proposer.propose(update):
-            for event in events:
+            for proposed in events:
+                event = meant(proposed, training.config)
                 before = training.controller_loss(event.batches)
                 change = CARRY_OUT[event.kind](training, event)
                 after = training.controller_loss(event.batches)
@@ -271,7 +272,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
                     deferred=change.deferred,
                 )
                 training.events.append(_recorded(training, event, change, outcome, update))
-                training.proposer.done(event, outcome)
+                training.proposer.done(proposed, outcome)
 
     def _sequences(self, name: str, tokenizer: Any) -> list[Tensor]:
         """Return the sequences given under a name, and keep them: an iterator is read once."""
