@@ -14,6 +14,7 @@ from typing import Any
 import saf
 from saf.errors import InputError
 from saf.experiments.measurement import Measurement, RecordOf
+from saf.freezing.config import BUDGETS
 from saf.records.paper import Source
 
 Flags = Mapping[str, Any]
@@ -36,6 +37,8 @@ class Arm:
     """Updates that it adds to its parent's whole schedule, as a share of them; its learning rate begins anew there."""
     match: str | None = None
     """The arm whose time it gets, from its parent on; None trains as many updates as the scale says."""
+    heads: str | None = None
+    """The arm whose heads it freezes or prunes, exactly those; None lets its settings choose."""
     context: int = 4_096
     """Tokens of context in the paper; other scales have their own for it."""
     reference: str | None = "ordinary"
@@ -80,6 +83,16 @@ class Recipe:
                 raise InputError(
                     f"{self.title}: arm {arm.name!r} gets the time of {arm.match!r}, which is no arm before it"
                 )
+            if arm.heads is not None and arm.heads not in before:
+                raise InputError(
+                    f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}, which is no arm before it"
+                )
+            if arm.heads is not None and (
+                said := [f"freeze.{name}" for name in BUDGETS if f"freeze.{name}" in arm.settings]
+            ):
+                raise InputError(
+                    f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}; leave {' and '.join(said)} out"
+                )
             for other in filter(None, (arm.reference, arm.against)):
                 if other not in names:
                     raise InputError(
@@ -119,7 +132,7 @@ class Recipe:
             if name not in kept:
                 kept.add(name)
                 arm = by_name[name]
-                wanted += filter(None, (arm.parent, arm.match, arm.reference, arm.against))
+                wanted += filter(None, (arm.parent, arm.match, arm.heads, arm.reference, arm.against))
         return tuple(arm for arm in self.arms if arm.name in kept)
 
     def chosen_measurements(self, names: tuple[str, ...], *, smoke: bool) -> tuple[Measurement, ...]:
