@@ -124,10 +124,10 @@ def test_the_page_and_the_tables_speak_of_pruned_heads(settings, finished, tmp_p
     for words in ("4 of 8 heads pruned, those of lowest variance", "Pruned minus ordinary", "heads pruned at 6"):
         assert words in drawn, words
     assert ".pruned{stroke:" in drawn
+    assert "4 of 8 pruned" in page
     assert main(["compare", *map(str, runs)]) == 0
-    assert "4 of 8 pruned" in capsys.readouterr().out
     assert main(["inspect", str(runs[1])]) == 0
-    assert "0 of 8 frozen; 4 pruned: " in capsys.readouterr().out
+    assert "0 of 8 frozen; 4 pruned: " in " ".join(capsys.readouterr().out.split())
     mixed = RecordedRun.open(runs[1])
     mixed.result["provenance"]["heads"] = [[0, 0]]
     assert mixed.heads_in_words == "1 frozen, 4 pruned"
@@ -151,6 +151,24 @@ def test_the_heads_of_another_arm_are_named_by_its_folder_or_its_record(settings
     words = f"--parent {parent} --out {out} --freeze.operation prune --freeze.heads {frozen} --quiet"
     assert main(["pretrain", *words.split()]) == 0
     assert read_json(Path(out) / "result.json")["provenance"]["pruned"] == [list(head) for head in heads]
+
+
+def test_a_checkpoint_is_pruned_by_the_command_and_trained_on(settings, finished, tmp_path, capsys):
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    words = f"{parent} --operation prune --rate 0.5 --sequences 4 --out {tmp_path / 'made'} --device cpu"
+    assert main(["freeze", *words.split()]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 8 heads pruned by variance" in said
+    assert "fit KL" not in said
+    (event,) = read_events(tmp_path / "made")
+    assert (event.kind, pruned(tmp_path / "made")) == ("prune", event.heads)
+    assert event.heads == read_events(finished(settings(freeze=PRUNE, keep=0), "pruned"))[0].heads
+    arm = continue_from(tmp_path / "made", out=settings("on").out)
+    result = pretrain(arm)
+    assert (result["arm"], result["provenance"]["pruned"]) == ("pruned", event.heads)
+    assert [each.values["inherited"] for each in read_events(arm.out)] == [True]
+    assert main(["freeze", *words.split(), "--backend", "toeplitz"]) == 2
+    assert "leave backend out" in capsys.readouterr().err
 
 
 GRADUAL = Gradual(begin=0.25, end=0.75, groups=2)

@@ -68,7 +68,7 @@ def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str, colour: str)
 
 
 def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | None:
-    """Return the head map of a run with frozen or pruned heads: scores, marks, patterns, marginals; None without one."""
+    """Return the head map of a run with frozen or pruned heads: scores, marks, patterns, marginals; None without."""
     if run.freeze is None:
         return None
     freeze, tensors = run.freeze, run.freeze_tensors
