@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.arguments import above, at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.data import TokenData
@@ -54,14 +55,14 @@ class Run(Command):
     """Seeds instead of the scale's own."""
     dry_run: bool = False
     """Say what would run, when, how long and with how much memory, and stop."""
-    command_minutes: float | None = None
+    command_minutes: Annotated[float | None, above(0)] = None
     """End this command within so many minutes: a run that would not end in time is left for the next one."""
-    budget_minutes: float | None = None
+    budget_minutes: Annotated[float | None, above(0)] = None
     """Minutes on this machine, counted from the first command that names them: parents are packed with their arms, and
     only what fits is begun. Folders of runs may be lost after it, records are to be kept."""
-    gpus: int | None = None
+    gpus: Annotated[int | None, at_least(1)] = None
     """How many GPUs --dry-run counts with; those of this machine when not given."""
-    jobs: int = 1
+    jobs: Annotated[int, at_least(1)] = 1
     """Runs at a time on one GPU, but for those whose time matters, which have it for themselves."""
     quality_only: bool = False
     """With --jobs, let runs share a GPU whose times a table would show: these times are left out."""
@@ -75,15 +76,8 @@ class Run(Command):
     """Print JSON instead of tables."""
 
     def __post_init__(self):
-        """Raise InputError for numbers that cannot be used."""
-        for name, lowest in (("jobs", 1), ("gpus", 1)):
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise InputError(f"{name} must be at least {lowest}; got {value}")
-        for name in ("command_minutes", "budget_minutes"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise InputError(f"{name} must be a finite number above 0; got {value}")
+        """Raise InputError for what cannot be used, and for what would have no effect."""
+        super().__post_init__()
         if self.gpus is not None and not self.dry_run:
             raise InputError("gpus is for a dry run; CUDA_VISIBLE_DEVICES chooses those that a plan uses")
         if self.quality_only and self.jobs == 1:

@@ -1,8 +1,9 @@
 """What the time of a run is foretold from: rates that a scale states, a user names, or ended runs measured."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from saf.errors import InputError
+from saf.arguments import above, at_least, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +49,17 @@ class Rates:
 class Measured:
     """Replace what a scale states of its rates by what was measured; None keeps it."""
 
-    tokens_per_second: float | None = None
+    tokens_per_second: Annotated[float | None, above(0)] = None
     """Tokens that one GPU trains on in a second, at the shortest context of the plan, compiled and with all heads live;
     other contexts by their arithmetic."""
-    compile_seconds: float | None = None
+    compile_seconds: Annotated[float | None, at_least(0)] = None
     """Seconds of compiling a model, at a run's start and after every event."""
-    start_seconds: float | None = None
+    start_seconds: Annotated[float | None, at_least(0)] = None
     """Seconds of a run beside its updates and compilation."""
 
     def __post_init__(self):
         """Raise InputError for a rate that no GPU has."""
-        speed = self.tokens_per_second
-        if speed is not None and not 0 < speed < float("inf"):
-            raise InputError(f"tokens_per_second must be a finite number above 0; got {speed}")
-        for name in ("compile_seconds", "start_seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise InputError(f"{name} must be a finite number of at least 0; got {value}")
+        check_fields(self)
 
     def applied(self, rates: Rates, *, flops_per_token: float) -> Rates:
         """Return the rates with what was measured; `flops_per_token` is that of the shortest context."""

@@ -71,6 +71,7 @@ class Rendered:
         return Table.of(title, ["arm", *heads], rows, [*self.drafts, *notes])
 
     def _cells(self, arm: Arm, quoted: list[bool]) -> list[str | None]:
+        """Return the cells of one arm, the paper's value after ours in columns where it is quoted."""
         cells: list[str | None] = []
         for name, has in zip(self.recipe.columns, quoted, strict=True):
             found = self.values.get(arm.name)
