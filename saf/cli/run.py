@@ -1,6 +1,7 @@
-"""`saf run`: what a table or figure needs, trained; and which recipes there are."""
+"""`saf run`: what a table or figure needs, trained and measured; and which recipes there are."""
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from saf.cli.output import show
 from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.execution import Lanes, Outcome, Stop, execute, in_a_process
+from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
 from saf.experiments.packing import Lacks, Packing, packing_table
 from saf.experiments.plan import Plan, PlannedRun, events_of, plan
 from saf.experiments.rates import Measured, Rates
@@ -31,7 +33,7 @@ SMOKE_DATA = ("python", "--max-bytes", "1000000", "--vocab-size", "512", "--seed
 
 @dataclass(kw_only=True)
 class Run(Command):
-    """Train what recipes lack, parents first and each run once, and print their tables; alone, list the recipes.
+    """Train and measure what recipes lack, each run and measurement once, and print their tables; alone, list them.
 
     The same command goes on with what stopped or failed; what is there already is never made again. Every GPU that
     CUDA_VISIBLE_DEVICES leaves is used, a process on each.
@@ -50,7 +52,7 @@ class Run(Command):
     store: Path = Path("runs/recipes")
     """Folder of the runs and their records; recipes share it."""
     arms: tuple[str, ...] = ()
-    """Only these arms, with what they go on from and are compared with."""
+    """Only these arms or measurements, with what they go on from, are compared with and read."""
     seeds: tuple[int, ...] = ()
     """Seeds instead of the scale's own."""
     dry_run: bool = False
@@ -91,7 +93,7 @@ class Run(Command):
         """
         recipes = open_recipes(self.recipes, folder=self.folder)
         scale = scale_named(self.scale).resized(None if self.tokens is None else read_tokens(self.tokens))
-        data = self._data(scale)
+        data = self._data(scale, trains=any(recipe.arms for recipe in recipes.values()))
         made = plan(
             recipes,
             scale,
@@ -100,37 +102,41 @@ class Run(Command):
             arms=self.arms,
             vocabulary=data.vocab_size if data else None,
         )
+        measured = plan_measurements(recipes, made, only=self.arms)
         if not self.recipes:
-            return self._list(made, Store(self.store).open(write=False), known=data is not None)
+            return self._list(made, measured, Store(self.store).open(write=False), known=data is not None)
         if self.dry_run:
-            return self._foretell(made, Store(self.store).open(write=False))
-        if data is None:
+            return self._foretell(made, measured, Store(self.store).open(write=False))
+        if data is None and made.runs:
             raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
         store = Store(self.store).open(write=True)
         for note in made.notes:
             _say(note)
-        outcome = self._carry_out(made, store, data.folder)
-        tables = [render(name, recipe, made, store) for name, recipe in recipes.items()]
+        outcome = self._carry_out(made, measured, store, data.folder if data else Path())
+        tables = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         for table in tables if self.out else ():
             for path in table.write(self.out or Path()):
                 _say(f"wrote {path}")
         result = {"ended": outcome.ended, "found": outcome.found, "failed": outcome.failed, "left": outcome.left}
-        show({**result, "tables": [t.to_dict() for t in tables]}, *(t.table() for t in tables), as_json=self.json)
+        parts = (part for table in tables for part in table.parts())
+        show({**result, "tables": [table.to_dict() for table in tables]}, *parts, as_json=self.json)
         _check(outcome)
         return result
 
-    def _carry_out(self, made: Plan, store: Store, data: Path) -> Outcome:
-        """Train what the store lacks, of it what the budget holds."""
-        rates, only = self._rates(made, store), None
-        lanes = self._lanes(made)
+    def _carry_out(self, made: Plan, measured: Measurements, store: Store, data: Path) -> Outcome:
+        """Train what the store lacks, of it what the budget holds, and measure when nothing is left to train."""
+        began, lost = time.monotonic(), lost_inputs(measured, store)
+        rates, only, lanes = self._rates(made, store), None, self._lanes(made)
         if self.budget_minutes is not None:
             left = store.budget_left_(60 * self.budget_minutes)
-            packing = self._packing(made, store, rates, lanes=len(lanes.devices), budget=left)
-            stays = packing.stays(_missing(made, store), made, _once(store.lacks))
+            packing = self._packing(made, store, rates, lanes=len(lanes.devices), left=left)
+            stays = packing.stays(_missing(made, store, lost), made, _once(store.lacks))
             only = [run.key for run in stays[0].runs] if stays else []
             kept = f"{len(only)} of {sum(len(stay.runs) for stay in stays)} runs"
-            _say(f"{duration(left)} of the budget are left: {kept} fit; a new budget begins after it")
-        return execute(
+            _say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
+        seconds = None if self.command_minutes is None else 60 * self.command_minutes
+        launch = in_this_process if self._here(made) else in_a_process
+        outcome = execute(
             made,
             store,
             data,
@@ -138,14 +144,22 @@ class Run(Command):
             lanes=lanes,
             rates=rates,
             only=only,
-            seconds=None if self.command_minutes is None else 60 * self.command_minutes,
-            launch=in_this_process if self._here(made) else in_a_process,
+            seconds=seconds,
+            launch=launch,
+            lost={key: why for key, why in lost.items() if only is None or key in only},
         )
+        if only is not None:
+            beyond = {run.key for run in _missing(made, store, {})} - {*only, *outcome.failed}
+            outcome.left += sorted(beyond - {*outcome.left})
+        if not outcome.stopped and not outcome.left:
+            ends = None if seconds is None else began + seconds
+            carry_out(measured, store, outcome, say=_say, launch=launch, ends=ends)
+        return outcome
 
-    def _data(self, scale: Scale) -> TokenData | None:
+    def _data(self, scale: Scale, *, trains: bool) -> TokenData | None:
         """Return the data; the smoke scale's are made where there are none."""
         folder = self.data
-        if folder is None and scale.name == "smoke" and self.recipes and not self.dry_run:
+        if folder is None and scale.name == "smoke" and trains and self.recipes and not self.dry_run:
             folder = Store(self.store).open(write=True).folder / "data"
             if not folder.exists():
                 _say(f"preparing {folder}")
@@ -163,39 +177,45 @@ class Run(Command):
 
     def _rates(self, made: Plan, store: Store) -> Rates:
         """Return what runs take: as named, else as ended ordinary runs of the plan measured, else as the scale says."""
+        if not made.runs:
+            return made.scale.rates
         shortest = min(made.runs.values(), key=lambda run: run.shape.max_length)
         rates = _as_recorded(made, store) or made.scale.rates
         return self.measured.applied(rates, flops_per_token=shortest.shape.flops_per_token(shortest.shape.max_length))
 
-    def _packing(self, made: Plan, store: Store, rates: Rates, *, lanes: int, budget: float | None) -> Packing:
-        """Return the limits that were named, in seconds."""
+    def _packing(self, made: Plan, store: Store, rates: Rates, *, lanes: int, left: float | None = None) -> Packing:
+        """Return the limits that were named, in seconds; `left` of the budget that is under way."""
         done = {key: store.done(key) for key in made.runs}
         return Packing(
             seconds=lambda run: run.seconds(rates, done=done[run.key]),
             lanes=lanes,
             command=None if self.command_minutes is None else 60 * self.command_minutes,
-            budget=budget,
+            budget=None if self.budget_minutes is None else 60 * self.budget_minutes,
+            left=left,
         )
 
-    def _list(self, made: Plan, store: Store, *, known: bool) -> dict[str, Any]:
-        """Show every recipe with how many of its runs are done."""
+    def _list(self, made: Plan, measured: Measurements, store: Store, *, known: bool) -> dict[str, Any]:
+        """Show every recipe with its number of runs, and how many are done where the data are known."""
         rows, listed = [], {}
         for name, recipe in open_recipes(folder=self.folder).items():
             keys = {key for (of, _, _), key in made.arms.items() if of == name}
+            others = {key for (of, _, _), key in measured.keys.items() if of == name}
             done = sum(store.record(key) is not None for key in keys) if known else None
+            made_ones = sum(store.measurement(key) is not None for key in others) if known or not keys else None
             listed[name] = {"title": recipe.title, "source": recipe.source.label, "runs": len(keys), "done": done}
-            rows.append([name, recipe.title, recipe.source.label, len(keys), done])
+            listed[name] |= {"measurements": len(others), "measured": made_ones}
+            rows.append([name, recipe.title, recipe.source.label, len(keys), done, len(others), made_ones])
         notes = () if known else ("Name --data to see which of them are done.",)
-        table = Table.of(f"Recipes ({made.scale.name})", ["name", "table", "paper", "runs", "done"], rows, notes)
+        head = ["name", "table", "paper", "runs", "done", "measurements", "done"]
+        table = Table.of(f"Recipes ({made.scale.name})", head, rows, notes)
         show(listed, table, "`saf run NAME --scale small --data FOLDER` trains what is missing.", as_json=self.json)
         return listed
 
-    def _foretell(self, made: Plan, store: Store) -> dict[str, Any]:
+    def _foretell(self, made: Plan, measured: Measurements, store: Store) -> dict[str, Any]:
         """Show what is missing, packed into budgets and commands, with predicted minutes and memory."""
-        rates, missing = self._rates(made, store), _missing(made, store)
+        rates, missing = self._rates(made, store), _missing(made, store, lost_inputs(measured, store))
         lanes = self.gpus or len(self._lanes(made).devices)
-        budget = None if self.budget_minutes is None else 60 * self.budget_minutes
-        packing = self._packing(made, store, rates, lanes=lanes, budget=budget)
+        packing = self._packing(made, store, rates, lanes=lanes)
         stays = packing.stays(missing, made, _once(store.lacks))
         runs, seconds = [run for stay in stays for run in stay.runs], sum(stay.seconds for stay in stays)
         commands = sum(len(stay.commands) for stay in stays)
@@ -210,8 +230,10 @@ class Run(Command):
             *([] if made.data else ["Without --data nothing is known to be done."]),
         ]
         table = replace(packing_table(stays, packing, made), notes=tuple(notes))
+        others = [[each.title, f"saf {each.does}"] for each in measured.planned.values()]
         result = {
             "runs": len(runs),
+            "measurements": len(others),
             "seconds": seconds,
             "bytes": max((run.predicted_bytes for run in runs), default=0),
             "rates": vars(rates),
@@ -220,13 +242,15 @@ class Run(Command):
                 for stay in stays
             ],
         }
-        show(result, table, as_json=self.json)
+        tables = [table] * bool(made.runs)
+        tables += [Table.of("Measurements, afterwards", ["", "command"], others)] * bool(others)
+        show(result, *tables, as_json=self.json)
         return result
 
 
-def _missing(made: Plan, store: Store) -> list[PlannedRun]:
-    """Return the runs of a plan that have no record."""
-    return [run for run in made.runs.values() if store.record(run.key) is None]
+def _missing(made: Plan, store: Store, lost: Mapping[str, str]) -> list[PlannedRun]:
+    """Return the runs of a plan that have no record, and those whose folder a measurement needs."""
+    return [run for run in made.runs.values() if run.key in lost or store.record(run.key) is None]
 
 
 def _once(lacks: Lacks) -> Lacks:
@@ -283,7 +307,7 @@ def _check(outcome: Outcome) -> None:
     if outcome.stopped:
         _say("a signal stopped the plan after a checkpoint; the same command goes on with it")
     elif outcome.left:
-        _say(f"the limit of the command leaves {len(outcome.left)} runs; the same command goes on with them")
+        _say(f"{len(outcome.left)} runs are left within these limits; the same command goes on with them")
     if outcome.stopped or outcome.left:
         raise SystemExit(EXIT_STOPPED)
 

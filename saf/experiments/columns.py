@@ -40,6 +40,14 @@ class Row:
         return None if one["key"] == two["key"] else 100.0 * (one["updates"] / two["updates"] - 1.0)
 
 
+def change_of(record: Record, other: Record) -> float:
+    """Return by how many percent one record's perplexity is above another's; 0 of a run and itself."""
+    runs = {OWN: record, REFERENCE: other}
+    losses = {role: torch.tensor(run["report_loss"], dtype=torch.float64) for role, run in runs.items()}
+    change = Row(runs, losses).change()
+    return 0.0 if change is None else float(change)
+
+
 Number = float | Tensor | None
 
 

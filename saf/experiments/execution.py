@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,6 +137,7 @@ def execute(
     only: Iterable[str] | None = None,
     seconds: float | None = None,
     launch: Launch | None = None,
+    lost: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Train what the store lacks of a plan, parents first, and return what came of it.
 
@@ -154,11 +155,13 @@ def execute(
         seconds: The limit of this command: no run begins that is foretold to end after it, unless it is longer than
             the limit by itself and the first to begin; what goes on at the limit stops after a checkpoint.
         launch: How one is run; a process of its own by default.
+        lost: Runs to train again though they have a record, by key, each with what needs their folder.
     """
     began, lanes, rates = time.monotonic(), lanes or Lanes(), rates or plan.scale.rates
     outcome = Outcome(found=[key for key in plan.runs if store.record(key) is not None])
-    asked = set(plan.runs) - set(outcome.found) if only is None else set(only) & set(plan.runs)
-    waiting = _to_train(plan, store, asked - set(outcome.found), found=set(outcome.found), say=say)
+    found = set(outcome.found)
+    asked = (set(plan.runs) if only is None else set(only) & set(plan.runs)) - found
+    waiting = _to_train(plan, store, asked, found=found, lost=lost or {}, say=say)
     foretold = {run.key: run.seconds(rates, done=store.done(run.key)) for run in waiting}
     left = sum(foretold.values())
     progress = Progress(total=len(waiting), say=say, rates=rates, width=lanes.width, left=left)
@@ -262,18 +265,27 @@ def _ready(waiting: Sequence[PlannedRun], active: Iterable[_Active]) -> list[Pla
 
 
 def _to_train(
-    plan: Plan, store: Store, asked: set[str], *, found: set[str], say: Callable[[str], None]
+    plan: Plan,
+    store: Store,
+    asked: set[str],
+    *,
+    found: set[str],
+    lost: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> list[PlannedRun]:
     """Return the runs to train, parents first: those asked for, and those whose checkpoint they need and is lost."""
-    reasons: dict[str, str] = {}
+    reasons = {key: f"{plan.runs[key].title} is trained again for {why}" for key, why in lost.items() if key in found}
 
     def lacks(run: PlannedRun) -> dict[str, str]:
+        """Return what a run needs and cannot use, and take note of what is trained again for it."""
         why = store.lacks(run)
         for key in why.keys() & found - reasons.keys():
             reasons[key] = f"{plan.runs[key].title} is trained again for {run.title}: {why[key]}"
         return why
 
-    runs = required([plan.runs[key] for key in asked], plan, lacks)
+    for key in reasons:
+        store.forget_(key)
+    runs = required([plan.runs[key] for key in asked | set(reasons)], plan, lacks)
     for key, reason in reasons.items():
         say(reason)
         store.forget_(key)
@@ -293,7 +305,7 @@ def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop) -
         if code == EXIT_STOPPED:
             return _STOPPED
         if code != 0:
-            return f"{run.title} ended with exit code {code}: {_last_line(log)} (all of it: {log})"
+            return f"{run.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
     store.collect(run)
     return None
 
@@ -307,7 +319,13 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     start = ["--parent", str(parent)] if parent else ["--data", str(data)]
     if run.match:
         start += ["--match-time", str(store.run_folder(run.match))]
-    return ["pretrain", *start, "--out", str(folder), *(word for item in run.flags.items() for word in _flag(*item))]
+    return [
+        "pretrain",
+        *start,
+        "--out",
+        str(folder),
+        *(word for item in run.flags.items() for word in flag_words(*item)),
+    ]
 
 
 def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: Stop) -> int:
@@ -332,7 +350,7 @@ def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: 
         return process.returncode
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def flag_words(name: str, value: Any) -> list[str]:
     """Return one setting as words of the command line."""
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
@@ -344,6 +362,7 @@ def _flag(name: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line that a process wrote, which says why it failed."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it wrote nothing"

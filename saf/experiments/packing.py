@@ -57,6 +57,8 @@ class Packing:
     lanes: int = 1
     command: float | None = None
     budget: float | None = None
+    left: float | None = None
+    """What is left of the first budget, where a part of it is used."""
 
     def __post_init__(self):
         """Raise InputError for limits that leave no time."""
@@ -71,6 +73,8 @@ class Packing:
     def stays(self, missing: Sequence[PlannedRun], plan: Plan, lacks: Lacks) -> list[Stay]:
         """Return the budgets that missing runs take; one without a budget, none when nothing is missing.
 
+        The first one may be empty, where what is left of it is too short for any.
+
         Args:
             missing: Runs without a record, parents first.
             plan: With the runs that they go on from.
@@ -79,7 +83,7 @@ class Packing:
         Raises:
             InputError: A run does not fit into a budget with those that it goes on from.
         """
-        packed: list[list[PlannedRun]] = []
+        packed: list[list[PlannedRun]] = [[]]
         for group in _families(missing, plan):
             self._place(group, packed, plan, lacks)
         made, seen, wanted = [], set(), {run.key for run in missing}
@@ -88,34 +92,35 @@ class Packing:
             again = frozenset(run.key for run in needed if run.key not in wanted or run.key in seen)
             made.append(Stay(runs=needed, commands=self.commands(needed), again=again))
             seen |= {run.key for run in needed}
-        return made
+        return made if missing else []
 
     def _place(self, group: list[PlannedRun], packed: list[list[PlannedRun]], plan: Plan, lacks: Lacks) -> None:
         """Add a parent with its arms to the first budget that has room for all, else to as many new ones as needed."""
 
-        def fits(runs: list[PlannedRun], number: int) -> bool:
+        def seconds(runs: list[PlannedRun], number: int) -> float:
             needed = required(runs, plan, lacks if number == 0 else all_lost)
-            return self.budget is None or sum(map(length, self.commands(needed))) <= self.budget
+            return sum(map(length, self.commands(needed)))
 
-        for number, before in enumerate(packed):
+        def fits(runs: list[PlannedRun], number: int) -> bool:
+            budget = self.left if number == 0 and self.left is not None else self.budget
+            return budget is None or seconds(runs, number) <= budget
+
+        for number, before in enumerate([*packed, []]):
             if fits([*before, *group], number):
-                packed[number] += group
+                packed[number : number + 1] = [[*before, *group]]
                 return
-        part: list[PlannedRun] = []
+        if packed[-1]:
+            packed.append([])
         for run in group:
-            if part and not fits([*part, run], len(packed)):
-                packed.append(part)
-                part = []
-            if not part and not fits([run], len(packed)):
-                needed = required([run], plan, lacks if not packed else all_lost)
-                takes = duration(sum(map(length, self.commands(needed))))
-                raise InputError(
-                    f"{run.title} takes {takes} with the runs that it goes on from, and "
-                    f"{duration(self.budget or 0)} of the budget are left; allow more minutes, or ask for shorter runs "
-                    "(--tokens)"
-                )
-            part.append(run)
-        packed.append(part)
+            if not fits([*packed[-1], run], len(packed) - 1):
+                packed.append([])
+                if not fits([run], len(packed) - 1):
+                    takes = duration(seconds([run], len(packed) - 1))
+                    raise InputError(
+                        f"{run.title} takes {takes} with the runs that it goes on from, more than a budget of "
+                        f"{duration(self.budget or 0)}; allow more minutes, or ask for shorter runs (--tokens)"
+                    )
+            packed[-1].append(run)
 
     def commands(self, runs: Sequence[PlannedRun]) -> list[list[Item]]:
         """Return what each command does of some runs, parents first, each on the GPU that is free first."""

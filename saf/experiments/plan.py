@@ -124,6 +124,7 @@ class Plan:
     """Fingerprint of the prepared data."""
     vocabulary: int | None = None
     """Tokens of the data's tokenizer, where they are known; the scale's otherwise."""
+    seeds: tuple[int, ...] = ()
     runs: dict[str, PlannedRun] = field(default_factory=dict)
     arms: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """Keys by recipe, arm and seed."""
@@ -192,10 +193,10 @@ def plan(
     Raises:
         InputError: An unknown arm or context, or a moment at which the scale keeps no checkpoint.
     """
-    made = Plan(scale=scale, data=data, vocabulary=vocabulary)
+    made = Plan(scale=scale, data=data, vocabulary=vocabulary, seeds=tuple(seeds) or scale.seeds)
     chosen = {name: recipe.chosen(arms, smoke=scale.name == "smoke") for name, recipe in recipes.items()}
     uncompiled = {name for name, its in chosen.items() if _uncompiled(made, name, its)}
-    for seed in tuple(seeds) or scale.seeds:
+    for seed in made.seeds:
         for name, its in chosen.items():
             for arm in its:
                 made.add(name, arm, seed, compiled=name not in uncompiled)
