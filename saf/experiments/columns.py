@@ -79,10 +79,10 @@ def _minutes(record: Record) -> float | None:
     return None if seconds is None else seconds / 60
 
 
-def _frozen(record: Record) -> float | None:
-    """Return how many heads the run left frozen."""
-    heads = record["provenance"].get("heads")
-    return None if heads is None else float(len(heads))
+def _edited(record: Record) -> float | None:
+    """Return how many heads of the model are frozen or pruned."""
+    frozen = record["provenance"].get("heads")
+    return None if frozen is None else float(len(frozen) + len(record["provenance"].get("pruned") or ()))
 
 
 def _part(*names: str) -> Callable[[Row], Number]:
@@ -159,7 +159,7 @@ COLUMNS = {
         needs=(*_TOKENS, *_EXCHANGE),
     ),
     "exchange": Column(title="1% more tokens buys, %", value=_exchange, places=3, needs=_EXCHANGE),
-    "heads": Column(title="heads", value=_own(_frozen), places=0),
+    "heads": Column(title="heads", value=_own(_edited), places=0),
     "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
     "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),
     "intervention": Column(title="intervention, s", value=_part(), places=2, timed=True),

@@ -181,8 +181,11 @@ def required(runs: Iterable[PlannedRun], plan: Plan, lacks: Lacks) -> list[Plann
 
 
 def all_lost(run: PlannedRun) -> dict[str, str]:
-    """Return that nothing is kept of the runs that a run goes on from: a later budget begins on another machine."""
-    return dict.fromkeys(run.needs, "it is of another stay")
+    """Return that no folder is kept of the runs that a run goes on from: a later budget begins on another machine.
+
+    Records are kept, and with them the heads of a run.
+    """
+    return {key: "it is of another stay" for key in (run.parent, run.match) if key}
 
 
 def packing_table(stays: Sequence[Stay], packing: Packing, plan: Plan) -> Table:

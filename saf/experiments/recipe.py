@@ -15,6 +15,7 @@ import saf
 from saf.errors import InputError
 from saf.experiments.measurement import Measurement, RecordOf
 from saf.experiments.rates import Rates
+from saf.freezing.config import BUDGETS
 from saf.records.paper import Source
 
 Flags = Mapping[str, Any]
@@ -37,6 +38,8 @@ class Arm:
     """Updates that it adds to its parent's whole schedule, as a share of them; its learning rate begins anew there."""
     match: str | None = None
     """The arm whose time it gets, from its parent on; None trains as many updates as the scale says."""
+    heads: str | None = None
+    """The arm whose heads it freezes or prunes, exactly those; None lets its settings choose."""
     context: int = 4_096
     """Tokens of context in the paper; other scales have their own for it."""
     reference: str | None = "ordinary"
@@ -45,7 +48,8 @@ class Arm:
     """The arm that its paired difference is taken from, where the paper gives one."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Other arms that its row is made with, by what they are to it: "raw", the same on the raw clock; "tokens", the
-    same at matched tokens; "exchange", the ordinary arm with more tokens. Each brings its own reference."""
+    same at matched tokens; "exchange", the ordinary arm with more tokens. Each has its own reference; `--arms` leaves
+    them out unless it names them."""
     paper: Mapping[str, str] = field(default_factory=dict)
     """The paper's numbers, by the names of columns."""
     smoke: bool = True
@@ -89,6 +93,16 @@ class Recipe:
                 raise InputError(
                     f"{self.title}: arm {arm.name!r} gets the time of {arm.match!r}, which is no arm before it"
                 )
+            if arm.heads is not None and arm.heads not in before:
+                raise InputError(
+                    f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}, which is no arm before it"
+                )
+            if arm.heads is not None and (
+                said := [f"freeze.{name}" for name in BUDGETS if f"freeze.{name}" in arm.settings]
+            ):
+                raise InputError(
+                    f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}; leave {' and '.join(said)} out"
+                )
             for other in arm.others:
                 if other not in names:
                     raise InputError(
@@ -127,7 +141,7 @@ class Recipe:
             if name not in kept:
                 kept.add(name)
                 arm = by_name[name]
-                wanted += filter(None, (arm.parent, arm.match, *arm.others))
+                wanted += filter(None, (arm.parent, arm.match, arm.heads, arm.reference, arm.against))
         return tuple(arm for arm in self.arms if arm.name in kept)
 
     def chosen_measurements(self, names: tuple[str, ...], *, smoke: bool) -> tuple[Measurement, ...]:

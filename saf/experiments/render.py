@@ -196,7 +196,7 @@ def _origin(records: Sequence[Record]) -> list[str]:
     devices = sorted({record["provenance"].get("device") or "an unknown device" for record in records})
     shared = sum(bool(record.get("shared")) for record in records)
     told = [f"Runs of commit {', '.join(commits)} on {', '.join(devices)}."] if records else []
-    return [*told, f"Times of {shared} runs that shared a device are left out."] if shared else told
+    return [*told, f"Runs that shared a device, whose times are left out: {shared}."] if shared else told
 
 
 def shown(column: Column, value: Value | None) -> str | None:

@@ -125,6 +125,8 @@ class Store:
         if self.done(run.key) is not None:
             return {}
         found = {run.parent: self.lacks_parent(run), run.match: self.lacks_match(run)}
+        if why := self.lacks_heads(run):
+            found[run.heads] = why
         return {key: why for key, why in found.items() if key and why}
 
     def lacks_parent(self, run: PlannedRun) -> str | None:
@@ -144,6 +146,17 @@ class Store:
         """Return why the run whose time a run gets cannot be used; None when it can, or there is none."""
         folder = run.match and self.run_folder(run.match)
         return f"{folder} has no result" if folder and not (folder / "result.json").is_file() else None
+
+    def heads(self, key: str) -> list[list[int]] | None:
+        """Return the heads that are frozen or pruned in a run that ended, of its first training that has any."""
+        found = [(record.get("intervention") or {}).get("heads") or [] for record in self.records(key)]
+        return next(filter(None, found), []) if found else None
+
+    def lacks_heads(self, run: PlannedRun) -> str | None:
+        """Return why the heads of the run whose heads a run has are not known; None when they are, or are its own."""
+        if run.heads is None or self.heads(run.heads):
+            return None
+        return f"{self.record_file(run.heads)} tells of no heads frozen or pruned"
 
     def budget_left_(self, seconds: float) -> float:
         """Return the seconds left of the budget of this length that a command began, or begin one.

@@ -51,6 +51,8 @@ class Trainer:
         self.calls: list[list[str]] = []
         self.codes: list[int] = []
         self.losses: dict[str, list[float]] = {}
+        self.updates: dict[str, int] = {}
+        self.heads: list[list[int]] = []
 
     def __call__(self, words: Sequence[str], log: Path, device: str | None, stop: object) -> int:
         words = list(words)
@@ -81,7 +83,13 @@ class Trainer:
         header = result_header("run", {}, device="cpu")
         header["provenance"] |= {"heads": [], "commit": "0" * 40, "checkpoints": {"final": f"{len(self.calls)}-8"}}
         loss = float(-log_probs.mean(dtype=torch.float64))
-        numbers = {"report_loss": loss, "report_perplexity": float(torch.tensor(loss).exp()), "updates": 8}
+        numbers = {
+            "report_loss": loss,
+            "report_perplexity": float(torch.tensor(loss).exp()),
+            "updates": self.updates.get(folder.name, 8),
+        }
+        numbers["time"] = {"everything": {"seconds": 90.0}}
+        numbers["intervention"] = {"heads": self.heads}
         write_json(folder / "result.json", {**header, **numbers})
         evaluation = {"windows": len(losses), "length": 4, "loss": loss, "windows_hash": "same"}
         evaluation["log_probs_sha256"] = TokenLosses.of(log_probs).write(folder)
