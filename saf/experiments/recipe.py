@@ -117,8 +117,8 @@ class Recipe:
         for each in self.measurements:
             if each.name in arms | before:
                 raise InputError(f"{self.title}: two arms or measurements are called {each.name!r}")
-            read = {of.measurement for of in each.references if isinstance(of, RecordOf)}
-            for name in (*(set(each.arms) - arms), *(read - before)):
+            read = {of.measurement for of in each.references("") if isinstance(of, RecordOf)}
+            for name in (*(set(each.arms("")) - arms), *(read - before)):
                 raise InputError(f"{self.title}: {each.name!r} reads {name!r}, which is nothing before it")
             before.add(each.name)
 
@@ -132,7 +132,8 @@ class Recipe:
         measured = {each.name for each in self.measurements}
         wanted = [name for name in names if name not in measured]
         wanted += [] if names else [arm.name for arm in self.arms if arm.smoke or not smoke]
-        wanted += [name for each in self.chosen_measurements(names, smoke=smoke) for name in each.arms]
+        scale = "smoke" if smoke else ""
+        wanted += [name for each in self.chosen_measurements(names, smoke=smoke) for name in each.arms(scale)]
         kept: set[str] = set()
         while wanted:
             name = wanted.pop()
@@ -149,7 +150,7 @@ class Recipe:
         kept: set[str] = set()
         for each in reversed(self.measurements):
             if each.name in names or each.name in kept or (not names and (each.smoke or not smoke)):
-                kept |= {each.name, *(of.measurement for of in each.references if isinstance(of, RecordOf))}
+                kept |= {each.name, *(of.measurement for of in each.references("") if isinstance(of, RecordOf))}
         return tuple(each for each in self.measurements if each.name in kept)
 
 
@@ -265,6 +266,7 @@ SCALES = {
                 "calibration_sequences": 32,
             },
             contexts={
+                1_024: {"length": 1_024, "batch_size": 32},
                 4_096: {"length": 4_096, "batch_size": 8},
                 8_192: {"length": 8_192, "batch_size": 4, "calibration_sequences": 16},
                 16_384: {"length": 16_384, "batch_size": 2, "calibration_sequences": 16},
@@ -288,6 +290,7 @@ SCALES = {
                 **{"save_every": 0, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
             },
             contexts={
+                1_024: {"length": 1_024, "batch_size": 64, "updates": 3_540},
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 3_540},
                 8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, "calibration_sequences": 16},
                 16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, "calibration_sequences": 16},
@@ -310,7 +313,7 @@ SCALES = {
                 **{"batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2, "eval_every": 0, "save_every": 0},
                 **{"eval_windows": 4, "calibration_sequences": 4, "heldout_sequences": 4, "tensorboard": False},
             },
-            contexts={4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
+            contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
             seeds=(1337, 1338),
             save_at=_BRANCHES,
             text="a megabyte of Python's own library",
