@@ -183,6 +183,9 @@ def _provenance(run: RecordedRun) -> dict[str, Any]:
     if entries.get("seed") is not None:
         entries["seed"] = str(entries["seed"])  # a name, as one types it, and no amount
     entries["heads"] = f"{len(run.frozen_heads)} frozen"
+    entries.pop("pruned", None)
+    if run.pruned_heads:
+        entries["heads"] += f", {len(run.pruned_heads)} pruned"
     evaluation = run.evaluation or {}
     entries["data fingerprint"] = (run.config.get("data") or {}).get("fingerprint")
     entries["evaluation windows"] = evaluation.get("windows_hash")
