@@ -115,7 +115,8 @@ class Run:
         """Return the share of the allowance that is used once the next update is done."""
         assert self.allowance is not None
         expected = self.updater.expected_seconds
-        return self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
+        used = self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
+        return self.updater.parallel.first(used)  # clocks differ, and all must stop at the same update
 
     def say(self, text: str) -> None:
         """Show people a line about this moment of the run."""
