@@ -92,8 +92,8 @@ class TrainConfig:
     """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
     for all of one layout, which later events take up again: they compile only layouts that are new."""
     parallel: ParallelKind = "auto"
-    """How processes that torchrun started train together: ddp holds the whole model in each; none is for one process;
-    auto is ddp for several."""
+    """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
+    saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
     kernel: Annotated[str, OneOf(KERNELS, also=("auto",))] = "auto"
     """Attention kernel of live heads, fa3 and fa4 where their packages are installed; auto is PyTorch's own choice."""
     eval_every: int = 250

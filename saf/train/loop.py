@@ -59,7 +59,7 @@ def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
             run.close()
     if not finished:
         return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
-    with _full_disk_explained(run, "result"):
+    with _full_disk_explained(run, "result"), run.updater.parallel.whole():
         return done_once(lambda: finish(run))
 
 

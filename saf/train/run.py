@@ -125,7 +125,7 @@ class Run:
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
         """Return the task's controller loss, nats per target, and log it as `when`; of so many batches if given."""
-        with self.clock("monitoring"):
+        with self.clock("monitoring"), self.updater.parallel.whole():
             loss = done_once(lambda: self.task.controller_loss(self.model, self.execution, batches=batches))
             if self.observer:
                 self.observer.evaluated(self.update, loss, when)
@@ -149,7 +149,7 @@ class Run:
         path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
         if path.exists():
             return path
-        with self.clock(AFTERWARDS if final else "checkpoints"):
+        with self.clock(AFTERWARDS if final else "checkpoints"), self.updater.parallel.whole(moments=True):
             state = {
                 "update": self.update,
                 "tokens": self.tokens,

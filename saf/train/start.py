@@ -15,7 +15,7 @@ from saf.freezing.choice import check_heads
 from saf.heads import HeadLayout
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
-from saf.machine.processes import agreed, in_group, is_first
+from saf.machine.processes import agreed, group_place, in_group, is_first
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
@@ -45,13 +45,15 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         UnsupportedError: The backend or kernel asked for cannot run here.
     """
     folder = Path(config.out)
-    parallel = parallel_of(config.parallel)
-    own_share = micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size)
+    own_share = micro_batches_of_one(config.accumulation, group_place()[1], batch_size=config.batch_size)
     with agreed():  # what one process cannot start, none does; and all have looked before the first one writes
         lock = _lock_run(folder, config, resume=resume)
         execution = Execution.of(config.device, precision=config.precision, compile=config.compile)
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
+    size = sum(parameter.numel() for parameter in GPT.undrawn(shape, "meta").parameters()) if in_group() else 0
+    parallel, why = parallel_of(config.parallel, parameters=size, device=execution.device)
+    with agreed():
         freeze = config.freeze
         task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
         check_freeze(config, execution)
@@ -120,8 +122,9 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     )
     if in_group():
         run.say(
-            f"{parallel.processes} processes ({parallel.kind}) share an update of {task.targets_per_update:,} tokens: "
-            f"each takes {own_share} of its {config.accumulation} micro-batches of {config.batch_size} windows"
+            f"{parallel.processes} processes ({parallel.kind}: {why}) share an update of "
+            f"{task.targets_per_update:,} tokens: each takes {own_share} of its {config.accumulation} micro-batches of "
+            f"{config.batch_size} windows"
         )
     return run
 

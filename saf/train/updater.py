@@ -84,8 +84,9 @@ class Updater:
         set_learning_rate_(self.engine.optimizer, learning_rate)
         loss = self.parallel.mean(self._accumulate_gradients())
         if self.gradient is not None:
-            self.gradient.update()
-        norm = torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.clip)
+            with self.engine.gradients():
+                self.gradient.update()
+        norm = self.engine.clip_(self.clip)
         watched = torch.stack([loss, norm])
         read = _start_reading(watched)
         step_if_finite_(self.engine.optimizer, watched)

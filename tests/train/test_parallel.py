@@ -20,18 +20,22 @@ from saf.errors import DivergenceError, InputError, SafError, UnsupportedError
 from saf.freezing.config import FreezeConfig
 from saf.machine.processes import is_first, joined
 from saf.records.events import read_events
-from saf.records.files import read_json, read_lines
+from saf.records.files import read_json, read_lines, read_tensors
 from saf.schedules import ValidationBudget
-from saf.train import TrainConfig, pretrain
+from saf.train import TrainConfig, latest, pretrain
 from saf.train.parallel import micro_batches_of_one, parallel_of
 from saf.train.run import Run
 
-WORLD = 2
+CPU, WORLD = torch.device("cpu"), 2
 LOSSES = 2e-6
 """Relative: losses and gradient norms of several processes are sums in another order, in float32."""
 FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
 EVENTS = {"freeze": FREEZE, "schedule": ValidationBudget(begin=0.5, every=0.25), "track_gradients": True}
 """A freeze that is undone, one that stays, and an update after each."""
+
+LAYER = FreezeConfig(heads=[(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)], max_fit_kl=10.0)
+"""A layer that keeps no query and no key weights."""
+KINDS = ("ddp", "fsdp")
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
 
@@ -44,11 +48,15 @@ def dear(run: Run, when: str, real=Run.controller_loss, **more) -> float:
 
 def hash_of(run: Run) -> str:
     """Return the SHA-256 of all parameters, buffers (patterns among them) and moments."""
-    state = [*run.model.state_dict().values(), *run.model.buffers()]
-    state += [value for of in run.updater.optimizer.state.values() for value in of.values()]
-    return hashlib.sha256(
-        b"".join(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in state)
-    ).hexdigest()
+    with run.updater.parallel.whole(everywhere=True, moments=True):
+        state = [*run.model.state_dict().values(), *run.model.buffers()]
+        state += [value for of in run.updater.optimizer.state.values() for value in of.values()]
+        return hashlib.sha256(b"".join(map(bytes_of, state))).hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes, of any dtype."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 class Watching:
@@ -98,19 +106,26 @@ def process(rank: int, folder: str, port: int, settings: dict) -> None:
         Path(folder, f"{rank}.json").write_text(json.dumps(told))
 
     with joined("cpu"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Run, "controller_loss", dear)
-            watching = Watching(patch)
-            told["result"] = pretrain(config("events", **EVENTS))["report_loss"]
-            told["hash"] = hash_of(watching.run)
+        for kind in KINDS:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Run, "controller_loss", dear)
+                watching = Watching(patch)
+                told[kind] = pretrain(config(kind, parallel=kind, **EVENTS))["report_loss"]
+                told[f"{kind} hash"] = hash_of(watching.run)
             told["writes"] = [watching.run.observer is not None, watching.run.lock is not None]
         told["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
         told["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
         with pytest.MonkeyPatch.context() as patch:
             signalled = at_update(5, lambda run: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
             Watching(patch, signalled)
-            told["stopped"] = pretrain(config("stopped", freeze=FREEZE))
-        told["resumed"] = pretrain(config("begun", freeze=FREEZE), resume=True)["report_loss"]
+            told["stopped"] = pretrain(config("stopped", freeze=LAYER))
+        with pytest.MonkeyPatch.context() as patch:
+            Watching(patch, at_update(9, lambda run: rank == 0 and os.kill(os.getpid(), signal.SIGTERM)))
+            told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
+        told["resumed"] = pretrain(config("begun", freeze=LAYER), resume=True)["report_loss"]
+        told["trained"] = raised(
+            lambda: pretrain(config("trained", freeze=FreezeConfig(rate=0.5, trainable=True), parallel="fsdp"))
+        )
         with pytest.MonkeyPatch.context() as patch:
 
             def poison(run):
@@ -186,8 +201,8 @@ def stories(data, tmp_path_factory):
         return TrainConfig(**{**settings, "out": str(folder / name), **changes})
 
     with pytest.MonkeyPatch.context() as patch:
-        Watching(patch, at_update(8, lambda run: os.kill(os.getpid(), signal.SIGTERM)))
-        assert pretrain(config("begun", freeze=FREEZE))["stopped_at"] == 8
+        Watching(patch, at_update(4, lambda run: os.kill(os.getpid(), signal.SIGTERM)))
+        assert pretrain(config("begun", freeze=LAYER))["stopped_at"] == 4
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -209,48 +224,81 @@ def numbers(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def whole(stories):
     """The folder of a run that one process made from its first to its last update."""
-    config = stories[2]("whole", freeze=FREEZE)
+    config = stories[2]("whole", freeze=LAYER)
     pretrain(config)
     return Path(config.out)
 
 
-def test_losses_and_heads_are_those_of_one_process_across_a_freeze_and_an_undo(stories, monkeypatch):
-    folder, (first, second), config = stories
-    monkeypatch.setattr(Run, "controller_loss", dear)
-    alone = config("alone", **EVENTS)
-    report = pretrain(alone)["report_loss"]
-    assert numbers(folder / "events") == pytest.approx(numbers(Path(alone.out)), rel=LOSSES)
-    together, one = (read_events(path) for path in (folder / "events", alone.out))
+@pytest.fixture(scope="module")
+def eventful(stories):
+    """The folder and the report's loss of a run of one process across a freeze, its undo and another freeze."""
+    config = stories[2]("eventful", **EVENTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "controller_loss", dear)
+        return Path(config.out), pretrain(config)["report_loss"]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights and moments of a run's last checkpoint."""
+    names = ("model.safetensors", "optimizer.safetensors")
+    path = latest(folder / "checkpoints")
+    return {f"{name} {key}": tensor for name in names for key, tensor in read_tensors(path / name).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_heads_are_those_of_one_process_across_a_freeze_and_an_undo(stories, eventful, kind):
+    folder, (first, second), _ = stories
+    alone, report = eventful
+    assert numbers(folder / kind) == pytest.approx(numbers(alone), rel=LOSSES)
+    together, one = (read_events(path) for path in (folder / kind, alone))
     assert [(event.kind, event.update, event.heads) for event in together] == [
         (event.kind, event.update, event.heads) for event in one
     ]
     assert {"freeze", "undo"} == {event.kind for event in together}
     assert any(event.kind == "freeze" and event.undone_by is None for event in together)
-    assert first["result"] == second["result"] == pytest.approx(report, rel=LOSSES)
-    assert read_json(folder / "events/config.json")["processes"] == WORLD
+    assert first[kind] == second[kind] == pytest.approx(report, rel=LOSSES)
+    assert read_json(folder / kind / "config.json")["processes"] == WORLD
 
 
-def test_all_processes_hold_the_same_bits_and_one_writes(stories):
-    _, (first, second), _ = stories
-    assert first["hash"] == second["hash"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_holds_what_one_process_writes(stories, eventful, kind):
+    several, one = tensors(stories[0] / kind), tensors(eventful[0])
+    assert several.keys() == one.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            several[name], tensor, rtol=2e-3, atol=1e-5, msg=lambda words, at=name: f"{at}: {words}"
+        )
+    states = [read_json(latest(path / "checkpoints") / "state.json") for path in (stories[0] / kind, eventful[0])]
+    averages = [state["qk_gradient"]["average"] for state in states]
+    for row, expected in zip(*averages, strict=True):
+        assert row == pytest.approx(expected, rel=1e-3)
+    assert states[0]["optimizer_groups"] == states[1]["optimizer_groups"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_processes_hold_the_same_bits_and_one_writes(stories, kind):
+    folder, (first, second), _ = stories
+    assert first[f"{kind} hash"] == second[f"{kind} hash"]
     assert (first["writes"], second["writes"]) == ([True, True], [False, False])
-    assert len(read_lines(stories[0] / "events/metrics.jsonl")) == 12
+    assert len(read_lines(folder / kind / "metrics.jsonl")) == 12
 
 
 def test_a_signal_to_any_process_stops_all_and_one_process_goes_on(stories, whole):
     folder, (first, second), config = stories
     assert first["stopped"] == second["stopped"]
     assert first["stopped"]["stopped_at"] == 5
-    report = pretrain(config("stopped", freeze=FREEZE), resume=True)["report_loss"]
+    report = pretrain(config("stopped", freeze=LAYER), resume=True)["report_loss"]
     assert numbers(folder / "stopped") == pytest.approx(numbers(whole), rel=LOSSES)
     assert report == pytest.approx(read_json(whole / "result.json")["report_loss"], rel=LOSSES)
 
 
-def test_two_processes_go_on_where_one_stopped(stories, whole):
+def test_shards_go_on_where_one_process_stopped_and_replicas_where_shards_did(stories, whole):
     folder, (first, second), _ = stories
+    assert first["begun"] == second["begun"]
+    assert first["begun"]["stopped_at"] == 9
     assert numbers(folder / "begun") == pytest.approx(numbers(whole), rel=LOSSES)
     assert first["resumed"] == second["resumed"]
-    assert read_events(folder / "begun")[0].heads == read_events(whole)[0].heads
+    assert read_events(folder / "begun")[0].heads == read_events(whole)[0].heads == [list(head) for head in LAYER.heads]
 
 
 def test_what_cannot_be_shared_out_is_refused_by_all(stories):
@@ -260,6 +308,8 @@ def test_what_cannot_be_shared_out_is_refused_by_all(stories):
         assert "2 processes cannot share evenly" in each["uneven"][1]
         assert "accumulation=2 and batch_size=3" in each["uneven"][1]
         assert "2 were started" in each["alone"][1]
+        assert each["trained"][0] == UnsupportedError.__name__
+        assert "train them with parallel='ddp'" in each["trained"][1]
     assert not (folder / "uneven").exists()
 
 
@@ -287,9 +337,9 @@ def test_a_process_that_ends_takes_the_others_along(stories):
 
 def test_without_a_group_a_process_is_alone():
     assert is_first()
-    assert parallel_of("auto").processes == 1
+    assert parallel_of("auto", parameters=1, device=CPU)[0].processes == 1
     with pytest.raises(InputError, match="torchrun --nproc-per-node"):
-        parallel_of("ddp")
+        parallel_of("ddp", parameters=1, device=CPU)
     assert micro_batches_of_one(8, 4, batch_size=1) == 2
     with pytest.raises(InputError, match="choose another number of processes"):
         micro_batches_of_one(1, 3, batch_size=2)
