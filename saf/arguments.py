@@ -65,6 +65,7 @@ def checked(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
     @wraps(function)
     def check_then_call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Check the call's arguments against the function's annotations, then call it."""
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -195,6 +196,7 @@ def _is_truth(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
+    """Return whether a value stands for a whole number: an int, or what can index, but no truth value."""
     if _is_truth(value):
         return False
     try:
@@ -205,6 +207,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite real number and no truth value."""
     if not isinstance(value, Real) or _is_truth(value):
         return False
     try:

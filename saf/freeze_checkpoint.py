@@ -40,7 +40,7 @@ class CheckpointFreezing:
     config: Annotated[FreezeConfig, FLAT]
     """How heads are frozen."""
     out: Path
-    """The new checkpoint; the event is recorded beside its files, in events.jsonl."""
+    """The new checkpoint; the event is recorded among its files, in events.jsonl."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on when None."""
     sequences: Annotated[int, at_least(1)] = 32
@@ -111,12 +111,19 @@ def freeze_checkpoint(
         finalize_(model)
     state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
     state["clock"] = with_intervention(seconds_until(checkpoint), report.seconds)
-    written = save_checkpoint(settings.out, model, optimizer, state=state, parent=checkpoint.hash)
-    report.save(settings.out, update=checkpoint.update)
+    written = save_checkpoint(
+        settings.out,
+        model,
+        optimizer,
+        state=state,
+        parent=checkpoint.hash,
+        record=lambda folder: report.save(folder, update=checkpoint.update),
+    )
     return report, written, checkpoint.hash
 
 
 def _open(settings: CheckpointFreezing) -> Checkpoint:
+    """Return the checkpoint that the settings name, and refuse a folder without optimiser state or an output in use."""
     found = find_model(settings.checkpoint, optimizer=True)
     if found.checkpoint is None:
         raise InputError(
@@ -158,6 +165,7 @@ def _check_separate(data: TokenData, found: ModelFolder, config: FreezeConfig) -
 
 
 def _needed(checkpoint: Checkpoint, model: GPT, config: FreezeConfig) -> dict[str, Any]:
+    """Return what the chosen score reads besides the statistics: the recorded average of Q/K gradients, or nothing."""
     if "gradient" not in config.needs:
         return {}
     gradient = recorded_gradient(model, checkpoint.state)

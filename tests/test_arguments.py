@@ -1,4 +1,4 @@
-"""Wrong input to everything public is a SafError that names the argument: the table is tools/trial_inputs.py."""
+"""Wrong input to everything public is a SafError that names the argument: the table is tools/trials."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -12,7 +12,9 @@ import saf
 from saf.arguments import at_least, checked, described, fits
 from saf.errors import InputError
 from saf.settings import OneOf
-from tools.trial_inputs import attempts, command_attempts, outcome, rows
+from tools.trials.attempt import outcome
+from tools.trials.commands import command_attempts
+from tools.trials.inputs import attempts, rows
 
 BY_NAME = {name: list(calls) for name, calls in groupby(attempts(), key=lambda attempt: attempt.name)}
 ON_THE_COMMAND_LINE = ("--freeze.max-fit-kl", "--clip")
@@ -35,6 +37,18 @@ def test_what_the_table_calls_right_is_accepted():
 def test_wrong_words_on_the_command_line_are_refused():
     tried = [one for one in command_attempts(("pretrain",), ON_THE_COMMAND_LINE) if one.value == "inf"]
     assert len(tried) == len(ON_THE_COMMAND_LINE)
+    for one in tried:
+        assert outcome(one) is None, (one.argument, one.value)
+
+
+def test_a_number_out_of_range_is_refused_while_words_are_read():
+    """Of the command and of the settings that it is."""
+    tried = [
+        *command_attempts(("evaluate", "compare", "run"), ("--length", "--limit", "--resamples", "--jobs")),
+        *command_attempts(("bench op",), ("--pairs",)),
+        *command_attempts(("pretrain",), ("--freeze-at",)),
+    ]
+    assert len([one for one in tried if one.value in ("-1", "inf")]) == 7
     for one in tried:
         assert outcome(one) is None, (one.argument, one.value)
 

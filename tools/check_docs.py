@@ -1,23 +1,28 @@
-"""Check the documents: lengths, links, named files, machine paths, tables of results, and run their Python code.
+"""Check the documents: lengths, links, named files, commands, flags, tables of results, and run their Python code.
 
     python tools/check_docs.py            # everything
     python tools/check_docs.py --no-run   # without running code
 
 Blocks marked ```python run in order, one script a document, in an empty folder; blocks that need a GPU or a
-network are marked ```python no-run and must only parse.
+network are marked ```python no-run and must only parse. Commands of `saf` and `make`, in ```sh blocks and in
+backticks, must exist with every flag that they name, but in documents that tell what once was.
 """
 
 import argparse
 import ast
+import importlib
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/**/*.md")
+# These tell of commands and flags that are gone.
+HISTORY = ("CHANGELOG.md", "docs/log.md", "docs/results.md")
 MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
 # A name in backticks is a file of the repository when it begins with one of these folders.
 FOLDERS = ("saf", "docs", "tests", "tools", "examples", "recipes", "results", ".ci")
@@ -28,6 +33,9 @@ FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
 CODE = re.compile(r"`([^`\n]+)`")
 MACHINE_PATH = re.compile(rf"(?<![\w.:/-])/(?:{'|'.join(MACHINE_FOLDERS)})/")
+FLAG = re.compile(r"--[a-z][\w.-]*")
+# What `saf` answers without a command, and each command without a setting.
+COMMON_FLAGS = {"--help", "--version"}
 PLACEHOLDER = re.compile(r"[A-Z]{2,}|[<>{}*…]|\.\.\.")
 
 
@@ -96,6 +104,63 @@ def _name_problem(name: str) -> str | None:
     return None if (ROOT / "/".join(known)).exists() else f"names `{name}`: no such file"
 
 
+def commands(text: str) -> Iterator[tuple[int, str]]:
+    """Yield `(line, text)` of every command in ```sh blocks, whole over continued lines, and of code in backticks."""
+    for first, last, info, _ in blocks(text):
+        line = ""
+        for number, part in enumerate(text.splitlines()[first + 1 : last], first + 2):
+            line += part.partition(" #")[0].strip()
+            if line.endswith("\\"):
+                line = line[:-1]
+            elif info == "sh":
+                yield number, line
+                line = ""
+            else:
+                line = ""
+    for number, line in enumerate(prose(text), 1):
+        yield from ((number, code.strip()) for code in CODE.findall(line))
+
+
+def command_problem(command: str) -> str | None:
+    """Return what is wrong with a command of `saf` or `make`, or with a flag that stands alone; None for any other."""
+    words = [word for word in command.split() if not PLACEHOLDER.search(word)]
+    if words[:1] == ["make"]:
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        asked = [word for word in words[1:] if "=" not in word]
+        return next((f"`{command}`: make has no target {word}" for word in asked if word not in targets), None)
+    if words[:1] == ["saf"]:
+        known = flags_of(tuple(word for word in words[1:3] if not word.startswith("-")))
+    elif words and FLAG.match(words[0]):
+        known = flags_of()
+    else:
+        return None
+    if known is None:
+        return f"`{command}`: saf has no such command"
+    asked = [word.split("=")[0].rstrip(",") for word in words if FLAG.match(word)]
+    return next((f"`{command}`: there is no flag {flag}" for flag in asked if flag not in known), None)
+
+
+@cache
+def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
+    """Return the flags of the command of these words, or of all for no words; None where there is no such command."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from saf.cli import COMMANDS, GROUPS
+    from saf.cli.command import all_flags
+
+    found = set(COMMON_FLAGS)
+    for name in words[:1] or COMMANDS:
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"saf.cli.{name}")
+        kinds = module.COMMANDS if name in GROUPS else {"": module.COMMAND}
+        if name in GROUPS and words[1:]:
+            kinds = {each: kind for each, kind in kinds.items() if each == words[1]}
+        if not kinds:
+            return None
+        found |= {spelling for kind in kinds.values() for flag in all_flags(kind) for spelling in flag.spellings}
+    return found
+
+
 def static_problems(path: Path) -> list[str]:
     """Return what is wrong with one document without running it."""
     text = path.read_text()
@@ -108,6 +173,8 @@ def static_problems(path: Path) -> list[str]:
         checks = [_link_problem(path, link["target"]) for link in LINK.finditer(line)]
         checks += [_name_problem(code) for code in CODE.findall(line)]
         found += [(number, problem) for problem in checks if problem]
+    if name not in HISTORY:
+        found += [(line, problem) for line, code in commands(text) if (problem := command_problem(code))]
     for number, line in enumerate(text.splitlines(), 1):
         if MACHINE_PATH.search(line):
             found.append((number, "a path of one machine"))

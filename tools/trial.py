@@ -4,7 +4,7 @@
     python tools/trial.py --inputs 600 --commands 0 --seed 3
 
 Each call must end in a SafError that names the argument. Prints a table of counts, one line for each that did not, and
-ends with exit code 1 if there is any. The calls are those of `tools/trial_inputs.py`, in an order drawn from the seed.
+ends with exit code 1 if there is any. The calls are those of `tools/trials`, in an order drawn from the seed.
 """
 
 import argparse
@@ -16,7 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.trial_inputs import Attempt, attempts, command_attempts, outcome
+from tools.trials.attempt import Attempt, outcome
+from tools.trials.commands import command_attempts
+from tools.trials.inputs import attempts
 
 KINDS = ("refused", "silent", "traceback", "nameless")
 

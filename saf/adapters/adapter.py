@@ -141,6 +141,9 @@ class Adapter(LanguageModel):
     def attention_settings(self) -> dict[str, Any]:
         """Return what shapes attention beside the saved weights, as values for JSON; nothing where all is saved."""
 
+    def remember(self, event: dict[str, Any]) -> None:
+        """Keep what is known of a freezing event, as values for JSON, with the model; nothing here."""
+
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the attention weights: that of queries and keys outside autocast."""

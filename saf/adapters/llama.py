@@ -28,6 +28,7 @@ from saf.adapters.llama_attention import (
     replaced_forward,
     state_of,
 )
+from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
@@ -40,6 +41,8 @@ SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "slidin
 """Fields of a configuration that shape attention beside the weights."""
 GENERATED_LENGTH = "_validate_generated_length"
 """What `generate` calls once it knows how long its output may become, before the first token."""
+SAVE = "save_pretrained"
+"""What writes the model's folder, also for a `Trainer` and for `push_to_hub`."""
 
 
 class LlamaSite:
@@ -187,11 +190,21 @@ class LlamaAdapter(TransformersModel, Adapter):
             self.attend_through_seam()
             if hasattr(type(self.model), GENERATED_LENGTH):
                 setattr(self.model, GENERATED_LENGTH, partial(check_generated_length, self.model))
+            if hasattr(type(self.model), SAVE):
+                setattr(self.model, SAVE, partial(save_with_heads, self))
+                mark_(self.model.config)
         elif before is not None:
             for state in states:
                 state.before = None
             self._attend_by(before)
-            vars(self.model).pop(GENERATED_LENGTH, None)
+            for name in (GENERATED_LENGTH, SAVE):
+                vars(self.model).pop(name, None)
+            unmark_(self.model.config)
+
+    def remember(self, event: dict[str, Any]) -> None:
+        """Keep what is known of an event with the configuration, for the model card."""
+        if (marked := mark_of(self.model.config)) is not None:
+            marked["events"].append(event)
 
     def _take_own_config(self) -> None:
         shared, own = self.model.config, copy.deepcopy(self.model.config)

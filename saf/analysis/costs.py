@@ -36,6 +36,7 @@ class CostMeter:
             return self._log_probs()
 
     def _log_probs(self) -> Tensor:
+        """Return the log-probability of every next token, [windows, T - 1], float32 on the CPU."""
         adapter = adapter_for(self._model)
         rows = []
         with torch.no_grad(), evaluation_mode(self._model):
@@ -47,6 +48,7 @@ class CostMeter:
 
 @contextmanager
 def _frozen(model: nn.Module, heads: HeadSet, patterns: list[Any], backend: str) -> Iterator[None]:
+    """Freeze these heads for the length of the block, then undo it, so that the model is as it came."""
     if not len(heads):
         yield
         return

@@ -131,6 +131,7 @@ def row_distances(
 def _generate(
     rows: Tensor, logits: Tensor, count: int, scale: float, seed: int, key: Sequence[int]
 ) -> dict[str, Tensor]:
+    """Return `count` rows from each of the three generators, drawn from the stream that `key` names."""
     stream = tuple(key)
     return {
         "resampled": resampled_rows(rows, count, seed=seed, key=stream),

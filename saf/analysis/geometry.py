@@ -89,6 +89,7 @@ def tables(record: Record) -> list[Part]:
 
 
 def _correlation_table(found: Record, notes: list[str]) -> Table:
+    """Return the table of Spearman correlations, a distance a row, with the paper's in parentheses."""
     rows: list[list[str]] = []
     columns: list[str] = []
     for name, (within, pooled) in found.items():

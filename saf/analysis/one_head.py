@@ -117,6 +117,7 @@ def tables(record: Record) -> list[Part]:
 
 
 def _difference_table(record: Record, notes: list[str]) -> Table:
+    """Return the table that compares the costs of free and structured fits, in thousandths of a nat."""
     rows = []
     for name, each in record["fit_difference"].items():
         heads = "all accepted" if name == "all" else f"lowest {percent(name)} by variance"
@@ -186,6 +187,7 @@ def one_head_costs(
     fit_kl = torch.full(statistics.variance.shape, torch.nan, dtype=torch.float64)
 
     def costs() -> OneHeadCosts:
+        """Return what is measured so far; heads that were not reached are NaN and not eligible."""
         measured = HeadSet(head for head in heads if not by_window[head].isnan().any())
         return OneHeadCosts(
             change=by_window.mean(-1),
@@ -322,6 +324,7 @@ def _values(settings: OneHead, costs: Mapping[str, OneHeadCosts], scores: Mappin
 
 
 def _measured(costs: OneHeadCosts) -> dict[str, Any]:
+    """Return the measured tensors and heads under the names that the record has for them."""
     return {
         "nll_change": costs.change,
         "nll_change_by_window": costs.by_window,

@@ -127,6 +127,7 @@ class _Kept:
         self._whole: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
+        """Copy the kept heads of the next sequences behind those kept before; `part` is [sequences, heads, T, D]."""
         if self._whole is None:
             shape = (self._count, part.shape[2], len(self._heads), part.shape[3])
             self._whole = part.new_empty(shape).transpose(1, 2)

@@ -96,6 +96,7 @@ class Collection:
         tensors = self.part(layer)
 
         def take(heads: slice, strip: Strip) -> None:
+            """Reduce one strip of probabilities into the results of these heads, each as its kind of result asks."""
             for name, tensor in tensors.items():
                 if name in _ENTRIES:
                     _put(tensor[heads], strip, _ENTRIES[name](strip))

@@ -91,6 +91,7 @@ def _teller(name: str, otherwise: Callable[..., None]) -> Callable[..., None]:
 
 
 def _run(name: str, rest: list[str]) -> int:
+    """Run the named command, or print how a group of commands is used; return the exit status."""
     if name not in COMMANDS:
         return _unknown(name, list(COMMANDS), "saf")
     module = importlib.import_module(f"saf.cli.{name}")
@@ -105,6 +106,7 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def _call(command: Any, rest: list[str], prog: str) -> int:
+    """Parse the words into the command's settings and run it; an error names flags instead of fields."""
     from saf.cli.command import in_flags
 
     try:

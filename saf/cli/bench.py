@@ -22,6 +22,8 @@ REFUSED = "refused: the machine is not quiet; end other work, measure more --pai
 
 @dataclass(kw_only=True)
 class _Bench(Command, BenchSettings):
+    """What every `saf bench` command adds to its settings: where the record goes, and how it is shown."""
+
     out: Path
     """JSON file to write; a new one."""
     json: bool = False

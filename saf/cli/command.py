@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_
 
 import tyro
 
+from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.heads import Head
 from saf.records.events import heads_in_force, read_events
@@ -36,6 +37,12 @@ _TYPED = (int, float, str, bool, NoneType, Path)
 
 class Command(ABC):
     """Say what a command is: made from the words after its name, then run."""
+
+    def __post_init__(self):
+        """Raise InputError naming the first flag that has a value it cannot take."""
+        check_fields(self)
+        # A command may be settings too, which have checks of their own.
+        getattr(super(), "__post_init__", lambda: None)()
 
     @classmethod
     def from_words(cls, words: Sequence[str], *, prog: str | None = None) -> Self:
@@ -88,10 +95,13 @@ def build_groups(kind: type, given: Mapping[str, Any], before: Any = None) -> di
 def in_flags(message: str, command: Any) -> str:
     """Return a message with each setting of the command written as its flag: `max_fit_kl` as `--freeze.max-fit-kl`.
 
-    Names of one plain word are left as they are, and so are parts of paths.
+    Names of one plain word are left as they are, unless the message begins with one whose flag is another word, and so
+    are parts of paths.
     """
     flags: dict[str, str] = {}
     for flag in all_flags(command):
+        if any(isinstance(mark, Flag) for mark in flag.marks) and message.startswith(f"{flag.field.name} "):
+            message = f"--{flag.name}{message.removeprefix(flag.field.name)}"
         for name in (flag.field.name, flag.name.replace("-", "_")):
             if "_" in name or "." in name:
                 flags.setdefault(name, f"--{flag.name}")
@@ -280,6 +290,7 @@ def _spoken(value: Any) -> Any:
 
 
 def _given(kind: type, parsed: Any, words: set[str], prefix: str = "") -> dict[str, Any]:
+    """Return the values that the words gave, nested as the settings are; what was not given is left out."""
     values: dict[str, Any] = {}
     for flag in _flags(kind, prefix):
         name, value = flag.field.name, getattr(parsed, flag.field.name)
@@ -345,6 +356,7 @@ def _option(text: str) -> Any:
 
 
 def _heads_of_file(name: str) -> list[Head]:
+    """Return the heads that a file lists: those in force in a run's events, or pairs in a JSON file."""
     path = Path(name)
     if path.suffix == ".jsonl" or (path.is_dir() and read_events(path)):
         return [(layer, head) for layer, head in heads_in_force(read_events(path))]

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.evaluate.compare import compare_runs
@@ -28,9 +29,9 @@ class Compare(Command):
     """Folder for compare.json; the frozen run's if not given."""
     allow_differences: bool = False
     """Compare all the same, listing what differs; the held-out windows must still be the same."""
-    resamples: int = 10_000
+    resamples: Annotated[int, at_least(1)] = 10_000
     """Bootstrap draws of windows."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Seed of the draws."""
     json: bool = False
     """Print JSON instead of a table."""

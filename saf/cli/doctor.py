@@ -69,6 +69,7 @@ def live_kernels() -> dict[str, str | None]:
 
 
 def _tables(result: dict[str, Any]) -> list[Any]:
+    """Return the tables and lines that the terminal shows of what was found on this machine."""
     packages = {"python": result["python"], **{n: v or "missing" for n, v in result["packages"].items()}}
     optional = [[name, result["optional"][name] or "missing", purpose] for name, (purpose, _) in OPTIONAL.items()]
     wanted = sorted({extra for name, (_, extra) in OPTIONAL.items() if result["optional"][name] is None})

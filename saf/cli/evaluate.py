@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
@@ -27,11 +28,11 @@ class Evaluate(Command):
     """Write evaluation.json and log_probs.safetensors into this folder, which may hold nothing else."""
     partition: Literal["report", "controller", "calibration", "train"] = "report"
     """Which text."""
-    length: int | None = None
+    length: Annotated[int | None, at_least(1)] = None
     """Tokens of context in a window (the model's longest)."""
-    batch_size: int = 8
+    batch_size: Annotated[int, at_least(1)] = 8
     """Windows in a forward pass."""
-    limit: int | None = None
+    limit: Annotated[int | None, at_least(1)] = None
     """Stop after this many windows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""

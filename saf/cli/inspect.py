@@ -38,6 +38,7 @@ COMMAND = Inspect
 
 
 def _checkpoint_tables(found: Mapping[str, Any]) -> list[Part]:
+    """Return the tables of one checkpoint: what it is, its heads by layer, and its files."""
     rows = {
         "update": found["update"],
         "tokens": found["tokens"],
@@ -53,6 +54,7 @@ def _checkpoint_tables(found: Mapping[str, Any]) -> list[Part]:
 
 
 def _run_tables(found: Mapping[str, Any]) -> list[Part]:
+    """Return the tables of one run: what it is, its heads by layer, its events and its checkpoints."""
     perplexity, config = found["report_perplexity"], found["config"]
     rows = {
         "arm": f"{found['arm']}, {'finished' if found['finished'] else 'not finished'}",
@@ -79,6 +81,7 @@ def _run_tables(found: Mapping[str, Any]) -> list[Part]:
 
 
 def _data_tables(found: Mapping[str, Any]) -> list[Part]:
+    """Return the tables of prepared data: its tokenizer, and the size of each partition."""
     tokenizer = found["tokenizer"]
     rows = {"tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids", "fingerprint": found["fingerprint"]}
     partitions = found["partitions"].items()
@@ -88,6 +91,7 @@ def _data_tables(found: Mapping[str, Any]) -> list[Part]:
 
 
 def _saved_tables(found: Mapping[str, Any]) -> list[Part]:
+    """Return the tables of a saved frozen model: its heads and patterns, by layer too."""
     kinds: Counter[str] = Counter()
     for layer in found["patterns"]:
         kinds.update(layer["kinds"])

@@ -112,6 +112,7 @@ def _whole_run(time: dict[str, Any]) -> str:
 
 
 def _table(result: dict[str, Any]) -> Table:
+    """Return the table of a run's result; a row without a value is not shown."""
     timing, event = result["update_seconds"], result["intervention"] or {}
     rows = {
         "perplexity, report": (perplexity := result.get("report_perplexity")) and f"{perplexity:.4f}",

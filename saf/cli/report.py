@@ -62,6 +62,7 @@ class Report(Command):
         )
 
     def _document(self, results: Path) -> dict[str, Any]:
+        """Write docs/results.md or its like from a folder of results, with its pictures."""
         if self.runs or self.picture:
             raise InputError("--results stands for itself: leave out runs and --picture, its pictures are always made")
         if self.out is None:
@@ -84,6 +85,7 @@ class Report(Command):
         return result
 
     def _page(self) -> dict[str, Any]:
+        """Write the page about runs or about benchmark files, and a picture where one is asked for."""
         if not self.runs:
             raise InputError("nothing to report on; name run folders, files of `saf bench`, or --results FOLDER")
         files = [path for path in self.runs if expect(path, Kind.RUN, Kind.RESULT) is Kind.RESULT]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.data import TokenData
@@ -46,7 +47,7 @@ class Run(Command):
     """Seeds instead of the scale's own."""
     dry_run: bool = False
     """Say what would run, how long and with how much memory, and stop."""
-    jobs: int = 1
+    jobs: Annotated[int, at_least(1)] = 1
     """Runs at a time. Runs that share a device tell nothing of their speed."""
     folder: Path | None = None
     """Folder of recipes instead of the project's own."""
@@ -63,8 +64,6 @@ class Run(Command):
         """
         recipes = open_recipes(self.recipes, folder=self.folder)
         scale = scale_named(self.scale)
-        if self.jobs < 1:
-            raise SafError(f"--jobs must be at least 1; got {self.jobs}")
         data = self._data(scale)
         made = plan(recipes, scale, data=data[1] if data else "", seeds=self.seeds, arms=self.arms)
         if not self.recipes:
@@ -99,6 +98,7 @@ class Run(Command):
         return in_this_process if scale.name == "smoke" and self.jobs == 1 else in_a_process
 
     def _list(self, made: Plan, store: Store, *, known: bool) -> dict[str, Any]:
+        """Show every recipe with its number of runs, and how many are done where the data are known."""
         rows, listed = [], {}
         for name, recipe in open_recipes(folder=self.folder).items():
             keys = {key for (of, _, _), key in made.arms.items() if of == name}
@@ -111,6 +111,7 @@ class Run(Command):
         return listed
 
     def _foretell(self, made: Plan) -> dict[str, Any]:
+        """Show what the plan would take, in updates, time and memory a run, without training anything."""
         runs = list(made.runs.values())
         rows = [
             [run.title, run.updates_to_do, duration(run.predicted_seconds), f"{run.predicted_bytes / 2**30:.1f} GiB"]
@@ -150,6 +151,7 @@ def _say(text: str) -> None:
 
 
 def _check(outcome: Outcome) -> None:
+    """Raise an error when a run of the plan failed or a signal stopped it."""
     if outcome.failed:
         listed = "\n  ".join(outcome.failed.values())
         raise SafError(

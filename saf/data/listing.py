@@ -63,6 +63,7 @@ def list_files(folder: Path, options: Options) -> list[Path]:
 
 
 def _folder_left_out(folder: Path) -> str | None:
+    """Return why a folder inside a source is not read, or None."""
     if folder.name.startswith("."):
         return "a hidden folder"
     if folder.is_symlink():
@@ -77,6 +78,7 @@ def _folder_left_out(folder: Path) -> str | None:
 
 
 def _file_left_out(path: Path, options: Options) -> str | None:
+    """Return why a file of a folder is not read as text, or None; its beginning is looked at."""
     if path.name.startswith("."):
         return "hidden"
     if reason := no_regular_file(path):

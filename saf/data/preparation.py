@@ -133,6 +133,7 @@ def _resolved(name: str, config: PrepareConfig) -> Source:
 
 
 def _names(names: Names) -> tuple[str, ...]:
+    """Return the names of sources as a tuple of strings; one name alone stands for itself."""
     if isinstance(names, str | Path):
         names = (names,)
     if not isinstance(names, Sequence) or not all(isinstance(name, str | Path) for name in names):
@@ -174,6 +175,7 @@ class Reading:
                 yield piece, (document, len(piece), done == len(document.data))
 
     def _documents(self) -> Iterator[Document]:
+        """Yield the distinct documents of all sources, each with the partition that it belongs to."""
         # Held-out text first: a document that is in both stays held out.
         seen: dict[bytes, bool] = {}
         for name, sources in (("heldout", self._heldout), ("train", self._train)):
@@ -189,6 +191,7 @@ class Reading:
         return self._config.max_bytes is not None or self._config.max_documents is not None
 
     def _share(self, total: int | None, tokenised: int) -> float | None:
+        """Return the share of the work that is done, from 0 to 1, or None where nothing bounds it."""
         counts, config = self._counts["train"], self._config
         shares = [self._read_from_disk / total] if total else []
         if config.max_bytes is not None:

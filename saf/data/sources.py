@@ -116,6 +116,7 @@ def _files(name: str, files: list[Path], facts: dict, options: Options, *, stric
     """Return a source that reads files one after the other."""
 
     def read(advance: Advance) -> Iterator[bytes]:
+        """Yield the documents of all files in order, and list what turns out not to be text."""
         for path in files:
             try:
                 yield from reader_for(path)(path, advance, options)
@@ -146,6 +147,7 @@ def _saved_dataset(folder: Path, options: Options) -> Source:
         folder = splits[0]
 
     def read(advance: Advance) -> Iterator[bytes]:
+        """Yield the text of every row of the saved dataset."""
         with _datasets(str(folder)) as package:
             rows = package.load_from_disk(str(folder))
             if options.text_field not in rows.column_names:

@@ -236,6 +236,7 @@ class TokenData:
         return self.index.partitions[name]
 
     def _why_empty(self, partition: str) -> str:
+        """Return why a partition has no tokens, with what to do where it is meant to be so."""
         if partition == "calibration" and self.index.calibration_from == "train":
             return (
                 f"{self.folder}: its calibration text is drawn from the training partition "
@@ -279,6 +280,7 @@ def _check_tokenizer(folder: Path, index: DataIndex):
 
 
 def _check_counts(folder: Path, index: DataIndex):
+    """Raise an error when the tokens or documents of a partition are not what the sizes of its files say."""
     for name, info in index.partitions.items():
         held = sum(shard.bytes for shard in info.shards) / np.dtype(index.dtype).itemsize
         if held != info.tokens:
@@ -303,6 +305,7 @@ def _check_files(folder: Path, index: DataIndex):
 
 
 def _check_disjoint(data: TokenData):
+    """Raise an error when two partitions share a shard or a document."""
     owner: dict[str, str] = {}
     for name, info in data.index.partitions.items():
         for shard in info.shards:

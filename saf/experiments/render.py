@@ -64,6 +64,7 @@ class Rendered:
         return Table.of(f"{self.recipe.title} ({self.scale})", ["arm", *heads], rows, [*self.drafts, *notes])
 
     def _cells(self, arm: Arm, quoted: list[bool]) -> list[str | None]:
+        """Return the cells of one arm, the paper's value after ours in columns where it is quoted."""
         cells: list[str | None] = []
         for name, has in zip(self.recipe.columns, quoted, strict=True):
             found = self.values.get(arm.name)
@@ -142,6 +143,7 @@ def shown(column: Column, value: Value | None) -> str | None:
 
 
 def _values(arm: Arm, recipe: Recipe, records: Mapping[str, Records]) -> dict[str, Value | None]:
+    """Return the value of every column of one arm, from its own record and those it is paired with."""
     others = {"reference": arm.reference, "against": arm.against}
     found = {}
     for name in recipe.columns:

@@ -89,6 +89,7 @@ def freeze_(
         if report.patterns is not None:
             execution = {"backend": config.backend, "trainable": config.trainable}
             install_(model, report.heads, report.patterns, optimizer=optimizer, **execution)
+            adapter.remember(report.known())
     return replace(report, seconds=report.seconds | watch.seconds)
 
 

@@ -101,6 +101,12 @@ class FreezeReport:
             **halves,
         }
 
+    def known(self) -> dict[str, Any]:
+        """Return what of `to_dict` a model is told along with: its heads, how they were chosen, and on what."""
+        names = ("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash")
+        values = self.to_dict()
+        return {name: values[name] for name in names} | {"pattern": self.config["pattern"], "rate": self.config["rate"]}
+
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of compact patterns, their logits and sums `[F, T]`.
 

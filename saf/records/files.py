@@ -143,6 +143,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """Return the JSON object of one line; an error names the file and the line."""
     try:
         record = json.loads(line.decode())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -168,6 +169,7 @@ def read_metadata(path: Path, *, error: type[SafError] = InputError, advice: str
 
 @contextmanager
 def _open_tensors(path: Path, device: torch.device | str, error: type[SafError], advice: str) -> Iterator[Any]:
+    """Open a safetensors file for the length of the block; what cannot be read raises `error` with the advice."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             yield file

@@ -137,6 +137,7 @@ def locked_beside(path: Path, busy: SafError) -> Iterator[None]:
 
 
 def _lock(path: Path, busy: SafError) -> IO[str]:
+    """Open and lock a file, and return it; raise `busy` when another process holds it."""
     import fcntl
 
     file = open(path, "w")  # noqa: SIM115

@@ -73,6 +73,7 @@ def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -
 
 
 def _found(path: Path, kind: Kind | None) -> str:
+    """Return what a path turned out to be, in words that follow its name."""
     if kind is Kind.RESULT:
         return "is a .json file"
     if kind is not None:

@@ -214,6 +214,7 @@ class Table:
 
 
 def _cell(value: Any) -> str | Cell:
+    """Return a value as a cell: a dash for None, thousands set apart in whole numbers."""
     if isinstance(value, Cell):
         return value
     if value is None:

@@ -93,6 +93,7 @@ def superseded(files: Sequence[File]) -> list[File]:
 
 
 def _measurements(file: File, place: int) -> Iterator[tuple[Hashable, _Order]]:
+    """Yield what a file measured: a key for each thing, and how it ranks among measurements of the same thing."""
     date = str(file.provenance.get("date"))
     if file.section == "analysis":
         # A folder holds the analyses of one checkpoint.

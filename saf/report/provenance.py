@@ -83,6 +83,7 @@ def _columns(columns: Sequence[Mapping[str, Any]], names: Sequence[str], caption
 
 
 def _facts(record: Record) -> dict[str, Any]:
+    """Return where a record comes from, flat and by readable names, ready to be a table."""
     provenance = dict(record["provenance"])
     checkpoints, data = provenance.pop("checkpoints"), provenance.pop("data")
     versions, peak = provenance.pop("versions", None) or {}, provenance.pop("peak", None) or {}
@@ -95,6 +96,7 @@ def _facts(record: Record) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str | Cell:
+    """Return a value of the provenance as a cell: strings as code, lists joined, a dash for nothing."""
     if value is None or value == []:
         return MISSING
     if isinstance(value, bool):

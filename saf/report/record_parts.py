@@ -56,6 +56,7 @@ def plain_tables(record: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _entries(title: str, entries: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a list of objects as a table, a row an object, cut at the most rows that a page shows."""
     flat = [dict(_flat(entry)) for entry in entries[:_MOST_ROWS]]
     head = list(dict.fromkeys(name for entry in flat for name in entry))
     rows = [[_cell(entry.get(name)) for name in head] for entry in flat]
@@ -65,6 +66,7 @@ def _entries(title: str, entries: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested objects with its path, such as `("time.seconds", 3.0)`."""
     for name, item in value.items():
         where = f"{path}.{name}" if path else str(name)
         if isinstance(item, Mapping):
@@ -78,6 +80,7 @@ def _spaced(name: str) -> str:
 
 
 def _cell(value: Any) -> str:
+    """Return a value of a record as text; a long list is told by its number of values."""
     if value is None:
         return MISSING
     if isinstance(value, bool):

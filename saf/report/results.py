@@ -67,6 +67,7 @@ def _name(folder: Path, results: Path) -> str:
 
 
 def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
+    """Yield the kind and title of every section that has files: known kinds in their order, then others by name."""
     kinds = dict.fromkeys(file.section for file in files)
     for kind, title in TITLES.items():
         if kind in kinds:

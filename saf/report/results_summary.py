@@ -64,6 +64,7 @@ def summary_table(
 
 
 def _row(what: str, where: str, by_rate: Mapping[float, Finding]) -> list[str | Cell]:
+    """Return the row of one measured thing: ours and the paper's at each rate, and the newest file."""
     cells: list[str | Cell] = []
     for rate in RATES:
         finding = by_rate.get(rate)
@@ -93,6 +94,7 @@ def _of_runs(source: Cell, runs: Sequence[RecordedRun]) -> Iterator[Finding]:
 
 
 def _of_speeds(source: Cell, record: Record) -> Iterator[Finding]:
+    """Yield the speedups of the default backend, one a point and rate."""
     for group in groups_of(record):
         baseline = kernel_name(group.baseline.removeprefix("ordinary "))
         for arm in group.arms:
@@ -110,6 +112,7 @@ def _of_speeds(source: Cell, record: Record) -> Iterator[Finding]:
 
 
 def _of_memory(source: Cell, record: Record) -> Iterator[Finding]:
+    """Yield the changes of peak memory by the default backend, one a point and rate."""
     for entry in record["memory"]:
         if entry["backend"] == BACKEND and entry["change_percent"] is not None and entry["rate"] in RATES:
             yield Finding(
@@ -124,6 +127,7 @@ def _of_memory(source: Cell, record: Record) -> Iterator[Finding]:
 
 
 def _of_interventions(source: Cell, record: Record) -> Iterator[Finding]:
+    """Yield the seconds of every warm intervention, beside the paper's."""
     for row in record["rows"]:
         if row["part"] != "intervention":
             continue

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,17 @@ def step_name(update: int, *, after_freezing: bool = False) -> str:
 
 
 def save_checkpoint(
-    path: Path, model: GPT, optimizer: AdamW, *, state: dict[str, Any], parent: str | None = None
+    path: Path,
+    model: GPT,
+    optimizer: AdamW,
+    *,
+    state: dict[str, Any],
+    parent: str | None = None,
+    record: Callable[[Path], Any] | None = None,
 ) -> str:
     """Write one checkpoint and return its hash; `state` must hold `update` and `model` (its shape).
+
+    `record` writes further files into the folder that it is called with: they are there once the checkpoint is.
 
     Raises:
         CheckpointError: The disk is full, a quota or a limit on file sizes is reached, or the folder exists; earlier
@@ -85,6 +94,8 @@ def save_checkpoint(
             save_file(_plain(head_tensors), folder / "saf.safetensors")
             _write_json(folder / "saf.json", heads)
             _write_json(folder / "state.json", {**state, "optimizer_groups": groups})
+            if record is not None:
+                record(folder)
             return write_manifest(folder, update=int(state["update"]), parent=parent)
     except (OSError, SafetensorError) as error:
         if (reason := no_room(error)) is None:

@@ -65,6 +65,7 @@ def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
 
 @contextmanager
 def _full_disk_explained(run: Run, files: str) -> Iterator[None]:
+    """Turn an error about a full disk into one that says what is lost, what is kept, and how to go on."""
     try:
         yield
     except OSError as error:
@@ -152,6 +153,7 @@ class StopRequest:
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal, which stops the run after its checkpoint; a second one interrupts at once."""
         if number == _HANGUP:
             _silence_lost_terminal_()
         if self.requested:

@@ -166,6 +166,7 @@ class Run:
         return path
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint with its state, remove those that are no longer kept, and log it."""
         if self.observer:
             self.observer.sync()
         found = save_checkpoint(path, self.model, self.updater.optimizer, state=state, parent=self.parent_hash)

@@ -57,6 +57,18 @@ def test_parquet_yields_the_text_column(tmp_path):
     assert 0 < sum(consumed) <= (tmp_path / "a.parquet").stat().st_size
 
 
+def test_parquet_is_read_in_batches_of_a_bounded_size(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    texts = [f"{n} " + "word " * 100_000 for n in range(64)]
+    parquet.write_table(arrow.table({"text": texts}), tmp_path / "long.parquet", write_batch_size=1, data_page_size=1)
+    parquet.write_table(arrow.table({"text": ["word " * 100_000] * 64}), tmp_path / "same.parquet")
+    for name, limit in (("long.parquet", 6e6), ("same.parquet", 16e6)):
+        held, before = 0, arrow.total_allocated_bytes()
+        for _ in resolve(str(tmp_path / name)).documents(lambda count: None):
+            held = max(held, arrow.total_allocated_bytes() - before)
+        assert 0 < held < limit, name  # 32 MB in all
+
+
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     (tmp_path / "b").mkdir()
     write(tmp_path / "b" / "z.txt", b"last")

@@ -133,6 +133,7 @@ class ErrorsKind(Benchmark[ErrorSettings]):
 
 
 def _draw(settings: ErrorSettings, device: torch.device) -> Layer:
+    """Return the layer that these settings describe, its weights and inputs drawn from their seed."""
     return Layer.draw(
         heads=HeadLayout(settings.num_heads, settings.num_heads, tuple(sorted(settings.frozen))),
         head_dim=settings.head_dim,
@@ -156,6 +157,7 @@ def _backends(settings: ErrorSettings, precision: str, device: torch.device, rec
 
 
 def _layer_rows(settings: ErrorSettings, layer: Layer, backend: str, precision: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each tensor of a whole layer: its distance from float64, the unfrozen layer's, and the limit."""
     autocast = torch.bfloat16 if precision == "bf16" else None
     exact = layer.eager(frozen=True, dtype=torch.float64)
     found = layer.model(backend=backend, kernel=settings.kernel, autocast=autocast)
@@ -171,6 +173,7 @@ def _layer_rows(settings: ErrorSettings, layer: Layer, backend: str, precision: 
 
 
 def _operator_rows(settings: ErrorSettings, layer: Layer, backend: str, precision: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each tensor of the frozen heads alone, beside PyTorch's attention at the same shape."""
     shape = (settings.batch_size, layer.heads.num_frozen, settings.length, settings.head_dim)
     generator = torch.Generator().manual_seed(settings.seed + 1)
     drawn = [torch.randn(shape, generator=generator).to(layer.x.device, DTYPES[precision]) for _ in range(4)]

@@ -48,6 +48,7 @@ def overview(records: Sequence[tuple[Cell, Record]]) -> list[Part]:
 
 
 def _largest(record: Record) -> Table:
+    """Return the table of the largest error of each part, backend and precision, beside the paper's."""
     head = ["of", "backend", "precision", "tensors", "relative L2", "largest share of its limit", "within"]
     head += ["unfrozen layer or PyTorch's attention", "from eager, L2", "paper, L2"]
     papers = _is_papers_case(record)
@@ -102,6 +103,7 @@ def conditions(record: Record) -> str:
 
 
 def _table(rows: list[Record], beside: str, precision: str | None) -> Table:
+    """Return the table of one group of rows, a tensor a row; `beside` names what its errors are compared with."""
     head = ["tensor", "max. absolute", "relative L2", "limit", "within", f"{beside}, max.", f"{beside}, L2"]
     head += _COMPARED
     cells = []

@@ -135,6 +135,10 @@ class CalibrationPoint:
             self.recorder.leave_out(what, f"{type(error).__name__}: {error}")
 
     def _intervention(self, rate: float) -> tuple[dict[str, Any], AttentionStatistics] | None:
+        """Freeze this share of heads as often as the settings ask; return the row and the statistics of the last time.
+
+        Return None where time ran out before a median of warm interventions could be taken.
+        """
         recorder, name = self.recorder, f"{self.point.name} {100 * rate:g}%"
         with self.execution.autocast():
             plan = plan_calibration(self.model, self.interventions.ids)
@@ -165,6 +169,7 @@ class CalibrationPoint:
         return row, events[-1].report.statistics
 
     def _dense(self, row: dict[str, Any], statistics: AttentionStatistics) -> None:
+        """Time the statistics as collected from whole matrices, and keep a row that compares both ways."""
         budget = self.recorder.budget
         found = measure_dense(self.interventions, statistics, layers=self.settings.dense_layers, budget=budget)
         if found is None:

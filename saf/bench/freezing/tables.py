@@ -51,6 +51,7 @@ def _rows(record: Record, part: str) -> list[Record]:
 
 
 def _wholes(rows: list[Record], quoted: list[Quoted | None]) -> Table:
+    """Return the table of interventions: median seconds of each stage and of the whole, beside the paper's."""
     head = ["intervention", *rows[0]["stages"], "whole", "range", "first use", "paper"]
     cells = []
     for row in rows:
@@ -77,6 +78,7 @@ def _title(row: Record) -> str:
 
 
 def _conditions(row: Record) -> str:
+    """Return the sentence that says under which conditions an intervention was timed and whether it kept its bar."""
     words = [f"{row['heads']} frozen"]
     if row["rejected"]:
         words.append(f"{row['rejected']} fits rejected")
@@ -91,6 +93,7 @@ def _conditions(row: Record) -> str:
 
 
 def _stages(row: Record, quoted: list[Quoted | None]) -> Table:
+    """Return the table of one intervention's stages, and append what is quoted from the paper to `quoted`."""
     model, length, sequences = row["model"], row["point"]["length"], row["point"]["batch_size"]
 
     def in_short(part: str | None) -> str:
@@ -113,6 +116,7 @@ def _range(stage: Record) -> str:
 
 
 def _fits(rows: list[Record]) -> Table:
+    """Return the table of timed fits: heads, tokens, seconds, sweeps, and how far from the reference they end."""
     head = ["of", "heads", "tokens", "warm median", "first use", "sweeps, mean and most", "worst KL"]
     head += ["KL over the reference, at most", "not converged"]
     cells = [
@@ -135,6 +139,7 @@ def _fits(rows: list[Record]) -> Table:
 
 
 def _dense(rows: list[Record]) -> Table:
+    """Return the table that compares the statistics with their collection from whole matrices."""
     head = ["point", "layers measured", "dense, all layers", "ours", "ratio", "intervention with it", "ratio of wholes"]
     head += ["ours from float64, relative"]
     cells = []
@@ -159,6 +164,7 @@ def _verdict(value: float, limit: float) -> str:
 
 
 def _notes(fits: list[Record], quoted: list[Quoted | None]) -> Iterator[str]:
+    """Yield the notes below the tables: what the paper's fits cost, and the conditions of its quoted numbers."""
     if fits:
         cost = {rate: paper.INTERVENTION["124m", 4096, rate]["fit"] for rate in (0.25, 0.5)}
         yield f"The paper fits 36 heads in {cost[0.25]} s and 72 in {cost[0.5]} s, 400 Adam steps each (124M, 4K)."

@@ -88,6 +88,7 @@ def attention_table(record: Record) -> Table:
 
 
 def _attention_rows(entry: Record) -> list[list[str | Cell]]:
+    """Return a row of cells for each attention kernel of an arm, or one row that says that none was found."""
     known = [_where(entry), entry["arm"], _SEEN[entry["kernel_seen"]]]
     ran = [kernel for kernel in entry["kernels"] if kernel["name"] in entry["attention"]]
     kernels = [
@@ -116,6 +117,7 @@ def longest_kernels(record: Record) -> dict[str, Table]:
 
 
 def _longest(entries: Sequence[Record]) -> Table:
+    """Return the table of the longest kernels of any arm, a column an arm, in milliseconds of one pass."""
     times = [{kernel["name"]: kernel["ms"] for kernel in entry["kernels"]} for entry in entries]
     longest = {name: max(each.get(name, 0.0) for each in times) for each in times for name in each}
     names = sorted(longest, key=lambda name: -longest[name])[:_MOST_KERNELS]

@@ -105,6 +105,7 @@ def groups_of(record: Record, *, quoted: QuotedAt, file: str = "") -> list[Group
 
 
 def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, file: str) -> Group:
+    """Return the group of one kind's rows that share a point and a variant, with its control and bounds."""
     first = rows[0]
     free = {row["rate"]: row for row in rows if row["role"] == "free" and not row["refused"]}
     arms = [row for row in rows if row["role"] not in ("control", "free")]

@@ -140,6 +140,7 @@ class PointRunner:
                 self._attempt(arm, lambda arm=arm, subject=subject: self._kernels(arm, subject))
 
     def _kernels(self, arm: Arm, subject: Subject) -> None:
+        """Record which kernels an arm ran, and say where its attention kernel is not among them."""
         kernels = subject.kernels()
         seen = kernel_seen(arm.live_kernel, kernels, self.device)
         entry = {"arm": arm.name, "kernel_seen": seen, "attention": attention_kernels(kernels)}
@@ -148,6 +149,7 @@ class PointRunner:
             self.recorder.say(f"{self.name} warning: the kernels of {arm.name} do not show {arm.kernel}")
 
     def _round(self, taken: Taken, subjects: Mapping[Arm, Subject], number: int) -> None:
+        """Time one pair of blocks of each comparison; the round's number decides which arm of a pair runs first."""
         for (comparison, variant), pairs in taken.items():
             baseline, arm = subjects[comparison.baseline], subjects[comparison.arm]
             times = measure_pair(

@@ -43,6 +43,7 @@ def speed_table(groups: Sequence[Group], sources: Mapping[str, Cell] | None = No
 
 
 def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
+    """Return the cells of one arm's row; the baseline is named in the first row of its group alone."""
     row, has_ratio = arm.row, arm.ratio is not None
     share = arm.share_of_bound
     return [

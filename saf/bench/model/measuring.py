@@ -67,6 +67,7 @@ class ModelKind(SpeedKind[Asked]):
                 longest = max(longest, recorder.budget.spent - began)
 
     def _measure_point(self, context: Context, settings: Asked, point: Point, children: Children) -> None:
+        """Measure the memory, then the speed, of every arm at one point."""
         plan = ModelPlan.of(settings, point.length)
         comparisons = context.plan(plan.own_rate or self.rates(settings))
         arms = [arm for arm in arms_of(comparisons) if not arm.control]

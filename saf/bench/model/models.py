@@ -153,6 +153,7 @@ def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch
 def _qwen3(
     plan: ModelPlan, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> nn.Module:
+    """Return a random Qwen3 of the plan's shape, as transformers runs it."""
     from saf.integrations.qwen3 import random_qwen3
 
     if arm.kernel == FLEX:
@@ -162,6 +163,7 @@ def _qwen3(
 
 
 def _gpt(config: GPTConfig, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> GPT:
+    """Return this project's decoder with drawn weights, its live heads on the arm's kernel."""
     model = GPT.undrawn(config, device)
     model.reset_parameters(generator)
     model.to(dtype)

@@ -14,6 +14,7 @@ _HEAD += ("nanoGPT, tokens/s", "ours, tokens/s")
 
 
 def _cells(row: Record) -> tuple[str, ...]:
+    """Return the cells of one row of the comparison with nanoGPT."""
     refused = row["refused"]
     return (
         row["model"],

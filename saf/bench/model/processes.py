@@ -85,6 +85,8 @@ class Children:
 
 
 class _Child:
+    """A process of its own that measures one arm, told by a file what to do and answering in another."""
+
     def __init__(self, specification: dict[str, Any], folder: Path, number: int):
         root = Path(saf.__file__).parents[1]
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
@@ -110,6 +112,7 @@ class _Child:
         return self._process.poll() is not None
 
     def reply(self) -> dict[str, Any]:
+        """Return the last record that the process wrote, or the reason why there is none under `error`."""
         lines, errors = self._answer.read_text().splitlines(), self._errors.read_text().strip().splitlines()
         if self._process.returncode or not lines:
             reason = first_sentence(errors[-1]) if errors else "no output"

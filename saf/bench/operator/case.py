@@ -176,6 +176,7 @@ def _ordinary(case: OpCase, arm: Arm) -> Function:
 
 
 def _mixed(case: OpCase, arm: Arm) -> tuple[Function, CompactPattern]:
+    """Return the function that runs this case's layer with an arm's share of heads frozen, and their patterns."""
     if arm.kernel == FLEX:
         raise UnsupportedError("flex is measured for ordinary attention only")
     layout = case.layout(arm.rate)
@@ -189,6 +190,7 @@ def _mixed(case: OpCase, arm: Arm) -> tuple[Function, CompactPattern]:
         return lambda value: (frozen_attention(value, frozen),), pattern
 
     def layer(*operands: Tensor) -> tuple[Tensor, ...]:
+        """Return the live and the frozen heads' outputs apart, as a model with a split output projection takes them."""
         if len(operands) == 1:
             return (frozen_attention(operands[0], frozen),)
         query, key, value = operands

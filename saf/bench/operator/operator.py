@@ -99,6 +99,7 @@ class OpSubject:
             self._passes[variant] = call, repeats_within(settings.block_ms, once, settings.repeats)
 
     def _check(self, output: Tensor, way: str) -> None:
+        """Compare an output, and the gradient of the values where there is one, with the eager reference."""
         layout, part = self._case.layout(self._arm.rate), self._case.part
         backward = "both" in self._case.settings.directions and not layout.grouped
         gradients = self._run(f"both {way}", 0) if backward else None
@@ -184,6 +185,7 @@ class OperatorKind(SpeedKind[OpSettings]):
 def _measure_case(
     context: Context, case: OpCase, rates: Sequence[float], variants: tuple[str, ...], longest: float
 ) -> None:
+    """Measure every arm of one case, or record why the case is left out."""
     alone = case.part == "frozen"
     name = f"{case.point.name} {case.part}" + (f" {100 * case.rate:g}%" if alone else "")
     reason = case.reason_against

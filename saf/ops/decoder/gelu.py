@@ -39,6 +39,7 @@ class _GeluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the input and the weight; the activation is computed again."""
         forbid_second_derivative()
         x, weight = ctx.saved_tensors
         slope = gradients[0] @ weight

@@ -123,6 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss over counted targets, in nats, and keep both gradients, made from the same logits."""
         matrix = weight.to(rows.dtype)
         count = (labels != IGNORED).sum()
         losses, row_gradients, weight_gradient = [], [], None

@@ -31,6 +31,7 @@ def pattern_tables(
 
 @pattern_tables.register_fake
 def _(alpha: Tensor, rho: Tensor, length: int, dtype: torch.dtype):
+    """Tell the compiler the shapes and dtypes of a pattern's tables."""
     shape = (alpha.shape[0], length)
     distance = alpha.new_empty(shape, dtype=dtype)
     scale = alpha.new_empty(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -89,8 +90,11 @@ def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
 
 
 class _TrainableProduct(torch.autograd.Function):
+    """The product P V with gradients for the values and for both logits, alpha and rho."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
+        """Return P V and keep what the gradients need: the values, the output and the tables."""
         table, distance, key_scale, row_scale = pattern_tables(alpha, rho, value.shape[2], value.dtype)
         output = toeplitz_product(value, table, key_scale, row_scale, False)
         ctx.save_for_backward(value, output, table, distance, key_scale, row_scale)
@@ -99,6 +103,7 @@ class _TrainableProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of the values (the transposed product), of alpha and of rho."""
         value, output, table, distance, key_scale, row_scale = ctx.saved_tensors
         value_gradient = toeplitz_product(gradients[0], table, row_scale, key_scale, True)
         tables = (distance, key_scale, row_scale)

@@ -32,6 +32,7 @@ def one_head(record: Record) -> str:
 
 
 def _map(change: Sequence[Sequence[float | None]], accepted: set[tuple[int, ...]], top: float) -> list[str]:
+    """Return the SVG parts of the map of loss changes, a square a head, ringed where the fit was not accepted."""
     step = min(_MAP / len(change), 420 / len(change[0]))
     scale = Scale(0.0, max([value for row in change for value in row if value is not None] + [1e-12]), "root")
     parts = [label(0, top - 34, "Loss change, by layer (row) and head", css="name")]
@@ -49,6 +50,7 @@ def _map(change: Sequence[Sequence[float | None]], accepted: set[tuple[int, ...]
 
 
 def _two_fits(record: Record, accepted: set[tuple[int, ...]]) -> list[str]:
+    """Return the SVG parts of the scatter of structured against free fits, a dot an accepted head."""
     free, other = record["nll_change"], record["structured"]["nll_change"]
     points = [(1e3 * x, 1e3 * y) for x, y in _pairs(free, other, accepted)]
     scale = Scale.of([0.0, *(value for point in points for value in point)], "root")
@@ -67,6 +69,7 @@ def _two_fits(record: Record, accepted: set[tuple[int, ...]]) -> list[str]:
 
 
 def _score(record: Record, name: str, accepted: set[tuple[int, ...]], x: float, y: float, *, first: bool) -> list[str]:
+    """Return the SVG parts of one score's panel: each head's loss change over its score."""
     scores, change = record["scores"][name], record["nll_change"]
     inside, outside = (
         [(score, 1e3 * cost) for score, cost in _pairs(scores, change, accepted, others=others)]

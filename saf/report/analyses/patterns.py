@@ -43,6 +43,7 @@ def profiles(record: Record) -> str:
 def _profile_panel(
     record: Record, name: str, words: str, selected: set[tuple[int, ...]], x: float, y: float
 ) -> list[str]:
+    """Return the SVG parts of one profile by layer, selected heads beside the others, with both means."""
     values = record["profiles"][name]
     known = [value for row in [*values, record["matched"].get(name) or ()] for value in row if value is not None]
     kind = "log" if name == "first_token" else "linear"
@@ -177,6 +178,7 @@ def distributions(record: Record) -> str:
 
 
 def _curves(curve: Record, *, x: float, width: float, first: bool) -> list[str]:
+    """Return the SVG parts of one head's distribution curves: logits above, probabilities by generator below."""
     layer, head = curve["head"]
     center, spread = curve["normal"]
     logits = Panel(x, 100, width, 120, Scale.of(curve["logits"]), Scale(0, 1))
@@ -224,6 +226,7 @@ def _energies(record: Record, top: float) -> list[str]:
 
 
 def _plane(plane: Record, x: float, y: float, size: float) -> list[str]:
+    """Return the SVG parts of one head's plane: measured and generated profiles as points, and the mean."""
     points = {name: [tuple(point) for point in plane[name]] for name in ("measured", "generated", "mean")}
     everything = [point for each in points.values() for point in each]
     across, upward = (Scale.of([point[axis] for point in everything]) for axis in (0, 1))

@@ -96,6 +96,7 @@ def bars_of(group: Group) -> list[Bar]:
 
 
 def _arm(arm: Measured, reason: str | None) -> Bar:
+    """Return the bar of a measured arm; a refused one has the reason instead of lengths."""
     row = arm.row
     heads = f"{row['heads']} heads" if row.get("heads") else ""
     return Bar(
@@ -148,6 +149,7 @@ def speed_panels(groups: Sequence[Group]) -> str:
 
 
 def _panel(groups: Sequence[Group], state: str) -> str:
+    """Return the HTML of one panel: the bars of its groups on one scale, and the table of their numbers."""
     scale = scale_of(groups)
     title = panel_title(groups[0])
     content = "".join(_group(group, scale) for group in groups)
@@ -169,6 +171,7 @@ def _group(group: Group, scale: Scale) -> str:
 
 
 def _row(bar: Bar, scale: Scale) -> str:
+    """Return the HTML list item of one bar: name, track and value."""
     kind = "control" if bar.control else "refused" if bar.ratio is None else "timed"
     note = f" <small>{text(bar.note)}</small>" if bar.note else ""
     name = f'<span class="speed-name">{text(bar.name)}{note}</span>'
@@ -190,6 +193,7 @@ def _tick_css(tick: float) -> str:
 
 
 def _marks(bar: Bar, scale: Scale) -> str:
+    """Return the HTML marks on a bar's track: its length, the middle half, each pair, and the bound."""
     if bar.ratio is None:
         return ""
     parts = []
@@ -294,6 +298,7 @@ def bars_picture(records: Iterable[Any]) -> str | None:
 
 
 def _style(scheme: int) -> str:
+    """Return the CSS rules of the SVG picture in one colour scheme."""
     rules = [f".f-{arm}{{fill:{colour(arm, scheme)}}}.l-{arm}{{stroke:{colour(arm, scheme)}}}" for arm in _ARMS]
     ink, soft, faint = (colour(name, scheme) for name in ("ink", "soft", "faint"))
     more = f".one{{stroke:{soft}}}.grid{{stroke:{faint}}}.half,.pair{{stroke:{ink}}}"
@@ -317,6 +322,7 @@ def _legend(y: float) -> list[str]:
 
 
 def _svg_panel(groups: Sequence[Group], top: float) -> tuple[list[str], float]:
+    """Return the SVG parts of one panel whose title stands at `top`, and where the next may begin, in pixels."""
     height = 8.0 + sum(_GROUP + _ROW * len(bars_of(group)) for group in groups)
     panel = Panel(_LEFT, top + 14, _RIGHT - _LEFT, height, scale_of(groups), upward=Scale(0, 1))
     ticks = ticks_of(panel.across)
@@ -335,6 +341,7 @@ def _svg_panel(groups: Sequence[Group], top: float) -> tuple[list[str], float]:
 
 
 def _svg_row(bar: Bar, panel: Panel, y: float) -> list[str]:
+    """Return the SVG parts of one bar whose row begins at height `y`."""
     middle = y + _BAR / 2 + 2
     parts = [label(_LEFT - 12, middle + 4, bar.name, css="small" if bar.control else "", anchor="end")]
     parts.append(label(_RIGHT + 14, middle + 4, bar.value, css="small" if bar.control else "name value"))

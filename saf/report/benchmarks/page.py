@@ -62,6 +62,7 @@ def render(records: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def _sections(records: Sequence[Record], names: Sequence[str], own: Sequence[Sequence[Group]]) -> str:
+    """Return the HTML of the page's sections; one without measurements is left out."""
     parts = []
     groups = [group for part in own for group in part]
     if groups:

@@ -95,6 +95,7 @@ def key_figures(groups: Sequence[Group], records: Sequence[Record]) -> list[str]
 
 
 def _speed_figure(rate: float, arms: Sequence[Measured]) -> str:
+    """Return the key figure of one rate: its ratio, or the range of ratios over several shapes."""
     name = f"{100 * rate:g}% of heads frozen"
     if len(arms) > 1:
         return key_figure(name, _range(arms), f"over {len(arms)} shapes")
@@ -106,6 +107,7 @@ def _speed_figure(rate: float, arms: Sequence[Measured]) -> str:
 
 
 def _memory_figures(record: Record) -> list[str]:
+    """Return a key figure for each arm whose memory was measured beside the ordinary arm's at the same point."""
     ordinary = next((entry for entry in record["memory"] if entry["backend"] is None), None)
     parts = []
     for entry in record["memory"]:

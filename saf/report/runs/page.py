@@ -88,6 +88,7 @@ def report_data(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: 
 def _sections(
     runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison], data: dict[str, Any]
 ) -> str:
+    """Return the HTML of the page's sections: heads and training where they were recorded, arms, provenance."""
     parts = []
     if data["freezes"]:
         still = f"{_STILL}: with them every head can be chosen, and shows its pattern."
@@ -119,6 +120,7 @@ def events_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
 
 
 def _event_row(event: EventRecord) -> list[Any]:
+    """Return the cells of one event: what and when, heads, loss before and after, whether it was kept, and seconds."""
     before, after = (event.values.get(name) for name in ("loss_before", "loss_after"))
     losses = None if before is None or after is None else f"{before:.4f} → {after:.4f}"
     kept = "yes" if event.undone_by is None else f"undone by event {event.undone_by}"
@@ -143,6 +145,7 @@ def _costs(freezes: Sequence[dict[str, Any]]) -> str:
 
 
 def _cost(freeze: dict[str, Any], longest: float, name: str) -> str:
+    """Return the HTML figure of one intervention's seconds by part, a bar a part."""
     parts = {part: value for part, value in freeze["seconds"].items() if part != "total"}
     rows = "".join(
         f'<div class="cost"><span class="cost-name">{text(part.replace("_", " "))}</span><span class="track"><span '
@@ -171,6 +174,7 @@ def provenance_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
 
 
 def _provenance(run: RecordedRun) -> dict[str, Any]:
+    """Return where a run's result comes from, flat and by readable names, ready to be a table."""
     entries = dict((run.result or {}).get("provenance") or {})
     versions = entries.pop("versions", None) or {}
     checkpoints, data = entries.pop("checkpoints", {}), entries.pop("data", {})

@@ -140,6 +140,7 @@ def _curves(
 
 
 def _events(curves: Sequence[dict[str, Any]], panel: Panel) -> list[str]:
+    """Return the SVG lines of the updates at which heads changed, the first freezing with its words."""
     parts = []
     first = {c["freeze_update"] for c in curves if c.get("freeze_update") is not None}
     for update in sorted(first | {event["update"] for c in curves for event in c.get("events", ())}):
@@ -151,6 +152,7 @@ def _events(curves: Sequence[dict[str, Any]], panel: Panel) -> list[str]:
 
 
 def _names(curves: Sequence[dict[str, Any]], top: float) -> list[str]:
+    """Return the SVG legend of the curves, as many arms as there is room for."""
     parts, x = [], _CHART_LEFT - 44
     for curve in curves:
         if x + 22 + 7 * len(curve["name"]) > _CHART_RIGHT + 20 and parts:

@@ -37,6 +37,7 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
 
 
 def _several(done: Sequence[Told]) -> str:
+    """Return the opening words about several arms: heads, cost in perplexity, and speed where it is clear."""
     heads, totals = ([str(record[name]) for record, _ in done] for name in ("heads", "num_heads"))
     # Arms of one model at different rates are told apart by their heads, others by their order alone.
     frozen = heads if len(set(heads)) == len(heads) else list(dict.fromkeys(heads))
@@ -123,6 +124,7 @@ def key_figures(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) 
 
 
 def _quality(told: Sequence[Told]) -> str:
+    """Return the key figure of perplexity: each arm's change with its interval."""
     values = [(signed(record["delta_ppl_percent"]), colour) for record, colour in told]
     pair = _arrow(
         number(told[0][0]["ppl_ordinary"]), [(number(record["ppl_frozen"]), colour) for record, colour in told]
@@ -137,6 +139,7 @@ def _quality(told: Sequence[Told]) -> str:
 
 
 def _speed(told: Sequence[Told]) -> str:
+    """Return the key figure of update speed, or nothing where no arm was timed."""
     told = [(record, colour) for record, colour in told if record["update_time_ratio"]]
     if not told:
         return ""
@@ -152,6 +155,7 @@ def _speed(told: Sequence[Told]) -> str:
 
 
 def _memory(told: Sequence[Told]) -> str:
+    """Return the key figure of peak memory, or nothing where an arm's is not known."""
     ordinary = told[0][0]["peak_memory_ordinary"]
     frozen = [(record["peak_memory_frozen"], colour) for record, colour in told]
     changes = [change_percent(ordinary, value) for value, _ in frozen]
@@ -165,6 +169,7 @@ def _memory(told: Sequence[Told]) -> str:
 
 
 def _heads(arms: Sequence[tuple[RecordedRun, str]]) -> str:
+    """Return the key figure of frozen heads: their share, their number, and by which score they were chosen."""
     arms = [(run, colour) for run, colour in arms if run.frozen_heads and run.num_heads]
     if not arms:
         return ""
@@ -209,6 +214,7 @@ def _last_update(run: RecordedRun) -> int:
 
 
 def _cost_words(record: dict[str, Any]) -> str:
+    """Return what freezing did to perplexity in words, told from its uncertainty."""
     percent, (low, high) = record["delta_ppl_percent"], record["ci95"]
     if low <= 0.0 <= high:
         return f"moved perplexity by {signed(percent)}, less than its uncertainty"

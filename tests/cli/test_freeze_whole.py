@@ -1,0 +1,28 @@
+"""`saf freeze` leaves a checkpoint with the record of its event, or nothing."""
+
+import pytest
+
+from saf.freezing.report import FreezeReport
+from saf.records import events
+from saf.records.events import read_events
+from saf.records.folders import verify
+from tests.train.killed import Killed, die_at
+
+
+def words(arms, out):
+    return ("freeze", arms[0], "--out", out, "--sequences", 4, "--device", "cpu")
+
+
+@pytest.mark.parametrize("moment", ["save", "line"])
+def test_killed_before_its_line_is_written_it_leaves_no_checkpoint(saf, arms, tmp_path, monkeypatch, moment):
+    out = tmp_path / "frozen"
+    with monkeypatch.context() as patch:
+        module, name = {"save": (FreezeReport, "save"), "line": (events, "append_line")}[moment]
+        die_at(patch, module, name, 1)
+        with pytest.raises(Killed):
+            saf(*words(arms, out))
+    assert not out.exists()
+    assert saf(*words(arms, out))[0] == 0
+    (event,) = read_events(out)
+    assert event.tensors().keys() > {"alpha", "rho"}
+    assert verify(out)["files"].keys() > {"events.jsonl", "event-1.safetensors"}
