@@ -46,6 +46,7 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
 
 
 def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
+    """Do what `pretrain` does, in the group of processes that is there."""
     clock = Clock()
     with StopRequest() as stop:
         run = start_run(config, resume=resume, clock=clock)

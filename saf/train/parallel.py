@@ -11,7 +11,6 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
@@ -207,12 +206,10 @@ class Shards(_Several):
         In bf16 the layers' weights are sent and used in bfloat16, their gradients added up in float32; embedding and
         final norm stay in float32, and so does the residual stream.
 
-        Raises UnsupportedError for compiled execution and for patterns that are trained.
+        Raises UnsupportedError for what `check_shards` refuses.
         """
-        if execution.compile:
-            raise UnsupportedError("parallel='fsdp' runs uncompiled: pass compile='off', or train with parallel='ddp'")
-        if any(site.frozen is not None and site.frozen.trainable for site in adapter_for(model).sites()):
-            raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")
+        frozen = [site.frozen for site in adapter_for(model).sites() if site.frozen is not None]
+        check_shards(execution, trained_patterns=any(heads.trainable for heads in frozen))
         sharded = _sharing_weights(model)
         low, policy = execution.precision == "bf16", MixedPrecisionPolicy()
         if low:
@@ -338,13 +335,25 @@ def _called(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any],
     return execution.callable(model, fullgraph=True), execution.compile
 
 
-def parallel_of(kind: ParallelKind, *, parameters: int, device: torch.device) -> tuple[Parallel, str]:
+def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
+    """Raise UnsupportedError for compiled execution and for patterns that are trained: they cannot be sharded yet."""
+    if execution.compile:
+        raise UnsupportedError("parallel='fsdp' runs uncompiled: pass compile='off', or train with parallel='ddp'")
+    if trained_patterns:
+        raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")
+
+
+def parallel_of(
+    kind: ParallelKind, *, parameters: int, execution: Execution, trained_patterns: bool
+) -> tuple[Parallel, str]:
     """Return how this process trains a model of so many `parameters` beside others, and why so, in words.
 
     "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
     more than half of a GPU's memory: then "fsdp".
 
-    Raises InputError for "none" in a group of several processes, and for another kind without a group.
+    Raises:
+        InputError: "none" in a group of several processes, or another kind without a group.
+        UnsupportedError: Shards of what cannot be sharded.
     """
     processes = group_place()[1]
     if kind == "none" and processes > 1:
@@ -359,8 +368,11 @@ def parallel_of(kind: ParallelKind, *, parameters: int, device: torch.device) ->
         )
     why = "as asked"
     if kind == "auto":
-        kind, why = _picked(parameters, device) if processes > 1 else ("none", "one process")
-    return {"none": Alone, "ddp": Replicas, "fsdp": partial(Shards, device)}[kind](), why
+        kind, why = _picked(parameters, execution.device) if processes > 1 else ("none", "one process")
+    if kind == "fsdp":
+        check_shards(execution, trained_patterns=trained_patterns)
+        return Shards(execution.device), why
+    return (Replicas() if kind == "ddp" else Alone()), why
 
 
 def _picked(parameters: int, device: torch.device) -> tuple[ParallelKind, str]:

@@ -51,10 +51,11 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         execution = Execution.of(config.device, precision=config.precision, compile=config.compile)
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
+    freeze = config.freeze
     size = sum(parameter.numel() for parameter in GPT.undrawn(shape, "meta").parameters()) if in_group() else 0
-    parallel, why = parallel_of(config.parallel, parameters=size, device=execution.device)
+    trained = freeze is not None and freeze.trainable
+    parallel, why = parallel_of(config.parallel, parameters=size, execution=execution, trained_patterns=trained)
     with agreed():
-        freeze = config.freeze
         task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
         check_freeze(config, execution)
         with pinned(config.kernel, execution.device):

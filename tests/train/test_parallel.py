@@ -18,7 +18,8 @@ import saf.freezing.recipe as recipe
 import saf.train.loop as loop
 from saf.errors import DivergenceError, InputError, SafError, UnsupportedError
 from saf.freezing.config import FreezeConfig
-from saf.machine.processes import is_first, joined
+from saf.machine.execution import Execution
+from saf.machine.processes import _ended_peers_told, is_first, joined
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, read_tensors
 from saf.schedules import ValidationBudget
@@ -26,7 +27,7 @@ from saf.train import TrainConfig, latest, pretrain
 from saf.train.parallel import micro_batches_of_one, parallel_of
 from saf.train.run import Run
 
-CPU, WORLD = torch.device("cpu"), 2
+CPU, WORLD = Execution.of("cpu"), 2
 LOSSES = 2e-6
 """Relative: losses and gradient norms of several processes are sums in another order, in float32."""
 FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
@@ -151,8 +152,6 @@ def process(rank: int, folder: str, port: int, settings: dict) -> None:
 
 def joined_again(work) -> None:
     """Do work as `joined` does it in a process that torchrun started."""
-    from saf.machine.processes import _ended_peers_told
-
     with _ended_peers_told():
         work()
 
@@ -312,6 +311,7 @@ def test_what_cannot_be_shared_out_is_refused_by_all(stories):
         assert each["trained"][0] == UnsupportedError.__name__
         assert "train them with parallel='ddp'" in each["trained"][1]
     assert not (folder / "uneven").exists()
+    assert not (folder / "trained").exists()
 
 
 def test_a_loss_that_is_not_finite_in_one_process_stops_all(stories):
@@ -338,9 +338,9 @@ def test_a_process_that_ends_takes_the_others_along(stories):
 
 def test_without_a_group_a_process_is_alone():
     assert is_first()
-    assert parallel_of("auto", parameters=1, device=CPU)[0].processes == 1
+    assert parallel_of("auto", parameters=1, execution=CPU, trained_patterns=False)[0].processes == 1
     with pytest.raises(InputError, match="torchrun --nproc-per-node"):
-        parallel_of("ddp", parameters=1, device=CPU)
+        parallel_of("ddp", parameters=1, execution=CPU, trained_patterns=False)
     assert micro_batches_of_one(8, 4, batch_size=1) == 2
     with pytest.raises(InputError, match="choose another number of processes"):
         micro_batches_of_one(1, 3, batch_size=2)
