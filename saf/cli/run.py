@@ -1,4 +1,4 @@
-"""`saf run`: what a table or figure needs, trained; and which recipes there are."""
+"""`saf run`: what a table or figure needs, trained and measured; and which recipes there are."""
 
 import sys
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from saf.cli.output import show
 from saf.data import TokenData
 from saf.errors import SafError
 from saf.experiments.execution import Launch, Outcome, execute, in_a_process
+from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
 from saf.experiments.plan import Plan, plan
 from saf.experiments.recipe import Scale, open_recipes, scale_named
 from saf.experiments.render import render
@@ -28,7 +29,7 @@ SMOKE_DATA = ("python", "--max-bytes", "1000000", "--vocab-size", "512", "--seed
 
 @dataclass(kw_only=True)
 class Run(Command):
-    """Train what recipes lack, parents first and each run once, and print their tables; alone, list the recipes.
+    """Train and measure what recipes lack, each run and measurement once, and print their tables; alone, list them.
 
     The same command goes on with what stopped or failed; what is there already is never made again.
     """
@@ -42,7 +43,7 @@ class Run(Command):
     store: Path = Path("runs/recipes")
     """Folder of the runs and their records; recipes share it."""
     arms: tuple[str, ...] = ()
-    """Only these arms, with what they go on from and are compared with."""
+    """Only these arms or measurements, with what they go on from, are compared with and read."""
     seeds: tuple[int, ...] = ()
     """Seeds instead of the scale's own."""
     dry_run: bool = False
@@ -64,29 +65,35 @@ class Run(Command):
         """
         recipes = open_recipes(self.recipes, folder=self.folder)
         scale = scale_named(self.scale)
-        data = self._data(scale)
+        data = self._data(scale, trains=any(recipe.arms for recipe in recipes.values()))
         made = plan(recipes, scale, data=data[1] if data else "", seeds=self.seeds, arms=self.arms)
+        measured = plan_measurements(recipes, made, only=self.arms)
         if not self.recipes:
-            return self._list(made, Store(self.store).open(write=False), known=data is not None)
+            return self._list(made, measured, Store(self.store).open(write=False), known=data is not None)
         if self.dry_run:
-            return self._foretell(made)
-        if data is None:
+            return self._foretell(made, measured)
+        if data is None and made.runs:
             raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
         store = Store(self.store).open(write=True)
-        outcome = execute(made, store, data[0], say=_say, jobs=self.jobs, launch=self._launch(scale))
-        tables = [render(name, recipe, made, store) for name, recipe in recipes.items()]
+        launch, lost = self._launch(scale), lost_inputs(measured, store)
+        folder = data[0] if data else Path()
+        outcome = execute(made, store, folder, say=_say, jobs=self.jobs, launch=launch, lost=lost)
+        if not outcome.stopped:
+            carry_out(measured, store, outcome, say=_say, launch=launch)
+        tables = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         for table in tables if self.out else ():
             for path in table.write(self.out or Path()):
                 _say(f"wrote {path}")
         result = {"ended": outcome.ended, "found": outcome.found, "failed": outcome.failed}
-        show({**result, "tables": [t.to_dict() for t in tables]}, *(t.table() for t in tables), as_json=self.json)
+        parts = (part for table in tables for part in table.parts())
+        show({**result, "tables": [table.to_dict() for table in tables]}, *parts, as_json=self.json)
         _check(outcome)
         return result
 
-    def _data(self, scale: Scale) -> tuple[Path, str] | None:
+    def _data(self, scale: Scale, *, trains: bool) -> tuple[Path, str] | None:
         """Return the folder of the data and its fingerprint; the smoke scale's are made where there are none."""
         folder = self.data
-        if folder is None and scale.name == "smoke" and self.recipes and not self.dry_run:
+        if folder is None and scale.name == "smoke" and trains and self.recipes and not self.dry_run:
             folder = Store(self.store).open(write=True).folder / "data"
             if not folder.exists():
                 _say(f"preparing {folder}")
@@ -97,20 +104,24 @@ class Run(Command):
         """Return how a run is made: in this process where starting one would take longer than the run."""
         return in_this_process if scale.name == "smoke" and self.jobs == 1 else in_a_process
 
-    def _list(self, made: Plan, store: Store, *, known: bool) -> dict[str, Any]:
+    def _list(self, made: Plan, measured: Measurements, store: Store, *, known: bool) -> dict[str, Any]:
         """Show every recipe with its number of runs, and how many are done where the data are known."""
         rows, listed = [], {}
         for name, recipe in open_recipes(folder=self.folder).items():
             keys = {key for (of, _, _), key in made.arms.items() if of == name}
+            others = {key for (of, _, _), key in measured.keys.items() if of == name}
             done = sum(store.record(key) is not None for key in keys) if known else None
+            made_ones = sum(store.measurement(key) is not None for key in others) if known or not keys else None
             listed[name] = {"title": recipe.title, "source": recipe.source.label, "runs": len(keys), "done": done}
-            rows.append([name, recipe.title, recipe.source.label, len(keys), done])
+            listed[name] |= {"measurements": len(others), "measured": made_ones}
+            rows.append([name, recipe.title, recipe.source.label, len(keys), done, len(others), made_ones])
         notes = () if known else ("Name --data to see which of them are done.",)
-        table = Table.of(f"Recipes ({made.scale.name})", ["name", "table", "paper", "runs", "done"], rows, notes)
+        head = ["name", "table", "paper", "runs", "done", "measurements", "done"]
+        table = Table.of(f"Recipes ({made.scale.name})", head, rows, notes)
         show(listed, table, "`saf run NAME --scale small --data FOLDER` trains what is missing.", as_json=self.json)
         return listed
 
-    def _foretell(self, made: Plan) -> dict[str, Any]:
+    def _foretell(self, made: Plan, measured: Measurements) -> dict[str, Any]:
         """Show what the plan would take, in updates, time and memory a run, without training anything."""
         runs = list(made.runs.values())
         rows = [
@@ -125,8 +136,11 @@ class Run(Command):
         table = Table.of(
             f"Plan ({made.scale.name}: {made.scale.text})", ["run", "updates", "time", "memory"], rows, notes
         )
-        result = {"runs": len(runs), "seconds": seconds, "bytes": max(run.predicted_bytes for run in runs)}
-        show(result, table, as_json=self.json)
+        most = max((run.predicted_bytes for run in runs), default=0.0)
+        others = [[each.title, f"saf {each.does}"] for each in measured.planned.values()]
+        result = {"runs": len(runs), "seconds": seconds, "bytes": most, "measurements": len(others)}
+        tables = [table] * bool(runs) + [Table.of("Measurements, afterwards", ["", "command"], others)] * bool(others)
+        show(result, *tables, as_json=self.json)
         return result
 
 

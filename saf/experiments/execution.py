@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +72,14 @@ class Outcome:
 
 
 def execute(
-    plan: Plan, store: Store, data: Path, *, say: Callable[[str], None], jobs: int = 1, launch: Launch | None = None
+    plan: Plan,
+    store: Store,
+    data: Path,
+    *,
+    say: Callable[[str], None],
+    jobs: int = 1,
+    launch: Launch | None = None,
+    lost: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Train what the store lacks of a plan, parents first, and return what came of it.
 
@@ -86,9 +93,10 @@ def execute(
         say: Shows a line of progress.
         jobs: Runs at a time. They share the devices, so their times mean nothing unless each has one of its own.
         launch: How one is run; a process of its own by default.
+        lost: Runs to train again though they have a record, by key, each with what needs their folder.
     """
     outcome = Outcome(found=[key for key in plan.runs if store.record(key) is not None])
-    waiting = _missing(plan, store, found=set(outcome.found), say=say)
+    waiting = _missing(plan, store, found=set(outcome.found), lost=lost or {}, say=say)
     progress = Progress(total=len(waiting), say=say, jobs=jobs, updates_left=sum(run.updates_to_do for run in waiting))
     active: dict[Future[str | None], _Active] = {}
     devices: list[str | None] = list(visible_devices()) or [None]
@@ -147,9 +155,16 @@ def _ready(waiting: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> list[
     return [run for run in waiting if not {run.parent, run.match} & ahead]
 
 
-def _missing(plan: Plan, store: Store, *, found: set[str], say: Callable[[str], None]) -> list[PlannedRun]:
+def _missing(
+    plan: Plan, store: Store, *, found: set[str], lost: Mapping[str, str], say: Callable[[str], None]
+) -> list[PlannedRun]:
     """Return the runs to train, parents first: those without a record, and parents whose checkpoint is needed."""
     needed = {key for key in plan.runs if key not in found}
+    for key, why in lost.items():
+        if key in found:
+            say(f"{plan.runs[key].title} is trained again for {why}")
+            store.forget_(key)
+            needed.add(key)
     # Children stand after their parents, so that a lost grandparent is found through a lost parent.
     for run in reversed(plan.runs.values()):
         if run.key not in needed or store.begun(run.key):
@@ -175,7 +190,7 @@ def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: StopReq
         if code == EXIT_STOPPED:
             return _STOPPED
         if code != 0:
-            return f"{run.title} ended with exit code {code}: {_last_line(log)} (all of it: {log})"
+            return f"{run.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
     store.collect(run)
     return None
 
@@ -189,7 +204,13 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     start = ["--parent", str(parent)] if parent else ["--data", str(data)]
     if run.match:
         start += ["--match-time", str(store.run_folder(run.match))]
-    return ["pretrain", *start, "--out", str(folder), *(word for item in run.flags.items() for word in _flag(*item))]
+    return [
+        "pretrain",
+        *start,
+        "--out",
+        str(folder),
+        *(word for item in run.flags.items() for word in flag_words(*item)),
+    ]
 
 
 def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: StopRequest) -> int:
@@ -214,7 +235,7 @@ def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: 
         return process.returncode
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def flag_words(name: str, value: Any) -> list[str]:
     """Return one setting as words of the command line."""
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
@@ -226,6 +247,7 @@ def _flag(name: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line that a process wrote, which says why it failed."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it wrote nothing"

@@ -105,6 +105,7 @@ class Plan:
     scale: Scale
     data: str
     """Fingerprint of the prepared data."""
+    seeds: tuple[int, ...] = ()
     runs: dict[str, PlannedRun] = field(default_factory=dict)
     arms: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """Keys by recipe, arm and seed."""
@@ -160,8 +161,8 @@ def plan(
     Raises:
         InputError: An unknown arm or context, or a moment at which the scale keeps no checkpoint.
     """
-    made = Plan(scale=scale, data=data)
-    for seed in tuple(seeds) or scale.seeds:
+    made = Plan(scale=scale, data=data, seeds=tuple(seeds) or scale.seeds)
+    for seed in made.seeds:
         for name, recipe in recipes.items():
             for arm in recipe.chosen(arms, smoke=scale.name == "smoke"):
                 made.add(name, arm, seed)

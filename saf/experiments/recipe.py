@@ -1,11 +1,11 @@
-"""What a recipe is: the arms of one table or figure, as data, and the scales at which it can be run.
+"""What a recipe is: the arms and measurements of one table or figure, as data, and the scales it can be run at.
 
 A recipe is a module of the folder `recipes` with a `RECIPE`. It says nothing of how runs are made:
 `saf.experiments.plan` turns its arms into runs of `saf pretrain`, `saf.experiments.render` makes their table.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import saf
 from saf.errors import InputError
+from saf.experiments.measurement import Measurement, RecordOf
 from saf.records.paper import Source
 
 Flags = Mapping[str, Any]
@@ -49,14 +50,18 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Describe one table or figure: its arms, in the order of its rows, and what is shown of each."""
+    """Describe one table or figure: its arms, in the order of its rows, what is shown of each, and what is measured."""
 
     title: str
     source: Source
     """The paper's table, and the conditions of its numbers."""
-    arms: tuple[Arm, ...]
-    columns: tuple[str, ...]
-    """Names in `saf.experiments.columns.COLUMNS`."""
+    arms: tuple[Arm, ...] = ()
+    columns: tuple[str, ...] = ()
+    """Names in `saf.experiments.columns.COLUMNS`; without any, arms are only trained to be measured."""
+    measurements: tuple[Measurement, ...] = ()
+    """Benchmarks and analyses, those that others read before them."""
+    also: tuple[str, ...] = ()
+    """Labels of the paper's further tables, figures and sections that it answers."""
     notes: tuple[str, ...] = ()
     """Sentences below the table."""
 
@@ -81,6 +86,18 @@ class Recipe:
                         f"{self.title}: arm {arm.name!r} is compared with {other!r}, which is no arm of it"
                     )
             before.add(arm.name)
+        self._check_measurements(before)
+
+    def _check_measurements(self, arms: set[str]) -> None:
+        """Raise InputError for a measurement of a name that is taken, or that reads what is not before it."""
+        before: set[str] = set()
+        for each in self.measurements:
+            if each.name in arms | before:
+                raise InputError(f"{self.title}: two arms or measurements are called {each.name!r}")
+            read = {of.measurement for of in each.references if isinstance(of, RecordOf)}
+            for name in (*(set(each.arms) - arms), *(read - before)):
+                raise InputError(f"{self.title}: {each.name!r} reads {name!r}, which is nothing before it")
+            before.add(each.name)
 
     def chosen(self, names: tuple[str, ...], *, smoke: bool) -> tuple[Arm, ...]:
         """Return the arms asked for with those that they go on from and are compared with; all of them without names.
@@ -89,17 +106,28 @@ class Recipe:
             InputError: A name that no arm has, with the nearest ones.
         """
         by_name = {arm.name: arm for arm in self.arms}
-        wanted = list(names) or [arm.name for arm in self.arms if arm.smoke or not smoke]
+        measured = {each.name for each in self.measurements}
+        wanted = [name for name in names if name not in measured]
+        wanted += [] if names else [arm.name for arm in self.arms if arm.smoke or not smoke]
+        wanted += [name for each in self.chosen_measurements(names, smoke=smoke) for name in each.arms]
         kept: set[str] = set()
         while wanted:
             name = wanted.pop()
             if name not in by_name:
-                raise InputError(f"there is no arm {name!r}; {_nearest(name, by_name)}")
+                raise InputError(f"there is no arm {name!r}; {_nearest(name, [*by_name, *measured])}")
             if name not in kept:
                 kept.add(name)
                 arm = by_name[name]
                 wanted += filter(None, (arm.parent, arm.match, arm.reference, arm.against))
         return tuple(arm for arm in self.arms if arm.name in kept)
+
+    def chosen_measurements(self, names: tuple[str, ...], *, smoke: bool) -> tuple[Measurement, ...]:
+        """Return the measurements asked for with those that they read; all of them without names."""
+        kept: set[str] = set()
+        for each in reversed(self.measurements):
+            if each.name in names or each.name in kept or (not names and (each.smoke or not smoke)):
+                kept |= {each.name, *(of.measurement for of in each.references if isinstance(of, RecordOf))}
+        return tuple(each for each in self.measurements if each.name in kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +254,7 @@ def _open(path: Path) -> Recipe:
     return recipe
 
 
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    near = get_close_matches(name, list(known), n=3)
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = get_close_matches(name, known, n=3)
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

@@ -2,6 +2,7 @@
 
     STORE/runs/KEY/          what `saf pretrain` wrote, checkpoints included
     STORE/records/KEY.json   the run's numbers, and its loss in each held-out window
+    STORE/measurements/KEY.json   the record of a benchmark or an analysis
 
 Tables are made of the records alone, so that these can be committed and the folders removed.
 """
@@ -58,6 +59,20 @@ class Store:
             return None
         record = read_result(path)
         if record["kind"] != KIND or record.get("key") != key:
+            raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
+        return record
+
+    def measurement_file(self, key: str) -> Path:
+        """Return the file of a measurement's record, whether it is there or not."""
+        return self.folder / "measurements" / f"{key}.json"
+
+    def measurement(self, key: str) -> dict[str, Any] | None:
+        """Return the record of a measurement; None before it. Raises InputError when it is of another one."""
+        path = self.measurement_file(key)
+        if not path.exists():
+            return None
+        record = read_result(path)
+        if record.get("key") != key:
             raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
         return record
 

@@ -10,6 +10,7 @@ from typing import IO, Any
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.machine.processes import done_once
+from saf.machine.stopwatch import untimed_updates
 from saf.models import GPT
 from saf.records.events import EventRecord, append_event, read_events
 from saf.schedules import Event, Proposer
@@ -93,8 +94,7 @@ class Run:
         """
         begin = max(self.start, self.heads_changed or 0, self.config.freeze_update or 0)
         begin = begin if begin < self.config.updates else self.start
-        # Ten updates, or a quarter of a short run's: the allocator and the kernels' caches have grown by then.
-        return begin + 1 + min(10, (self.config.updates - begin) // 4)
+        return begin + 1 + untimed_updates(self.config.updates - begin)
 
     def next_learning_rate(self) -> float:
         """Return the learning rate of the update to come."""

@@ -1,10 +1,13 @@
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
-from saf.cli import main
+from saf.cli import analyze, bench, main
 from saf.experiments.columns import COLUMNS
+from saf.experiments.execution import flag_words
+from saf.experiments.measuring import Given, plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import SCALES, open_recipes
 from saf.freezing.config import FreezeConfig
@@ -41,6 +44,20 @@ def test_every_recipe_plans_runs_whose_settings_can_be_used(scale):
             assert step in settings.branch_updates or step == run.updates, run.title
 
 
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_measurement_is_a_command_whose_settings_can_be_used(scale):
+    measured = {name: recipe for name, recipe in RECIPES.items() if recipe.measurements}
+    made = plan(measured, SCALES[scale], data="data", seeds=(1,))
+    for each in plan_measurements(measured, made).planned.values():
+        command, kind = each.does.split()
+        classes = bench.COMMANDS if command == "bench" else analyze.COMMANDS
+        words = [str(Path("folder"))] * len(each.on)
+        for name, value in each.settings.items():
+            # Heads are read from a run's events when the command begins.
+            words += flag_words(name, "0:1" if isinstance(value, Given) else value)
+        classes[kind].from_words([*words, "--out", "record.json"])
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_columns_exist_and_the_papers_numbers_are_of_columns_shown(name):
     recipe = RECIPES[name]
@@ -55,12 +72,21 @@ def test_the_papers_numbers_are_in_its_text(name, shared):
     (paper,) = (shared / "seeds").glob("*.txt")
     text = paper.read_text()
     recipe = RECIPES[name]
-    assert f"label{{{recipe.source.label}}}" in text
+    sources = {recipe.source.label, *recipe.also, *(each.source.label for each in recipe.measurements if each.source)}
+    for label in sources:
+        assert f"label{{{label}}}" in text
     for arm in recipe.arms:
         for number in arm.paper.values():
             plain = number.replace("\u2212", "-").replace(" ± ", r"\pm").replace("%", "")
             found = [plain, plain.lstrip("+-"), _in_seconds(plain)]
-            assert any(re.search(rf"(?<![\d.]){re.escape(form)}(?![\d])", text) for form in found if form), number
+            assert any(_stands_in(text, form) for form in found if form), number
+    for number in (number for each in recipe.measurements for number in each.numbers):
+        for plain in re.findall(r"\d[\d,.]*\d|\d", number.paper or ""):
+            assert _stands_in(text, plain), f"{number.title}: {number.paper}"
+
+
+def _stands_in(text: str, number: str) -> bool:
+    return re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", text) is not None
 
 
 def _in_seconds(number: str) -> str | None:

@@ -123,6 +123,9 @@ def update_work(
 
     Activations between layers are not counted as traffic: how often they move is the compiler's choice.
     """
+    # An entry of a matrix: a multiplication and an addition, forward and for both gradients; 12 bytes a micro-batch:
+    # its 16 bits are read forward and backward and its float32 gradient is read and written; 28 bytes by AdamW, which
+    # reads weight, gradient and two moments and writes all but the gradient.
     matrices = sum(map(shape.layer_entries, layouts)) + shape.vocab_size * shape.hidden_size
     products = Work(6.0 * matrices * batch * length, 12.0 * matrices)
     mixing = layers_work(layouts, batch=batch, length=length, dim=shape.head_dim, backward=True, free=free)
