@@ -12,34 +12,55 @@ PAPER = {
     "4K ordinary": {"perplexity": "23.882 ± 0.023", "updates": "5008 ± 13"},
     "4K mean + variance (25%)": {"perplexity": "23.991 ± 0.006", "delta": "+0.456 ± 0.108", "updates": "5109 ± 11"},
     "4K mean + variance (50%)": {"perplexity": "24.338 ± 0.020", "delta": "+1.911 ± 0.112", "updates": "5221 ± 18"},
-    "4K mean + random (25%)": {"perplexity": "24.178 ± 0.024", "delta": "+1.243 ± 0.112", "updates": "5097 ± 28"},
-    "4K mean + random (50%)": {"perplexity": "24.545 ± 0.048", "delta": "+2.778 ± 0.125", "updates": "5242 ± 11"},
+    "4K pruning + variance (25%)": {"perplexity": "23.909 ± 0.024", "delta": "+0.113 ± 0.169", "updates": "5267 ± 30"},
+    "4K pruning + variance (50%)": {"perplexity": "24.115 ± 0.003", "delta": "+0.978 ± 0.108", "updates": "5685 ± 36"},
+    "4K mean + random (25%)": {
+        **{"perplexity": "24.178 ± 0.024", "delta": "+1.243 ± 0.112", "difference": "+0.786 ± 0.082"},
+        "updates": "5097 ± 28",
+    },
+    "4K mean + random (50%)": {
+        **{"perplexity": "24.545 ± 0.048", "delta": "+2.778 ± 0.125", "difference": "+0.866 ± 0.154"},
+        "updates": "5242 ± 11",
+    },
 }
 
 
 def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
     reference, ordinary = f"{name} reference", f"{name} ordinary"
 
-    def arm(title: str, settings: dict, match: str | None = reference, smoke: bool = True) -> Arm:
+    def arm(title: str, settings: dict, smoke: bool = True, **others: str) -> Arm:
         return Arm(
             name=title,
             context=context,
             parent=reference,
-            match=match,
+            match=reference,
             settings=settings,
             reference=None if title == ordinary else ordinary,
             paper=PAPER.get(title, {}),
             smoke=smoke and context == min(CONTEXTS),
+            **others,
         )
 
-    random = [
-        arm(f"{name} mean + random ({rate:.0%})", {"freeze.rate": rate, **RANDOM}, smoke=False) for rate in (0.25, 0.5)
-    ]
+    def named(operation: str, rate: float) -> str:
+        return f"{name} {operation} ({rate:.0%})"
+
+    def beside(rate: float) -> str:
+        return named("mean + variance", rate)
+
+    def pruned(rate: float) -> Arm:
+        others = {"heads": beside(rate), "against": beside(rate)}
+        return arm(named("pruning + variance", rate), {"freeze.operation": "prune"}, smoke=rate == 0.25, **others)
+
+    def random(rate: float) -> Arm:
+        settings = {"freeze.rate": rate, **RANDOM}
+        return arm(named("mean + random", rate), settings, smoke=False, against=beside(rate))
+
     return (
         Arm(name=reference, context=context, reference=None, smoke=context == min(CONTEXTS)),
         arm(ordinary, {}),
-        *(arm(f"{name} mean + variance ({rate:.0%})", {"freeze.rate": rate}, smoke=rate == 0.25) for rate in rates),
-        *(random if context == min(CONTEXTS) else ()),
+        *(arm(beside(rate), {"freeze.rate": rate}, smoke=rate == 0.25) for rate in rates),
+        *map(pruned, rates),
+        *(map(random, (0.25, 0.5)) if context == min(CONTEXTS) else ()),
     )
 
 
@@ -47,9 +68,11 @@ RECIPE = Recipe(
     title="Controls at matched time",
     source=Source("tab:equal-time-controls", "124M at 4K on GH200, 187.65 minutes, mean ± SE of three seeds"),
     arms=tuple(arm for context, (name, rates) in CONTEXTS.items() for arm in _arms(context, name, rates)),
-    columns=("perplexity", "delta", "updates", "minutes", "intervention", "heads"),
+    columns=("perplexity", "delta", "difference", "updates", "minutes", "intervention", "heads"),
     notes=(
         "The reference is trained once from initialisation; its second half is what every arm gets. Arms restart and "
-        "compile, the ordinary one too. The clock is that of everything; `--match-clock` has others.",
+        "compile, the ordinary one too. Pruned arms have exactly the heads of the frozen arm of their rate; they "
+        "measure as it does, so that choosing is charged to them too. The difference is from the frozen arm of that "
+        "rate. The clock is that of everything; `--match-clock` has others.",
     ),
 )

@@ -8,10 +8,8 @@ from saf.cli.command import Command, build, given_values
 from saf.cli.output import LayerProgress, show
 from saf.errors import InputError
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
+from saf.freezing.config import BUDGETS
 from saf.settings import FLAT
-
-BUDGETS = ("rate", "count", "heads", "match_heads")
-"""Settings that say how many heads are frozen, one of which is given."""
 
 
 @dataclass(kw_only=True)

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Self
 import tyro
 
 from saf.cli.command import Command, build_groups, given_values
-from saf.cli.freeze import BUDGETS, check_budget
+from saf.cli.freeze import check_budget
 from saf.cli.output import show
 from saf.errors import InputError
+from saf.freezing.config import BUDGETS
 from saf.machine.processes import is_first, joined
 from saf.records.quantities import seconds
 from saf.records.table import Table

@@ -35,9 +35,10 @@ def _minutes(record: Record, _: Record | None) -> float | None:
     return None if seconds is None else seconds / 60
 
 
-def _frozen(record: Record, _: Record | None) -> float | None:
-    model = record["provenance"].get("heads")
-    return None if model is None else float(len(model))
+def _edited(record: Record, _: Record | None) -> float | None:
+    """Return how many heads of the model are frozen or pruned."""
+    frozen = record["provenance"].get("heads")
+    return None if frozen is None else float(len(frozen) + len(record["provenance"].get("pruned") or ()))
 
 
 def _part(*names: str) -> Callable[[Record, Record | None], float | None]:
@@ -59,7 +60,7 @@ COLUMNS = {
     "perplexity": Column(title="perplexity", value=lambda run, _: run.get("report_perplexity"), places=3),
     "delta": Column(title="change, %", value=_delta, places=3, signed=True, paired="reference"),
     "difference": Column(title="difference, points", value=_delta, places=3, signed=True, paired="against"),
-    "heads": Column(title="heads", value=_frozen, places=0),
+    "heads": Column(title="heads", value=_edited, places=0),
     "updates": Column(title="updates", value=lambda run, _: run["updates"], places=0),
     "minutes": Column(title="minutes", value=_minutes, places=2),
     "intervention": Column(title="intervention, s", value=_intervention, places=2),

@@ -107,8 +107,8 @@ def execute(
                 waiting.remove(run)
                 used = [one.device for one in active.values()]
                 one = _Active(run, min(devices, key=used.count), time.monotonic())
-                if {run.parent, run.match} & set(outcome.failed):
-                    _end(one, f"{run.title} was not begun: the run it goes on from did not end", outcome, progress)
+                if _needs(run) & set(outcome.failed):
+                    _end(one, f"{run.title} was not begun: a run that it needs did not end", outcome, progress)
                     continue
                 progress.begin(run, resumed=store.begun(run.key))
                 active[pool.submit(_train, one, store, data, launch or in_a_process, stop)] = one
@@ -150,9 +150,14 @@ class _Here(Executor):
 
 
 def _ready(waiting: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the waiting runs of which neither the parent nor the run whose time they get is waiting or under way."""
+    """Return the waiting runs that need nothing of one that is waiting or under way."""
     ahead = {run.key for run in (*waiting, *active)}
-    return [run for run in waiting if not {run.parent, run.match} & ahead]
+    return [run for run in waiting if not _needs(run) & ahead]
+
+
+def _needs(run: PlannedRun) -> set[str | None]:
+    """Return the keys of the runs that one begins from: its parent, and those whose time or heads it gets."""
+    return {run.parent, run.match, run.heads} - {None}
 
 
 def _missing(
@@ -169,7 +174,8 @@ def _missing(
     for run in reversed(plan.runs.values()):
         if run.key not in needed or store.begun(run.key):
             continue
-        for key, why in ((run.parent, store.lacks_parent(run)), (run.match, store.lacks_match(run))):
+        others = (run.parent, store.lacks_parent(run)), (run.match, store.lacks_match(run))
+        for key, why in (*others, (run.heads, store.lacks_heads(run))):
             if why and key in found and key not in needed:
                 say(f"{plan.runs[key].title} is trained again for {run.title}: {why}")
                 store.forget_(key)
@@ -182,7 +188,7 @@ def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: StopReq
     run = one.run
     folder = store.run_folder(run.key)
     if not (folder / "result.json").is_file():
-        if why := store.lacks_parent(run) or store.lacks_match(run):
+        if why := store.lacks_parent(run) or store.lacks_match(run) or store.lacks_heads(run):
             return f"{run.title} cannot begin: {why}"
         log = store.folder / "logs" / f"{run.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -204,6 +210,8 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     start = ["--parent", str(parent)] if parent else ["--data", str(data)]
     if run.match:
         start += ["--match-time", str(store.run_folder(run.match))]
+    if run.heads:
+        start += ["--freeze.heads", *(f"{layer}:{head}" for layer, head in store.heads(run.heads) or ())]
     return [
         "pretrain",
         *start,

@@ -46,6 +46,8 @@ class PlannedRun:
     """The parent's update that it goes on from."""
     match: str | None
     """The key of the run whose time it gets."""
+    heads: str | None = None
+    """The key of the run whose heads it has."""
     scale: str
     seed: int
     tables: tuple[tuple[str, str], ...]
@@ -124,8 +126,8 @@ class Plan:
             )
             flags = merged(longer, arm.settings)
             settings = merged(parent.settings, flags)
-        match = None if arm.match is None else self.arms[name, arm.match, seed]
-        key = run_key(flags, data=self.data, parent=parent and parent.key, step=step, match=match)
+        match, heads = (None if other is None else self.arms[name, other, seed] for other in (arm.match, arm.heads))
+        key = run_key(flags, data=self.data, parent=parent and parent.key, step=step, match=match, heads=heads)
         self.arms[name, arm.name, seed] = key
         before = self.runs.get(key)
         self.runs[key] = PlannedRun(
@@ -135,6 +137,7 @@ class Plan:
             parent=parent and parent.key,
             step=step,
             match=match,
+            heads=heads,
             scale=self.scale.name,
             seed=seed,
             tables=(*(before.tables if before else ()), (name, arm.name)),
@@ -178,10 +181,19 @@ def merged(settings: Flags, changes: Flags) -> dict[str, Any]:
     return {**settings, **changed}
 
 
-def run_key(flags: Flags, *, data: str, parent: str | None, step: int | None, match: str | None = None) -> str:
+def run_key(
+    flags: Flags,
+    *,
+    data: str,
+    parent: str | None,
+    step: int | None,
+    match: str | None = None,
+    heads: str | None = None,
+) -> str:
     """Return the hash, 16 digits, of what decides a run's outcome."""
     deciding = {name: value for name, value in flags.items() if name not in _FREE and not _is_default(name, value)}
-    text = json.dumps([SCHEMA, deciding, data, parent, step, match], sort_keys=True, default=list)
+    others = [match] if heads is None else [match, heads]
+    text = json.dumps([SCHEMA, deciding, data, parent, step, *others], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import saf
 from saf.errors import InputError
 from saf.experiments.measurement import Measurement, RecordOf
+from saf.freezing.config import BUDGETS
 from saf.records.paper import Source
 
 Flags = Mapping[str, Any]
@@ -36,6 +37,8 @@ class Arm:
     """Updates that it adds to its parent's whole schedule, as a share of them; its learning rate begins anew there."""
     match: str | None = None
     """The arm whose time it gets, from its parent on; None trains as many updates as the scale says."""
+    heads: str | None = None
+    """The arm whose heads it freezes or prunes, exactly those; None lets its settings choose."""
     context: int = 4_096
     """Tokens of context in the paper; other scales have their own for it."""
     reference: str | None = "ordinary"
@@ -80,6 +83,16 @@ class Recipe:
                 raise InputError(
                     f"{self.title}: arm {arm.name!r} gets the time of {arm.match!r}, which is no arm before it"
                 )
+            if arm.heads is not None and arm.heads not in before:
+                raise InputError(
+                    f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}, which is no arm before it"
+                )
+            if arm.heads is not None and (
+                said := [f"freeze.{name}" for name in BUDGETS if f"freeze.{name}" in arm.settings]
+            ):
+                raise InputError(
+                    f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}; leave {' and '.join(said)} out"
+                )
             for other in filter(None, (arm.reference, arm.against)):
                 if other not in names:
                     raise InputError(
@@ -94,8 +107,8 @@ class Recipe:
         for each in self.measurements:
             if each.name in arms | before:
                 raise InputError(f"{self.title}: two arms or measurements are called {each.name!r}")
-            read = {of.measurement for of in each.references if isinstance(of, RecordOf)}
-            for name in (*(set(each.arms) - arms), *(read - before)):
+            read = {of.measurement for of in each.references("") if isinstance(of, RecordOf)}
+            for name in (*(set(each.arms("")) - arms), *(read - before)):
                 raise InputError(f"{self.title}: {each.name!r} reads {name!r}, which is nothing before it")
             before.add(each.name)
 
@@ -109,7 +122,8 @@ class Recipe:
         measured = {each.name for each in self.measurements}
         wanted = [name for name in names if name not in measured]
         wanted += [] if names else [arm.name for arm in self.arms if arm.smoke or not smoke]
-        wanted += [name for each in self.chosen_measurements(names, smoke=smoke) for name in each.arms]
+        scale = "smoke" if smoke else ""
+        wanted += [name for each in self.chosen_measurements(names, smoke=smoke) for name in each.arms(scale)]
         kept: set[str] = set()
         while wanted:
             name = wanted.pop()
@@ -118,7 +132,7 @@ class Recipe:
             if name not in kept:
                 kept.add(name)
                 arm = by_name[name]
-                wanted += filter(None, (arm.parent, arm.match, arm.reference, arm.against))
+                wanted += filter(None, (arm.parent, arm.match, arm.heads, arm.reference, arm.against))
         return tuple(arm for arm in self.arms if arm.name in kept)
 
     def chosen_measurements(self, names: tuple[str, ...], *, smoke: bool) -> tuple[Measurement, ...]:
@@ -126,7 +140,7 @@ class Recipe:
         kept: set[str] = set()
         for each in reversed(self.measurements):
             if each.name in names or each.name in kept or (not names and (each.smoke or not smoke)):
-                kept |= {each.name, *(of.measurement for of in each.references if isinstance(of, RecordOf))}
+                kept |= {each.name, *(of.measurement for of in each.references("") if isinstance(of, RecordOf))}
         return tuple(each for each in self.measurements if each.name in kept)
 
 
@@ -169,6 +183,7 @@ SCALES = {
                 "calibration_sequences": 32,
             },
             contexts={
+                1_024: {"length": 1_024, "batch_size": 32},
                 4_096: {"length": 4_096, "batch_size": 8},
                 8_192: {"length": 8_192, "batch_size": 4, "calibration_sequences": 16},
                 16_384: {"length": 16_384, "batch_size": 2, "calibration_sequences": 16},
@@ -187,6 +202,7 @@ SCALES = {
                 **{"save_every": 0, "log_every": 200, "calibration_sequences": 32},
             },
             contexts={
+                1_024: {"length": 1_024, "batch_size": 64, "updates": 3_540},
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 3_540},
                 8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, "calibration_sequences": 16},
                 16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, "calibration_sequences": 16},
@@ -204,7 +220,7 @@ SCALES = {
                 **{"batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2, "eval_every": 0, "save_every": 0},
                 **{"eval_windows": 4, "calibration_sequences": 4, "heldout_sequences": 4, "tensorboard": False},
             },
-            contexts={4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
+            contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
             seeds=(1337, 1338),
             save_at=_BRANCHES,
             text="a megabyte of Python's own library",

@@ -114,6 +114,17 @@ class Store:
         folder = run.match and self.run_folder(run.match)
         return f"{folder} has no result" if folder and not (folder / "result.json").is_file() else None
 
+    def heads(self, key: str) -> list[list[int]] | None:
+        """Return the heads that are frozen or pruned in a run that ended; None before that."""
+        record = self.record(key)
+        return None if record is None else (record.get("intervention") or {}).get("heads") or []
+
+    def lacks_heads(self, run: PlannedRun) -> str | None:
+        """Return why the heads of the run whose heads a run has are not known; None when they are, or are its own."""
+        if run.heads is None or self.heads(run.heads):
+            return None
+        return f"{self.record_file(run.heads)} tells of no heads frozen or pruned"
+
     def begun(self, key: str) -> bool:
         """Return whether there is a run to resume."""
         return (self.run_folder(key) / "config.json").is_file()

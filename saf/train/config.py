@@ -228,9 +228,11 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as `TrainConfig.to_dict` gives them now, from a run of any age.
 
     Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
-    task, when text was the only one.
+    task, when text was the only one, and no operation, when there was freezing alone.
     """
     values = {"task": "text", **settings}
+    if isinstance(freeze := values.get("freeze"), dict):
+        values["freeze"] = {"operation": "freeze", **freeze}
     if "freeze_at" in values:
         moment, name = values.pop("freeze_at"), values.pop("schedule", OneTime.name)
         values["schedule"] = None if moment is None else {"name": name, "at": moment}

@@ -1,4 +1,4 @@
-"""What a run does when its schedule proposes an event: freeze heads, or make them live again, and record it.
+"""What a run does when its schedule proposes an event: freeze or prune heads, or make them live again, and record it.
 
 `CARRY_OUT` holds one function a kind of event. Each changes the model and its optimiser between two updates and returns
 what is recorded; the controller losses around it, the new graphs and the line of events.jsonl are the same for all.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.calibration import QKGradient, plan_calibration
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError
 from saf.freezing.choice import scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
@@ -33,15 +33,15 @@ class Change:
     """Hold what an event changed, as it is recorded."""
 
     heads: HeadSet
-    """The heads it froze, or made live again."""
+    """The heads it froze, pruned, or made live again."""
     summary: str
     """The same in words, for people."""
     seconds: dict[str, float]
     """What its parts cost."""
     lowest_score: float | None = None
-    """Lowest score among the heads of a freeze."""
+    """Lowest score among the heads frozen or pruned."""
     deferred: tuple[Head, ...] = ()
-    """Heads that a freeze chose for later events."""
+    """Heads chosen for later events."""
     values: dict[str, Any] = field(default_factory=dict)
     """What its kind adds to the line of events.jsonl."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -50,18 +50,25 @@ class Change:
 def carry_out_due_(run: Run, *, saved: bool = False) -> None:
     """Carry out the events that are due, after a checkpoint of the state before them (unless `saved`: it is there).
 
-    The place in the training data does not move. Raises UnsupportedError for an event that runs cannot carry out, and
-    what `freeze_` and `uninstall_` raise; that event is not recorded then.
+    The place in the training data does not move. Raises what `freeze_` and `uninstall_` raise; that event is not
+    recorded then.
     """
     proposer, carried_out = run.proposer, 0
     while proposer and (events := proposer.propose(run.update)):
         if not (saved or carried_out):
             run.save()
         for event in events:
-            proposer.done(event, _carry_out_(run, event))
+            proposer.done(event, _carry_out_(run, meant(event, run.config)))
             carried_out += 1
         if not (run.config.track_gradients or reads_gradient(run.config, proposer)):
             run.updater.gradient = None
+
+
+def meant(event: Event, config: TrainConfig) -> Event:
+    """Return the event that a proposal stands for: a schedule proposes to freeze, the settings may say to prune."""
+    if type(event) is Freeze and config.freeze is not None and config.freeze.operation == Prune.kind:
+        return Prune(**vars(event))
+    return event
 
 
 def event_due(run: Run) -> bool:
@@ -94,7 +101,7 @@ def _carry_out_(run: Run, event: Event) -> Outcome:
 
 
 def _freeze_(run: Run, event: Freeze) -> Change:
-    """Freeze the event's share of heads by the recipe that the run's settings describe."""
+    """Freeze or prune the event's share of heads by the recipe that the run's settings describe."""
     freeze = run.config.freeze
     assert freeze is not None
     batches = run.task.calibration()
@@ -124,7 +131,11 @@ def _freeze_(run: Run, event: Freeze) -> Change:
 
 
 def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
-    """Return the settings that an event freezes by: those of the run, but for what the event says itself."""
+    """Return the settings that an event freezes or prunes by: those of the run, but for what the event says itself.
+
+    Raises InputError for one that prunes in a run whose settings say something of patterns.
+    """
+    freeze = replace(freeze, operation=event.kind)
     if event.among is not None:
         # Conditions on all heads were kept when these were chosen; named heads are refused where one does not fit.
         named = {"heads": event.among} if freeze.heads is not None else {"only": event.among, "count": len(event.among)}
@@ -136,29 +147,22 @@ def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
 
 
 def _undo_(run: Run, event: Undo) -> Change:
-    """Make the heads of an earlier freeze of this run live again, with the rows and moments that they had then."""
-    frozen = {record.number: record for record in run.events if record.kind == Freeze.kind}
-    if event.event not in frozen:
-        raise InputError(f"a run undoes a freeze of its own, one of events {sorted(frozen)}; got event {event.event}")
-    heads = HeadSet.from_list(frozen[event.event].heads)
+    """Make the heads of an earlier event of this run live again, with the rows and moments that they had then."""
+    done = {record.number: record for record in run.events if record.kind in (Freeze.kind, Prune.kind)}
+    if event.event not in done:
+        raise InputError(f"a run undoes an event of its own, one of {sorted(done)}; got event {event.event}")
+    heads = HeadSet.from_list(done[event.event].heads)
     watch = Stopwatch(run.execution.device)
     with watch("uninstall"):
         uninstall_(run.model, heads, optimizer=run.updater.optimizer)
-    summary = f"{len(heads)} heads frozen by event {event.event} are live again"
+    summary = f"{len(heads)} heads {done[event.event].made} by event {event.event} are live again"
     return Change(heads=heads, summary=summary, seconds=watch.seconds, values={"undoes": event.event})
-
-
-def _prune_(run: Run, event: Prune) -> Change:
-    """Refuse: this is where removing heads plugs in."""
-    raise UnsupportedError(
-        f"a run cannot prune heads yet, as was proposed after update {run.update}; choose a schedule that freezes them"
-    )
 
 
 CARRY_OUT: Mapping[str, Callable[[Run, Any], Change]] = {
     Freeze.kind: _freeze_,
+    Prune.kind: _freeze_,
     Undo.kind: _undo_,
-    Prune.kind: _prune_,
 }
 """What carries an event out, by its kind."""
 
@@ -176,7 +180,8 @@ def check_freeze(config: TrainConfig, execution: Execution) -> None:
                 "every event; leave them out (only and exclude may be given), or choose another schedule"
             )
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
-    choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
+    if freeze.operation == Freeze.kind:
+        choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
     if unknown := sorted(freeze.needs - HOW_TO_COLLECT.keys()):
         raise InputError(
             f"score {score_name(freeze.score)!r} needs {', '.join(unknown)}, which a run cannot give; "

@@ -51,6 +51,7 @@ class Trainer:
         self.calls: list[list[str]] = []
         self.codes: list[int] = []
         self.losses: dict[str, list[float]] = {}
+        self.heads: list[list[int]] = []
 
     def __call__(self, words: Sequence[str], log: Path, device: str | None, stop: object) -> int:
         words = list(words)
@@ -75,6 +76,7 @@ class Trainer:
         header["provenance"] |= {"heads": [], "commit": "0" * 40}
         loss = float(-log_probs.mean(dtype=torch.float64))
         numbers = {"report_loss": loss, "report_perplexity": float(torch.tensor(loss).exp()), "updates": 8}
+        numbers["intervention"] = {"heads": self.heads}
         write_json(folder / "result.json", {**header, **numbers})
         evaluation = {"windows": len(losses), "length": 4, "loss": loss, "windows_hash": "same"}
         evaluation["log_probs_sha256"] = TokenLosses.of(log_probs).write(folder)

@@ -103,6 +103,22 @@ def test_an_arm_at_matched_time_waits_for_its_reference(recipe, make_plan, store
     assert "has no result" in said[0]
 
 
+def test_an_arm_gets_the_heads_of_another_one_that_ended(recipe, make_plan, store, trainer):
+    same = Arm(name="same", parent="ordinary", heads="a", settings={"freeze.operation": "prune"})
+    recipe = Recipe(title="x", source=recipe.source, arms=(*recipe.arms[:2], same), columns=())
+    made = make_plan(made_up=recipe, arms=("same",))
+    key = made.arms["made_up", "same", 1]
+    assert key != make_plan(made_up=recipe, arms=("a",)).arms["made_up", "a", 1]
+    outcome, _ = carry_out(made, store, trainer, jobs=3)
+    assert "tells of no heads frozen or pruned" in outcome.failed[key]
+    trainer.heads = [[0, 3], [1, 0]]
+    outcome, said = carry_out(made, store, trainer, jobs=3)
+    assert "a, seed 1 is trained again for made_up/same" in said[0]
+    assert outcome.ended[-1] == key
+    words = trainer.calls[-1]
+    assert words[words.index("--freeze.heads") + 1 :][:3] == ["0:3", "1:0", "--out"]
+
+
 @pytest.mark.parametrize("harm", ["missing", "damaged"])
 def test_a_lost_parent_is_trained_again_for_an_arm_that_needs_it(make_plan, store, trainer, harm):
     carry_out(make_plan(arms=("a",)), store, trainer)

@@ -61,6 +61,19 @@ def test_predictions_count_the_updates_that_are_a_runs_own(recipe):
             lambda r: Recipe(title="t", source=None, arms=(Arm(name="a", match="a", reference=None),), columns=()),
             "gets the time of 'a'",
         ),
+        (
+            lambda r: Recipe(title="t", source=None, arms=(Arm(name="a", heads="a", reference=None),), columns=()),
+            "has the heads of 'a'",
+        ),
+        (
+            lambda r: Recipe(
+                title="t",
+                source=None,
+                arms=(Arm(name="a", reference=None), Arm(name="b", heads="a", settings={"freeze.rate": 0.5})),
+                columns=(),
+            ),
+            r"'b' has the heads of 'a'; leave freeze\.rate out",
+        ),
         (lambda r: SCALES["smoke"].flags(77), "no runs of 77 tokens"),
     ],
 )

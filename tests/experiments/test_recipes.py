@@ -127,3 +127,17 @@ def test_what_cannot_run_is_said_before_anything_runs(tmp_path, capsys):
     assert main(["run", "timing", "--scale", "paper", "--dry-run"]) == 0
     assert "21 runs" in capsys.readouterr().out
     assert main(["run", "timing", "--jobs", "0", "--scale", "smoke", "--store", str(tmp_path / "s")]) == 2
+
+
+def test_the_smoke_scale_measures_what_it_trained(tmp_path, capsys):
+    store = tmp_path / "store"
+    asked = ["run", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]
+    assert main(asked) == 0
+    shown = capsys.readouterr()
+    assert "1 of 1 measurements" in shown.err
+    assert re.search(r"heads in both +│ +\d\.\d │ 30 to 31 of 36", shown.out)
+    assert main([*asked, "--dry-run"]) == 0
+    assert "saf analyze stability" in capsys.readouterr().out
+    shutil.rmtree(store / "runs")
+    assert main(["report", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]) == 0
+    assert "expected by chance" in capsys.readouterr().out

@@ -181,6 +181,9 @@ def _provenance(run: RecordedRun) -> dict[str, Any]:
     entries |= {f"{role} checkpoint": value for role, value in checkpoints.items()}
     entries |= {f"{role} data": value for role, value in data.items()}
     entries["heads"] = f"{len(run.frozen_heads)} frozen"
+    entries.pop("pruned", None)
+    if run.pruned_heads:
+        entries["heads"] += f", {len(run.pruned_heads)} pruned"
     evaluation = run.evaluation or {}
     entries["data fingerprint"] = (run.config.get("data") or {}).get("fingerprint")
     entries["evaluation windows"] = evaluation.get("windows_hash")

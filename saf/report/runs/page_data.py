@@ -40,7 +40,7 @@ def arm_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any]:
 def _event_data(event: EventRecord) -> dict[str, Any]:
     """Return where an event is marked on a curve, and what its mark says."""
     count = len(event.heads)
-    done = f"{count} {'head' if count == 1 else 'heads'} {'live again' if event.kind == 'undo' else 'frozen'}"
+    done = f"{count} {'head' if count == 1 else 'heads'} {event.made}"
     undone = "" if event.undone_by is None else f", undone by event {event.undone_by}"
     because = f": {event.values['reason']}" if event.values.get("reason") else ""
     return {"update": event.update, "kind": event.kind, "told": f"{done}{undone}{because}"}

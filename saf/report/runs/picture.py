@@ -12,7 +12,7 @@ from saf.evaluate.side_by_side import arm_colours, arm_names, compare_all
 from saf.records.files import write_atomically
 from saf.records.quantities import number
 from saf.records.run import RecordedRun
-from saf.report.plot import SHADES, WIDTH, Panel, Scale, cell, document, label, shades, style
+from saf.report.plot import SHADES, WIDTH, Panel, Scale, arm_rules, cell, document, label, shades, style
 from saf.report.runs.page_data import arm_data, freeze_data, gap_data
 from saf.report.runs.summary import headline
 
@@ -57,7 +57,12 @@ def picture(runs: Sequence[RecordedRun]) -> str:
     parts.append(_curves("Training loss, nats per token", arms, top=112, height=150, start=0.1))
     if gaps and gaps[0]:
         parts.append(_curves("Frozen minus ordinary, the same batches", gaps, top=318, height=104, zero=True))
-    return document("".join([*parts, "</g>"]), width=WIDTH, height=_HEIGHT + above, title=title, style=_rules)
+    further = sorted({name for name in colours.values() if name.startswith("pruned")})
+
+    def rules(scheme: int) -> str:
+        return arm_rules(further, scheme) + _rules(scheme)
+
+    return document("".join([*parts, "</g>"]), width=WIDTH, height=_HEIGHT + above, title=title, style=rules)
 
 
 def _rules(scheme: int) -> str:
