@@ -108,6 +108,9 @@ class TrainConfig:
     """Newest checkpoints to keep beside the one at the freezing point; 0 keeps all."""
     log_every: int = 10
     """Updates between progress lines where there is no terminal."""
+    token_losses: bool = True
+    """Keep the loss of every held-out token of the final report, two bytes each; otherwise of every window alone, which
+    is all that a comparison reads."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     quiet: bool = False
@@ -270,6 +273,7 @@ _FREE_ON_RESUME = frozenset(
         "save_at",
         "keep",
         "log_every",
+        "token_losses",
         "tensorboard",
         "quiet",
     )
