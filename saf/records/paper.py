@@ -84,6 +84,13 @@ NATIVE_TIMES: dict[Point, dict[float, tuple[float, float, str]]] = {
     ("124m", 8192, 10): {0.25: (2651.80, 2573.68, "−2.24%"), 0.5: (2652.83, 2408.64, "−3.27%")},
     ("124m", 16384, 5): {0.25: (3714.63, 3621.11, "−1.76%"), 0.5: (3716.74, 3419.69, "−2.82%")},
 }
+PRUNED_TIMES: dict[Point, dict[float, tuple[float, float, str]]] = {
+    ("124m", 4096, 20): {0.25: (2172.80, 1923.26, "−2.19%"), 0.5: (2173.12, 1678.24, "−4.22%")},
+    ("124m", 8192, 10): {0.25: (2651.80, 2307.18, "−2.88%"), 0.5: (2652.83, 1933.85, "−4.95%")},
+    ("124m", 16384, 5): {0.25: (3714.63, 3083.03, "−5.08%"), 0.5: (3716.74, 2472.20, "−7.64%")},
+}
+"""Of ordinary and of pruned models of the same heads, ms, and the change of peak memory."""
+_PRUNED_PREFILL = {("124m", 4096, 32): {0.25: Quoted("1.1636 ± 0.0012×", PREFILL_CONTROL)}}
 _PREFILL: dict[Point, dict[float, Quoted]] = {
     ("124m", 4096, 64): {0.25: Quoted("1.100×", PREFILL), 0.5: Quoted("1.229×", PREFILL)},
     ("124m", 8192, 64): {0.25: Quoted("1.100×", PREFILL), 0.5: Quoted("1.221×", PREFILL)},
@@ -157,8 +164,11 @@ GEOMETRY_CORRELATIONS = {
 }
 
 
-def update_speed(point: Point, rate: float) -> Quoted | None:
+def update_speed(point: Point, rate: float, *, pruned: bool = False) -> Quoted | None:
     """Return the paper's speedup of an optimiser update, whatever its number of micro-batches."""
+    if pruned:
+        times = PRUNED_TIMES.get(point, {}).get(rate)
+        return None if times is None else Quoted(f"{times[0] / times[1]:.3f}×", NATIVE)
     if (row := _UPDATES.get(point, {}).get(rate)) is not None:
         return Quoted(f"{row[0]}×", row[2])
     if (times := NATIVE_TIMES.get(point, {}).get(rate)) is not None:
@@ -166,8 +176,11 @@ def update_speed(point: Point, rate: float) -> Quoted | None:
     return Quoted("plotted", FIGURE) if point in (("124m", 4096, 2), ("124m", 4096, 4)) else None
 
 
-def update_memory(point: Point, rate: float) -> Quoted | None:
+def update_memory(point: Point, rate: float, *, pruned: bool = False) -> Quoted | None:
     """Return the paper's peak memory of an update: its change against ordinary attention, or the peak itself."""
+    if pruned:
+        found = PRUNED_TIMES.get(point, {}).get(rate)
+        return None if found is None else Quoted(found[2], NATIVE)
     if rate == 0:
         return ORDINARY_PEAK.get(point)
     if (row := _UPDATES.get(point, {}).get(rate)) is not None:
@@ -191,8 +204,10 @@ def intervention(
     return Quoted(f"{found[part]} s", COSTS)
 
 
-def prefill_speed(point: Point, rate: float, *, graph: bool = False) -> Quoted | None:
+def prefill_speed(point: Point, rate: float, *, graph: bool = False, pruned: bool = False) -> Quoted | None:
     """Return the paper's speedup of prefill, called, or replayed as a CUDA graph."""
+    if pruned:
+        return None if graph else _PRUNED_PREFILL.get(point, {}).get(rate)
     model, length, sequences = point
     if graph:
         found = _GRAPHS.get(rate) if point == ("124m", 4096, 1) else None
