@@ -18,7 +18,7 @@ from saf.train.config import TrainConfig
 RECIPES = open_recipes()
 
 
-def as_config(flags) -> TrainConfig:
+def as_config(flags, *, matched: bool = False) -> TrainConfig:
     """The settings of a run as Python has them, so that every name and value is checked."""
     values = {name: value for name, value in flags.items() if "." not in name}
     freeze = {name.removeprefix("freeze."): value for name, value in flags.items() if name.startswith("freeze.")}
@@ -29,6 +29,7 @@ def as_config(flags) -> TrainConfig:
     assert len(values) + len(freeze) + len(of_schedule) + (kind is not None) == len(flags)
     if kind is not None:
         values["schedule"] = SCHEDULES[kind](**of_schedule)
+    values |= {"parent": "parent", "match_time": "reference"} if matched else {}
     return TrainConfig(data="data", out="out", freeze=FreezeConfig(**freeze) if freeze else None, **values)
 
 
@@ -38,7 +39,7 @@ def test_every_recipe_plans_runs_whose_settings_can_be_used(scale):
     assert made.runs
     steps = {(run.parent, run.step) for run in made.runs.values()}
     for run in made.runs.values():
-        settings = as_config(run.settings)
+        settings = as_config(run.settings, matched=run.match is not None)
         assert settings.updates == run.updates
         for step in {step for parent, step in steps if parent == run.key}:
             assert step in settings.branch_updates or step == run.updates, run.title
