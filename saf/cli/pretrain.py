@@ -14,6 +14,7 @@ from saf.cli.freeze import check_budget
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.freezing.config import BUDGETS
+from saf.machine.processes import is_first, joined
 from saf.records.quantities import seconds
 from saf.records.table import Table
 from saf.settings import FLAT
@@ -27,6 +28,7 @@ class Pretrain(Command):
 
     Settings left out take their default, with --parent the parent run's value, with --resume the run's own: the help
     shows which, as in `saf pretrain --parent FOLDER --out FOLDER --help`.
+    Several processes train together when `torchrun --nproc-per-node N -m saf pretrain ...` starts them.
     Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
@@ -57,15 +59,18 @@ class Pretrain(Command):
 
     def run(self) -> dict[str, Any]:
         """Train, print the result and return it; exits with code 75 when a signal stopped the run."""
-        result = pretrain(self.settings, resume=self.resume)
+        with joined(self.settings.device):
+            result, prints = pretrain(self.settings, resume=self.resume), is_first()
         if "stopped_at" in result:
-            print(
-                f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
-                f"Go on with: saf pretrain --out {self.settings.out} --resume",
-                file=sys.stderr,
-            )
+            if prints:
+                print(
+                    f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
+                    f"Go on with: saf pretrain --out {self.settings.out} --resume",
+                    file=sys.stderr,
+                )
             raise SystemExit(EXIT_STOPPED)
-        show(result, _table(result), as_json=self.json)
+        if prints:
+            show(result, _table(result), as_json=self.json)
         return result
 
 
