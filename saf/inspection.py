@@ -84,6 +84,7 @@ def _run(path: Path) -> dict[str, Any]:
         "report_perplexity": final.get("report_perplexity"),
         "num_heads": run.num_heads,
         "frozen": run.frozen_heads,
+        "pruned": run.pruned_heads,
         "events": [{name: event.values.get(name) for name in _EVENT} for event in run.events],
         "rejected": (run.freeze or {}).get("rejected", []),
         "fit_kl": (run.freeze or {}).get("fit_kl", []),

@@ -9,16 +9,18 @@ import torch
 from torch import nn
 
 from saf.adapters import Adapter, adapter_for
+from saf.adapters.description import STATE, TENSORS, described, described_beside, write_description
+from saf.adapters.transformers_folder import OPENS
 from saf.arguments import checked
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig
-from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
+from saf.records.files import check_file, read_json, read_tensors, write_json, write_tensors
 from saf.records.folders import new_files, no_room
 from saf.records.paths import Kind, expect
-from saf.surgery import apply_, load_weights_, restore_, state_of, weight_sums
+from saf.surgery import apply_, load_weights_, restore_
 from saf.surgery.state import SCHEMA as HEADS_SCHEMA
 
-STATE, TENSORS, WEIGHTS, CONFIG = "saf.json", "saf.safetensors", "model.safetensors", "config.json"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
 
 
@@ -34,21 +36,19 @@ def save(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; save writes a folder")
-    state, tensors = state_of(model)
     adapter = adapter_for(model)
     if adapter.saves_weights:
         _check_free(folder)
+        state, tensors = described(adapter.sites())
     else:
-        for layer, sums in zip(state["layers"], weight_sums(model), strict=True):
-            layer["weights"] = sums
-        state["attention"] = adapter.attention_settings()
+        state, tensors = described_beside(adapter)
     try:
         with new_files(folder) as new:
-            written = [write_tensors(new / TENSORS, tensors)]
+            weights = []
             if adapter.saves_weights:
-                written.append(write_tensors(new / WEIGHTS, adapter.model.state_dict()))
+                weights.append(write_tensors(new / WEIGHTS, adapter.model.state_dict()))
                 write_json(new / CONFIG, {"schema": SCHEMA, "model": adapter.model.config.to_dict()})
-            write_json(new / STATE, state | {"sha256": {path.name: file_hash(path) for path in written}})
+            write_description(new, state, tensors, *weights)
     except OSError as error:
         if (reason := no_room(error)) is None:
             raise
@@ -93,7 +93,8 @@ def load(
         if "sha256" in state and WEIGHTS not in state["sha256"]:
             raise CheckpointError(
                 f"{source} holds the frozen heads of a model that keeps its own weights, as those of transformers do; "
-                "open that model, then saf.load(model, folder)"
+                f"open that model, then saf.load(model, folder), or where save_pretrained wrote its weights here too: "
+                f"{OPENS}, then from_pretrained(folder)"
             )
         config = GPTConfig.from_dict(_read_shape(source / CONFIG))
         model = GPT.undrawn(config, torch.get_default_device())

@@ -10,6 +10,7 @@ import torch
 
 import saf
 from saf import sidecar as module
+from saf.adapters import description
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
@@ -195,7 +196,8 @@ def test_a_killed_save_is_whole_or_absent(at, there, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     write, replace = module.write_json, Path.replace
-    monkeypatch.setattr(module, "write_json", lambda *given: step(*given) or write(*given))
+    for each in (module, description):
+        monkeypatch.setattr(each, "write_json", lambda *given: step(*given) or write(*given))
     monkeypatch.setattr(Path, "replace", lambda *given: step(*given) or replace(*given))
     with contextlib.suppress(KeyboardInterrupt):
         saf.save(after, folder)
@@ -215,7 +217,7 @@ def test_a_full_disk_leaves_what_was_saved(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "write_json", full)
+    monkeypatch.setattr(description, "write_json", full)
     with pytest.raises(CheckpointError, match=r"no space left on the disk: .* is as it was; free some space"):
         saf.save(frozen_model(), tmp_path)
     monkeypatch.undo()

@@ -46,7 +46,10 @@ class Site(Protocol):
         ...
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
-        """Return parameters named `query`, `key`, `value`, `output`, each with the dimension along which heads lie."""
+        """Return parameters named `query`, `key`, `value`, `output`, each with the dimension along which heads lie.
+
+        A bias whose entries belong to heads follows as `query_bias`, `key_bias`, `value_bias`.
+        """
         ...
 
     def check(self, layout: HeadLayout) -> None:
@@ -140,6 +143,9 @@ class Adapter(LanguageModel):
     @abstractmethod
     def attention_settings(self) -> dict[str, Any]:
         """Return what shapes attention beside the saved weights, as values for JSON; nothing where all is saved."""
+
+    def remember(self, event: dict[str, Any]) -> None:
+        """Keep what is known of a freezing event, as values for JSON, with the model; nothing here."""
 
     @property
     def dtype(self) -> torch.dtype:

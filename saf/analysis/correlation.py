@@ -81,9 +81,14 @@ def centred_ranks(values: np.ndarray) -> np.ndarray:
     return ranks - ranks.mean()
 
 
+_ROUNDING = 1e-9
+"""What is smaller is constant: residuals of a regression that explains everything are rounding errors, not zeros.
+
+Centred ranks are half at least where they are not zero; a round number far below that."""
+
+
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
     """Return the correlation of centred values; NaN when one of them is constant but for rounding."""
-    # Residuals of a regression that explains everything are rounding errors, not zeros.
-    if np.abs(x).max() < 1e-9 or np.abs(y).max() < 1e-9:
+    if np.abs(x).max() < _ROUNDING or np.abs(y).max() < _ROUNDING:
         return float("nan")
     return float(np.asarray(stats.pearsonr(x, y))[0])

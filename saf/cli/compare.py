@@ -10,6 +10,7 @@ from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.evaluate.compare import compare_runs
+from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
 from saf.records.run import RecordedRun
 
@@ -29,7 +30,7 @@ class Compare(Command):
     """Folder for compare.json; the frozen run's if not given."""
     allow_differences: bool = False
     """Compare all the same, listing what differs; the held-out windows must still be the same."""
-    resamples: Annotated[int, at_least(1)] = 10_000
+    resamples: Annotated[int, at_least(1)] = RESAMPLES
     """Bootstrap draws of windows."""
     seed: Annotated[int, at_least(0)] = 0
     """Seed of the draws."""

@@ -8,15 +8,13 @@ from saf.cli.command import Command, build, given_values
 from saf.cli.output import LayerProgress, show
 from saf.errors import InputError
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
+from saf.freezing.config import BUDGETS
 from saf.settings import FLAT
-
-BUDGETS = ("rate", "count", "heads", "match_heads")
-"""Settings that say how many heads are frozen, one of which is given."""
 
 
 @dataclass(kw_only=True)
 class Freeze(Command):
-    """Calibrate, choose, fit and install frozen heads in a checkpoint, and write the result as a new checkpoint.
+    """Calibrate, choose, fit and install frozen heads in a checkpoint, or prune them; write the result as a new one.
 
     The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there.
     """

@@ -10,6 +10,7 @@ from saf.cli.command import Command
 from saf.cli.output import show
 from saf.data import TokenData
 from saf.errors import InputError
+from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import open_recipes, scale_named
 from saf.experiments.render import render
@@ -76,12 +77,15 @@ class Report(Command):
         """Show the tables of recipes, and write them where --out says."""
         recipes = open_recipes(tuple(map(str, self.runs)))
         store = Store(self.store).open(write=False)
-        data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint()
+        trains = any(recipe.arms for recipe in recipes.values())
+        data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint() if trains else ""
         made = plan(recipes, scale_named(self.scale), data=data, seeds=self.seeds)
-        rendered = [render(name, recipe, made, store) for name, recipe in recipes.items()]
+        measured = plan_measurements(recipes, made)
+        rendered = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         written = [path for table in rendered for path in (table.write(self.out) if self.out else ())]
         result = {"tables": [table.to_dict() for table in rendered], "files": list(map(str, written))}
-        show(result, *(table.table() for table in rendered), *result["files"], as_json=self.json)
+        parts = (part for table in rendered for part in table.parts())
+        show(result, *parts, *result["files"], as_json=self.json)
         return result
 
     def _page(self) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from saf.errors import DataError
 
 PARTITIONS = ("train", "calibration", "controller", "report")
 TRAIN, CALIBRATION, CONTROLLER, REPORT = range(4)
+"""The places of these names in `PARTITIONS`."""
 LEFT_OUT = -1
 """In place of a partition: of training documents that are held-out ones but for white space and case."""
-"""The places of these names in `PARTITIONS`."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,12 @@ def distinct_documents(
         yield Document(data, digest, loose_digest(data), order_key(digest, seed), heldout)
 
 
+LONGEST_HELD_OUT = (1 / 8, 1 / 3)
+"""The longest document that is held out, as a share of held-out text, and what it is where that leaves too few."""
+ENOUGH_HELD_OUT = 0.9
+"""The share of the tokens asked for at which no longer documents are taken. Round numbers; none was measured."""
+
+
 def held_out_pool(fraction: float) -> int:
     """Return the key below which a document may be held out; the tokenizer learns only from those above.
 
@@ -143,11 +149,11 @@ def hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float) -> np.ndarra
     pool = np.argsort(keys, kind="stable")
     pool = pool[keys[pool] < np.uint64(held_out_pool(fraction))]
     taken = pool[:0]
-    for longest in (1 / 8, 1 / 3):
+    for longest in LONGEST_HELD_OUT:
         short = pool[tokens[pool] <= longest * target]
         # The document that crosses the target is taken if that lands nearer to it.
         taken = short[np.cumsum(tokens[short]) - tokens[short] / 2 <= target]
-        if tokens[taken].sum() >= 0.9 * target:
+        if tokens[taken].sum() >= ENOUGH_HELD_OUT * target:
             break
     mask = np.zeros(len(keys), dtype=bool)
     mask[taken] = True

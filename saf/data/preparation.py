@@ -37,6 +37,12 @@ from saf.records.files import file_hash
 from saf.records.folders import locked_beside, new_folder, restore_replaced_
 
 Names = str | Path | Sequence[str | Path]
+# Names of foreign files that an error shows.
+_NAMES_SHOWN = 5
+# Seconds between two states of the progress display: people see no more of them.
+_BETWEEN_LINES = 0.1
+# Bytes of tokens that are written at once; a round number, and disks are not what preparing waits for.
+_SPOOL_BYTES = 2**20
 # Settings that say where things are or how fast to go, not what comes out.
 _NOT_RECORDED = ("workers", "heldout")
 
@@ -111,7 +117,7 @@ def check_target(out: Path, *, overwrite: bool):
     if not overwrite:
         raise DataError(f"{out}: a finished data folder is there; choose another, or pass overwrite")
     if foreign := sorted({path.name for path in out.iterdir()} - index.file_names):
-        named = ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
+        named = ", ".join(foreign[:_NAMES_SHOWN]) + ", ..." * (len(foreign) > _NAMES_SHOWN)
         raise DataError(
             f"{out} also holds what `saf data prepare` did not write: {named}; move it away, or choose another"
         )
@@ -269,7 +275,7 @@ class Spool:
     def __init__(self, path: Path, dtype: np.dtype, eot_id: int):
         self._path, self._dtype = path, dtype
         self._eot = np.array([eot_id], dtype=dtype).tobytes()
-        self._file = open(path, "wb", buffering=2**20)  # noqa: SIM115 (closed by close)
+        self._file = open(path, "wb", buffering=_SPOOL_BYTES)  # noqa: SIM115 (closed by close)
         self._digests, self._loose = bytearray(), bytearray()
         self._waiting = 0
         self._keys, self._tokens, self._bytes, self._heldout = array("Q"), array("q"), array("q"), array("b")
@@ -361,7 +367,7 @@ class Stage:
     def update(self, *, share: float | None, text_bytes: int, tokens: int):
         """Show how far a stage is: share in [0, 1] if known, bytes of text and tokens so far."""
         now = time.monotonic()
-        if now - self._last < 0.1:
+        if now - self._last < _BETWEEN_LINES:
             return
         self._last, seconds = now, now - self._start
         rate = f"{text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds / 1e6:.2f} M tokens/s"

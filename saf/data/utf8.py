@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 BLOCK_BYTES = 2**20
+"""Bytes decoded at once: little beside the document, and few turns of a loop. A round number; nothing was measured."""
 DIGEST_BYTES = 16
 """128 bits of BLAKE2: two documents of a corpus never share them, and a million take 16 MB."""
 _SPACES = bytes(code for code in range(128) if chr(code).isspace())

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from saf.errors import CompareError, InputError
-from saf.evaluate.paired import delta_of_windows
+from saf.evaluate.paired import RESAMPLES, delta_of_windows
 from saf.evaluate.perplexity import read_evaluation
 from saf.evaluate.tokens import TokenLosses
+from saf.machine.stopwatch import untimed_updates
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun
 
-# The first updates after an event or a resumption compile and let the allocator grow: ten, in runs long enough.
-_UNTIMED_UPDATES = 10
+# A loss that JSON keeps whole is the same number again; what is told apart is another model, text or precision.
+_SAME_LOSS = 1e-6
 # The median of fewer says nothing about updates whose times spread by some percent.
 _MINIMUM_TIMED_UPDATES = 5
 _TIMING = (
@@ -39,7 +40,7 @@ def compare_runs(
     *,
     out: Path | str | None = None,
     allow_differences: bool = False,
-    resamples: int = 10_000,
+    resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return delta-PPL with its interval, update times, memory and intervention cost of two finished runs.
@@ -53,9 +54,9 @@ def compare_runs(
     """
     arms = _opened(ordinary), _opened(frozen)
     results = [run.finished_result() for run in arms]
-    if arms[1].arm != "frozen":
+    if arms[1].arm == "ordinary":
         raise CompareError(
-            f"{arms[1].folder} froze no heads; expected the ordinary arm first and the frozen arm second"
+            f"{arms[1].folder} froze or pruned no heads; expected the ordinary arm first and the other one second"
         )
     found = differences(*arms)
     if found and not allow_differences:
@@ -89,7 +90,7 @@ def compare_runs(
         **compare_update_times(*arms),
         "peak_memory_ordinary": results[0].get("peak_memory_bytes"),
         "peak_memory_frozen": results[1].get("peak_memory_bytes"),
-        "heads": len(arms[1].frozen_heads),
+        "heads": len(arms[1].edited_heads),
         "num_heads": arms[1].num_heads,
         "intervention_seconds": intervention.get("seconds"),
         "run_seconds_ordinary": _run_seconds(arms[0]),
@@ -146,7 +147,7 @@ def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str
     """
     begin = max(frozen.last_change or 0, *(_ends(run)[0] - 1 for run in (ordinary, frozen)))
     last = min(_ends(run)[1] for run in (ordinary, frozen))
-    start = begin + min(_UNTIMED_UPDATES, max(0, last - begin) // 4)
+    start = begin + untimed_updates(last - begin)
     seconds = [
         {m["update"]: m["update_seconds"] for m in run.metrics if m["update"] > start} for run in (ordinary, frozen)
     ]
@@ -171,7 +172,7 @@ def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], TokenLosses]:
     """Return what `read_evaluation` does; raise InputError unless its loss is that of result.json."""
     expected = run.finished_result()["report_loss"]
     record, losses = read_evaluation(run.folder)
-    if not math.isclose(record["loss"], expected, rel_tol=1e-6):
+    if not math.isclose(record["loss"], expected, rel_tol=_SAME_LOSS):
         raise InputError(
             f"{run.folder}/evaluation.json tells of another model or text than the run's end: its loss is "
             f"{record['loss']:.6f}, that of result.json {expected:.6f}. `saf evaluate` the run's last checkpoint "

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from saf.errors import CompareError, DivergenceError, InputError
 
+RESAMPLES = 10_000
+"""Draws of windows behind an interval: 250 lie beyond each end of 95%, so that the ends are known to a hundredth of
+the interval's width. A round number; the paper does not say its own."""
 _RESAMPLES_AT_ONCE = 4_194_304  # window draws held in memory together
 _LARGEST_LOSS = math.log(sys.float_info.max)  # 709.8 nats
 
@@ -17,7 +20,7 @@ def paired_delta_ppl(
     log_probs_ordinary: Tensor,
     log_probs_frozen: Tensor,
     *,
-    resamples: int = 10_000,
+    resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return delta-PPL% = 100 (p_frozen / p_ordinary - 1) with its 95% interval over windows.
@@ -45,7 +48,7 @@ def paired_delta_ppl(
     return delta_of_windows(ordinary, frozen, resamples=resamples, seed=seed)
 
 
-def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = 10_000, seed: int = 0) -> dict[str, Any]:
+def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Any]:
     """Return what `paired_delta_ppl` does, from the mean losses of the same windows, `[windows]` float64 nats.
 
     Raises:
@@ -88,7 +91,7 @@ def window_losses(log_probs: Tensor) -> Tensor:
     return losses
 
 
-def bootstrap_means(values: Tensor, *, resamples: int = 10_000, seed: int = 0) -> Tensor:
+def bootstrap_means(values: Tensor, *, resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
     """Return the means `[resamples]` of `values` `[windows]` drawn with replacement, float64."""
     if resamples < 1:
         raise InputError(f"resamples must be at least 1; got {resamples}")

@@ -24,7 +24,11 @@ _COLUMNS += ("whole run", "whole run, warm")
 _WIDE = ("loss, nats", "paper's change", "paper's memory", "paper's freezing")
 _WIDE += ("whole run", "whole run, warm")
 """Columns that a terminal leaves out: with them its lines would break."""
-_COLOURS = {"ordinary": ("ordinary", "ordinary-2"), "frozen": ("frozen", "frozen-2", "frozen-3")}
+_COLOURS = {
+    "ordinary": ("ordinary", "ordinary-2"),
+    "frozen": ("frozen", "frozen-2", "frozen-3"),
+    "pruned": ("pruned", "pruned-2"),
+}
 """Of the kinds of arms, by the names of the page's style sheet, in the order in which they are taken."""
 _BASELINE = (
     "Baseline: the ordinary arm. Each arm ran in a process of its own, so update times carry the machine's drift, "
@@ -38,7 +42,7 @@ _WHOLE_RUN = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Pair a frozen run with the report's ordinary run; `record` is None when they could not be compared."""
+    """Pair a frozen or pruned run with the report's ordinary run; `record` is None when they could not be compared."""
 
     name: str
     ordinary: RecordedRun
@@ -48,13 +52,13 @@ class Comparison:
 
 
 def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Comparison]:
-    """Compare every frozen run with the first ordinary one; differences and failures are kept to be shown."""
+    """Compare every frozen or pruned run with the first ordinary one; differences and failures are kept to be shown."""
     ordinary = next((run for run in runs if run.arm == "ordinary"), None)
     if ordinary is None:
         return []
     found = []
     for run, name in zip(runs, names, strict=True):
-        if run.arm != "frozen":
+        if run.arm == "ordinary":
             continue
         try:
             record, reason = compare_runs(ordinary, run, allow_differences=True), None
@@ -119,7 +123,7 @@ def arms_table(
         loss, perplexity = result.get("report_loss"), result.get("report_perplexity")
         row = [
             Cell(text=name, arm=colour),
-            f"{len(run.frozen_heads)} of {run.num_heads}",
+            f"{len(run.edited_heads)} of {run.num_heads}{' pruned' if run.arm == 'pruned' else ''}",
             None if loss is None else f"{loss:.4f}",
             None if perplexity is None else f"{perplexity:.3f}",
             None if record is None else _change(record),
@@ -154,6 +158,8 @@ def _papers(run: RecordedRun) -> tuple[Quoted | None, Quoted | None, Quoted | No
     """Return the paper's change of perplexity, memory and seconds of freezing for a run's model, shape and rate."""
     settings, train = run.config.get("settings") or {}, run.config.get("train") or {}
     model, length, sequences = settings.get("model"), train.get("length"), train.get("batch_size")
+    if run.pruned_heads:
+        return None, None, None  # what is quoted is of frozen heads
     rate = len(run.frozen_heads) / run.num_heads if run.num_heads else 0.0
     return (
         paper.perplexity(model, length, rate),

@@ -13,7 +13,7 @@ from torch import Tensor
 from saf.arguments import check, checked, keyword_hints
 from saf.errors import InputError, SafWarning
 from saf.fit.adam import fit_adam
-from saf.fit.certificate import Certificate, certify
+from saf.fit.certificate import TOLERANCE, Certificate, certify
 from saf.fit.dense import fit_dense
 from saf.fit.objective import MAX_FIT_KL, accepted, check_targets, fit_kl, fit_loss, marginals
 from saf.fit.proportional import fit_proportional
@@ -98,7 +98,7 @@ def fit_with_certificate(
         eta_abs,
         eta_rel,
         sweeps=steps.reshape(shape[:-1]),
-        tolerance=options.get("tolerance", 1e-4) if fitter == "proportional" else 1e-4,
+        tolerance=options.get("tolerance", TOLERANCE) if fitter == "proportional" else TOLERANCE,
         alpha_constant_after=constant_after,
     )
     return pattern, certificate

@@ -9,13 +9,16 @@ from saf.arguments import above, at_least
 from saf.fit.objective import initial_parameters
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
+STEPS, LEARNING_RATE = 400, 0.05
+"""The paper's numbers."""
+
 
 def fit_adam(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    steps: Annotated[int, at_least(1)] = 400,
-    learning_rate: Annotated[float, above(0)] = 0.05,
+    steps: Annotated[int, at_least(1)] = STEPS,
+    learning_rate: Annotated[float, above(0)] = LEARNING_RATE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
 

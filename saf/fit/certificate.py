@@ -13,6 +13,9 @@ from saf.patterns import CompactPattern
 # An entry counts in a relative error if the probabilities it sums average at least this: a hundred times the
 # floor under the target, below which a marginal records the floor and not the model.
 MEANINGFUL_PROBABILITY = 1e-7
+TOLERANCE = 1e-4
+"""The largest error of a marginal of a converged fit, relatively: fits then are within 1e-6 nats of the oracle's, where
+0.2 nats are accepted (docs/log.md, "How are the heads of a real model fitted?")."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +78,7 @@ def certify(
     eta_rel: Tensor,
     *,
     sweeps: Tensor,
-    tolerance: float = 1e-4,
+    tolerance: float = TOLERANCE,
     radius: float = 1.0,
     alpha_constant_after: int | None = None,
 ) -> Certificate:

@@ -8,13 +8,20 @@ from torch import Tensor
 
 from saf.arguments import above, at_least
 
+# A hundred times the rounding of a loss of a few nats, and a bound that ends what does not converge: round numbers.
+_DECREASE, _MOST_STEPS = 1e-13, 200
+# Eigenvalues below this share of the largest belong to the gauge, which the loss does not see.
+_GAUGE = 1e-12
+# The usual sufficient decrease of a line search, a share of what the slope foretells, and where it gives up.
+_SUFFICIENT, _SHORTEST = 1e-4, 1e-10
+
 
 def fit_dense(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    tolerance: Annotated[float, above(0)] = 1e-13,
-    max_steps: Annotated[int, at_least(1)] = 200,
+    tolerance: Annotated[float, above(0)] = _DECREASE,
+    max_steps: Annotated[int, at_least(1)] = _MOST_STEPS,
     alpha_constant_after: Annotated[int | None, at_least(0)] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
@@ -80,16 +87,16 @@ def _newton(model: _DenseModel, tolerance: float, max_steps: int) -> tuple[Tenso
         gradient, hessian = model.derivatives(pattern)
         # Scaled by the targets' magnitudes; the pseudo-inverse leaves the gauge directions alone.
         scale = model.target.rsqrt()
-        inverse = torch.linalg.pinv(scale[:, None] * hessian * scale, rtol=1e-12, hermitian=True)
+        inverse = torch.linalg.pinv(scale[:, None] * hessian * scale, rtol=_GAUGE, hermitian=True)
         direction = -scale * (inverse @ (scale * gradient))
         slope = gradient @ direction / len(pattern)
         if -slope.item() < tolerance:
             return parameters + direction, step + 1
         size = 1.0
-        while size > 1e-10:
+        while size > _SHORTEST:
             candidate = parameters + size * direction
             next_loss, next_pattern = model.rows(candidate)
-            if (next_loss <= loss + 1e-4 * size * slope).item():
+            if (next_loss <= loss + _SUFFICIENT * size * slope).item():
                 break
             size /= 2
         else:

@@ -9,12 +9,15 @@ from saf.arguments import checked
 from saf.errors import InputError
 from saf.patterns import CompactPattern
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums
+from saf.statistics import FLOOR
 
 MAX_FIT_KL = 0.2
 """Largest KL of a fit that is installed: the paper's tolerance, nats per row."""
 # Marginals measured in float32 or by a few tiles at a time miss their sums by far less than this, relatively;
 # marginals of two different patterns by more.
 _CONSISTENCY = 1e-3
+# Newton steps on a moment that is off by that much at most: each squares the error, so three end in rounding.
+_TILTS = 3
 
 
 @checked
@@ -56,7 +59,7 @@ def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: f
     length = len(position)
     if length == 1:
         return eta_abs, eta_rel
-    for _ in range(3):
+    for _ in range(_TILTS):
         means = [(eta * position).sum(-1, keepdim=True) / length for eta in (eta_abs, eta_rel)]
         # Positions of queries vary as T^2/12, so the two variances cannot both be small.
         offsets = [position - mean for mean in means]
@@ -71,7 +74,7 @@ def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
     """Return the paper's start, `[..., T]`: alpha = 0 and rho = log(max(eta_rel / (T - δ), 1e-9))."""
     length = eta_rel.shape[-1]
     count = torch.arange(length, 0, -1, dtype=eta_rel.dtype, device=eta_rel.device)
-    return torch.zeros_like(eta_rel), (eta_rel / count).clamp(min=1e-9).log()
+    return torch.zeros_like(eta_rel), (eta_rel / count).clamp(min=FLOOR).log()
 
 
 @checked

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 
 from saf.arguments import above, at_least
-from saf.fit.certificate import meaningful, pool_tail
+from saf.fit.certificate import TOLERANCE, meaningful, pool_tail
 from saf.fit.objective import fit_loss, initial_parameters
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
+# Extrapolating over three sweeps, 144 heads of a trained model took 16 sweeps at most, and 54 without (docs/log.md);
+# 500 are for heads that nobody has seen yet.
+_MEMORY, _MOST_SWEEPS = 3, 500
+# Added to the diagonal of the extrapolation's equations, as a share of its sum, so that sweeps that hardly differ leave
+# them solvable; the second, near float64's smallest number, where all are equal. Round numbers, not measured.
+_RIDGE, _RIDGE_OF_NONE = 1e-10, 1e-300
 # An extrapolation that moves a parameter further than this from the plain sweep, in nats, is not trusted.
 _LONGEST_STEP = 5.0
 # Rounding of the loss, in nats: a rise below this is none.
@@ -27,9 +33,9 @@ def fit_proportional(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    tolerance: Annotated[float, above(0)] = 1e-4,
-    max_sweeps: Annotated[int, at_least(1)] = 500,
-    memory: Annotated[int, at_least(0)] = 3,
+    tolerance: Annotated[float, above(0)] = TOLERANCE,
+    max_sweeps: Annotated[int, at_least(1)] = _MOST_SWEEPS,
+    memory: Annotated[int, at_least(0)] = _MEMORY,
     alpha_constant_after: Annotated[int | None, at_least(0)] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the sweeps taken `[N]` for targets `[N, T]` (of `check_targets`).
@@ -116,7 +122,7 @@ class _Heads:
             return
         weighted = self.residuals * torch.cat([self.eta_abs, self.eta_rel], -1)[:, None]
         gram = weighted @ self.residuals.mT
-        ridge = 1e-10 * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-300
+        ridge = _RIDGE * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + _RIDGE_OF_NONE
         gram = gram + ridge[:, None, None] * torch.eye(memory, dtype=gram.dtype, device=gram.device)
         coefficients = torch.linalg.solve(gram, weighted @ residual[..., None])
         step = (coefficients * self.images).sum(1)

@@ -1,8 +1,9 @@
-"""Which heads a freezing event takes: what its scores need, whom they propose, and whose fit is accepted."""
+"""Which heads an event freezes or prunes: what its scores need, whom they propose, and whose fit is accepted."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,29 @@ from saf.selection import Chooser, chooser, existing, select
 from saf.statistics import AttentionStatistics
 
 
-class Made(NamedTuple):
-    """Hold one head's pattern, on the CPU, and how its compact fit went."""
+@dataclass(frozen=True)
+class Judged:
+    """Hold how the compact fit of one head went; of a head that is pruned, that there was none."""
 
-    pattern: CompactPattern | DensePattern
-    fit_kl: float = 0.0
+    fit_kl: float = field(default=0.0, kw_only=True)
     """Row-averaged KL from what was fitted to the fit, nats; 0 without a fit."""
-    certificate: dict[str, Any] | None = None
+    certificate: dict[str, Any] | None = field(default=None, kw_only=True)
     """The fit's `Certificate` in plain values; None without a fit."""
 
 
+@dataclass(frozen=True)
+class Made(Judged):
+    """Hold one head's pattern, on the CPU, and how its compact fit went."""
+
+    pattern: CompactPattern | DensePattern
+
+
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
-    """Raise InputError for heads that do not exist or are frozen, a count above the live ones, or if none is live."""
+    """Raise InputError unless the heads asked for are there.
+
+    That is for heads that do not exist or are frozen, a count above the live ones, none that is live, and pruning that
+    would leave no head in the whole model.
+    """
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
     for heads in (config.exclude, config.only, config.match_heads):
         existing(live, heads or ())
@@ -40,6 +52,12 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
         raise InputError(f"all {total} heads are frozen or pruned already; take a model with live heads")
     if config.count is not None and config.count > left:
         raise InputError(f"{config.count} heads asked for; {left} of {total} are live: ask for no more than these")
+    asked, there = config.requested(total), sum(layout.num_slots for layout in layouts)
+    if config.operation == "prune" and min(asked, left) == there:
+        raise InputError(
+            f"pruning {asked} of {total} heads would leave the model none, and no token would read another: ask for "
+            f"less than all {there} that are left"
+        )
 
 
 def check_ranks(name: str | Score, values: Tensor, *, num_sequences: int) -> None:
@@ -111,19 +129,19 @@ def _from(scores: Tensor, least: float | None) -> list[Head]:
 
 
 def accept(
-    choose: Chooser, make: Callable[[HeadSet], dict[Head, Made]], config: FreezeConfig, *, frozen_before: int
-) -> tuple[dict[Head, Made], dict[Head, Made]]:
+    choose: Chooser, make: Callable[[HeadSet], Mapping[Head, Judged]], config: FreezeConfig, *, before: int
+) -> tuple[dict[Head, Judged], dict[Head, Judged]]:
     """Make patterns of heads in score order until k pass (paper, Algorithm 1); return them and the rejected ones.
 
     Candidates are taken in batches of as many as are still missing. Heads chosen together pass together. Warns of
-    fewer than k, and of how many that makes with the `frozen_before`.
+    fewer than k, and of how many that makes with those `before`.
     """
     strict = config.strict or config.heads is not None
-    made: dict[Head, Made] = {}
-    rejected: dict[Head, Made] = {}
+    made: dict[Head, Judged] = {}
+    rejected: dict[Head, Judged] = {}
     proposed = choose.propose()
     if strict and not choose.attained(available := sum(map(len, proposed))):
-        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be frozen")
+        raise SelectionError(f"the event asks for {choose.total} heads; {available} can be {config.kind}")
     while proposed:
         made |= make(HeadSet(head for unit in proposed for head in unit))
         for unit in proposed:
@@ -146,8 +164,9 @@ def accept(
             )
         proposed = choose.propose()
     if not choose.attained(len(choose)):
-        reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else "no other may be frozen"
-        more, in_all = (" more", f"; {frozen_before + len(choose)} are frozen in all") if frozen_before else ("", "")
-        message = f"{len(choose)}{more} of {choose.total} heads could be frozen: {reason}{in_all}"
+        kind = config.kind
+        reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {kind}"
+        more, in_all = (" more", f"; {before + len(choose)} are {kind} in all") if before else ("", "")
+        message = f"{len(choose)}{more} of {choose.total} heads could be {kind}: {reason}{in_all}"
         warnings.warn(message, SafWarning, stacklevel=7)
     return {head: made[head] for head in HeadSet(choose)}, rejected

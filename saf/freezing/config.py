@@ -1,7 +1,7 @@
-"""The settings of one freezing event."""
+"""The settings of one event that freezes heads, or prunes them."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 from saf.arguments import check_fields
 from saf.errors import InputError
@@ -10,19 +10,29 @@ from saf.estimates.sampling import Seed, seed_of
 from saf.fit import FITTERS, check_fitter_options
 from saf.freezing.heldout import check_heldout
 from saf.heads import HEADS, Head, HeadSet, head_pairs
+from saf.records.events import MADE
 from saf.scores import SCORES, Score, needed_by, score_name
 from saf.selection import budget
 from saf.settings import OneOf, documented
 
 HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 """Settings that are heads, pairs (layer, head)."""
+BUDGETS = ("rate", "count", "heads", "match_heads")
+"""Settings that say how many heads, one of which is given."""
+Operation = Literal["freeze", "prune"]
+_OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "heldout_kl")
+_OF_PATTERNS += ("fitter_options", "pattern_options")
+"""Settings of what pruned heads do not have: patterns, their fits, and what executes them."""
 
 
 @documented
 @dataclass(frozen=True, kw_only=True)
 class FreezeConfig:
-    """Hold the settings of one freezing event; raise InputError for a value that cannot be used."""
+    """Hold the settings of one event that freezes or prunes heads; raise InputError for a value that cannot be used."""
 
+    operation: Operation = "freeze"
+    """Freeze heads into fixed patterns, or prune them: remove them altogether, the control. Heads to prune are measured
+    and chosen in the same way, from calibration to budget; what patterns and fits are set by is left out."""
     rate: float = 0.25
     """Share of the original model's heads that this event freezes, k = round(rate * layers * heads), chosen among those
     still live: on a model with frozen heads k more are frozen."""
@@ -40,7 +50,7 @@ class FreezeConfig:
     max_fit_kl: float = 0.2
     """Largest row-averaged KL from the pattern to its compact fit, in nats; other heads are skipped."""
     strict: bool = False
-    """Refuse when one of the k lowest heads does not fit, instead of taking the next one."""
+    """Refuse when one of the k lowest heads does not fit, instead of taking the next one, or fewer may be chosen."""
     heads: Annotated[tuple[Head, ...] | None, HEADS] = None
     """Exactly these heads (layer, head), whatever rate says and they score; refused when one does not fit. On the
     command line 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""
@@ -74,6 +84,7 @@ class FreezeConfig:
     def __post_init__(self):
         """Check names and ranges."""
         check_fields(self)
+        self._check_pruning()
         budget(self.rate, 1)
         for name in HEAD_LISTS:
             if (pairs := getattr(self, name)) is not None:
@@ -91,6 +102,16 @@ class FreezeConfig:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
         self._check_budget()
 
+    def _check_pruning(self) -> None:
+        """Raise InputError for settings that say something of patterns when heads are pruned."""
+        usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        given = [name for name in _OF_PATTERNS if getattr(self, name) != usual[name]]
+        if self.operation == "prune" and given:
+            raise InputError(
+                "pruned heads have no patterns, so nothing is fitted or executed for them: with operation='prune' "
+                f"leave {' and '.join(given)} out"
+            )
+
     def _check_budget(self) -> None:
         """Raise InputError for settings of how many heads that contradict one another."""
         if self.count is not None and self.count < 0:
@@ -107,6 +128,11 @@ class FreezeConfig:
     def _given(self, *names: str) -> list[str]:
         """Return those of the settings that say something."""
         return [name for name in names if getattr(self, name) not in (None, ())]
+
+    @property
+    def kind(self) -> str:
+        """Return what the event makes of heads, a kind of `saf.heads.KINDS`: frozen or pruned."""
+        return MADE[self.operation]
 
     def requested(self, num_heads: int) -> int:
         """Return how many heads of a model of `num_heads` these settings ask for.

@@ -1,7 +1,8 @@
-"""The whole recipe on any supported model: calibrate, score, select, make and fit patterns, install."""
+"""The whole recipe on any supported model: calibrate, score, select, make and fit patterns, install; or prune."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,17 @@ from saf.calibration.capture import Batch, read_batches
 from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
-from saf.freezing.choice import Made, accept, check_heads, check_ranks, choose_by, gather, scores_collect
+from saf.freezing.choice import Judged, Made, accept, check_heads, check_ranks, choose_by, gather, scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.freezing.report import FreezeReport
 from saf.heads import Head, HeadSet
-from saf.machine.processes import done_once
+from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.patterns import CompactPattern, DensePattern
 from saf.scores import score
 from saf.statistics import AttentionStatistics
-from saf.surgery import check_editable, install_
+from saf.surgery import check_editable, install_, prune_, uninstall_
 
 
 @checked
@@ -46,7 +47,10 @@ def freeze_(
     """Freeze the heads whose attention depends least on the input, changing the model in place.
 
     In a `torch.distributed` group every process calls it with the same weights. The first one measures and decides, on
-    its own batches; all of them install that (paper, Appendix on 1B). Wrap for data parallelism again afterwards.
+    its own batches; all of them install that (paper, Appendix on 1B), or none where one of them fails. Wrap for data
+    parallelism again afterwards.
+
+    With `FreezeConfig(operation="prune")` the heads chosen are removed by `prune_` instead, and nothing is fitted.
 
     Args:
         model: The project's `GPT` or another supported causal language model.
@@ -83,11 +87,30 @@ def freeze_(
             first=first, folder=folder, capture_bytes=capture_bytes,
         )
     )  # fmt: skip
-    with watch("install"):
-        if report.patterns is not None:
+    pruning = config.operation == "prune"
+    with watch("prune" if pruning else "install"), _in_all_or_none(model, report.heads, optimizer):
+        if pruning:
+            prune_(model, report.heads, optimizer=optimizer)
+        elif report.patterns is not None:
             execution = {"backend": config.backend, "trainable": config.trainable}
             install_(model, report.heads, report.patterns, optimizer=optimizer, **execution)
+    if len(report.heads):
+        adapter.remember(report.known())
     return replace(report, seconds=report.seconds | watch.seconds)
+
+
+@contextmanager
+def _in_all_or_none(model: nn.Module, heads: HeadSet, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Let an edit of `heads` succeed in every process of the group; where one fails, undo it in the others."""
+    edited = False
+    try:
+        with agreed():
+            yield
+            edited = True
+    except Exception:
+        if edited:
+            uninstall_(model, heads, optimizer=optimizer)
+        raise
 
 
 def _decide(
@@ -126,17 +149,20 @@ def _decide(
         group_size = layouts[0].num_heads // layouts[0].num_kv_heads
         choose = choose_by(scores, config, group_size=group_size)
 
-    def make(heads: HeadSet) -> dict[Head, Made]:
+    def make(heads: HeadSet) -> Mapping[Head, Judged]:
+        if config.operation == "prune":
+            return dict.fromkeys(heads, Judged())
         return make_patterns(model, ids, statistics, heads, config, watch)
 
-    frozen_before = sum(layout.num_frozen for layout in layouts)
-    accepted, rejected = accept(choose, make, config, frozen_before=frozen_before)
+    before = len(adapter.heads(config.kind))
+    accepted, rejected = accept(choose, make, config, before=before)
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:first]), () if first is None else tuple(ranked[first:])
+    frozen = {head: made for head in heads if isinstance(made := accepted[head], Made)}
     return FreezeReport(
         heads=heads,
-        patterns=_stack([accepted[head].pattern for head in heads]),
-        fit_kl={head: accepted[head].fit_kl for head in heads},
+        patterns=_stack([made.pattern for made in frozen.values()]),
+        fit_kl={head: made.fit_kl for head, made in frozen.items()},
         rejected={head: made.fit_kl for head, made in rejected.items()},
         deferred=deferred,
         certificates={
@@ -197,7 +223,10 @@ def _make(
     warn_of_missed(certificate, config.fitter)
     kls, certificates = fit_kl(fitted, *goal).tolist(), certificate.to_dicts()
     fitted = fitted.to(device="cpu")
-    return {head: Made(fitted[number], kls[number], certificates[number]) for number, head in enumerate(heads)}
+    return {
+        head: Made(fitted[number], fit_kl=kls[number], certificate=certificates[number])
+        for number, head in enumerate(heads)
+    }
 
 
 def _stack(patterns: Sequence[CompactPattern | DensePattern]) -> CompactPattern | DensePattern | None:

@@ -1,4 +1,4 @@
-"""What a freezing event measured, chose and cost."""
+"""What an event that froze or pruned heads measured, chose and cost."""
 
 import io
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from saf.errors import InputError
 from saf.freezing.heldout import HeldOutFit
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
-from saf.records.events import EventRecord, append_event
+from saf.records.events import MADE, EventRecord, append_event
 from saf.records.table import Table
 from saf.statistics import AttentionStatistics
 
@@ -24,8 +24,9 @@ class FreezeReport:
     """Hold the result of `freeze_`; `print(report)` shows a table, `save` writes JSON and safetensors."""
 
     heads: HeadSet
+    """The heads frozen, or pruned."""
     patterns: CompactPattern | DensePattern | None
-    """`[F, T]` (dense: `[F, T, T]`) in the heads' order; None when no head was frozen."""
+    """`[F, T]` (dense: `[F, T, T]`) in the heads' order; None when no head was frozen, or heads were pruned."""
     fit_kl: dict[Head, float]
     """Row-averaged KL of each frozen head's pattern to its compact fit, in nats."""
     rejected: dict[Head, float]
@@ -35,30 +36,35 @@ class FreezeReport:
     deferred: tuple[Head, ...] = ()
     """Heads chosen and accepted with them but left live, by ascending score: those after the `first`."""
     scores: Tensor
-    """`[L, H]`; NaN for heads that were frozen before."""
+    """`[L, H]`; NaN for heads that were frozen or pruned before."""
     statistics: AttentionStatistics
     config: dict[str, Any]
     seconds: dict[str, float]
-    """Wall-clock seconds of capture, statistics, score, select, fit and install, and of `heldout`."""
+    """Wall-clock seconds of capture, statistics, score, select, fit and install or prune, and of `heldout`."""
     certificates: dict[Head, dict[str, Any]] = field(default_factory=dict)
     """Of each fit, rejected ones included: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
     heldout: HeldOutFit | None = None
     """With `heldout_kl`: the frozen heads' fits on one half of the sequences, and their KL to both halves."""
 
     @property
+    def kind(self) -> str:
+        """Return what was made of the heads: frozen or pruned."""
+        return MADE[self.config["operation"]]
+
+    @property
     def frozen_in_all(self) -> int:
-        """Return how many heads are frozen after this event, with those of events before it."""
+        """Return how many heads are frozen or pruned after this event, with those of events before it."""
         return len(self.heads) + int((~self.statistics.measured).sum())
 
     @property
     def summary(self) -> str:
-        """Say how many heads were frozen, of how many and by what; after an earlier event also how many are in all."""
+        """Say how many heads were frozen or pruned, of how many, by what; after an earlier event also all of them."""
         by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
         more, in_all = "", ""
         if self.frozen_in_all > len(self.heads):
             more, in_all = " more", f", {self.frozen_in_all} in all"
         later = f"; {len(self.deferred)} chosen for later" if self.deferred else ""
-        return f"{len(self.heads)}{more} of {self.scores.numel()} heads frozen {by}{in_all}{later}"
+        return f"{len(self.heads)}{more} of {self.scores.numel()} heads {self.kind} {by}{in_all}{later}"
 
     def __repr__(self) -> str:
         """Return one line: its tensors would fill a notebook."""
@@ -87,7 +93,7 @@ class FreezeReport:
             "requested": self.requested,
             "trainable_parameters": self.trainable_parameters,
             "heads": self.heads.to_list(),
-            "frozen_in_all": self.frozen_in_all,
+            f"{self.kind}_in_all": self.frozen_in_all,
             "score_name": self.config["score"],
             "scores": rows,
             "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
@@ -100,6 +106,13 @@ class FreezeReport:
             **deferred,
             **halves,
         }
+
+    def known(self) -> dict[str, Any]:
+        """Return what of `to_dict` a model is told along with: its heads, how they were chosen, and on what."""
+        names = ("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash")
+        values = self.to_dict()
+        made = {"kind": self.kind, "pattern": self.config["pattern"], "rate": self.config["rate"]}
+        return made | {name: values[name] for name in names}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of compact patterns, their logits and sums `[F, T]`.
@@ -121,10 +134,10 @@ class FreezeReport:
         if not Path(folder).is_dir():
             what = "is a file" if Path(folder).exists() else "does not exist"
             raise InputError(f"{folder} {what}; expected a folder to record the event in: make it first")
-        return append_event(Path(folder), "freeze", self.to_dict() | extra, self.tensors())
+        return append_event(Path(folder), self.config["operation"], self.to_dict() | extra, self.tensors())
 
     def table(self) -> Table:
-        """Return one row a layer: frozen heads, score range, worst fit; totals and seconds in the note."""
+        """Return one row a layer: its heads, their score range and worst fit; totals and seconds in the note."""
         total = sum(self.seconds.values())
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         trained = f"{self.trainable_parameters:,} pattern parameters train on; " if self.trainable_parameters else ""
@@ -133,10 +146,14 @@ class FreezeReport:
             chosen = self.heads.in_layer(layer)
             scores = [self.scores[layer, head].item() for head in chosen]
             span = f"{min(scores):.2e} to {max(scores):.2e}" if scores else ""
-            worst = f"{max(self.fit_kl[layer, head] for head in chosen):.4f}" if chosen else ""
-            rows.append([layer, " ".join(map(str, chosen)), span, worst])
-        head = ["layer", "frozen heads", f"{self.config['score']} (frozen)", "fit KL, nats (worst)"]
-        note = f"{len(self.rejected)} rejected; {trained}{self._halves()}{total:.2f} s ({parts})"
+            worst = max((kl for (at, _), kl in self.fit_kl.items() if at == layer), default=None)
+            rows.append([layer, " ".join(map(str, chosen)), span, "" if worst is None else f"{worst:.4f}"])
+        kind, fits = self.kind, "fit KL, nats (worst)"
+        head = ["layer", f"{kind} heads", f"{self.config['score']} ({kind})", fits]
+        took = f"{total:.2f} s ({parts})"
+        if kind == "pruned":
+            return Table.of(self.summary, head, rows, notes=[took]).without([fits])
+        note = f"{len(self.rejected)} rejected; {trained}{self._halves()}{took}"
         return Table.of(self.summary, head, rows, notes=[note])
 
     def __rich__(self) -> Table:

@@ -6,6 +6,14 @@ from contextlib import contextmanager
 
 import torch
 
+_UNTIMED = 10
+"""The first updates after an event or a resumption compile and let the allocator and caches grow. A round number."""
+
+
+def untimed_updates(updates: int) -> int:
+    """Return how many of the first `updates` do not count when they are timed: ten, or a quarter of a short run's."""
+    return min(_UNTIMED, max(0, updates) // 4)
+
 
 class Stopwatch:
     """Add up wall-clock seconds by name; waits for the device, so asynchronous work is counted where it was asked.

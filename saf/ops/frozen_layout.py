@@ -58,7 +58,7 @@ class TellsLayout(nn.Module):
         Nothing is compared without any weight of the layer.
         """
         if any(one.startswith(layer) for one in state_dict):
-            _compare(layer.rstrip("."), self.frozen_layout, state_dict.get(name))
+            compare_told(layer.rstrip("."), self.frozen_layout, state_dict.get(name))
 
 
 def with_layout(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -67,8 +67,8 @@ def with_layout(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tenso
     return own | weights
 
 
-def _compare(layer: str, own: Tensor | None, told: Tensor | None) -> None:
-    """Raise CheckpointError unless both tell of the same heads and of the same patterns."""
+def compare_told(layer: str, own: Tensor | None, told: Tensor | None) -> None:
+    """Raise CheckpointError unless a layer, `own`, and weights, `told`, tell of the same heads and patterns."""
     if told is not None and (told.dtype != torch.int64 or told.dim() != 2 or told.shape[1] != 2):
         raise CheckpointError(
             f"{layer}.{LAYOUT} is damaged: expected int64 [heads, 2]; got {told.dtype} {list(told.shape)}"

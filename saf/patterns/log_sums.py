@@ -17,6 +17,8 @@ DEFAULT_BLOCK = 128
 """Positions a block: a tile of 128 x 128 float64 numbers, 128 KiB, stays in a CPU core's cache."""
 # Block offsets that a GPU takes in one product: enough to fill it.
 _GPU_OFFSETS = 32
+# Share of a dtype's range, in nats, that a tile may span; the rest is left to the sums over it. A round number.
+_OF_RANGE = 0.95
 # Tile elements held at once; heads beyond that wait their turn.
 _HELD_ELEMENTS = 1 << 27
 
@@ -61,7 +63,7 @@ def log_causal_convolution(left: Tensor, right: Tensor, *, block: int = DEFAULT_
 
 def _safe_block(left: Tensor, right: Tensor, block: int) -> int:
     """Halve the block until no row of a tile lies so far below the tile's maximum that it underflows."""
-    limit = -0.95 * math.log(torch.finfo(left.dtype).tiny)
+    limit = -_OF_RANGE * math.log(torch.finfo(left.dtype).tiny)
     # Cheap bound first: the whole range of both inputs.
     if left.numel() == 0 or (_range(left) + _range(right)).max().item() <= limit:
         return block

@@ -11,7 +11,7 @@ Earlier runs have the record of their only event in freeze.json and freeze.safet
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ SINGLE = "freeze.json"
 SINGLE_TENSORS = "freeze.safetensors"
 SUM = "tensors_sha256"
 """Entry of an event's line: the SHA-256 of the file of its tensors."""
+MADE = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
+"""What each kind of event makes of its heads."""
 _OF_FITS = ("fit_kl", "rejected", "certificates")
 """What a freeze lists of the heads that were fitted."""
 _EXPECTED = "expected the events.jsonl of a run, or the folder that holds it"
@@ -58,6 +60,11 @@ class EventRecord:
     def kind(self) -> str:
         """Return "freeze", "prune" or "undo"."""
         return str(self.values["kind"])
+
+    @property
+    def made(self) -> str:
+        """Return what it made of its heads: frozen, pruned or live again."""
+        return MADE[self.kind]
 
     @property
     def update(self) -> int | None:
@@ -166,13 +173,25 @@ def _read_single(path: Path) -> EventRecord:
     return EventRecord(path.parent, {**line, **around, **record})
 
 
-def heads_in_force(events: Iterable[EventRecord]) -> list[list[int]]:
-    """Return the heads that events froze or removed and none made live again, `[[layer, head], ...]`, sorted."""
-    heads: set[tuple[int, int]] = set()
+def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> list[list[int]]:
+    """Return the heads that events froze or pruned and none made live again, `[[layer, head], ...]`, sorted.
+
+    With `made`, "frozen" or "pruned", those alone.
+    """
+    heads: dict[tuple[int, int], str] = {}
     for event in events:
-        those = {(layer, head) for layer, head in event.heads}
-        heads = heads - those if event.kind == "undo" else heads | those
-    return [list(head) for head in sorted(heads)]
+        for layer, head in event.heads:
+            heads[layer, head] = event.made
+    return [list(head) for head, now in sorted(heads.items()) if now == made or (made is None and now != MADE["undo"])]
+
+
+def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
+    """Return what kind of arm a run is by its model's heads, or by its events where these were all undone.
+
+    A model with frozen heads is a "frozen" one, with pruned heads alone a "pruned" one, else it is "ordinary".
+    """
+    made = [event.made for event in events if event.kind != "undo"]
+    return "frozen" if frozen else "pruned" if pruned else made[0] if made else "ordinary"
 
 
 def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:

@@ -38,8 +38,14 @@ def commit() -> str | None:
         return None
 
 
+_GIT_SECONDS = 10
+"""How long git may take before a result goes without its commit; a round number, for checkouts on slow disks."""
+
+
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=10)
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS
+    )
     return done.stdout.strip()
 
 

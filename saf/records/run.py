@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.records.events import EVENTS, EventRecord, chosen, heads_in_force, read_events
+from saf.records.events import EVENTS, MADE, EventRecord, arm, chosen, heads_in_force, read_events
 from saf.records.files import check_file, read_json, read_lines
 from saf.records.paths import Kind, expect
 from saf.records.result import read_result
@@ -60,48 +60,69 @@ class RecordedRun:
 
     @property
     def kept_freezes(self) -> list[EventRecord]:
-        """Return the events that froze heads and were not undone, in order."""
-        return [event for event in self.events if event.kind == "freeze" and event.undone_by is None]
+        """Return the events that froze or pruned heads and were not undone, in order."""
+        return [event for event in self.events if event.kind != "undo" and event.undone_by is None]
 
     @property
     def newest_freeze(self) -> EventRecord | None:
-        """Return the newest event that froze heads and was kept; None without any."""
+        """Return the newest event that froze or pruned heads and was kept; None without any."""
         return next(reversed(self.kept_freezes), None)
 
     @property
     def freeze(self) -> dict[str, Any] | None:
-        """Return what the freezes that were kept chose and measured, as `chosen` joins them; None without any."""
+        """Return what these events chose and measured, as `chosen` joins them; None without any."""
         return chosen(self.kept_freezes)
 
     @property
     def arm(self) -> str:
-        """Return "frozen" when the run froze heads, else "ordinary"."""
+        """Return "frozen" or "pruned" when the run did that to heads, or is to, else "ordinary"."""
         if self.result is not None:
             return str(self.result["arm"])
-        return "ordinary" if not self.events and not self.config.get("freeze") else "frozen"
+        if not self.events and (freeze := self.config.get("freeze")):
+            return MADE[freeze.get("operation", "freeze")]
+        return arm(frozen=self.frozen_heads, pruned=self.pruned_heads, events=self.events)
 
     @property
     def num_heads(self) -> int:
-        """Return how many heads the whole model has, frozen ones included."""
+        """Return how many heads the whole model has, frozen and pruned ones included."""
         model = self.config.get("model") or {}
         return int(model.get("num_layers", 0)) * int(model.get("num_heads", 0))
 
     @property
     def frozen_heads(self) -> list[list[int]]:
         """Return every head frozen in the final model, `[[layer, head], ...]`; the events' until the run ends."""
+        return self._heads_of("heads", "frozen")
+
+    @property
+    def pruned_heads(self) -> list[list[int]]:
+        """Return every head pruned in the final model in the same way."""
+        return self._heads_of("pruned", "pruned")
+
+    @property
+    def edited_heads(self) -> list[list[int]]:
+        """Return every head frozen or pruned in the final model in the same way."""
+        return sorted(self.frozen_heads + self.pruned_heads)
+
+    @property
+    def heads_in_words(self) -> str:
+        """Return how many heads of the final model are what: "36 frozen", "24 frozen, 12 pruned"."""
+        counts = {"frozen": len(self.frozen_heads), "pruned": len(self.pruned_heads)}
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or f"0 {MADE['freeze']}"
+
+    def _heads_of(self, name: str, made: str) -> list[list[int]]:
         provenance = (self.result or {}).get("provenance") or {}
-        return [list(head) for head in provenance.get("heads") or heads_in_force(self.events)]
+        return [list(head) for head in provenance.get(name) or heads_in_force(self.events, made)]
 
     @property
     def freeze_update(self) -> int | None:
-        """Return the update after which heads were first frozen, or None."""
+        """Return the update after which heads were first frozen or pruned, or None."""
         intervention = (self.result or {}).get("intervention") or {}
         update = intervention.get("update", self.events[0].update if self.events else None)
         return None if update is None else int(update)
 
     @property
     def last_change(self) -> int | None:
-        """Return the update after which heads were last frozen or made live again, or None."""
+        """Return the update after which heads were last frozen, pruned or made live again, or None."""
         updates = [event.update for event in self.events if event.update is not None]
         return max(updates, default=self.freeze_update)
 
@@ -148,7 +169,7 @@ class RecordedRun:
             )
         gone = [name for name in _recorded(self.result) if not (self.folder / name).is_file()]
         lacking += [f"{name}: the file is missing" for name in gone if name != EVENTS]
-        if self.frozen_heads and not self.events:
+        if self.edited_heads and not self.events:
             lacking.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
         return lacking
 

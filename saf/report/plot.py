@@ -51,16 +51,20 @@ def colour(name: str, scheme: int) -> str:
     return re.findall(rf"--{name}:\s*([^;]+);", sheet)[scheme].strip()
 
 
+def arm_rules(arms: Sequence[str], scheme: int) -> str:
+    """Return the rules that give arms their colours."""
+    return "".join(f".{arm}{{stroke:{colour(arm, scheme)}}}.{arm}-text{{fill:{colour(arm, scheme)}}}" for arm in arms)
+
+
 def label(x: float, y: float, content: str, *, css: str, anchor: str = "start") -> str:
     """Return a line of text."""
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html(content)}</text>'
 
 
 def _rules(scheme: int) -> str:
-    arms = [f".{arm}{{stroke:{colour(arm, scheme)}}}.{arm}-text{{fill:{colour(arm, scheme)}}}" for arm in _ARMS]
     words = f"text{{fill:{colour('soft', scheme)}}}.title,.name{{fill:{colour('ink', scheme)}}}"
     lines = f".rule{{stroke:{colour('rule', scheme)}}}.event{{stroke:{colour('ink', scheme)};stroke-dasharray:2 3}}"
-    return f"{''.join(arms)}{words}.paper{{fill:{colour('paper', scheme)}}}{lines}"
+    return f"{arm_rules(_ARMS, scheme)}{words}.paper{{fill:{colour('paper', scheme)}}}{lines}"
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,10 @@ def _row(what: str, where: str, by_rate: Mapping[float, Finding]) -> list[str | 
 
 
 def _of_runs(source: Cell, runs: Sequence[RecordedRun]) -> Iterator[Finding]:
-    """Yield the change of perplexity of each frozen arm that was compared with the folder's ordinary one."""
+    """Yield the change of perplexity of each arm that froze heads and was compared with the folder's ordinary one."""
     for comparison in compare_all(runs, arm_names(runs)):
         run, record = comparison.frozen, comparison.record
-        if record is None or not run.num_heads:
+        if record is None or not run.num_heads or run.pruned_heads:
             continue
         settings, train = run.config.get("settings") or {}, run.config.get("train") or {}
         model, length, rate = settings.get("model"), train.get("length"), len(run.frozen_heads) / run.num_heads

@@ -37,7 +37,11 @@ class Freeze:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune(Freeze):
-    """Propose to remove heads altogether, chosen the same way; no run carries that out yet."""
+    """Propose to remove heads altogether, chosen the same way.
+
+    A run whose settings say to prune takes each proposal to freeze for one of these, so that schedules propose to
+    freeze and work for both.
+    """
 
     kind: ClassVar[str] = "prune"
 

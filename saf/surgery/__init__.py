@@ -7,10 +7,11 @@ what was done to heads; `rows` and `optimizer` move weights and moments; `state`
 from saf.surgery.edit import check_editable
 from saf.surgery.install import install_, pattern_parameters
 from saf.surgery.prune import prune_
-from saf.surgery.state import apply_, load_weights_, restore_, state_of, weight_sums
+from saf.surgery.state import adopt_, apply_, load_weights_, resize_, restore_, state_of
 from saf.surgery.undo import finalize_, uninstall_
 
 __all__ = [
+    "adopt_",
     "apply_",
     "check_editable",
     "finalize_",
@@ -18,8 +19,8 @@ __all__ = [
     "load_weights_",
     "pattern_parameters",
     "prune_",
+    "resize_",
     "restore_",
     "state_of",
     "uninstall_",
-    "weight_sums",
 ]

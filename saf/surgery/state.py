@@ -1,13 +1,14 @@
 """The frozen heads of a model as plain data: what checkpoints and sidecars store beside the weights, and its way back.
 
 `state_of` makes it. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_` freezes a
-model that has its weights. `weight_sums` tell the weights that were saved from others.
+model that has its weights, whose sums tell the weights that were saved from others. Of weights that a library fills in
+by itself, `resize_` is what comes before and `adopt_` what comes afterwards.
 """
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Removed, Site, adapter_for
+from saf.adapters.description import SCHEMA, Sums, described, weight_sum
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
-from saf.heads import EDITED, HeadLayout
+from saf.heads import BIAS, EDITED, HeadLayout, role_of
 from saf.ops.backends import choose_backend
 from saf.ops.frozen_layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
 from saf.surgery.edit import LayerEdit, absent_rows, carry_out_, editing, plan_edit, value_dtypes
 from saf.surgery.rows import replace_data_
 
-SCHEMA = "saf.heads/1"
-Sums = dict[str, dict[str, str]]
-"""dtype and SHA-256 of one layer's projections, by role."""
-
 
 def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what `restore_` needs: values for JSON, and tensors for safetensors.
-
-    The heads of a layer whose patterns are trained are listed as `trainable`; their logits are those of this moment.
-    Tensors are `layer.head.alpha`, `.rho` (or `.weights`) and the rows kept for undoing, `layer.head.removed.role.*`;
-    with grouped queries the head of keys and values is a KV head.
-    """
-    layers, tensors = [], {}
-    for number, site in enumerate(adapter_for(model).sites()):
-        frozen = site.frozen
-        patterns = dict(zip(site.layout.frozen, [] if frozen is None else frozen.patterns, strict=True))
-        layers.append(
-            {
-                "num_heads": site.layout.num_heads,
-                "num_kv_heads": site.layout.num_kv_heads,
-                **{kind: list(getattr(site.layout, kind)) for kind in EDITED},
-                "trainable": [head for head, one in patterns.items() if one.trainable],
-                "backend": None if frozen is None else frozen.backend,
-            }
-        )
-        for head, pattern in patterns.items():
-            tensors |= {f"{number}.{head}.{name}": part.cpu().contiguous() for name, part in pattern.state().items()}
-        for role, of in site.removed.items():
-            for head, rows in of.items():
-                prefix = f"{number}.{head}.removed.{role}."
-                tensors |= {prefix + name: tensor.contiguous() for name, tensor in rows.items()}
-    return {"schema": SCHEMA, "layers": layers}, tensors
+    """Return what `restore_` needs: values for JSON, and tensors for safetensors; see `saf.adapters.description`."""
+    return described(adapter_for(model).sites())
 
 
 @editing
@@ -68,11 +42,47 @@ def restore_(
     another schema or of another shape of model, or lacks a pattern; the model is unchanged then.
     """
     for number, edit in _planned(model, state, tensors, backend):
-        site = edit.site
-        for role, heads in edit.layout.rows.items():
-            parameter, dimension = site.projections()[role]
-            replace_data_(parameter, parameter.data.narrow(dimension, 0, len(heads) * site.head_dim).clone())
-        site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
+        _resize_(edit.site, edit.layout)
+        edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
+
+
+@editing
+def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayout]]:
+    """Give the weights of a model, perhaps on the meta device, the shapes that those of `state_of` have.
+
+    The first half of what `restore_` does, for weights that are filled in between; `adopt_` is the second one. Returns
+    the layers whose heads were edited, with their layouts. Raises CheckpointError as `restore_` does.
+    """
+    found = [
+        (site, layout)
+        for _, site, layer in matching_layers(model, state)
+        if not (layout := _layout(site, layer)).ordinary
+    ]
+    for site, layout in found:
+        site.check(layout)
+        _resize_(site, layout)
+    return found
+
+
+@editing
+def adopt_(
+    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
+) -> None:
+    """Give a model whose weights have the shapes of `resize_` the layout and the patterns of `state_of`."""
+    for number, edit in _planned(model, state, tensors, backend):
+        edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
+
+
+def _resize_(site: Site, layout: HeadLayout) -> None:
+    """Cut a layer's weights to the shapes that a layout has; which of their rows are left says nothing."""
+    for name, (parameter, dimension) in site.projections().items():
+        rows = len(layout.rows[role_of(name)]) * site.head_dim
+        replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
+
+
+def _layout(site: Site, layer: Mapping[str, Any]) -> HeadLayout:
+    """Return the layout that a layer's description tells of."""
+    return replace(site.layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED})
 
 
 def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
@@ -93,7 +103,7 @@ def _planned(
     edits, layers = [], matching_layers(model, state)
     backends = {} if backend else recorded_backends(layers)
     for number, site, layer in layers:
-        layout = replace(site.layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED})
+        layout = _layout(site, layer)
         if not layout.ordinary:
             trained = layer.get("trainable", ())
             patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
@@ -112,7 +122,7 @@ def apply_(
     Without `backend` each layer has the one that it was saved with, see `recorded_backends`.
 
     Rows kept for undoing are those that were saved. The model's attention weights should be the saved ones, too. Where
-    those rows, or the sums of the weights that stay (`weight_sums`, as `weights` of each layer; earlier files have
+    those rows, or the sums of the weights that stay (`sums_of`, as `weights` of each layer; earlier files have
     none), tell that they are not, a warning names them and says to load the others. Raises CheckpointError for another
     schema or shape of model; it is unchanged then.
     """
@@ -172,7 +182,7 @@ def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
                 )
             narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
             if not torch.equal(own.to(narrower), kept.to(narrower)):
-                found.add(role)
+                found.add(role_of(role))
     return found
 
 
@@ -181,17 +191,6 @@ def _listed(differing: dict[int, set[str]], most: int = 3) -> str:
     listed = [f"layer {number}: {', '.join(sorted(roles))}" for number, roles in differing.items() if roles]
     more = [f"and {len(listed) - most} more"] if len(listed) > most else []
     return "; ".join(listed[:most] + more)
-
-
-def weight_sums(model: nn.Module) -> list[Sums]:
-    """Return the sums of every layer's projections as they are: without removed rows, heads in slot order."""
-    return [
-        {
-            role: {"dtype": str(weight.dtype).removeprefix("torch."), "sha256": _sum(weight)}
-            for role, (weight, _) in site.projections().items()
-        }
-        for site in adapter_for(model).sites()
-    ]
 
 
 def differing_roles(site: Site, sums: Sums) -> set[str]:
@@ -203,14 +202,9 @@ def differing_roles(site: Site, sums: Sums) -> set[str]:
     for role, recorded in sums.items():
         weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
         comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
-        if comparable and _sum(weight.to(dtype)) != recorded["sha256"]:
-            found.add(role)
+        if comparable and weight_sum(weight.to(dtype)) != recorded["sha256"]:
+            found.add(role_of(role))
     return found
-
-
-def _sum(weight: Tensor) -> str:
-    """Return the SHA-256 of a weight's bytes."""
-    return hashlib.sha256(weight.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) -> Removed:
@@ -218,11 +212,11 @@ def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) 
     whole = HeadLayout(layout.num_heads, layout.num_kv_heads)
     removed: dict[str, dict[int, dict[str, Tensor]]] = {}
     for role, heads in absent_rows(whole, layout).items():
-        for head in heads:
-            prefix = f"{number}.{head}.removed.{role}."
+        for head, each in product(heads, (role, role + BIAS)):
+            prefix = f"{number}.{head}.removed.{each}."
             rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             if "weight" in rows:
-                removed.setdefault(role, {})[head] = rows
+                removed.setdefault(each, {})[head] = rows
     return removed
 
 

@@ -1,30 +1,69 @@
-"""What a run does when its schedule proposes an event: freeze heads, or make them live again, and record it.
+"""What a run does when its schedule proposes an event: freeze or prune heads, or make them live again, and record it.
 
 `CARRY_OUT` holds one function a kind of event. Each changes the model and its optimiser between two updates and returns
 what is recorded; the controller losses around it, the new graphs and the line of events.jsonl are the same for all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from saf.calibration import QKGradient, plan_calibration
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError
 from saf.freezing.choice import scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
-from saf.heads import Head, HeadSet
+from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine.execution import Execution
+from saf.machine.processes import agreed
 from saf.machine.stopwatch import Stopwatch
 from saf.ops.backends import choose_backend
-from saf.schedules import Event, Freeze, Outcome, Proposer, Prune, Undo
+from saf.records.events import EventRecord
+from saf.schedules import Event, Freeze, Outcome, Proposer, Prune, Schedule, Undo
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
 from saf.train.run import GRADIENT, Run
+
+
+class Settings(Protocol):
+    """Say what of its settings decides whose heads are frozen, and when: `TrainConfig` has them."""
+
+    freeze: FreezeConfig | None
+    schedule: Schedule | None
+
+
+class Trained(Protocol):
+    """Say what an event asks of whoever trains: a `Run`, or a Trainer of transformers with its callback."""
+
+    model: Any
+    updater: Any
+    """Its `optimizer`, and the `gradient` average that scores may read, or None."""
+    task: Any
+    """Its `calibration()` and `heldout()` sequences."""
+    execution: Execution
+
+    @property
+    def config(self) -> Settings:
+        """Return the settings."""
+        ...
+
+    @property
+    def update(self) -> int:
+        """Return how many updates are done."""
+        ...
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """Return the events carried out so far."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Show people a line."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +71,15 @@ class Change:
     """Hold what an event changed, as it is recorded."""
 
     heads: HeadSet
-    """The heads it froze, or made live again."""
+    """The heads it froze, pruned, or made live again."""
     summary: str
     """The same in words, for people."""
     seconds: dict[str, float]
     """What its parts cost."""
     lowest_score: float | None = None
-    """Lowest score among the heads of a freeze."""
+    """Lowest score among the heads frozen or pruned."""
     deferred: tuple[Head, ...] = ()
-    """Heads that a freeze chose for later events."""
+    """Heads chosen for later events."""
     values: dict[str, Any] = field(default_factory=dict)
     """What its kind adds to the line of events.jsonl."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -49,18 +88,25 @@ class Change:
 def carry_out_due_(run: Run, *, saved: bool = False) -> None:
     """Carry out the events that are due, after a checkpoint of the state before them (unless `saved`: it is there).
 
-    The place in the training data does not move. Raises UnsupportedError for an event that runs cannot carry out, and
-    what `freeze_` and `uninstall_` raise; that event is not recorded then.
+    The place in the training data does not move. Raises what `freeze_` and `uninstall_` raise; that event is not
+    recorded then.
     """
     proposer, carried_out = run.proposer, 0
     while proposer and (events := proposer.propose(run.update)):
         if not (saved or carried_out):
             run.save()
         for event in events:
-            proposer.done(event, _carry_out_(run, event))
+            proposer.done(event, _carry_out_(run, meant(event, run.config)))
             carried_out += 1
         if not (run.config.track_gradients or reads_gradient(run.config, proposer)):
             run.updater.gradient = None
+
+
+def meant(event: Event, config: Settings) -> Event:
+    """Return the event that a proposal stands for: a schedule proposes to freeze, the settings may say to prune."""
+    if type(event) is Freeze and config.freeze is not None and config.freeze.operation == Prune.kind:
+        return Prune(**vars(event))
+    return event
 
 
 def event_due(run: Run) -> bool:
@@ -71,15 +117,16 @@ def event_due(run: Run) -> bool:
 def _carry_out_(run: Run, event: Event) -> Outcome:
     """Carry one event out and record it, with the controller loss before and after."""
     before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
-    with run.clock("intervention"):
-        change = CARRY_OUT[event.kind](run, event)
+    with run.clock("intervention"), run.updater.parallel.whole(everywhere=True, moments=True):
+        with agreed():
+            change = CARRY_OUT[event.kind](run, event)
         run.updater.compile_()
     after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
     losses = {"loss_before": before, "loss_after": after}
     values = {**losses, "seconds": change.seconds, **change.values}
     with run.clock("intervention"):
         number = run.record_event(event, change.heads, values, change.tensors)
-    seconds = sum(change.seconds.values())
+    seconds = run.updater.parallel.first(sum(change.seconds.values()))
     run.say(f"{change.summary}; took {seconds:.1f} s")
     return Outcome(
         number=number,
@@ -91,8 +138,8 @@ def _carry_out_(run: Run, event: Event) -> Outcome:
     )
 
 
-def _freeze_(run: Run, event: Freeze) -> Change:
-    """Freeze the event's share of heads by the recipe that the run's settings describe."""
+def _freeze_(run: Trained, event: Freeze) -> Change:
+    """Freeze or prune the event's share of heads by the recipe that the run's settings describe."""
     freeze = run.config.freeze
     assert freeze is not None
     batches = run.task.calibration()
@@ -122,7 +169,11 @@ def _freeze_(run: Run, event: Freeze) -> Change:
 
 
 def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
-    """Return the settings that an event freezes by: those of the run, but for what the event says itself."""
+    """Return the settings that an event freezes or prunes by: those of the run, but for what the event says itself.
+
+    Raises InputError for one that prunes in a run whose settings say something of patterns.
+    """
+    freeze = replace(freeze, operation=event.kind)
     if event.among is not None:
         # Conditions on all heads were kept when these were chosen; named heads are refused where one does not fit.
         named = {"heads": event.among} if freeze.heads is not None else {"only": event.among, "count": len(event.among)}
@@ -133,35 +184,28 @@ def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
     return freeze if event.count is None else replace(freeze, count=event.count)
 
 
-def _undo_(run: Run, event: Undo) -> Change:
-    """Make the heads of an earlier freeze of this run live again, with the rows and moments that they had then."""
-    frozen = {record.number: record for record in run.events if record.kind == Freeze.kind}
-    if event.event not in frozen:
-        raise InputError(f"a run undoes a freeze of its own, one of events {sorted(frozen)}; got event {event.event}")
-    heads = HeadSet.from_list(frozen[event.event].heads)
+def _undo_(run: Trained, event: Undo) -> Change:
+    """Make the heads of an earlier event of this run live again, with the rows and moments that they had then."""
+    done = {record.number: record for record in run.events if record.kind in (Freeze.kind, Prune.kind)}
+    if event.event not in done:
+        raise InputError(f"a run undoes an event of its own, one of {sorted(done)}; got event {event.event}")
+    heads = HeadSet.from_list(done[event.event].heads)
     watch = Stopwatch(run.execution.device)
     with watch("uninstall"):
         uninstall_(run.model, heads, optimizer=run.updater.optimizer)
-    summary = f"{len(heads)} heads frozen by event {event.event} are live again"
+    summary = f"{len(heads)} heads {done[event.event].made} by event {event.event} are live again"
     return Change(heads=heads, summary=summary, seconds=watch.seconds, values={"undoes": event.event})
 
 
-def _prune_(run: Run, event: Prune) -> Change:
-    """Refuse: this is where removing heads plugs in."""
-    raise UnsupportedError(
-        f"a run cannot prune heads yet, as was proposed after update {run.update}; choose a schedule that freezes them"
-    )
-
-
-CARRY_OUT: Mapping[str, Callable[[Run, Any], Change]] = {
+CARRY_OUT: Mapping[str, Callable[[Trained, Any], Change]] = {
     Freeze.kind: _freeze_,
+    Prune.kind: _freeze_,
     Undo.kind: _undo_,
-    Prune.kind: _prune_,
 }
 """What carries an event out, by its kind."""
 
 
-def check_freeze(config: TrainConfig, execution: Execution) -> None:
+def check_freeze(config: Settings, execution: Execution) -> None:
     """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
     freeze, schedule = config.freeze, config.schedule
     if freeze is None:
@@ -174,12 +218,31 @@ def check_freeze(config: TrainConfig, execution: Execution) -> None:
                 "every event; leave them out (only and exclude may be given), or choose another schedule"
             )
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
-    choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
+    if freeze.operation == Freeze.kind:
+        choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
     if unknown := sorted(freeze.needs - HOW_TO_COLLECT.keys()):
         raise InputError(
             f"score {score_name(freeze.score)!r} needs {', '.join(unknown)}, which a run cannot give; "
             f"it gives {', '.join(sorted(HOW_TO_COLLECT))}"
         )
+
+
+def start_proposer(
+    settings: Settings, layouts: Sequence[HeadLayout], *, updates: int, state: dict[str, Any] | None
+) -> Proposer | None:
+    """Return the schedule's state machine, where training of this `state` left it; None without freezing."""
+    if settings.freeze is None or settings.schedule is None:
+        return None
+    heads = sum(layout.num_heads for layout in layouts)
+    live = sum(layout.num_live for layout in layouts)
+    asked = settings.freeze.requested(heads)
+    # Where training goes on, its own events froze some of the live heads that it began with; the state tells how many.
+    limit = min(asked, live) if state is None else asked
+    proposer = settings.schedule.start(updates=updates, heads=heads, limit=limit)
+    if state is not None:
+        # Earlier checkpoints kept a schedule's name as "schedule".
+        proposer.load_state_dict({"name": state["schedule"], **state} if "schedule" in state else state)
+    return proposer
 
 
 def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient | None:

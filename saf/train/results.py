@@ -6,13 +6,15 @@ import warnings
 from statistics import fmean, quantiles
 from typing import Any
 
+from saf.adapters import adapter_for
 from saf.errors import InputError, SafWarning
-from saf.records.events import EVENTS, EventRecord, heads_in_force
+from saf.heads import EDITED
+from saf.records.events import EVENTS, EventRecord, arm, heads_in_force
 from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
 from saf.records.result import result_header
 from saf.records.run import RECORDS
-from saf.surgery import pattern_parameters, state_of
+from saf.surgery import pattern_parameters
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
 from saf.train.config import TrainConfig
 from saf.train.run import Run
@@ -44,7 +46,7 @@ def finish(run: Run) -> dict[str, Any]:
     if run.config.freeze is not None and intervention is None:
         warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=3)
     last = metrics[-max(1, min(100, run.config.updates // 20)) :]
-    frozen = _frozen_heads(run)
+    frozen, pruned = (_heads(run, kind) for kind in EDITED)
     head = result_header(
         "run",
         run.config.to_dict(),
@@ -60,12 +62,13 @@ def finish(run: Run) -> dict[str, Any]:
         "config_hash": config_hash(read_json(folder / "config.json")),
         "patterns_hash": _patterns_hash(events),
         "heads": frozen,
+        "pruned": pruned,
         "seed": run.config.seed,
         "files": {name: file_hash(folder / name) for name in RECORDS if (folder / name).is_file()},
     }
     result = {
         **head,
-        "arm": "frozen" if intervention or frozen else "ordinary",
+        "arm": arm(frozen=frozen, pruned=pruned, events=events),
         "updates": run.update,
         "tokens": run.tokens,
         "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
@@ -97,9 +100,9 @@ def warn_of_gaps(run: Run) -> None:
 
 def _why_nothing_froze(run: Run) -> str:
     """Say why a run that was to freeze heads had no event."""
-    if _frozen_heads(run):
+    if any(_heads(run, kind) for kind in EDITED):
         return (
-            f"{run.folder} has lost {EVENTS}: heads are frozen, but what was measured, chosen and fitted is not known"
+            f"{run.folder} has lost {EVENTS}: heads are frozen or pruned, but what was measured and chosen is not known"
         )
     ended, moment = f"the run ended after update {run.update}", run.config.freeze_update
     if moment is None:
@@ -155,9 +158,9 @@ def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, 
 def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
     """Return what a run's events did together, at least one of them.
 
-    That is after which update the first one came, how many there were, which heads they left frozen, what their parts
-    cost in seconds, and the controller losses before the first and after the last one (None where no run measured
-    them).
+    That is after which update the first one came, how many there were, which heads they left frozen or pruned, what
+    their parts cost in seconds, and the controller losses before the first and after the last one (None where no run
+    measured them).
     """
     seconds: dict[str, float] = {}
     for event in events:
@@ -194,6 +197,6 @@ def _branch_hash(run: Run) -> str | None:
     return checkpoint_hash(path) if path is not None and (path / MANIFEST).is_file() else None
 
 
-def _frozen_heads(run: Run) -> list[list[int]]:
-    layers = state_of(run.model)[0]["layers"]
-    return [[number, head] for number, layer in enumerate(layers) for head in layer["frozen"]]
+def _heads(run: Run, kind: str) -> list[list[int]]:
+    """Return the model's frozen or pruned heads."""
+    return adapter_for(run.model).heads(kind).to_list()

@@ -10,6 +10,7 @@ from typing import IO, Any
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.machine.processes import done_once
+from saf.machine.stopwatch import untimed_updates
 from saf.models import GPT
 from saf.records.events import EventRecord, append_event, read_events
 from saf.schedules import Event, Proposer
@@ -95,8 +96,7 @@ class Run:
         """
         begin = max(self.start, self.heads_changed or 0, self.config.freeze_update or 0)
         begin = begin if begin < self.config.updates else self.start
-        # Ten updates, or a quarter of a short run's: the allocator and the kernels' caches have grown by then.
-        return begin + 1 + min(10, (self.config.updates - begin) // 4)
+        return begin + 1 + untimed_updates(self.config.updates - begin)
 
     def next_learning_rate(self) -> float:
         """Return the learning rate of the update to come."""
@@ -117,7 +117,8 @@ class Run:
         """Return the share of the allowance that is used once the next update is done."""
         assert self.allowance is not None
         expected = self.updater.expected_seconds
-        return self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
+        used = self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
+        return self.updater.parallel.first(used)  # clocks differ, and all must stop at the same update
 
     def say(self, text: str) -> None:
         """Show people a line about this moment of the run."""
@@ -126,7 +127,7 @@ class Run:
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
         """Return the task's controller loss, nats per target, and log it as `when`; of so many batches if given."""
-        with self.clock("monitoring"):
+        with self.clock("monitoring"), self.updater.parallel.whole():
             loss = done_once(lambda: self.task.controller_loss(self.model, self.execution, batches=batches))
             if self.observer:
                 self.observer.evaluated(self.update, loss, when)
@@ -150,7 +151,7 @@ class Run:
         path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
         if path.exists():
             return path
-        with self.clock(AFTERWARDS if final else "checkpoints"):
+        with self.clock(AFTERWARDS if final else "checkpoints"), self.updater.parallel.whole(moments=True):
             state = {
                 "update": self.update,
                 "tokens": self.tokens,

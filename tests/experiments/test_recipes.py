@@ -1,10 +1,13 @@
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
-from saf.cli import main
+from saf.cli import analyze, bench, main
 from saf.experiments.columns import COLUMNS
+from saf.experiments.execution import flag_words
+from saf.experiments.measuring import Given, plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import SCALES, open_recipes
 from saf.freezing.config import FreezeConfig
@@ -15,7 +18,7 @@ from saf.train.config import TrainConfig
 RECIPES = open_recipes()
 
 
-def as_config(flags) -> TrainConfig:
+def as_config(flags, *, matched: bool = False) -> TrainConfig:
     """The settings of a run as Python has them, so that every name and value is checked."""
     values = {name: value for name, value in flags.items() if "." not in name}
     freeze = {name.removeprefix("freeze."): value for name, value in flags.items() if name.startswith("freeze.")}
@@ -24,8 +27,11 @@ def as_config(flags) -> TrainConfig:
         name.rpartition(".")[2]: value for name, value in flags.items() if name.startswith(f"schedule.{kind}.")
     }
     assert len(values) + len(freeze) + len(of_schedule) + (kind is not None) == len(flags)
+    if "freeze_at" in values:
+        kind, of_schedule = "one_time", {"at": values.pop("freeze_at")}
     if kind is not None:
         values["schedule"] = SCHEDULES[kind](**of_schedule)
+    values |= {"parent": "parent", "match_time": "reference"} if matched else {}
     return TrainConfig(data="data", out="out", freeze=FreezeConfig(**freeze) if freeze else None, **values)
 
 
@@ -35,10 +41,24 @@ def test_every_recipe_plans_runs_whose_settings_can_be_used(scale):
     assert made.runs
     steps = {(run.parent, run.step) for run in made.runs.values()}
     for run in made.runs.values():
-        settings = as_config(run.settings)
+        settings = as_config(run.settings, matched=run.match is not None)
         assert settings.updates == run.updates
         for step in {step for parent, step in steps if parent == run.key}:
             assert step in settings.branch_updates or step == run.updates, run.title
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_measurement_is_a_command_whose_settings_can_be_used(scale):
+    measured = {name: recipe for name, recipe in RECIPES.items() if recipe.measurements}
+    made = plan(measured, SCALES[scale], data="data", seeds=(1,))
+    for each in plan_measurements(measured, made).planned.values():
+        command, kind = each.does.split()
+        classes = bench.COMMANDS if command == "bench" else analyze.COMMANDS
+        words = [str(Path("folder"))] * len(each.on)
+        for name, value in each.settings.items():
+            # Heads are read from a run's events when the command begins.
+            words += flag_words(name, "0:1" if isinstance(value, Given) else value)
+        classes[kind].from_words([*words, "--out", "record.json"])
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -55,12 +75,50 @@ def test_the_papers_numbers_are_in_its_text(name, shared):
     (paper,) = (shared / "seeds").glob("*.txt")
     text = paper.read_text()
     recipe = RECIPES[name]
-    assert f"label{{{recipe.source.label}}}" in text
+    for label in sources_of(recipe):
+        assert f"label{{{label}}}" in text
     for arm in recipe.arms:
         for number in arm.paper.values():
             plain = number.replace("\u2212", "-").replace(" ± ", r"\pm").replace("%", "")
             found = [plain, plain.lstrip("+-"), _in_seconds(plain)]
-            assert any(re.search(rf"(?<![\d.]){re.escape(form)}(?![\d])", text) for form in found if form), number
+            assert any(_stands_in(text, form) for form in found if form), number
+    for number in (number for each in recipe.measurements for number in each.numbers):
+        for plain in re.findall(r"\d[\d,.]*\d|\d", number.paper or ""):
+            assert _stands_in(text, plain), f"{number.title}: {number.paper}"
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+def listed() -> dict[str, set[str]]:
+    """The recipes that the document names for each label of the paper."""
+    rows = re.findall(r"^\| `((?:tab|fig):[\w-]+)` \|.*\|(.*)\|$", DOCUMENT.read_text(), flags=re.M)
+    assert len(rows) == len(dict(rows)), "a label stands once"
+    return {label: set(re.findall(r"`(\w+)`", names)) for label, names in rows}
+
+
+def test_the_document_of_tables_names_every_recipe_where_it_belongs():
+    found = listed()
+    assert set().union(*found.values()) == set(RECIPES), "every recipe makes a table or figure"
+    for name, recipe in RECIPES.items():
+        for label in sources_of(recipe):
+            if label.startswith(("tab:", "fig:")):
+                assert name in found[label], f"docs/recipes.md does not name {name} beside {label}"
+
+
+def test_the_document_has_every_table_and_figure_of_the_paper(shared):
+    (paper,) = (shared / "seeds").glob("*.txt")
+    assert set(listed()) == set(re.findall(r"\\label\{((?:tab|fig):[\w-]+)\}", paper.read_text()))
+
+
+def sources_of(recipe) -> set[str]:
+    """The labels that a recipe says it answers."""
+    of_measurements = (each.source.label for each in recipe.measurements if each.source)
+    return {recipe.source.label, *recipe.also, *of_measurements}
+
+
+def _stands_in(text: str, number: str) -> bool:
+    return re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", text) is not None
 
 
 def _in_seconds(number: str) -> str | None:
@@ -101,3 +159,17 @@ def test_what_cannot_run_is_said_before_anything_runs(tmp_path, capsys):
     assert main(["run", "timing", "--scale", "paper", "--dry-run"]) == 0
     assert "21 runs" in capsys.readouterr().out
     assert main(["run", "timing", "--jobs", "0", "--scale", "smoke", "--store", str(tmp_path / "s")]) == 2
+
+
+def test_the_smoke_scale_measures_what_it_trained(tmp_path, capsys):
+    store = tmp_path / "store"
+    asked = ["run", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]
+    assert main(asked) == 0
+    shown = capsys.readouterr()
+    assert "1 of 1 measurements" in shown.err
+    assert re.search(r"heads in both +│ +\d\.\d │ 30 to 31 of 36", shown.out)
+    assert main([*asked, "--dry-run"]) == 0
+    assert "saf analyze stability" in capsys.readouterr().out
+    shutil.rmtree(store / "runs")
+    assert main(["report", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]) == 0
+    assert "expected by chance" in capsys.readouterr().out

@@ -65,8 +65,15 @@ def gelu_results() -> dict:
 
 @pytest.fixture(scope="session")
 def convolution_results() -> dict:
-    """Results of every case of the causal convolution by name."""
-    return run_worker("kernel_worker.py", "toeplitz.convolution_cases", interpret=not has_gpu())
+    """Results of every case of the causal convolution and of gradients of logits by name."""
+    areas = "toeplitz.convolution_cases", "toeplitz.trained_cases"
+    return run_worker("kernel_worker.py", *areas, interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
+def trained_results(convolution_results) -> dict:
+    """Results of every case of gradients of logits by name, from the same process."""
+    return convolution_results
 
 
 @pytest.fixture(scope="session")

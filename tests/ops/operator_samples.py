@@ -21,6 +21,8 @@ def registered() -> set[str]:
     for module in pkgutil.iter_modules(saf.ops.__path__):
         if not module.ispkg:
             import_module(f"saf.ops.{module.name}")
+    for name in ("gelu", "loss"):
+        import_module(f"saf.ops.decoder.{name}")
     if has_triton():
         import_module("saf.ops.fused.launch")
     names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("saf::")}
@@ -56,7 +58,7 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
         "fused_backward": [backward for _, backward in fused],
         **({"fused_visible": visible_samples(fused)} if "fused_visible" in registered() else {}),
         "pattern_tables": [(logits.alpha.float(), logits.rho.float(), length, dtype) for length in (48, 40)],
-        "pattern_gradient": [(*(draw(3, 2, 48, 16) for _ in range(4)), *tables[1:], 60)],
+        "pattern_gradient": [(draw(3, 2, 48, 16), draw(3, 2, 48, 16), *tables, 60)],
         "softmax_gradient_": [(draw(5, 11), labels, torch.tensor(4, device=device))],
         "gelu": [(draw(3, 40),), (draw(2, 3, 40).transpose(0, 1),)],
         "gelu_backward_": [(draw(3, 40), draw(3, 40))],

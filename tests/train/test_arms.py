@@ -23,7 +23,7 @@ RESULT_KEYS = {
     "unigram_entropy", "update_seconds", "peak_memory_bytes", "time", "lacks", "intervention", "provenance",
 }  # fmt: skip
 PROVENANCE_KEYS = {
-    "source_hash", "checkpoints", "data", "config_hash", "patterns_hash", "heads", "seed", "files",
+    "source_hash", "checkpoints", "data", "config_hash", "patterns_hash", "heads", "pruned", "seed", "files",
     "versions", "device", "commit", "command", "date",
 }  # fmt: skip
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saf.bench.harness.synthetic import ROTARY_BASE, synthetic_patterns
+from saf.bench.harness.synthetic import synthetic_patterns
 from saf.heads import HeadLayout
-from saf.models.rotary import Rotary, rotate
+from saf.models.rotary import BASE, Rotary, rotate
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.heads import flat_heads
 from saf.patterns import CompactPattern
@@ -139,7 +139,7 @@ def _autocast(device: torch.device, dtype: torch.dtype | None):
 def _rotated(x: Tensor) -> Tensor:
     """Rotate both halves of the channels of `x [B, H, T, D]` by angles computed in float64."""
     length, dim = x.shape[-2:]
-    frequency = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
+    frequency = BASE ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
     angle = torch.arange(length, dtype=torch.float64, device=x.device)[:, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)

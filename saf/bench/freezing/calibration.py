@@ -9,7 +9,7 @@ from saf.bench.freezing.dense import measure_dense
 from saf.bench.freezing.fits import Goals, measure_fits, read_goals
 from saf.bench.freezing.intervention import Event, Interventions, row_of
 from saf.bench.freezing.model import build, describe, sequences
-from saf.bench.freezing.settings import CalibrationSettings, points_of
+from saf.bench.freezing.settings import FEWEST, CalibrationSettings, points_of
 from saf.bench.freezing.tables import WARM, intervention_tables, overview, row_line
 from saf.bench.harness.environment import clean_process, empty_kernel_cache, environment
 from saf.bench.harness.kind import Benchmark
@@ -26,8 +26,6 @@ from saf.statistics import AttentionStatistics
 
 BARS = {("124m", 4096, 32): 2.0, ("1b", 8192, 16): 15.0}
 """Seconds that a warm intervention may take on a GPU, by model, context and sequences."""
-FEWEST = 3
-"""Warm interventions without which nothing is reported."""
 
 
 class CalibrationKind(Benchmark[CalibrationSettings]):

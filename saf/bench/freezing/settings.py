@@ -10,6 +10,8 @@ from saf.errors import InputError
 from saf.models import preset
 from saf.settings import documented
 
+FEWEST = 3
+"""Warm interventions without which nothing is reported: the fewest whose median one slow one does not move."""
 POINTS = {"tiny": (256, 16), "124m": (4096, 32), "774m": (4096, 32), "1b": (8192, 16)}
 """Context and sequences of each preset, where no points are given."""
 
@@ -53,7 +55,7 @@ class CalibrationSettings(BenchSettings):
         """Raise InputError naming the first field that cannot be used."""
         check_fields(self)
         rules = {
-            "repeats": (self.repeats >= 3, "at least 3"),
+            "repeats": (self.repeats >= FEWEST, f"at least {FEWEST}"),
             "batch_size": (self.batch_size >= 1, "at least 1"),
             "dense_layers": (self.dense_layers >= 0, "at least 0"),
             "rates": (all(0 < rate <= 1 for rate in self.rates), "shares in (0, 1]"),

@@ -28,11 +28,15 @@ def environment(device: torch.device, device_name: str) -> dict[str, Any]:
     return found
 
 
+DRIVER_SECONDS = 20
+"""How long the driver may take to say its version; one that hangs must not stop a benchmark. A round number."""
+
+
 def driver() -> str | None:
     """Return the NVIDIA driver's version; None when it cannot be asked."""
     question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(question, capture_output=True, text=True, check=True, timeout=20)
+        answer = subprocess.run(question, capture_output=True, text=True, check=True, timeout=DRIVER_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.split("\n")[0].strip() or None

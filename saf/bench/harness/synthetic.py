@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
+from saf.models.rotary import BASE
 from saf.patterns import CompactPattern
-
-ROTARY_BASE = 10_000.0
-"""That of the rotary positions whose ripple the made-up patterns imitate."""
 
 
 def synthetic_patterns(
@@ -16,9 +14,10 @@ def synthetic_patterns(
 
     `generator` lives on the CPU; normalisers are computed on `device`.
     """
+    # Round numbers that give this shape; no measured head has exactly these.
     position = torch.arange(length, dtype=torch.float64, device=device)
     slope, ripple, pair = torch.rand(3, count, 1, dtype=torch.float64, generator=generator).to(device)
-    frequency = ROTARY_BASE ** -(0.05 + 0.4 * pair)
+    frequency = BASE ** -(0.05 + 0.4 * pair)
     rho = -(0.3 + 0.9 * slope) * torch.log1p(position) + 0.3 * ripple * torch.cos(frequency * position)
     alpha = 0.1 * torch.randn(count, length, dtype=torch.float64, generator=generator).to(device)
     alpha[:, 0] += 3.0

@@ -13,6 +13,11 @@ MEASURED_SHARES = tuple(count / 12 for count in (8, 7, 3, 5, 2, 4, 2, 2, 1, 2, 0
 SMALLEST_SHARE = 0.01
 """What a layer of which none, or all, was taken counts as: its log odds are finite then."""
 
+_FURTHEST, _HALVINGS = 30.0, 100
+"""Log odds are moved by up to so much, 1e-13 from none or all, and the shift is halved until float64 ends it."""
+_ALMOST = 1e-6
+"""A count so close below a whole number is that number but for rounding."""
+
 
 def heads_per_layer(*, num_layers: int, num_heads: int, rate: float, placement: str) -> list[int]:
     """Return how many heads of each layer are frozen; they add up to `round(rate * num_layers * num_heads)`.
@@ -40,9 +45,9 @@ def _measured(layer: int, num_layers: int) -> float:
 
 def _scaled(shares: list[float], total: float) -> list[float]:
     """Shift all log odds by one number so that the shares add up to `total` layers."""
-    low, high = -30.0, 30.0
+    low, high = -_FURTHEST, _FURTHEST
     logits = [math.log(share / (1 - share)) for share in shares]
-    for _ in range(100):
+    for _ in range(_HALVINGS):
         shift = (low + high) / 2
         moved = [1 / (1 + math.exp(-(logit + shift))) for logit in logits]
         low, high = (shift, high) if sum(moved) < total else (low, shift)
@@ -51,7 +56,7 @@ def _scaled(shares: list[float], total: float) -> list[float]:
 
 def _whole(counts: list[float], total: int, most: int) -> list[int]:
     """Round to whole numbers of at most `most` that add up to `total`, largest remainders first."""
-    whole = [min(int(count + 1e-6), most) for count in counts]
+    whole = [min(int(count + _ALMOST), most) for count in counts]
     order = sorted(range(len(counts)), key=lambda layer: counts[layer] - whole[layer], reverse=True)
     while sum(whole) < total:
         for layer in order:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from saf.bench.harness.arms import FREE, Arm
+from saf.bench.harness.arms import FREE, PRUNED, Arm
 from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.measured import Record
 from saf.bench.harness.runner import Subject
@@ -123,6 +123,9 @@ def update_work(
 
     Activations between layers are not counted as traffic: how often they move is the compiler's choice.
     """
+    # An entry of a matrix: a multiplication and an addition, forward and for both gradients; 12 bytes a micro-batch:
+    # its 16 bits are read forward and backward and its float32 gradient is read and written; 28 bytes by AdamW, which
+    # reads weight, gradient and two moments and writes all but the gradient.
     matrices = sum(map(shape.layer_entries, layouts)) + shape.vocab_size * shape.hidden_size
     products = Work(6.0 * matrices * batch * length, 12.0 * matrices)
     mixing = layers_work(layouts, batch=batch, length=length, dim=shape.head_dim, backward=True, free=free)
@@ -175,9 +178,10 @@ class UpdateKind(ModelKind[UpdateSettings]):
 
     def quoted(self, row: Record) -> Quoted | None:
         """Return the paper's speedup of an update at the shape of a row."""
-        return paper.update_speed((row["model"], row["point"]["length"], row["point"]["batch_size"]), row["rate"])
+        point = (row["model"], row["point"]["length"], row["point"]["batch_size"])
+        return paper.update_speed(point, row["rate"], pruned=row["backend"] == PRUNED)
 
     def quoted_memory(self, record: Record, entry: Record) -> Quoted | None:
         """Return the paper's peak memory of an update at the shape of an entry."""
         point = (record["settings"]["model"], entry["point"]["length"], entry["point"]["batch_size"])
-        return paper.update_memory(point, entry["rate"])
+        return paper.update_memory(point, entry["rate"], pruned=entry["backend"] == PRUNED)

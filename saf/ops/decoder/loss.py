@@ -57,11 +57,13 @@ def known_labels(labels: Tensor, vocab_size: int) -> Tensor:
 
 CHUNK_LOGITS = 1 << 29
 """Logits held at once: a gigabyte of 16 bits, small beside a model in training; products stay large enough."""
+CHUNK_STEP = 256
+"""Tokens of a chunk are a multiple of this, so that products have whole blocks of rows; not measured against others."""
 
 
 def chunk_rows(vocab_size: int) -> int:
     """Return how many tokens' logits are held at once."""
-    return max(256, CHUNK_LOGITS // vocab_size // 256 * 256)
+    return max(CHUNK_STEP, CHUNK_LOGITS // vocab_size // CHUNK_STEP * CHUNK_STEP)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

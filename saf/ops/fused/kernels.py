@@ -112,7 +112,7 @@ def fused_forward_kernel(
         if state == 1:
             o_r = tl.arange(0, BM)[:, None]
             o_c = tl.arange(0, BN)[None, :]
-            b_z = tl.load(log_z_ptr + slot * pattern_stride + o_m, mask=o_m < T, other=0.0)
+            b_z = tl.load(log_z_ptr + slot * pattern_stride + o_m, mask=o_m < T, other=float("inf"))
             band_ptr += slot * band_stride
             for n0 in tl.range(0, hi, BN, num_stages=STAGES):
                 o_n = n0 + tl.arange(0, BN)
@@ -220,7 +220,8 @@ def _compact_keys(
     for m0 in tl.range((n0 // BM) * BM, T, BM, num_stages=STAGES):
         o_m = m0 + tl.arange(0, BM)
         b_rho = band_tile(p_band, band_shift_stride, query, key, PAD + m0 - n0)
-        b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=0.0)
+        # Rows beyond T: +inf makes their weights zero; unnormalised ones may be infinite, and their gradients are zero.
+        b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
         b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
         b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
         b_dv = add_product(b_dv, b_p, b_grad, PRECISION)

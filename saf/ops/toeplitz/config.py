@@ -162,6 +162,16 @@ class Config:
 
 CACHED = 32 << 20
 """Bytes of input that programs running together may share: about half of a data-centre GPU's second-level cache."""
+PROCESSORS = 132
+"""Multiprocessors of an H200: fewer programs than these leave some idle."""
+SCALED_IN_TILE = 1024
+"""Positions up to which inputs are scaled in the tile: there it took 47 us where a launch of its own took 51, and at
+4,096 positions 128 where that took 99."""
+FOLDED = 32_768
+"""Positions beyond which blocks of a single sequence's output go two by two: 1,457 us instead of 1,920 at 65,536, and
+a draw here."""
+WIDE_FROM = 4096
+"""Positions beyond which blocks are 256 columns wide: here they gained with four heads and lost with fewer."""
 FULL_PRECISION = Config(
     tables="shifted", prescale="tile", block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2
 )
@@ -206,18 +216,24 @@ def choose_config(
 
 
 def _by_shape(length: int, columns: int, heads: int, dtype: torch.dtype, descriptors: bool) -> Config:
-    """Return blocks, where the scaling goes and how deep the pipeline is."""
+    """Return blocks, where the scaling goes and how deep the pipeline is.
+
+    The numbers without a name lie between shapes for which one way and shapes for which another was the fastest of
+    those tried; where between them the ways are even was not measured.
+    """
     rows = -(-length // 128)
     programs = rows * -(-columns // 128) * heads
-    if length <= 1024 and (short := _scaled_in_tile(length, columns, programs, dtype)):
+    if length <= SCALED_IN_TILE and (short := _scaled_in_tile(length, columns, programs, dtype)):
         return short
-    if columns <= 64 and columns % 8 == 0 and length > 32768 and descriptors:
+    if columns <= 64 and columns % 8 == 0 and length > FOLDED and descriptors:
         return Config(num_warps=8, num_stages=4, fold=2, loads="descriptor")
-    if (columns <= 64 and length > 2048 and rows * heads > 96) or (columns > 128 and length <= 2048 and programs < 132):
+    if (columns <= 64 and length > 2048 and rows * heads > 96) or (
+        columns > 128 and length <= 2048 and programs < PROCESSORS
+    ):
         return Config(block_n=64, num_stages=5)
     if columns <= 64 or (columns <= 128 and length <= 4096):
         return Config(block_m=64, block_n=64, block_k=128)
-    if columns > 128 and length > 4096 and rows * -(-columns // 256) * heads >= 256:
+    if columns > 128 and length > WIDE_FROM and rows * -(-columns // 256) * heads >= 256:
         return Config(block_n=256, num_warps=8)
     # Few programs: one a multiprocessor, its loads further ahead; more of them: two that take turns. Long sums of a
     # single column block gain from loads further ahead all the same: 6 heads of 16384 positions and 128 columns took

@@ -36,8 +36,8 @@ def _check_operands(x: Tensor, out: Tensor, precision: str) -> None:
     """Raise InputError unless input, output and precision can be used."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InputError(f"x must be bfloat16, float16 or float32, got {x.dtype}; use another backend")
-    if out.shape != x.shape or out.dtype != x.dtype:
-        raise InputError(f"out must be {tuple(x.shape)} {x.dtype}, got {tuple(out.shape)} {out.dtype}")
+    if out.shape != x.shape or out.dtype not in (x.dtype, torch.float32):
+        raise InputError(f"out must be {tuple(x.shape)} {x.dtype} or float32, got {tuple(out.shape)} {out.dtype}")
     if x.numel() and (x.stride(3) != 1 or out.stride(3) != 1):
         raise InputError("the channels of x and out must have stride 1; pass x.contiguous()")
     if precision not in PRECISIONS:
@@ -243,12 +243,13 @@ def toeplitz_matmul(
         pre: [F, L] float32, scales the input.
         post: [F, L] float32, scales the output.
         transpose: multiply by the transpose (the gradient with respect to the input of the other direction).
-        out: [B, F, T, D] view to write into, unit stride in D; default: new memory laid out as [B, T, F, D].
+        out: [B, F, T, D] view to write into, unit stride in D, of x's dtype or float32, in which sums are kept;
+            default: new memory of x's dtype laid out as [B, T, F, D].
         config: how to run; default: the written rule (`choose_config`).
         precision: of float32 products: "ieee" or "tf32".
 
     Returns:
-        [B, F, T, D] in x's dtype.
+        `out`.
 
     Raises:
         InputError: shapes, strides, dtypes or devices that do not fit together.

@@ -7,7 +7,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saf.errors import UnsupportedError
-from saf.ops.toeplitz.operator import distance_table, toeplitz_product
+from saf.ops.heads import heads_like
+from saf.ops.operator import uses_triton
+from saf.ops.toeplitz.operator import (
+    blocked_product,
+    distance_table,
+    kernel_product,
+    reversed_product,
+    toeplitz_product,
+)
 from saf.ops.toeplitz.tables import causal_convolution, compact_tables, cross_correlation
 
 NOT_HELD = "{dtype} cannot hold a pattern as exp(rho) times exp(alpha); train it with backend='reference'"
@@ -43,40 +51,67 @@ def _(alpha: Tensor, rho: Tensor, length: int, dtype: torch.dtype):
 def pattern_gradient(
     gradient: Tensor,
     value: Tensor,
-    output: Tensor,
-    value_gradient: Tensor,
+    table: Tensor,
     distance: Tensor,
     key_scale: Tensor,
     row_scale: Tensor,
     positions: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients to alpha and rho in the scalings' dtype, Eq. (S.17), with zeros up to `[F, positions]`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients to values, and to alpha and rho in the scalings' dtype, Eq. (S.17).
 
-    `gradient` and `output`, `value` and `value_gradient` (already `P^T gradient`) are `[B, F, T, D]`, summed over B
-    and D. The work is one more product of the size of the forward pass; the memory, for its duration, that of five
-    float32 copies of `value`: no T x T array.
+    `gradient` and `value` are `[B, F, T, D]`; the logits' gradients are `[F, positions]`, summed over B and D, zero
+    beyond T. What cancels there, `dO_i V_j` against `dO_i O_i`, comes both times from one `dO/Z` and one
+    `exp(alpha) V`, unrounded, in products and sums a precision above that of the values: float32 for 16 bits, float64
+    for float32. The work is that of two products of the forward pass and a correlation, each of them twice to four
+    times where 16-bit operands are split (`split_product`); the memory, for its duration, that of some twenty float32
+    copies of `value`: no T x T array.
     """
-    wide = key_scale.dtype
+    wide = torch.float32 if value.dtype.itemsize == 2 else torch.float64
+    scaled_gradient, scaled_value = gradient.to(wide) * row_scale[:, :, None], value.to(wide) * key_scale[:, :, None]
+    if uses_triton(value.device, value.dtype) and value.dtype.itemsize == 2:
+        left, right = split(scaled_gradient, value.dtype), split(scaled_value, value.dtype)
+        above, below = split_product(right, table, False), split_product(left, table, True)
+        scaled_gradient, scaled_value = left.float().sum(0), right.float().sum(0)
+        # Every part of one operand meets every part of the other.
+        columns = left.repeat(2, 1, 1, 1, 1), right.repeat_interleave(2, 0)
+        pairs = cross_correlation(*(x.permute(2, 3, 0, 1, 4) for x in columns)).double()
+    else:
+        lags, one = distance.to(wide), torch.ones_like(key_scale)
+        above, below = blocked_product(scaled_value, lags, one, one), reversed_product(scaled_gradient, lags, one, one)
+        pairs = cross_correlation(*(x.permute(1, 2, 0, 3) for x in (scaled_gradient, scaled_value))).double()
     keys, lags, rows = key_scale.double(), distance.double(), row_scale.double()
-    row_terms = (gradient.to(wide) * output).sum((0, 3)).double() * rows
-    key_terms = (value_gradient.to(wide) * value).sum((0, 3)).double()
+    row_terms = (scaled_gradient * above).sum((0, 3)).double() * rows
+    key_terms = (scaled_value * below).sum((0, 3)).double()
     alpha = key_terms - keys * causal_convolution(row_terms.flip(1), lags).flip(1)
-    pairs = cross_correlation(_scaled(gradient, row_scale), _scaled(value, key_scale)).double()
     # Where the table is 0, what it would be multiplied with may be infinite.
     rho = torch.where(lags == 0, 0, lags * (pairs - causal_convolution(keys, row_terms.flip(1)).flip(1)))
     beyond = (0, positions - alpha.shape[1])
-    return pad(alpha.to(wide), beyond), pad(rho.to(wide), beyond)
+    alpha, rho = (pad(x.to(key_scale.dtype), beyond) for x in (alpha, rho))
+    return heads_like(value, value.shape[1]).copy_(below * key_scale[:, :, None]), alpha, rho
 
 
 @pattern_gradient.register_fake
-def _(gradient, value, output, value_gradient, distance, key_scale, row_scale, positions):
+def _(gradient, value, table, distance, key_scale, row_scale, positions):
     shape = (key_scale.shape[0], positions)
-    return key_scale.new_empty(shape), key_scale.new_empty(shape)
+    return heads_like(value, value.shape[1]), key_scale.new_empty(shape), key_scale.new_empty(shape)
 
 
-def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `x [B, F, T, D]` scaled by `[F, T]`, in its own dtype, viewed as `[F, T, B, D]`."""
-    return (x * scale[:, :, None]).to(x.dtype).permute(1, 2, 0, 3)
+def split(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 `x` as two tensors of a 16-bit `dtype`, `[2, ...]`, whose sum is nearly x: its halves of bits."""
+    high = x.to(dtype)
+    return torch.stack([high, (x - high).to(dtype)])
+
+
+def split_product(parts: Tensor, table: Tensor, transpose: bool) -> Tensor:
+    """Return the product without scalings, or its adjoint, of the sum of `parts [2, B, F, T, D]`, in float32.
+
+    The kernel takes the parts as twice the batch: matrix units multiply 16-bit numbers exactly, and add in float32.
+    """
+    _, batch, heads, length, dim = parts.shape
+    one = torch.ones(heads, length, device=parts.device)
+    sums = parts.new_empty(2 * batch, length, heads, dim, dtype=torch.float32).transpose(1, 2)
+    kernel_product(parts.flatten(0, 1), table, one, one, transpose, out=sums)
+    return sums[:batch] + sums[batch:]
 
 
 def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
@@ -94,18 +129,16 @@ class _TrainableProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
-        """Return P V and keep what the gradients need: the values, the output and the tables."""
+        """Return P V and keep what the gradients need: the values and the tables."""
         table, distance, key_scale, row_scale = pattern_tables(alpha, rho, value.shape[2], value.dtype)
         output = toeplitz_product(value, table, key_scale, row_scale, False)
-        ctx.save_for_backward(value, output, table, distance, key_scale, row_scale)
+        ctx.save_for_backward(value, table, distance, key_scale, row_scale)
         ctx.dtype, ctx.positions = alpha.dtype, alpha.shape[1]
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the values (the transposed product), of alpha and of rho."""
-        value, output, table, distance, key_scale, row_scale = ctx.saved_tensors
-        value_gradient = toeplitz_product(gradients[0], table, row_scale, key_scale, True)
-        tables = (distance, key_scale, row_scale)
-        alpha, rho = pattern_gradient(gradients[0], value, output, value_gradient, *tables, ctx.positions)
+        """Return the gradients of the values, of alpha and of rho."""
+        value, *tables = ctx.saved_tensors
+        value_gradient, alpha, rho = pattern_gradient(gradients[0], value, *tables, ctx.positions)
         return value_gradient, alpha.to(ctx.dtype), rho.to(ctx.dtype)

@@ -26,6 +26,7 @@ def arm_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any]:
     probes = [e for e in run.evaluations if e.get("loss") is not None]
     return {
         "name": name,
+        "kind": run.arm,
         "colour": colour,
         "window": window,
         "raw": curve(updates, losses),
@@ -40,7 +41,7 @@ def arm_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any]:
 def _event_data(event: EventRecord) -> dict[str, Any]:
     """Return where an event is marked on a curve, and what its mark says."""
     count = len(event.heads)
-    done = f"{count} {'head' if count == 1 else 'heads'} {'live again' if event.kind == 'undo' else 'frozen'}"
+    done = f"{count} {'head' if count == 1 else 'heads'} {event.made}"
     undone = "" if event.undone_by is None else f", undone by event {event.undone_by}"
     because = f": {event.values['reason']}" if event.values.get("reason") else ""
     return {"update": event.update, "kind": event.kind, "told": f"{done}{undone}{because}"}
@@ -58,6 +59,7 @@ def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str, colour: str)
     return {
         "name": name,
         "colour": colour,
+        "kind": frozen.arm,
         "window": window,
         "updates": [int(common[0]), int(common[-1])],
         "raw": curve(common, gap),
@@ -66,7 +68,7 @@ def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str, colour: str)
 
 
 def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | None:
-    """Return a frozen run's head map: scores, marks, patterns, measured marginals; None without an event."""
+    """Return the head map of a run with frozen or pruned heads: scores, marks, patterns, marginals; None without."""
     if run.freeze is None:
         return None
     freeze, tensors = run.freeze, run.freeze_tensors
@@ -80,6 +82,7 @@ def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | No
         "name": name,
         "colour": colour,
         "update": freeze.get("update"),
+        "kind": run.arm,
         "layers": len(freeze["scores"]),
         "heads": len(freeze["scores"][0]),
         "length": freeze.get("length"),

@@ -19,7 +19,7 @@ def training(folder: Path, runs: Sequence[RecordedRun], beside: Path) -> tuple[l
 
     `beside` is the folder of the document that links to `folder`.
     """
-    runs = sorted(runs, key=lambda run: (len(run.frozen_heads), run.folder.name))
+    runs = sorted(runs, key=lambda run: (run.arm == "pruned", len(run.edited_heads), run.folder.name))
     names = arm_names(runs)
     origins = [(run.result or {}).get("provenance") or {} for run in runs]
     machines = "; ".join(dict.fromkeys(device_and_versions(each) for each in origins))

@@ -21,6 +21,8 @@ class Case:
     dtype: str = "float32"
     dense_dtype: str = "float32"
     blocks: tuple[int, int] | None = (32, 32)
+    spread: float = 0.0
+    """Standard deviation of key and distance logits; 0 for smooth ones."""
 
 
 CASES = {
@@ -41,6 +43,9 @@ CASES = {
     "tall-m": Case(length=130, dim=16, blocks=(64, 16), batch=1),
     "wide-n": Case(length=130, dim=16, blocks=(16, 64), batch=1),
     "T1000": Case(states=(LIVE, COMPACT, DENSE), length=1000, dim=16, extra=0, batch=1, blocks=(128, 64)),
+    "spread-5": Case(states=(COMPACT,) * 3, length=66, dim=16, spread=5.0),
+    "spread-8": Case(states=(COMPACT,) * 3, length=66, dim=16, spread=8.0),
+    "spread-8-half": Case(states=(COMPACT,) * 3, length=66, dim=16, spread=8.0, dtype="float16"),
     "half": Case(length=66, dim=64, dtype="float16"),
     "default": Case(length=66, dim=32, blocks=None),
     "bfloat-default": Case(dtype="bfloat16", blocks=None),
@@ -69,6 +74,8 @@ def run(case: Case, device: str) -> dict:
     compact = case.states.count(COMPACT)
     alpha = torch.randn(compact, stored, generator=generator, dtype=torch.float64) * 0.5
     rho = -torch.rand(compact, 1, generator=generator).double() * torch.arange(stored).double().log1p()
+    if case.spread:
+        alpha, rho = torch.randn(2, compact, stored, generator=generator, dtype=torch.float64) * case.spread
     log_z = _log_z(alpha, rho)
     dense = torch.rand(case.states.count(DENSE), stored, stored, generator=generator, dtype=torch.float64).tril()
     dense = (dense / dense.sum(-1, keepdim=True)).to(getattr(torch, case.dense_dtype))

@@ -1,0 +1,74 @@
+"""The frozen heads of a model as plain data, which files beside its weights hold: `saf.json` and `saf.safetensors`."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.adapters.adapter import Adapter, Site
+from saf.heads import EDITED
+from saf.records.files import file_hash, write_json, write_tensors
+
+STATE, TENSORS = "saf.json", "saf.safetensors"
+SCHEMA = "saf.heads/1"
+Sums = dict[str, dict[str, str]]
+"""dtype and SHA-256 of one layer's projections, by role."""
+
+
+def described(sites: Sequence[Site]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return which heads of every layer are edited and how, as values for JSON, and tensors for safetensors.
+
+    The heads of a layer whose patterns are trained are listed as `trainable`; their logits are those of this moment.
+    Tensors are `layer.head.alpha`, `.rho` (or `.weights`) and the rows kept for undoing, `layer.head.removed.role.*`;
+    with grouped queries the head of keys and values is a KV head.
+    """
+    layers, tensors = [], {}
+    for number, site in enumerate(sites):
+        frozen = site.frozen
+        patterns = dict(zip(site.layout.frozen, [] if frozen is None else frozen.patterns, strict=True))
+        layers.append(
+            {
+                "num_heads": site.layout.num_heads,
+                "num_kv_heads": site.layout.num_kv_heads,
+                **{kind: list(getattr(site.layout, kind)) for kind in EDITED},
+                "trainable": [head for head, one in patterns.items() if one.trainable],
+                "backend": None if frozen is None else frozen.backend,
+            }
+        )
+        for head, pattern in patterns.items():
+            tensors |= {f"{number}.{head}.{name}": part.cpu().contiguous() for name, part in pattern.state().items()}
+        for role, of in site.removed.items():
+            for head, rows in of.items():
+                prefix = f"{number}.{head}.removed.{role}."
+                tensors |= {prefix + name: tensor.contiguous() for name, tensor in rows.items()}
+    return {"schema": SCHEMA, "layers": layers}, tensors
+
+
+def described_beside(adapter: Adapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return `described` for a model whose weights another library keeps: with what tells these weights from others."""
+    state, tensors = described(adapter.sites())
+    for layer, site in zip(state["layers"], adapter.sites(), strict=True):
+        layer["weights"] = sums_of(site)
+    return state | {"attention": adapter.attention_settings()}, tensors
+
+
+def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *others: Path) -> None:
+    """Write `saf.safetensors`, then `saf.json` with its SHA-256 sum and those of `others`, files of the same folder."""
+    written = [write_tensors(folder / TENSORS, tensors), *others]
+    write_json(folder / STATE, {**state, "sha256": {path.name: file_hash(path) for path in written}})
+
+
+def sums_of(site: Site) -> Sums:
+    """Return the sums of a layer's projections as they are: without removed rows, heads in slot order."""
+    return {
+        role: {"dtype": str(weight.dtype).removeprefix("torch."), "sha256": weight_sum(weight)}
+        for role, (weight, _) in site.projections().items()
+    }
+
+
+def weight_sum(weight: Tensor) -> str:
+    """Return the SHA-256 of a weight's bytes."""
+    return hashlib.sha256(weight.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()

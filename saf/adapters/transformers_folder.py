@@ -1,0 +1,106 @@
+"""The folder of a model of transformers whose heads are frozen: `save_pretrained` writes them beside the weights.
+
+Its configuration is marked by the entry `saf`, which names what opens the folder. `README.md` has a section for people:
+a map of the heads, and what is known of the events that made them so. What else it says stays.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from saf.adapters.adapter import Adapter
+from saf.adapters.description import SCHEMA, described_beside, write_description
+from saf.heads import HeadLayout
+from saf.records.files import write_atomically
+from saf.records.folders import new_files
+
+OPENS = "import saf.integrations.transformers"
+"""What makes `from_pretrained` open such a folder."""
+CARD = "README.md"
+_BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
+_FRONT = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n"
+_MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
+
+
+def mark_of(config: Any) -> dict[str, Any] | None:
+    """Return the entry of a configuration that tells of frozen or pruned heads; None where it has none."""
+    return getattr(config, "saf", None)
+
+
+def mark_(config: Any) -> None:
+    """Say in a configuration that heads are frozen or pruned, and what opens its folder."""
+    if mark_of(config) is None:
+        config.saf = {"schema": SCHEMA, "open_with": OPENS, "events": []}
+
+
+def unmark_(config: Any) -> None:
+    """Say no more in a configuration that heads are frozen or pruned."""
+    vars(config).pop("saf", None)
+
+
+def save_with_heads(
+    adapter: Adapter, save_directory: str | Path, is_main_process: bool = True, *rest: Any, **options: Any
+) -> None:
+    """Save a model as its class does, with `saf.json`, `saf.safetensors` and the README's section beside its weights.
+
+    They come first, so that what is pushed to a hub has them. Weights tell in themselves which heads and patterns they
+    belong to, so that those of another moment are refused.
+    """
+    folder = Path(save_directory)
+    if is_main_process and not folder.is_file():
+        state, tensors = described_beside(adapter)
+        card = folder / CARD
+        before = card.read_text(encoding="utf-8") if card.is_file() else None
+        with new_files(folder) as new:
+            write_description(new, state, tensors)
+            write_atomically(new / CARD, with_section(before, section(adapter)).encode())
+    type(adapter.model).save_pretrained(adapter.model, save_directory, is_main_process, *rest, **options)
+
+
+def with_section(card: str | None, text: str) -> str:
+    """Return a model card with its section about frozen heads replaced, or added at its end."""
+    whole = f"{_BEGIN}\n{text}{_END}\n"
+    if card is None:
+        return f"{_FRONT}# A model with frozen attention heads\n\n{whole}"
+    found = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
+    return found.sub(lambda _: whole, card) if found.search(card) else f"{card.rstrip()}\n\n{whole}"
+
+
+def section(adapter: Adapter) -> str:
+    """Return what a model card says of the heads, in Markdown."""
+    layouts = [site.layout for site in adapter.sites()]
+    total = sum(layout.num_heads for layout in layouts)
+    counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
+    edited = " and ".join(f"{counts[kind]} {kind}" for kind in ("frozen", "pruned") if counts[kind])
+    longest = min((site.frozen.max_length for site in adapter.sites() if site.frozen is not None), default=None)
+    limit = "" if longest is None else f" It takes inputs of up to {longest} tokens, the length it was calibrated on."
+    rows = "\n".join(f"layer {number:3d}  {_map(layout)}" for number, layout in enumerate(layouts))
+    events = "".join(f"- {_told(event)}\n" for event in (mark_of(adapter.model.config) or {}).get("events", ()))
+    return (
+        f"## Frozen attention heads\n\nOf the {total} attention heads {edited}, a share of "
+        f"{(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
+        f"```python\n{OPENS}  # without it, transformers refuses the shapes of the weights\n"
+        "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(folder)\n```\n\n"
+        f"A character a head, `.` ordinary, `F` frozen, `P` pruned:\n\n```text\n{rows}\n```\n\n{events}"
+        f"{chr(10) if events else ''}"
+    )
+
+
+def _map(layout: HeadLayout) -> str:
+    """Return one character for each head of a layer."""
+    marks = {head: mark for kind, mark in _MARKS.items() for head in getattr(layout, kind)}
+    return "".join(marks[head] for head in range(layout.num_heads))
+
+
+def _told(event: dict[str, Any]) -> str:
+    """Say in a line what is known of an event that froze or pruned heads."""
+    patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
+    parts = [f"{len(event['heads'])} heads {event['kind']} by {event['score_name']}{patterns}"]
+    if event.get("update") is not None:
+        parts.append(f"after update {event['update']}")
+    parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens")
+    if kls := sorted(kl for *_, kl in event["fit_kl"]):
+        parts.append(f"KL of the fits {kls[len(kls) // 2]:.4f} nats in the middle, {kls[-1]:.4f} at most")
+    if event.get("loss_before") is not None:
+        parts.append(f"held-out loss {event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after")
+    return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"

@@ -1,0 +1,264 @@
+"""Planning and making the measurements of recipes: each once however many recipes name it, after the runs they read.
+
+A measurement's key is the hash of its command, its settings, and the keys of what it reads. What was measured stays:
+`STORE/measurements/KEY.json` is the record that its command wrote, and tables are made of it alone.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saf.errors import InputError
+from saf.experiments.columns import change_of
+from saf.experiments.execution import Launch, Outcome, Stop, flag_words, last_line
+from saf.experiments.measurement import Checkpoint, Measurement, RecordOf, Reference, RunOf
+from saf.experiments.plan import SCHEMA, Plan
+from saf.experiments.recipe import Recipe
+from saf.experiments.store import Store
+from saf.records.files import write_json
+from saf.records.result import read_result
+from saf.schedules import OneTime
+from saf.train.checkpoint import step_name
+from saf.train.loop import StopRequest
+from saf.train.observer import duration
+
+
+@dataclass(frozen=True)
+class Given:
+    """Hold what a reference stands for in one plan, by the keys of the runs or measurements that it reads."""
+
+    run: str | None = None
+    """The run whose folder, or checkpoint after `step`, is meant."""
+    step: int | None = None
+    measurement: str | None = None
+    changes: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
+    """By group and name, a run and the one that it is compared with."""
+
+    def to_json(self) -> list[Any]:
+        """Return what decides a measurement's outcome."""
+        return [self.run, self.step, self.measurement, {group: dict(arms) for group, arms in self.changes.items()}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMeasurement:
+    """Describe one measurement that a plan makes."""
+
+    key: str
+    does: str
+    on: tuple[Given, ...]
+    settings: Mapping[str, Any]
+    """Flags; a `Given` stands for a path."""
+    seed: int | None
+    """Of the runs that it reads; None where it reads none."""
+    tables: tuple[tuple[str, str], ...]
+    """The recipes that it stands in, each with its name there."""
+
+    @property
+    def title(self) -> str:
+        """Return the measurement in words."""
+        recipe, name = self.tables[0]
+        more = f" and {len(self.tables) - 1} more" if len(self.tables) > 1 else ""
+        return f"{recipe}/{name}{more}" + ("" if self.seed is None else f", seed {self.seed}")
+
+    @property
+    def reads(self) -> tuple[Given, ...]:
+        """Return everything that it reads."""
+        return (*self.on, *(value for value in self.settings.values() if isinstance(value, Given)))
+
+
+@dataclass(kw_only=True)
+class Measurements:
+    """Hold the measurements of a plan's recipes, in an order that they can be made in."""
+
+    planned: dict[str, PlannedMeasurement] = field(default_factory=dict)
+    """By key."""
+    keys: dict[tuple[str, str, int | None], str] = field(default_factory=dict)
+    """Keys by recipe, measurement, and seed."""
+
+    def add(self, name: str, recipe: Recipe, measurement: Measurement, plan: Plan, seed: int) -> None:
+        """Add one measurement for a seed, or for all seeds when it reads no run."""
+
+        def given(value: Any) -> Any:
+            return self._given(name, recipe, value, plan, seed) if isinstance(value, Reference) else value
+
+        settings = {flag: given(value) for flag, value in measurement.flags(plan.scale.name).items()}
+        on = tuple(map(given, measurement.on))
+        mine = seed if any(isinstance(each, Given) for each in (*on, *settings.values())) else None
+        deciding = [SCHEMA, measurement.does, on, settings]
+        text = json.dumps(deciding, sort_keys=True, default=lambda value: value.to_json())
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        before = self.planned.get(key)
+        tables = before.tables if before else ()
+        here = (name, measurement.name)
+        self.keys[*here, mine] = key
+        self.planned[key] = PlannedMeasurement(
+            key=key,
+            does=measurement.does,
+            on=on,
+            settings=settings,
+            seed=mine,
+            tables=tables if here in tables else (*tables, here),
+        )
+
+    def _given(self, name: str, recipe: Recipe, reference: Reference, plan: Plan, seed: int) -> Given:
+        """Return what a reference stands for; InputError when its run keeps no such checkpoint."""
+        if isinstance(reference, RecordOf):
+            return Given(measurement=self.keys[name, reference.measurement, seed])
+        if isinstance(reference, RunOf):
+            return Given(run=plan.arms[name, reference.arm, seed])
+        if isinstance(reference, Checkpoint):
+            key = plan.arms[name, reference.arm, seed]
+            return Given(run=key, step=_step(name, reference, plan, key))
+        references = {arm.name: arm.reference for arm in recipe.arms}
+        return Given(
+            changes={
+                group: {
+                    title: (plan.arms[name, arm, seed], plan.arms[name, references[arm] or arm, seed])
+                    for title, arm in arms.items()
+                    if (name, arm, seed) in plan.arms
+                }
+                for group, arms in reference.arms.items()
+            }
+        )
+
+
+def plan_measurements(recipes: Mapping[str, Recipe], made: Plan, *, only: tuple[str, ...] = ()) -> Measurements:
+    """Return the measurements of recipes whose runs are planned; `only` some of them, by name, where any are named.
+
+    Raises:
+        InputError: A checkpoint at a moment at which the scale keeps none.
+    """
+    found = Measurements()
+    for seed in made.seeds:
+        for name, recipe in recipes.items():
+            for measurement in recipe.chosen_measurements(only, smoke=made.scale.name == "smoke"):
+                found.add(name, recipe, measurement, made, seed)
+    return found
+
+
+def lost_inputs(found: Measurements, store: Store) -> dict[str, str]:
+    """Return the runs whose folders are needed and gone, by key, each with the measurement that needs it."""
+    lost = {}
+    for each in found.planned.values():
+        if store.measurement(each.key) is not None:
+            continue
+        for given in each.reads:
+            if given.run is not None and not _path(given, each, store).is_dir():
+                lost[given.run] = each.title
+    return lost
+
+
+def carry_out(
+    found: Measurements,
+    store: Store,
+    outcome: Outcome,
+    *,
+    say: Callable[[str], None],
+    launch: Launch,
+    ends: float | None = None,
+) -> None:
+    """Make what the store lacks, one at a time so that timings are of an idle machine, and add to `outcome`.
+
+    A measurement whose runs or measurements failed is not begun; the others go on. After `ends`, on the monotonic
+    clock, none begins: those are left for the next command.
+    """
+    missing = []
+    for each in found.planned.values():
+        if store.measurement(each.key) is None:
+            missing.append(each)
+        else:
+            outcome.found.append(each.key)
+    with StopRequest() as stop:
+        for number, each in enumerate(missing, 1):
+            if stop.requested or outcome.stopped:
+                outcome.stopped = True
+                return
+            if ends is not None and time.monotonic() >= ends:
+                outcome.left += [one.key for one in missing[number - 1 :]]
+                return
+            say(f"measuring {each.title} (`saf {each.does}`) in {each.key}")
+            began = time.monotonic()
+            problem = _measure(each, store, outcome, launch, stop)
+            if problem is None:
+                outcome.ended.append(each.key)
+            elif stop.requested:
+                outcome.stopped = True
+                return
+            else:
+                outcome.failed[each.key] = problem
+            words = problem or f"{each.title} measured after {duration(time.monotonic() - began)}"
+            say(f"{words}; {number} of {len(missing)} measurements")
+
+
+def words(each: PlannedMeasurement, store: Store, out: Path) -> list[str]:
+    """Return the words after `saf` that make a measurement."""
+    on = [str(_path(given, each, store)) for given in each.on]
+    flags = {
+        name: str(_path(value, each, store)) if isinstance(value, Given) else value
+        for name, value in each.settings.items()
+    }
+    return [*each.does.split(), *on, "--out", str(out), *(word for item in flags.items() for word in flag_words(*item))]
+
+
+def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: Launch, stop: Stop) -> str | None:
+    """Make one measurement and keep its record; return None, or why there is none."""
+    needed = {key for given in each.reads for key in _keys(given)}
+    if needed & set(outcome.failed):
+        return f"{each.title} was not begun: what it reads did not end"
+    for given in each.reads:
+        if given.changes:
+            write_json(_path(given, each, store), _changes(given, store))
+        elif not (path := _path(given, each, store)).exists():
+            return f"{each.title} cannot begin: {path} is missing"
+    out = store.run_folder(each.key) / "measured.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
+    log = store.folder / "logs" / f"{each.key}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    code = launch(words(each, store, out), log, None, stop)
+    if code != 0:
+        return f"{each.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
+    write_json(store.measurement_file(each.key), {**read_result(out), "key": each.key, "seed": each.seed})
+    return None
+
+
+def _path(given: Given, each: PlannedMeasurement, store: Store) -> Path:
+    """Return the path that a measurement is told for what it reads."""
+    if given.measurement is not None:
+        return store.measurement_file(given.measurement)
+    if given.run is None:
+        return store.run_folder(each.key) / "changes.json"
+    folder = store.run_folder(given.run)
+    return folder if given.step is None else folder / "checkpoints" / step_name(given.step)
+
+
+def _keys(given: Given) -> Iterable[str]:
+    yield from filter(None, (given.run, given.measurement))
+    for arms in given.changes.values():
+        for pair in arms.values():
+            yield from pair
+
+
+def _changes(given: Given, store: Store) -> dict[str, dict[str, float]]:
+    """Return changes in perplexity, %, by group and name."""
+    found: dict[str, dict[str, float]] = {}
+    for group, arms in given.changes.items():
+        for name, pair in arms.items():
+            run, other = map(store.record, pair)
+            assert run is not None, pair
+            assert other is not None, pair
+            found.setdefault(group, {})[name] = change_of(run, other)
+    return found
+
+
+def _step(name: str, reference: Checkpoint, plan: Plan, key: str) -> int:
+    """Return the update that a checkpoint was saved after; InputError when its run keeps none there."""
+    run = plan.runs[key]
+    kept = (1.0,) if run.parent is not None else (*plan.scale.save_at, 1.0)
+    if reference.at not in kept:
+        raise InputError(f"{name} reads {reference.arm!r} after {reference.at:g} of its updates; it keeps {kept}")
+    return OneTime(at=float(reference.at)).first_update(run.updates)

@@ -1,0 +1,121 @@
+"""Opening the folders that `save_pretrained` writes of models with frozen or pruned heads, by `from_pretrained`.
+
+transformers builds a model from its configuration, without weights, then fills it. A frozen head has no rows of queries
+and keys, so the empty model is cut to the shapes of the file in between, and told of its heads once it is filled.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from saf.adapters import adapter_for
+from saf.adapters.description import STATE, TENSORS
+from saf.adapters.llama_attention import state_of
+from saf.adapters.transformers_folder import mark_of
+from saf.errors import CheckpointError, UnsupportedError
+from saf.ops.frozen_layout import LAYOUT, compare_told
+from saf.records.files import read_json, read_tensors
+from saf.sidecar import check_sums
+from saf.surgery import adopt_, resize_
+
+_HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
+"""Arguments of `from_pretrained` that say where files lie."""
+_TOLD = "saf"
+"""The name in an attention layer of what tells, and later holds, its heads."""
+
+
+@cache
+def open_frozen_folders() -> None:
+    """Let `from_pretrained` of every class of transformers open folders of models with frozen heads, from now on."""
+    ordinary = vars(PreTrainedModel)["from_pretrained"].__func__
+    PreTrainedModel.from_pretrained = classmethod(_opening(ordinary))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the place of the function under `from_pretrained`, for any other folder the same."""
+
+    @wraps(ordinary)
+    def from_pretrained(cls: Any, name: Any, *model_args: Any, config: Any = None, **options: Any) -> Any:
+        """Open a marked folder with its heads, and any other one as before."""
+        if name is None or not _is_marked(cls, name, config, options):
+            return ordinary(cls, name, *model_args, config=config, **options)
+        if options.get("quantization_config") is not None:
+            raise UnsupportedError(
+                "a folder with frozen heads is opened in its own weights; quantise the model once it is open"
+            )
+        folder = _folder(name, options)
+        state = read_json(folder / STATE, error=CheckpointError)
+        check_sums(folder, state)
+        tensors = read_tensors(folder / TENSORS, error=CheckpointError)
+        opened = ordinary(_shaped(cls, state), name, *model_args, config=config, **options)
+        model = opened[0] if isinstance(opened, tuple) else opened
+        model.__class__ = cls
+        _tell_(model, state, tensors)
+        return opened
+
+    return from_pretrained
+
+
+def _is_marked(cls: Any, name: Any, config: Any, options: dict[str, Any]) -> bool:
+    """Return whether the configuration that `from_pretrained` would use tells of frozen or pruned heads."""
+    if config is None or isinstance(config, str | Path):
+        if cls.config_class is None or options.get("gguf_file") is not None:
+            return False
+        places = {each: options[each] for each in _HUB if each in options}
+        values, _ = cls.config_class.get_config_dict(name if config is None else config, **places)
+        return values.get("saf") is not None
+    return mark_of(config) is not None
+
+
+def _folder(name: Any, options: dict[str, Any]) -> Path:
+    """Return the folder, on this machine, that holds both files about the heads of a model."""
+    places = {each: options[each] for each in _HUB if options.get(each) is not None}
+    found = [
+        cached_file(name, each, _raise_exceptions_for_missing_entries=False, **places) for each in (STATE, TENSORS)
+    ]
+    if None in found:
+        raise CheckpointError(
+            f"{name}: config.json tells of frozen heads, and {STATE} or {TENSORS} is missing beside it; copy them from "
+            "the folder that save_pretrained wrote"
+        )
+    return Path(str(found[0])).parent
+
+
+def _shaped(cls: Any, state: dict[str, Any]) -> Any:
+    """Return a class of models that are built with the shapes of a description, there while one is opened."""
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        """Build the model, cut it, and take the places of what its file tells of the heads."""
+        cls.__init__(self, *arguments, **options)
+        for site, layout in resize_(self, state):
+            holder = torch.nn.Module()
+            holder.register_buffer(LAYOUT, torch.empty(layout.num_heads, 2, dtype=torch.int64))
+            site.attention.register_module(_TOLD, holder)
+
+    names = {"__init__": init, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), names)
+
+
+def _tell_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give a filled model its heads; raise CheckpointError where its weights tell of others."""
+    sites: list[Any] = list(adapter_for(model).sites())
+    told = [_taken(site.attention) for site in sites]
+    adopt_(model, state, tensors)
+    for site, found in zip(sites, told, strict=True):
+        own = state_of(site.attention)
+        compare_told(f"layer {site.attention.layer_idx}", None if own is None else own.frozen_layout, found)
+
+
+def _taken(attention: Any) -> Tensor | None:
+    """Return what a layer's weights told of its heads, and take it out of the layer."""
+    holder = getattr(attention, _TOLD, None)
+    if holder is None:
+        return None
+    delattr(attention, _TOLD)
+    return getattr(holder, LAYOUT)

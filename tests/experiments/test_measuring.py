@@ -1,0 +1,234 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from saf.errors import InputError
+from saf.experiments.execution import Outcome, execute
+from saf.experiments.measurement import Changes, Checkpoint, Measurement, Number, RecordOf, RunOf, speedup
+from saf.experiments.measuring import carry_out, lost_inputs, plan_measurements, words
+from saf.experiments.plan import plan
+from saf.experiments.recipe import SCALES, Arm, Recipe
+from saf.experiments.render import render
+from saf.records.files import read_json, write_json
+from saf.records.paper import Source
+from saf.records.result import result_header
+
+FACTS = {"overlap": 3, "expected": 1.0, "standard_deviation": 0.5, "rank_correlation": 0.9, "first": 4, "second": 4}
+OVERLAP = Number(title="overlap", path=("overlap",), paper="30", places=0)
+
+
+def measured_recipe(*measurements: Measurement) -> Recipe:
+    return Recipe(
+        title="Made up",
+        source=Source("tab:none", "made up"),
+        arms=(
+            Arm(name="ordinary", reference=None),
+            Arm(name="a", parent="ordinary", settings={"freeze.rate": 0.25}),
+            Arm(name="b", parent="ordinary", settings={"freeze.rate": 0.5}),
+        ),
+        measurements=measurements,
+    )
+
+
+STABILITY = Measurement(name="two", does="analyze stability", on=(RunOf("a"), RunOf("b")), numbers=(OVERLAP,))
+
+
+class Command:
+    """Stands in for `saf bench` and `saf analyze`: notes its words and writes a record."""
+
+    def __init__(self):
+        self.calls: list[list[str]] = []
+        self.codes: list[int] = []
+
+    def __call__(self, given, log: Path, device, stop) -> int:
+        self.calls.append(list(given))
+        log.write_text("said something\n")
+        code = self.codes.pop(0) if self.codes else 0
+        if code == 0:
+            head = result_header(given[1], {}, device="cpu")
+            head["provenance"]["commit"] = "0" * 40
+            write_json(Path(given[given.index("--out") + 1]), {**head, **FACTS})
+        return code
+
+
+@pytest.fixture
+def command() -> Command:
+    return Command()
+
+
+@pytest.fixture
+def prepare(store, trainer, command):
+    """Return a function that trains a recipe's runs and measures, and what it returned."""
+
+    def make(recipe: Recipe, seeds=(1,)):
+        made = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=seeds)
+        found = plan_measurements({"x": recipe}, made)
+        said: list[str] = []
+        lost = lost_inputs(found, store)
+        outcome = execute(made, store, store.folder, say=said.append, launch=trainer, lost=lost)
+        carry_out(found, store, outcome, say=said.append, launch=command)
+        return made, found, outcome, said
+
+    return make
+
+
+def test_a_measurement_is_made_once_for_each_seed_and_never_again(prepare, store, command):
+    made, found, outcome, _ = prepare(measured_recipe(STABILITY), seeds=(1, 2))
+    assert len(command.calls) == len(found.planned) == 2
+    key = found.keys["x", "two", 1]
+    assert key in outcome.ended
+    folders = [str(store.run_folder(made.arms["x", arm, 1])) for arm in ("a", "b")]
+    assert command.calls[0][:4] == ["analyze", "stability", *folders]
+    record = store.measurement(key)
+    assert (record["key"], record["seed"], record["overlap"]) == (key, 1, 3)
+    prepare(measured_recipe(STABILITY), seeds=(1, 2))
+    assert len(command.calls) == 2
+
+
+def test_what_reads_no_run_is_measured_once_for_all_seeds_and_recipes(store):
+    speed = Measurement(name="speed", does="bench update", settings={"model": "tiny"})
+    recipes = {"x": Recipe(title="t", source=None, measurements=(speed,)), "y": measured_recipe(speed)}
+    made = plan(recipes, SCALES["smoke"], data="data", seeds=(1, 2))
+    found = plan_measurements(recipes, made)
+    assert len(found.planned) == 1
+    (one,) = found.planned.values()
+    assert one.tables == (("x", "speed"), ("y", "speed"))
+    assert words(one, store, Path("o.json")) == ["bench", "update", "--out", "o.json", "--model", "tiny"]
+
+
+def test_settings_of_a_scale_make_another_measurement():
+    speed = Measurement(
+        name="speed", does="bench update", settings={"model": "124m"}, scaled={"smoke": {"model": "tiny"}}
+    )
+    recipe = Recipe(title="t", source=None, measurements=(speed,))
+    keys = set()
+    for scale in ("smoke", "small", "paper"):
+        made = plan({"x": recipe}, SCALES[scale], data="", seeds=(1,))
+        keys |= set(plan_measurements({"x": recipe}, made).planned)
+    assert len(keys) == 2, "paper and small ask for the same"
+
+
+def test_references_become_paths(prepare, store, command):
+    recipe = measured_recipe(
+        Measurement(name="first", does="analyze one-head", on=(Checkpoint("ordinary", 0.5),)),
+        Measurement(
+            name="last", does="analyze profiles", on=(Checkpoint("a", 1.0),), settings={"selected": RunOf("a")}
+        ),
+        Measurement(name="of", does="analyze partial-spearman", on=(RecordOf("first"),)),
+        Measurement(
+            name="far",
+            does="analyze geometry",
+            on=(Checkpoint("ordinary"),),
+            settings={"costs": Changes({"0.25": {"mean": "a", "dirichlet": "ordinary"}})},
+        ),
+    )
+    made, found, outcome, _ = prepare(recipe)
+    assert not outcome.failed
+    of = {each[1]: each for each in command.calls}
+    ordinary, a = (store.run_folder(made.arms["x", arm, 1]) for arm in ("ordinary", "a"))
+    assert of["one-head"][2] == str(ordinary / "checkpoints" / "step-4")
+    assert of["profiles"][2] == str(a / "checkpoints" / "step-8")
+    assert of["profiles"][-2:] == ["--selected", str(a)]
+    assert of["partial-spearman"][2] == str(store.measurement_file(found.keys["x", "first", 1]))
+    changes = read_json(Path(of["geometry"][-1]))
+    assert changes["0.25"]["dirichlet"] == 0.0
+    assert changes["0.25"]["mean"] == pytest.approx(0.0, abs=1e-9), "the trainer's losses are all alike"
+
+
+def test_a_failure_names_its_log_and_stops_what_reads_it_alone(prepare, command):
+    command.codes = [1, 0]
+    recipe = measured_recipe(
+        Measurement(name="first", does="analyze one-head", on=(Checkpoint("ordinary"),)),
+        Measurement(name="of", does="analyze partial-spearman", on=(RecordOf("first"),)),
+        STABILITY,
+    )
+    _, found, outcome, said = prepare(recipe)
+    assert len(command.calls) == 2
+    assert "exit code 1: said something" in outcome.failed[found.keys["x", "first", 1]]
+    assert "not begun" in outcome.failed[found.keys["x", "of", 1]]
+    assert found.keys["x", "two", 1] in outcome.ended
+    assert "3 of 3 measurements" in said[-1]
+
+
+def test_a_run_whose_folder_is_gone_is_trained_again_for_what_reads_it(prepare, store, trainer):
+    made, *_ = prepare(measured_recipe(STABILITY))
+    shutil.rmtree(store.run_folder(made.arms["x", "a", 1]))
+    prepare(measured_recipe(STABILITY))
+    assert len(trainer.calls) == 3, "it is measured already"
+    shutil.rmtree(store.folder / "measurements")
+    *_, said = prepare(measured_recipe(STABILITY))
+    assert len(trainer.calls) == 4
+    assert any("x/a, seed 1 is trained again for x/two, seed 1" in line for line in said)
+
+
+def test_tables_have_the_papers_number_and_what_was_not_made(prepare, store, tmp_path):
+    speed = Measurement(
+        name="speed", does="bench update", numbers=(speedup("25%", 0.25, (8, 1), "1.05×"),), smoke=False
+    )
+    recipe = measured_recipe(STABILITY, speed)
+    made, found, *_ = prepare(recipe, seeds=(1, 2))
+    table = render("x", recipe, made, store, found)
+    rows = [list(map(str, row)) for row in table.numbers().rows]
+    assert rows == [["overlap", "3 ± 0", "30"], ["25%", "not run", "1.05×"]]
+    files = {path.suffix: path for path in table.write(tmp_path / "out")}
+    markdown = files[".md"].read_text()
+    assert "speed, `saf bench update`: not run" in markdown.replace("\\", "")
+    assert "heads in both" in markdown, "the analysis's own table"
+    assert "two,overlap,3" in files[".csv"].read_text()
+    assert r"\bottomrule" in files[".tex"].read_text()
+    assert read_json(files[".json"])["measured"]["two"]["overlap"]["seeds"] == 2
+
+
+def test_numbers_are_found_by_conditions_that_one_entry_meets():
+    rows = [
+        {"backend": "toeplitz", "rate": rate, "variant": "update", "refused": rate == 0.5, "ratio": 1 + rate}
+        | {"point": {"length": 8, "batch_size": 1, "accumulation": 2}}
+        for rate in (0.25, 0.5)
+    ]
+    assert speedup("25%", 0.25, (8, 1), None).find({"rows": rows}) == 1.25
+    assert speedup("50%", 0.5, (8, 1), None).find({"rows": rows}) is None, "refused"
+    assert speedup("25%", 0.25, (8, 2), None).find({"rows": rows}) is None
+    with pytest.raises(InputError, match="2 entries meet"):
+        Number(title="any", path=("rows", {"backend": "toeplitz"}, "ratio")).find({"rows": rows})
+    assert Number(title="of", path=("pair", 1), scale=2.0).find({"pair": [1, 3]}) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Measurement(name="m", does="bench updates"), "expected one of bench update"),
+        (lambda: measured_recipe(Measurement(name="a", does="bench update")), "two arms or measurements"),
+        (lambda: measured_recipe(Measurement(name="m", does="analyze profiles", on=(RunOf("c"),))), "reads 'c'"),
+        (
+            lambda: measured_recipe(Measurement(name="m", does="analyze partial-spearman", on=(RecordOf("n"),))),
+            "reads 'n'",
+        ),
+    ],
+)
+def test_what_is_not_there_is_named(make, expected):
+    with pytest.raises(InputError, match=expected):
+        make()
+
+
+def test_a_moment_without_a_checkpoint_is_named(prepare):
+    with pytest.raises(InputError, match=r"reads 'ordinary' after 0\.3"):
+        prepare(measured_recipe(Measurement(name="m", does="analyze profiles", on=(Checkpoint("ordinary", 0.3),))))
+
+
+def test_chosen_measurements_bring_what_they_read():
+    first = Measurement(name="first", does="analyze one-head", on=(Checkpoint("ordinary"),))
+    of = Measurement(name="of", does="analyze partial-spearman", on=(RecordOf("first"),))
+    recipe = measured_recipe(first, of, STABILITY)
+    assert [each.name for each in recipe.chosen_measurements(("of",), smoke=False)] == ["first", "of"]
+    assert [arm.name for arm in recipe.chosen(("of",), smoke=False)] == ["ordinary"]
+    assert [arm.name for arm in recipe.chosen(("two",), smoke=False)] == ["ordinary", "a", "b"]
+    assert not recipe.chosen_measurements(("a",), smoke=False)
+
+
+def test_outcomes_of_a_stop_are_kept(store, command):
+    recipe = measured_recipe(Measurement(name="speed", does="bench update"))
+    made = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=(1,))
+    found, outcome = plan_measurements({"x": recipe}, made), Outcome(stopped=True)
+    carry_out(found, store, outcome, say=lambda text: None, launch=command)
+    assert not command.calls

@@ -1,0 +1,168 @@
+"""Folders of `save_pretrained`: models with frozen heads open by `from_pretrained` and give the same outputs."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import saf
+from saf.adapters.transformers_folder import with_section
+from saf.errors import CheckpointError, UnsupportedError
+from saf.heads import HeadSet
+from tests.transformers_models import FAMILIES, HEADS, freeze, make, tokens
+
+transformers = pytest.importorskip("transformers")
+
+import saf.integrations.transformers  # noqa: E402
+
+EVERY = HeadSet((layer, head) for layer in range(3) for head in range(4))
+FIRST = HeadSet((0, head) for head in range(4))
+
+
+def logits(model, seed=6):
+    with torch.no_grad():
+        return model(tokens(2, seed=seed), use_cache=False).logits
+
+
+def opened(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("heads", [HEADS, FIRST, EVERY], ids=["some", "a-layer", "all"])
+def test_a_saved_model_opens_and_is_saved_again_with_the_same_outputs(family, heads, tmp_path):
+    model = make(family)
+    freeze(model, heads)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)  # trained on
+    model.save_pretrained(tmp_path / "one")
+    first, found = opened(tmp_path / "one", output_loading_info=True)
+    assert type(first) is type(model)
+    assert not any(found.values())
+    first.save_pretrained(tmp_path / "two", max_shard_size="20KB")
+    assert (tmp_path / "two" / "model.safetensors.index.json").is_file()
+    second = type(model).from_pretrained(tmp_path / "two")
+    expected = logits(model)
+    for one in (first, second):
+        assert torch.equal(logits(one), expected)
+        # What was removed is there to come back, and the folder of an ordinary model has no word of it.
+        twin = copy.deepcopy(one)
+        saf.uninstall_(one)
+        assert [tuple(each.shape) for each in one.parameters()] == [tuple(e.shape) for e in make(family).parameters()]
+        assert not hasattr(one.config, "saf")
+        assert torch.equal(logits(twin), expected)
+    second.save_pretrained(tmp_path / "three")
+    assert not (tmp_path / "three" / "saf.json").exists()
+    assert torch.equal(logits(opened(tmp_path / "three")), logits(second))
+
+
+def test_pruned_and_final_heads_and_trained_patterns_come_back(tmp_path):
+    model = make("llama")
+    freeze(model, HeadSet([(0, 1)]))
+    saf.prune_(model, HeadSet([(0, 2), (2, 0), (2, 1), (2, 2), (2, 3)]))
+    saf.finalize_(model)
+    model.save_pretrained(tmp_path / "pruned")
+    assert torch.equal(logits(opened(tmp_path / "pruned")), logits(model))
+    with pytest.raises(saf.SafError, match="were not kept"):
+        saf.uninstall_(opened(tmp_path / "pruned"))
+    trained = make("llama")
+    saf.freeze_(trained, [tokens()], saf.FreezeConfig(count=3, trainable=True, max_fit_kl=99))
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if name.endswith(("alpha", "rho")):
+                parameter.add_(0.1 * torch.arange(len(parameter)))
+    trained.save_pretrained(tmp_path / "trained")
+    assert torch.equal(logits(opened(tmp_path / "trained")), logits(trained))
+
+
+def test_dtypes_other_models_of_the_family_and_generation(tmp_path):
+    model = make("qwen3")
+    freeze(model)
+    model.save_pretrained(tmp_path)
+    make("qwen3").save_pretrained(tmp_path / "ordinary")
+    low, ordinary = (opened(each, dtype=torch.bfloat16) for each in (tmp_path, tmp_path / "ordinary"))
+    assert low.model.layers[0].self_attn.saf.frozen_layout.dtype == torch.int64
+    assert torch.equal(logits(low), logits(saf.load(ordinary, tmp_path)))
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with torch.no_grad():
+        hidden = judge.model(tokens(2), use_cache=False).last_hidden_state
+        assert torch.equal(hidden, model.model(tokens(2), use_cache=False).last_hidden_state)
+    ids = tokens(1, 6)
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(opened(tmp_path).generate(ids, **options), model.generate(ids, **options))
+
+
+def test_without_the_import_transformers_refuses_by_shape(tmp_path):
+    model = make("llama")
+    freeze(model)
+    model.save_pretrained(tmp_path)
+    without = vars(transformers.PreTrainedModel)["from_pretrained"].__func__.__wrapped__
+    with pytest.raises(RuntimeError, match="mismatch"):
+        without(type(model), tmp_path)
+    assert "import saf.integrations.transformers" in json.loads((tmp_path / "config.json").read_text())["saf"].values()
+
+
+def test_no_heads_frozen_is_the_ordinary_model(tmp_path):
+    model, ordinary = make("qwen3"), make("qwen3")
+    assert not len(saf.freeze_(model, [tokens()], saf.FreezeConfig(count=0)).heads)
+    assert torch.equal(logits(model), logits(ordinary))
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "saf.json").exists()
+    assert torch.equal(logits(opened(tmp_path)), logits(ordinary))
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
+    model, other = make("llama"), make("llama")
+    freeze(model)
+    freeze(other, HeadSet([(0, 0), (0, 2), (1, 0), (1, 1), (2, 3)]))
+    model.save_pretrained(tmp_path / "one")
+    other.save_pretrained(tmp_path / "two")
+    shutil.copy(tmp_path / "two" / "model.safetensors", tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"layer 0: .* heads \[0, 2\], this one has frozen heads \[1, 2\]"):
+        opened(tmp_path / "one")
+    (tmp_path / "two" / "saf.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"saf\.safetensors"):
+        opened(tmp_path / "two")
+    (tmp_path / "two" / "saf.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config.json tells of frozen heads, and saf.json or .* is missing"):
+        opened(tmp_path / "two")
+    with pytest.raises(UnsupportedError, match="quantise the model once it is open"):
+        opened(tmp_path / "one", quantization_config={})
+    with pytest.raises(CheckpointError, match=r"import saf\.integrations\.transformers, then from_pretrained"):
+        saf.load(tmp_path / "one")
+
+
+def test_the_sidecar_and_the_folder_hold_the_same_heads(tmp_path):
+    model = make("qwen3")
+    freeze(model)
+    model.save_pretrained(tmp_path / "one")
+    saf.save(model, tmp_path / "two")
+    for name in ("saf.json", "saf.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert torch.equal(logits(saf.load(make("qwen3"), tmp_path / "one")), logits(model))
+    assert any(name.endswith("frozen_layout") for name in load_file(tmp_path / "one" / "model.safetensors"))
+
+
+def test_the_model_card_maps_the_heads_and_keeps_what_people_wrote(tmp_path):
+    model = make("llama")
+    report = saf.freeze_(model, [tokens()], saf.FreezeConfig(count=3, max_fit_kl=99))
+    (tmp_path / "README.md").write_text("# Mine\n")
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("# Mine\n")
+    rows = [line.split()[-1] for line in card.splitlines() if line.startswith("layer")]
+    assert [[head for head, mark in enumerate(row) if mark == "F"] for row in rows] == [
+        report.heads.in_layer(layer) for layer in range(3)
+    ]
+    assert "3 heads frozen by variance, patterns by mean" in card
+    assert report.statistics.sequences_hash[:16] in card
+    again = opened(tmp_path)
+    saf.uninstall_(again, [next(iter(report.heads))])
+    again.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.count("## Frozen attention heads") == 1
+    assert card.count("F", card.index("```text"), card.rindex("```")) == 2
+    assert with_section(None, "text").startswith("---\nlibrary_name: transformers")

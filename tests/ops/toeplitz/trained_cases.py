@@ -1,0 +1,85 @@
+"""Gradients of logits through the product kernel, beside float64 and plain autograd of the dense formula."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+SPREADS = (0.5, 1.0, 2.0, 5.0, 8.0)
+"""Standard deviations of key and distance logits."""
+NAMES = ("value", "alpha", "rho")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shape and dtype of values, the spread of logits, and what all values have in common, which cancels."""
+
+    spread: float
+    dtype: str = "bfloat16"
+    length: int = 40
+    batch: int = 2
+    heads: int = 3
+    dim: int = 16
+    common: float = 3.0
+
+
+CASES = {
+    **{f"trained-bfloat16-{spread}": Case(spread) for spread in SPREADS},
+    **{f"trained-float16-{spread}": Case(spread, dtype="float16") for spread in SPREADS[:2]},
+    "trained-two-blocks": Case(5.0, length=150, batch=1, heads=1),
+}
+
+
+def drawn(case: Case, device: str) -> tuple[torch.Tensor, ...]:
+    """Return values and gradients of outputs `[B, F, T, D]`, alpha and rho `[F, T]` float32."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, case.batch, case.heads, case.length, case.dim)
+    value, upstream = torch.randn(shape, generator=generator)
+    alpha, rho = case.spread * torch.randn(2, case.heads, case.length, generator=generator)
+    dtype = getattr(torch, case.dtype)
+    return tuple(x.to(device) for x in ((value + case.common).to(dtype), upstream.to(dtype), alpha, rho))
+
+
+def dense_gradients(value, upstream, alpha, rho) -> tuple[torch.Tensor, ...]:
+    """Return the gradients to values, alpha and rho by autograd: softmax in the logits' dtype, else in `value`'s."""
+    inputs = [x.detach().clone().requires_grad_() for x in (value, alpha, rho)]
+    position = torch.arange(value.shape[2], device=value.device)
+    lag = position[:, None] - position
+    scores = inputs[1][:, None, :] + inputs[2][:, lag.clamp(min=0)]
+    weights = scores.masked_fill(lag < 0, -torch.inf).softmax(-1)
+    return torch.autograd.grad(weights.to(value.dtype) @ inputs[0], inputs, upstream)
+
+
+def errors(found, expected) -> dict[str, float]:
+    """Return relative L2 errors by name; 1e30 for NaN."""
+    each = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
+    return {name: error if error == error else 1e30 for name, error in zip(NAMES, each, strict=True)}
+
+
+def run(case: Case, device: str) -> dict:
+    """Return errors of ours and of plain autograd; the interpreter multiplies bfloat16 numbers as float32 ones."""
+    import saf.ops.toeplitz.trained as trained
+    from saf.ops.toeplitz.config import make_tables
+
+    value, upstream, alpha, rho = drawn(case, device)
+    expected = dense_gradients(value.double(), upstream.double(), alpha.double(), rho.double())
+    plain = dense_gradients(value, upstream, alpha, rho)
+    _, *tables = trained.pattern_tables(alpha, rho, case.length, value.dtype)
+    table = make_tables(tables[0], kind="tiles", dtype=value.dtype)
+    with ExitStack() as patched:
+        if device == "cpu":
+            patched.enter_context(patch.object(trained, "uses_triton", lambda device, dtype: True))
+            patched.enter_context(patch.object(trained, "kernel_product", _exact_product(trained.kernel_product)))
+        found = trained.pattern_gradient(upstream, value, table, *tables, case.length)
+    return {"ours": errors(found, expected), "plain": errors(plain, expected)}
+
+
+def _exact_product(kernel):
+    """Return a launcher that gives the interpreter bfloat16 operands as float32: those products it takes right."""
+
+    def product(x, table, *rest, **more):
+        operands = (x.float(), table.float()) if x.dtype == torch.bfloat16 else (x, table)
+        return kernel(*operands, *rest, **more)
+
+    return product

@@ -1,0 +1,305 @@
+"""Runs that prune heads: exact resume, undo, schedules, the heads of another arm, and pruning from initialisation."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import saf.train.events as events
+import saf.train.loop as loop
+from saf.adapters import adapter_for
+from saf.cli import main
+from saf.cli.command import read_heads
+from saf.errors import InputError
+from saf.freezing.config import FreezeConfig
+from saf.records.events import heads_in_force, read_events
+from saf.records.files import read_json, read_lines
+from saf.records.run import RecordedRun
+from saf.report.runs.page import write_report
+from saf.report.runs.picture import write_picture
+from saf.schedules import Freeze, Gradual, OneTime, Prune, TrainLoss, Undo, ValidationBudget, train_loss
+from saf.schedules.train_loss import TrainLossProposer
+from saf.tasks import TASKS
+from saf.train import continue_from, load_model, open_checkpoint, pretrain
+from saf.train.run import Run
+from tests.surgery.test_prune import Small, rows_of
+from tests.train.killed import Killed, die_at
+from tests.train.test_events import Listed
+
+PRUNE = FreezeConfig(operation="prune", rate=0.5)
+FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
+
+
+def pruned(checkpoint) -> list[list[int]]:
+    return adapter_for(load_model(checkpoint)).heads("pruned").to_list()
+
+
+def told(folder):
+    return [
+        (event.number, event.kind, event.update, len(event.heads), event.undone_by) for event in read_events(folder)
+    ]
+
+
+def killed_and_resumed(config, monkeypatch, module, name, call):
+    with monkeypatch.context() as patch:
+        die_at(patch, module, name, call)
+        with pytest.raises(Killed):
+            pretrain(config)
+    return pretrain(config, resume=True)
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """Return a function that trains settings once for all tests and returns the run's folder."""
+    done = {}
+
+    def run(config, key):
+        if key not in done:
+            config.out = str(tmp_path_factory.mktemp("pruning") / key)
+            pretrain(config)
+            done[key] = config.out
+        return Path(done[key])
+
+    return run
+
+
+def test_a_run_prunes_what_it_would_freeze_and_says_so(settings, finished):
+    folder = finished(settings(freeze=PRUNE, keep=0), "pruned")
+    frozen = finished(settings(freeze=FREEZE, keep=0), "frozen")
+    (event,), (beside,) = read_events(folder), read_events(frozen)
+    assert told(folder) == [(1, "prune", 6, 4, None)]
+    assert event.heads == beside.heads
+    assert event.values["scores"] == beside.values["scores"]
+    assert set(event.seconds) == {"capture", "statistics", "score", "select", "prune"}
+    assert (event.values["pruned_in_all"], event.values["fit_kl"]) == (4, [])
+    result = read_json(folder / "result.json")
+    assert (result["arm"], result["provenance"]["heads"], result["provenance"]["pruned"]) == ("pruned", [], event.heads)
+    assert result["intervention"]["heads"] == event.heads
+    run = RecordedRun.open(folder)
+    assert (run.arm, run.frozen_heads, run.pruned_heads, run.edited_heads) == ("pruned", [], event.heads, event.heads)
+    assert pruned(folder / "checkpoints" / "step-6") == []
+    assert pruned(folder / "checkpoints" / "step-12") == event.heads
+    words = {"before_prune": "loss_before", "after_prune": "loss_after"}
+    around = {line["when"]: line["loss"] for line in read_lines(folder / "evaluations.jsonl")}
+    assert all(around[when] == event.values[name] for when, name in words.items())
+    assert {when for when in around if when.endswith("freeze")} == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [(events, "freeze_", 1), (Run, "record_event", 1), (loop, "run_update", 8), (loop, "run_update", 11)],
+    ids=["measuring", "between-measurement-and-outcome", "right-after", "later"],
+)
+def test_a_run_that_prunes_resumes_bit_for_bit(settings, finished, outcome, monkeypatch, module, name, call):
+    folder = finished(settings(freeze=PRUNE, keep=0), "pruned")
+    config = settings(freeze=PRUNE, keep=0)
+    killed_and_resumed(config, monkeypatch, module, name, call)
+    assert outcome(config.out) == outcome(folder)
+    assert told(config.out) == told(folder)
+
+
+def test_a_pruned_arm_is_the_same_as_one_run_that_prunes_and_goes_on_as_a_parent(settings, finished, outcome):
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    arm = continue_from(parent, out=settings("arm").out, freeze=PRUNE)
+    pretrain(arm)
+    single = finished(settings(freeze=PRUNE, keep=0), "pruned")
+    for name in ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json", "report_loss"):
+        assert outcome(arm.out)[name] == outcome(single)[name], name
+    later = continue_from(single / "checkpoints" / "step-9", out=settings("later").out)
+    result = pretrain(later)
+    assert (result["arm"], result["provenance"]["pruned"]) == ("pruned", read_events(single)[0].heads)
+    assert outcome(later.out)["model.safetensors"] == outcome(single)["model.safetensors"]
+
+
+def test_the_page_and_the_tables_speak_of_pruned_heads(settings, finished, tmp_path, capsys):
+    runs = [finished(settings(), "ordinary"), finished(settings(freeze=PRUNE, keep=0), "pruned")]
+    page = write_report(runs, tmp_path).read_text()
+    for words in ("Pruning 4 of 8 attention heads", "Which heads were pruned<", "What pruning itself took", "4 pruned"):
+        assert words in page, words
+    assert "Heads were pruned after update 6 of 12." in page
+    assert "4 heads pruned: one_time: update 6 is done" in page
+    drawn = write_picture(runs, tmp_path / "runs.svg").read_text()
+    for words in ("4 of 8 heads pruned, those of lowest variance", "Pruned minus ordinary", "heads pruned at 6"):
+        assert words in drawn, words
+    assert ".pruned{stroke:" in drawn
+    assert "4 of 8 pruned" in page
+    assert main(["compare", *map(str, runs)]) == 0
+    assert main(["inspect", str(runs[1])]) == 0
+    assert "0 of 8 frozen; 4 pruned: " in " ".join(capsys.readouterr().out.split())
+    mixed = RecordedRun.open(runs[1])
+    mixed.result["provenance"]["heads"] = [[0, 0]]
+    assert mixed.heads_in_words == "1 frozen, 4 pruned"
+
+
+@pytest.mark.parametrize("score", ["gate_taylor", "random"])
+def test_a_run_prunes_by_the_score_that_it_is_told(settings, score):
+    freeze = replace(PRUNE, score=score, match="variance" if score == "random" else None, seed=3)
+    config = settings(freeze=freeze, updates=8, save_every=0, eval_every=0)
+    result = pretrain(config)
+    (event,) = read_events(config.out)
+    assert (event.values["score_name"], len(event.heads)) == (score, 4)
+    assert result["provenance"]["pruned"] == event.heads
+
+
+def test_the_heads_of_another_arm_are_named_by_its_folder_or_its_record(settings, finished):
+    frozen = finished(settings(freeze=FREEZE, keep=0), "frozen")
+    heads = tuple(map(tuple, read_events(frozen)[0].heads))
+    assert read_heads([str(frozen)]) == read_heads([str(frozen / "events.jsonl")]) == heads
+    parent, out = frozen / "checkpoints" / "step-6", settings("same").out
+    words = f"--parent {parent} --out {out} --freeze.operation prune --freeze.heads {frozen} --quiet"
+    assert main(["pretrain", *words.split()]) == 0
+    assert read_json(Path(out) / "result.json")["provenance"]["pruned"] == [list(head) for head in heads]
+
+
+def test_a_checkpoint_is_pruned_by_the_command_and_trained_on(settings, finished, tmp_path, capsys):
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    words = f"{parent} --operation prune --rate 0.5 --sequences 4 --out {tmp_path / 'made'} --device cpu"
+    assert main(["freeze", *words.split()]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 8 heads pruned by variance" in said
+    assert "fit KL" not in said
+    (event,) = read_events(tmp_path / "made")
+    assert (event.kind, pruned(tmp_path / "made")) == ("prune", event.heads)
+    assert event.heads == read_events(finished(settings(freeze=PRUNE, keep=0), "pruned"))[0].heads
+    arm = continue_from(tmp_path / "made", out=settings("on").out)
+    result = pretrain(arm)
+    assert (result["arm"], result["provenance"]["pruned"]) == ("pruned", event.heads)
+    assert [each.values["inherited"] for each in read_events(arm.out)] == [True]
+    assert main(["freeze", *words.split(), "--backend", "toeplitz"]) == 2
+    assert "leave backend out" in capsys.readouterr().err
+
+
+GRADUAL = Gradual(begin=0.25, end=0.75, groups=2)
+
+
+@pytest.mark.parametrize(("name", "call"), [("freeze_", 2), ("_carry_out_", 2)])
+def test_gradual_pruning_resumes_bit_for_bit(settings, finished, outcome, monkeypatch, name, call):
+    folder = finished(settings(freeze=PRUNE, schedule=GRADUAL, keep=0), "gradual")
+    assert told(folder) == [(1, "prune", 3, 2, None), (2, "prune", 9, 2, None)]
+    first, second = read_events(folder)
+    assert sorted(first.values["deferred"]) == second.heads
+    assert pruned(folder / "checkpoints" / "step-12") == heads_in_force([first, second])
+    config = settings(freeze=PRUNE, schedule=GRADUAL, keep=0)
+    killed_and_resumed(config, monkeypatch, events, name, call)
+    assert outcome(config.out) == outcome(folder)
+    assert told(config.out) == told(folder)
+
+
+@pytest.mark.parametrize("call", [None, 1], ids=["whole", "killed-while-undoing"])
+def test_groups_that_cost_too_much_are_undone_as_if_never_pruned(settings, finished, outcome, monkeypatch, call):
+    real = Run.controller_loss
+    dear = {"after_prune": 0.5, "before_undo": 0.5}
+    monkeypatch.setattr(Run, "controller_loss", lambda run, when, **more: real(run, when, **more) + dear.get(when, 0.0))
+    config = settings(freeze=PRUNE, schedule=ValidationBudget(begin=0.5, every=0.25))
+    result = killed_and_resumed(config, monkeypatch, events, "uninstall_", call) if call else pretrain(config)
+    assert told(config.out) == [
+        (1, "prune", 6, 1, 2),
+        (2, "undo", 6, 1, None),
+        (3, "prune", 9, 1, 4),
+        (4, "undo", 9, 1, None),
+    ]
+    assert (result["arm"], result["provenance"]["pruned"]) == ("pruned", [])
+    ordinary, found = outcome(finished(settings(), "ordinary")), outcome(config.out)
+    for name in ("model.safetensors", "optimizer.safetensors", "metrics", "report_loss"):
+        assert found[name] == ordinary[name], name
+
+
+def test_train_loss_undoes_a_pruned_group_that_is_not_absorbed(settings, outcome, monkeypatch):
+    monkeypatch.setattr(train_loss, "_BURN_IN", (4, 0.0))
+    monkeypatch.setattr(train_loss, "_HALF_LIFE", (2, 0.0))
+    observe = TrainLossProposer.observe
+
+    def shown(proposer, update, loss):
+        raised = 0.5 if proposer.decisions.step else 0.0
+        observe(proposer, update, max(4 - update / 20, 3.7) + 0.02 * (-1) ** update + raised)
+
+    monkeypatch.setattr(TrainLossProposer, "observe", shown)
+    few = {"updates": 40, "batch_size": 1, "accumulation": 1, "eval_every": 0, "save_every": 34, "eval_windows": 1}
+
+    def quick(name):
+        return settings(name, freeze=PRUNE, schedule=TrainLoss(multiplier=2.0), calibration_sequences=2, **few)
+
+    pretrain(quick("whole"))
+    folder = quick("whole").out
+    assert told(folder) == [(1, "prune", 30, 1, 2), (2, "undo", 39, 1, None)]
+    killed_and_resumed(quick("killed"), monkeypatch, loop, "run_update", 36)
+    assert outcome(quick("killed").out) == outcome(folder)
+
+
+def test_a_schedule_may_prune_beside_frozen_heads_and_undo_either(settings):
+    steps = Listed(((3, Freeze(count=2)), (6, Prune(count=2)), (6, Undo(event=1)), (9, Undo(event=2))))
+    config = settings(freeze=FreezeConfig(rate=0.5), schedule=steps, keep=0)
+    pretrain(config)
+    assert [event[1] for event in told(config.out)] == ["freeze", "prune", "undo", "undo"]
+    first, second, *_ = read_events(config.out)
+    assert not set(map(tuple, first.heads)) & set(map(tuple, second.heads))
+    after = adapter_for(load_model(f"{config.out}/checkpoints/step-9"))
+    assert (after.heads("frozen").to_list(), after.heads("pruned").to_list()) == ([], second.heads)
+    assert adapter_for(load_model(f"{config.out}/checkpoints/step-12")).heads("frozen", "pruned").to_list() == []
+
+
+def test_pruned_from_initialisation_a_run_trains_like_a_model_built_smaller(settings):
+    """The layout of another arm at update 0; the smaller model is written anew and trained in float64."""
+    heads = ((0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3))
+    freeze = FreezeConfig(operation="prune", heads=heads)
+    config = settings(freeze=freeze, schedule=OneTime(at=0), updates=6, save_every=0, eval_every=0, keep=0)
+    pretrain(config)
+    start = open_checkpoint(f"{config.out}/checkpoints/step-0").model()
+    small = Small([2, 0]).double()
+    small.embed = torch.nn.Embedding.from_pretrained(start.embed.weight.detach().double(), freeze=False)
+    small.weights["norm"].data.copy_(start.norm.weight)
+    names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
+    for name, tensor in start.named_parameters():
+        if (parts := name.split("."))[0] == "blocks":
+            kept = rows_of([head for head in range(4) if (int(parts[1]), head) not in heads])
+            if (role := names.get(parts[-2])) is not None:
+                tensor = tensor[:, kept] if role == "o" else tensor[kept]
+            small.weights[f"{parts[1]}_{role or parts[-2]}"].data.copy_(tensor)
+    matrices, vectors = ([one for one in small.parameters() if (one.dim() > 1) == two] for two in (True, False))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    trainer = torch.optim.AdamW(groups, betas=config.betas)
+    angle = torch.arange(32.0).double()[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    batches = TASKS["text"](config, length=32).training(0, torch.device("cpu"))
+    for line in read_lines(Path(config.out) / "metrics.jsonl"):
+        losses = []
+        for _ in range(config.accumulation):
+            inputs, targets = batches.take()
+            logits = small(inputs, (angle.cos(), angle.sin()))
+            losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        (sum(losses) / len(losses)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(small.parameters(), config.clip)
+        for group in trainer.param_groups:
+            group["lr"] = line["lr"]
+        trainer.step()
+        trainer.zero_grad()
+        assert line["loss"] == pytest.approx(float(sum(losses).detach()) / len(losses), rel=2e-6), line["update"]
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "schedule", "message"),
+    [
+        ({"rate": 1.0}, OneTime(), "pruning 8 of 8 heads would leave the model none, and no token would read another"),
+        ({"rate": 0.75}, ValidationBudget(), "ask for 6 of 8 heads; .* freezes at most 4"),
+        ({"heads": ((0, 4),)}, OneTime(), "heads must exist"),
+    ],
+)
+def test_settings_that_cannot_work_are_told_before_training(settings, freeze, schedule, message):
+    config = settings(freeze=FreezeConfig(operation="prune", **freeze), schedule=schedule)
+    with pytest.raises(InputError, match=message):
+        pretrain(config)
+    assert not Path(config.out).exists()
+
+
+def test_heads_pruned_by_a_parent_are_not_pruned_again(settings, finished):
+    folder = finished(settings(freeze=PRUNE, keep=0), "pruned")
+    gone = tuple(map(tuple, read_events(folder)[0].heads))
+    arm = continue_from(
+        folder / "checkpoints" / "step-9", out=settings().out, freeze=FreezeConfig(operation="prune", heads=gone)
+    )
+    with pytest.raises(InputError, match="are frozen or pruned already"):
+        pretrain(arm)
+    with pytest.raises(InputError, match="would leave the model none"):
+        pretrain(replace(arm, freeze=FreezeConfig(operation="prune", count=4)))
