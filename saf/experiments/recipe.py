@@ -282,7 +282,7 @@ SCALES = {
         ),
         Scale(
             name="small",
-            # Some 20M weights: four to five minutes a run on one H200, a parent with its arms in half an hour.
+            # Some 30M weights: four to five minutes a run on one H200, a parent with its arms in half an hour.
             settings={
                 "model": "124m",
                 "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
