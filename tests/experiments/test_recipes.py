@@ -1,4 +1,5 @@
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,8 +73,7 @@ def test_the_papers_numbers_are_in_its_text(name, shared):
     (paper,) = (shared / "seeds").glob("*.txt")
     text = paper.read_text()
     recipe = RECIPES[name]
-    sources = {recipe.source.label, *recipe.also, *(each.source.label for each in recipe.measurements if each.source)}
-    for label in sources:
+    for label in sources_of(recipe):
         assert f"label{{{label}}}" in text
     for arm in recipe.arms:
         for number in arm.paper.values():
@@ -83,6 +83,36 @@ def test_the_papers_numbers_are_in_its_text(name, shared):
     for number in (number for each in recipe.measurements for number in each.numbers):
         for plain in re.findall(r"\d[\d,.]*\d|\d", number.paper or ""):
             assert _stands_in(text, plain), f"{number.title}: {number.paper}"
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+def listed() -> dict[str, set[str]]:
+    """The recipes that the document names for each label of the paper."""
+    rows = re.findall(r"^\| `((?:tab|fig):[\w-]+)` \|.*\|(.*)\|$", DOCUMENT.read_text(), flags=re.M)
+    assert len(rows) == len(dict(rows)), "a label stands once"
+    return {label: set(re.findall(r"`(\w+)`", names)) for label, names in rows}
+
+
+def test_the_document_of_tables_names_every_recipe_where_it_belongs():
+    found = listed()
+    assert set().union(*found.values()) == set(RECIPES), "every recipe makes a table or figure"
+    for name, recipe in RECIPES.items():
+        for label in sources_of(recipe):
+            if label.startswith(("tab:", "fig:")):
+                assert name in found[label], f"docs/recipes.md does not name {name} beside {label}"
+
+
+def test_the_document_has_every_table_and_figure_of_the_paper(shared):
+    (paper,) = (shared / "seeds").glob("*.txt")
+    assert set(listed()) == set(re.findall(r"\\label\{((?:tab|fig):[\w-]+)\}", paper.read_text()))
+
+
+def sources_of(recipe) -> set[str]:
+    """The labels that a recipe says it answers."""
+    of_measurements = (each.source.label for each in recipe.measurements if each.source)
+    return {recipe.source.label, *recipe.also, *of_measurements}
 
 
 def _stands_in(text: str, number: str) -> bool:
@@ -95,9 +125,49 @@ def _in_seconds(number: str) -> str | None:
     return r"\pm".join(f"{int(part) / 1e3:.3f}" for part in parts) if all(p.isdigit() for p in parts) else None
 
 
+def test_the_smoke_scale_runs_from_end_to_end(tmp_path, capsys):
+    store = tmp_path / "store"
+    asked = ["run", "timing", "--scale", "smoke", "--store", str(store), "--seeds", "7", "--out", str(tmp_path / "out")]
+    assert main(asked) == 0
+    shown = capsys.readouterr()
+    assert "3 of 3 runs" in shown.err
+    assert "at 50%" in shown.out
+    configs = {path.parent.name: path for path in store.glob("runs/*/config.json")}
+    assert len(configs) == 3
+    parents = {
+        read_json(path)["parent"]["path"].split("/")[-1] for path in configs.values() if read_json(path)["parent"]
+    }
+    assert parents == {"step-4", "step-8"}
+    assert main(asked) == 0
+    assert "training" not in capsys.readouterr().err, "nothing is trained twice"
+    assert main(["run", "--scale", "smoke", "--store", str(store), "--data", str(store / "data"), "--seeds", "7"]) == 0
+    assert re.search(r"timing.*3 │ +3", capsys.readouterr().out)
+    shutil.rmtree(store / "runs")
+    asked = ["report", "timing", "--scale", "smoke", "--store", str(store), "--out", str(tmp_path / "again")]
+    assert main([*asked, "--seeds", "7"]) == 0
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), "made of the records alone"
+    assert main(["report", "timin", "--scale", "smoke"]) == 2
+    assert "did you mean timing" in capsys.readouterr().err
+
+
 def test_what_cannot_run_is_said_before_anything_runs(tmp_path, capsys):
     assert main(["run", "timing", "--store", str(tmp_path)]) == 2
     assert "needs --data" in capsys.readouterr().err
     assert main(["run", "timing", "--scale", "paper", "--dry-run"]) == 0
     assert "21 runs" in capsys.readouterr().out
     assert main(["run", "timing", "--jobs", "0", "--scale", "smoke", "--store", str(tmp_path / "s")]) == 2
+
+
+def test_the_smoke_scale_measures_what_it_trained(tmp_path, capsys):
+    store = tmp_path / "store"
+    asked = ["run", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]
+    assert main(asked) == 0
+    shown = capsys.readouterr()
+    assert "1 of 1 measurements" in shown.err
+    assert re.search(r"heads in both +│ +\d\.\d │ 30 to 31 of 36", shown.out)
+    assert main([*asked, "--dry-run"]) == 0
+    assert "saf analyze stability" in capsys.readouterr().out
+    shutil.rmtree(store / "runs")
+    assert main(["report", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]) == 0
+    assert "expected by chance" in capsys.readouterr().out
