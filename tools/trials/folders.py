@@ -174,6 +174,7 @@ def _store(world: Path) -> None:
         match=None,
         scale="smoke",
         seed=seed,
+        vocabulary=280,
         tables=(("table", "arm"),),
     )
     store.collect(planned)
