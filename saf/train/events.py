@@ -165,11 +165,15 @@ CARRY_OUT: Mapping[str, Callable[[Run, Any], Change]] = {
 """What carries an event out, by its kind."""
 
 
-def check_freeze(config: TrainConfig, execution: Execution) -> None:
-    """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
+def check_freeze(config: TrainConfig, execution: Execution, *, length: int) -> None:
+    """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there.
+
+    `length` is the tokens of a calibration sequence.
+    """
     freeze, schedule = config.freeze, config.schedule
     if freeze is None:
         return
+    freeze.check_length(length)
     if schedule is not None and not schedule.chooses_once:
         names = ("heads", "match", "match_heads", "max_per_layer", "below")
         if wrong := [name for name in names if getattr(freeze, name) is not None]:

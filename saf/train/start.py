@@ -50,7 +50,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     shape = model_config(config, vocab_size=task.vocab_size)
     freeze = config.freeze
     task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
-    check_freeze(config, execution)
+    check_freeze(config, execution, length=task.length)
     with pinned(config.kernel, execution.device):
         pass  # raises now what it would raise in the first update
     own = latest(folder / "checkpoints") if resume else None
