@@ -1,7 +1,8 @@
-"""Five fixed patterns at four rates: fig:prior-quality, whose numbers are drawn; two stand in a table."""
+"""Five fixed patterns at four rates, fig:prior-quality, whose numbers are drawn; and tab:prior-geometry-correlation."""
 
+from saf.experiments.measurement import Changes, Checkpoint, Measurement, Number
 from saf.experiments.recipe import Arm, Recipe
-from saf.records.paper import QUALITY
+from saf.records.paper import GEOMETRY, GEOMETRY_CORRELATIONS, QUALITY
 
 PATTERNS = {
     "mean": {},
@@ -12,10 +13,23 @@ PATTERNS = {
     "structured_random": {},
 }
 RATES = (0.1, 0.25, 0.5, 0.75)
+DISTANCES = {
+    "squared_error": "squared error",
+    "kl": "KL from the mean",
+    "hellinger": "squared Hellinger",
+    "total_variation": "total variation",
+}
 PAPER = {
     ("mean", 0.25): {"delta": "+0.768 ± 0.067", "perplexity": "24.045"},
     ("mean", 0.5): {"delta": "+2.492 ± 0.083", "perplexity": "24.457"},
 }
+
+SMOKE = (0.25, 0.5), ("mean", "dirichlet")
+
+
+def _changes(rates: tuple[float, ...], patterns: tuple[str, ...]) -> Changes:
+    return Changes({str(rate): {pattern: f"{pattern} {rate:.0%}" for pattern in patterns} for rate in rates})
+
 
 RECIPE = Recipe(
     title="Fixed patterns and rates",
@@ -28,11 +42,36 @@ RECIPE = Recipe(
                 parent="ordinary",
                 settings={"freeze.rate": rate, "freeze.pattern": pattern, **more},
                 paper=PAPER.get((pattern, rate), {}),
-                smoke=rate in (0.25, 0.5) and pattern in ("mean", "dirichlet"),
+                smoke=rate in SMOKE[0] and pattern in SMOKE[1],
             )
             for pattern, more in PATTERNS.items()
             for rate in RATES
         ),
     ),
     columns=("perplexity", "delta", "heads"),
+    also=("fig:prior-quality", "tab:prior-geometry-correlation"),
+    measurements=(
+        Measurement(
+            name="distance and cost",
+            does="analyze geometry",
+            on=(Checkpoint("ordinary", 0.5),),
+            settings={
+                "sequences": 32,
+                "rates": RATES,
+                "costs": _changes(RATES, tuple(PATTERNS)),
+            },
+            scaled={"smoke": {"sequences": 4, "rates": SMOKE[0], "costs": _changes(*SMOKE)}},
+            numbers=tuple(
+                Number(
+                    title=f"{words}, stratified" if key == "stratified" else f"{words}, {float(key):.0%}",
+                    # A pair: the correlation within each rate, and the stratified one.
+                    path=("correlations", distance, *((1,) if key == "stratified" else (0, key))),
+                    paper=paper,
+                )
+                for distance, words in DISTANCES.items()
+                for key, paper in GEOMETRY_CORRELATIONS[distance].items()
+            ),
+            source=GEOMETRY,
+        ),
+    ),
 )

@@ -1,7 +1,7 @@
 """The folder of a model of transformers whose heads are frozen: `save_pretrained` writes them beside the weights.
 
 Its configuration is marked by the entry `saf`, which names what opens the folder. `README.md` has a section for people:
-a map of the heads, and what is known of the events that froze them. What else it says stays.
+a map of the heads, and what is known of the events that made them so. What else it says stays.
 """
 
 import re
@@ -93,8 +93,9 @@ def _map(layout: HeadLayout) -> str:
 
 
 def _told(event: dict[str, Any]) -> str:
-    """Say in a line what is known of a freezing event."""
-    parts = [f"{len(event['heads'])} heads by {event['score_name']}, patterns by {event['pattern']}"]
+    """Say in a line what is known of an event that froze or pruned heads."""
+    patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
+    parts = [f"{len(event['heads'])} heads {event['kind']} by {event['score_name']}{patterns}"]
     if event.get("update") is not None:
         parts.append(f"after update {event['update']}")
     parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens")

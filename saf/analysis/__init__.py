@@ -15,6 +15,7 @@ from saf.analysis import (
     one_head,
     partial_spearman,
     profiles,
+    recovery,
     stability,
 )
 from saf.analysis.model import Record
@@ -39,6 +40,7 @@ ANALYSES: dict[str, Analysis] = {
     "partial-spearman": Analysis(partial_spearman.PartialSpearman, partial_spearman.measure, partial_spearman.tables),
     "profiles": Analysis(profiles.Profiles, profiles.measure, profiles.tables),
     "stability": Analysis(stability.Stability, stability.measure, stability.tables),
+    "recovery": Analysis(recovery.Recovery, recovery.measure, recovery.tables),
     "geometry": Analysis(geometry.Geometry, geometry.measure, geometry.tables),
     "fits": Analysis(fits.Fits, fits.measure, fits.tables),
     "distributions": Analysis(distributions.Distributions, distributions.measure, distributions.tables),

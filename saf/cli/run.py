@@ -1,26 +1,30 @@
 """`saf run`: what a table or figure needs, trained and measured; and which recipes there are."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from saf.arguments import at_least
+from saf.arguments import above, at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.data import TokenData
-from saf.errors import SafError
-from saf.experiments.execution import Launch, Outcome, execute, in_a_process
+from saf.errors import InputError, SafError
+from saf.experiments.execution import Lanes, Outcome, Stop, execute, in_a_process
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
-from saf.experiments.plan import Plan, plan
-from saf.experiments.recipe import Scale, open_recipes, scale_named
+from saf.experiments.packing import Lacks, Packing, packing_table
+from saf.experiments.plan import Plan, PlannedRun, events_of, plan
+from saf.experiments.rates import Measured, Rates
+from saf.experiments.recipe import Scale, open_recipes, read_tokens, scale_named
 from saf.experiments.render import render
 from saf.experiments.store import Store
 from saf.records.table import Table
-from saf.train.loop import StopRequest
+from saf.settings import FLAT
+from saf.train.loop import EXIT_STOPPED
 from saf.train.observer import duration
 
 SMOKE_DATA = ("python", "--max-bytes", "1000000", "--vocab-size", "512", "--seed", "0")
@@ -31,13 +35,18 @@ SMOKE_DATA = ("python", "--max-bytes", "1000000", "--vocab-size", "512", "--seed
 class Run(Command):
     """Train and measure what recipes lack, each run and measurement once, and print their tables; alone, list them.
 
-    The same command goes on with what stopped or failed; what is there already is never made again.
+    The same command goes on with what stopped or failed; what is there already is never made again. Every GPU that
+    CUDA_VISIBLE_DEVICES leaves is used, a process on each.
+    Exit code 75: the limit of the command, or a signal, left runs for the same command, given again.
     """
 
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of recipes; `saf run` alone lists them."""
     scale: str = "small"
     """paper (its exact settings), small (any prepared folder), or smoke (seconds, on any machine)."""
+    tokens: str | None = None
+    """Shorter or longer runs at the small scale, such as 60M at its shortest context, others in proportion; they are
+    other runs, with keys and tables of their own."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the smoke scale makes its own."""
     store: Path = Path("runs/recipes")
@@ -47,15 +56,34 @@ class Run(Command):
     seeds: tuple[int, ...] = ()
     """Seeds instead of the scale's own."""
     dry_run: bool = False
-    """Say what would run, how long and with how much memory, and stop."""
+    """Say what would run, when, how long and with how much memory, and stop."""
+    command_minutes: Annotated[float | None, above(0)] = None
+    """End this command within so many minutes: a run that would not end in time is left for the next one."""
+    budget_minutes: Annotated[float | None, above(0)] = None
+    """Minutes on this machine, counted from the first command that names them: parents are packed with their arms, and
+    only what fits is begun. Folders of runs may be lost after it, records are to be kept."""
+    gpus: Annotated[int | None, at_least(1)] = None
+    """How many GPUs --dry-run counts with; those of this machine when not given."""
     jobs: Annotated[int, at_least(1)] = 1
-    """Runs at a time. Runs that share a device tell nothing of their speed."""
+    """Runs at a time on one GPU, but for those whose time matters, which have it for themselves."""
+    quality_only: bool = False
+    """With --jobs, let runs share a GPU whose times a table would show: these times are left out."""
+    measured: Annotated[Measured, FLAT] = field(default_factory=Measured)
+    """What runs take, where it was measured."""
     folder: Path | None = None
     """Folder of recipes instead of the project's own."""
     out: Path | None = None
     """Also write the tables into this folder: Markdown, LaTeX, CSV, HTML and JSON."""
     json: bool = False
     """Print JSON instead of tables."""
+
+    def __post_init__(self):
+        """Raise InputError for what cannot be used, and for what would have no effect."""
+        super().__post_init__()
+        if self.gpus is not None and not self.dry_run:
+            raise InputError("gpus is for a dry run; CUDA_VISIBLE_DEVICES chooses those that a plan uses")
+        if self.quality_only and self.jobs == 1:
+            raise InputError("quality_only has no effect without jobs above 1, which lets runs share a GPU")
 
     def run(self) -> dict[str, Any]:
         """List, plan or carry out, and return what was shown.
@@ -64,45 +92,107 @@ class Run(Command):
             SafError: A run failed; the table shows the others.
         """
         recipes = open_recipes(self.recipes, folder=self.folder)
-        scale = scale_named(self.scale)
+        scale = scale_named(self.scale).resized(None if self.tokens is None else read_tokens(self.tokens))
         data = self._data(scale, trains=any(recipe.arms for recipe in recipes.values()))
-        made = plan(recipes, scale, data=data[1] if data else "", seeds=self.seeds, arms=self.arms)
+        made = plan(
+            recipes,
+            scale,
+            data=data.fingerprint if data else "",
+            seeds=self.seeds,
+            arms=self.arms,
+            vocabulary=data.vocab_size if data else None,
+        )
         measured = plan_measurements(recipes, made, only=self.arms)
         if not self.recipes:
             return self._list(made, measured, Store(self.store).open(write=False), known=data is not None)
         if self.dry_run:
-            return self._foretell(made, measured)
+            return self._foretell(made, measured, Store(self.store).open(write=False))
         if data is None and made.runs:
             raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
         store = Store(self.store).open(write=True)
-        launch, lost = self._launch(scale), lost_inputs(measured, store)
-        folder = data[0] if data else Path()
-        outcome = execute(made, store, folder, say=_say, jobs=self.jobs, launch=launch, lost=lost)
-        if not outcome.stopped:
-            carry_out(measured, store, outcome, say=_say, launch=launch)
+        for note in made.notes:
+            _say(note)
+        outcome = self._carry_out(made, measured, store, data.folder if data else Path())
         tables = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         for table in tables if self.out else ():
             for path in table.write(self.out or Path()):
                 _say(f"wrote {path}")
-        result = {"ended": outcome.ended, "found": outcome.found, "failed": outcome.failed}
+        result = {"ended": outcome.ended, "found": outcome.found, "failed": outcome.failed, "left": outcome.left}
         parts = (part for table in tables for part in table.parts())
         show({**result, "tables": [table.to_dict() for table in tables]}, *parts, as_json=self.json)
         _check(outcome)
         return result
 
-    def _data(self, scale: Scale, *, trains: bool) -> tuple[Path, str] | None:
-        """Return the folder of the data and its fingerprint; the smoke scale's are made where there are none."""
+    def _carry_out(self, made: Plan, measured: Measurements, store: Store, data: Path) -> Outcome:
+        """Train what the store lacks, of it what the budget holds, and measure when nothing is left to train."""
+        began, lost = time.monotonic(), lost_inputs(measured, store)
+        rates, only, lanes = self._rates(made, store), None, self._lanes(made)
+        if self.budget_minutes is not None:
+            left = store.budget_left_(60 * self.budget_minutes)
+            packing = self._packing(made, store, rates, lanes=len(lanes.devices), left=left)
+            stays = packing.stays(_missing(made, store, lost), made, _once(store.lacks))
+            only = [run.key for run in stays[0].runs] if stays else []
+            kept = f"{len(only)} of {sum(len(stay.runs) for stay in stays)} runs"
+            _say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
+        seconds = None if self.command_minutes is None else 60 * self.command_minutes
+        launch = in_this_process if self._here(made) else in_a_process
+        outcome = execute(
+            made,
+            store,
+            data,
+            say=_say,
+            lanes=lanes,
+            rates=rates,
+            only=only,
+            seconds=seconds,
+            launch=launch,
+            lost={key: why for key, why in lost.items() if only is None or key in only},
+        )
+        if only is not None:
+            beyond = {run.key for run in _missing(made, store, {})} - {*only, *outcome.failed}
+            outcome.left += sorted(beyond - {*outcome.left})
+        if not outcome.stopped and not outcome.left:
+            ends = None if seconds is None else began + seconds
+            carry_out(measured, store, outcome, say=_say, launch=launch, ends=ends)
+        return outcome
+
+    def _data(self, scale: Scale, *, trains: bool) -> TokenData | None:
+        """Return the data; the smoke scale's are made where there are none."""
         folder = self.data
         if folder is None and scale.name == "smoke" and trains and self.recipes and not self.dry_run:
             folder = Store(self.store).open(write=True).folder / "data"
             if not folder.exists():
                 _say(f"preparing {folder}")
                 in_this_process(["data", "prepare", *SMOKE_DATA, "--out", str(folder)], folder.parent / "data.log")
-        return None if folder is None else (folder, TokenData.open(folder).fingerprint)
+        return None if folder is None else TokenData.open(folder)
 
-    def _launch(self, scale: Scale) -> Launch:
-        """Return how a run is made: in this process where starting one would take longer than the run."""
-        return in_this_process if scale.name == "smoke" and self.jobs == 1 else in_a_process
+    def _here(self, made: Plan) -> bool:
+        """Return whether runs are made in this process, where starting one would take longer than the run."""
+        return made.scale.name == "smoke" and self.jobs == 1
+
+    def _lanes(self, made: Plan) -> Lanes:
+        """Return where runs are made: one at a time here, or on every GPU."""
+        alone = made.clocks | (set() if self.quality_only else made.shown_times)
+        return Lanes() if self._here(made) else Lanes.of_this_machine(self.jobs, alone)
+
+    def _rates(self, made: Plan, store: Store) -> Rates:
+        """Return what runs take: as named, else as ended ordinary runs of the plan measured, else as the scale says."""
+        if not made.runs:
+            return made.scale.rates
+        shortest = min(made.runs.values(), key=lambda run: run.shape.max_length)
+        rates = _as_recorded(made, store) or made.scale.rates
+        return self.measured.applied(rates, flops_per_token=shortest.shape.flops_per_token(shortest.shape.max_length))
+
+    def _packing(self, made: Plan, store: Store, rates: Rates, *, lanes: int, left: float | None = None) -> Packing:
+        """Return the limits that were named, in seconds; `left` of the budget that is under way."""
+        done = {key: store.done(key) for key in made.runs}
+        return Packing(
+            seconds=lambda run: run.seconds(rates, done=done[run.key]),
+            lanes=lanes,
+            command=None if self.command_minutes is None else 60 * self.command_minutes,
+            budget=None if self.budget_minutes is None else 60 * self.budget_minutes,
+            left=left,
+        )
 
     def _list(self, made: Plan, measured: Measurements, store: Store, *, known: bool) -> dict[str, Any]:
         """Show every recipe with its number of runs, and how many are done where the data are known."""
@@ -121,32 +211,75 @@ class Run(Command):
         show(listed, table, "`saf run NAME --scale small --data FOLDER` trains what is missing.", as_json=self.json)
         return listed
 
-    def _foretell(self, made: Plan, measured: Measurements) -> dict[str, Any]:
-        """Show what the plan would take, in updates, time and memory a run, without training anything."""
-        runs = list(made.runs.values())
-        rows = [
-            [run.title, run.updates_to_do, duration(run.predicted_seconds), f"{run.predicted_bytes / 2**30:.1f} GiB"]
-            for run in runs
+    def _foretell(self, made: Plan, measured: Measurements, store: Store) -> dict[str, Any]:
+        """Show what is missing, packed into budgets and commands, with predicted minutes and memory."""
+        rates, missing = self._rates(made, store), _missing(made, store, lost_inputs(measured, store))
+        lanes = self.gpus or len(self._lanes(made).devices)
+        packing = self._packing(made, store, rates, lanes=lanes)
+        stays = packing.stays(missing, made, _once(store.lacks))
+        runs, seconds = [run for stay in stays for run in stay.runs], sum(stay.seconds for stay in stays)
+        commands = sum(len(stay.commands) for stay in stays)
+        within = [f"budgets of {self.budget_minutes:g} min: {len(stays)}"] if self.budget_minutes else []
+        within += [f"commands of {self.command_minutes:g} min: {commands}"] if self.command_minutes else []
+        notes = [
+            f"{len(runs)} runs to train, {len(made.runs) - len(missing)} are done; {duration(seconds)} on "
+            f"{lanes} GPU{'s' * (lanes > 1)}" + "".join(f"; {each}" for each in within) + ".",
+            f"{rates.described()} All heads are counted as live. --tokens-per-second, --compile-seconds and "
+            "--start-seconds name others.",
+            *made.notes,
+            *([] if made.data else ["Without --data nothing is known to be done."]),
         ]
-        seconds = sum(run.predicted_seconds for run in runs)
-        notes = (
-            f"{len(runs)} runs, {duration(seconds)} on one GPU that trains at 400 TFLOP/s, compilation left out.",
-            "All heads are counted as live; memory is that of an update, foretold from the peak of 124M at 8 x 4,096.",
-        )
-        table = Table.of(
-            f"Plan ({made.scale.name}: {made.scale.text})", ["run", "updates", "time", "memory"], rows, notes
-        )
-        most = max((run.predicted_bytes for run in runs), default=0.0)
+        table = replace(packing_table(stays, packing, made), notes=tuple(notes))
         others = [[each.title, f"saf {each.does}"] for each in measured.planned.values()]
-        result = {"runs": len(runs), "seconds": seconds, "bytes": most, "measurements": len(others)}
-        tables = [table] * bool(runs) + [Table.of("Measurements, afterwards", ["", "command"], others)] * bool(others)
+        result = {
+            "runs": len(runs),
+            "measurements": len(others),
+            "seconds": seconds,
+            "bytes": max((run.predicted_bytes for run in runs), default=0),
+            "rates": vars(rates),
+            "budgets": [
+                [[(item.run.key, round(item.seconds)) for item in command] for command in stay.commands]
+                for stay in stays
+            ],
+        }
+        tables = [table] * bool(made.runs)
+        tables += [Table.of("Measurements, afterwards", ["", "command"], others)] * bool(others)
         show(result, *tables, as_json=self.json)
         return result
 
 
-def in_this_process(
-    arguments: Sequence[str], log: Path, device: str | None = None, stop: StopRequest | None = None
-) -> int:
+def _missing(made: Plan, store: Store, lost: Mapping[str, str]) -> list[PlannedRun]:
+    """Return the runs of a plan that have no record, and those whose folder a measurement needs."""
+    return [run for run in made.runs.values() if run.key in lost or store.record(run.key) is None]
+
+
+def _once(lacks: Lacks) -> Lacks:
+    """Return the same answer for a run every time: sums of a checkpoint's files take seconds."""
+    known: dict[str, Mapping[str, str]] = {}
+
+    def answer(run: PlannedRun) -> Mapping[str, str]:
+        if run.key not in known:
+            known[run.key] = lacks(run)
+        return known[run.key]
+
+    return answer
+
+
+def _as_recorded(made: Plan, store: Store) -> Rates | None:
+    """Return the scale's rates with the speed of updates that ended ordinary runs recorded; None without any."""
+    records = [(run, store.record(run.key)) for run in made.runs.values() if not events_of(run.settings)]
+    found = sorted(
+        run.flops_per_update / record["update_seconds"]["median"]
+        for run, record in records
+        if record and record.get("update_seconds") and not record["shared"] and run.settings.get("compile") != "off"
+    )
+    if not found:
+        return None
+    told = f"updates as {len(found)} ordinary runs of this store measured, the rest {made.scale.rates.source}"
+    return replace(made.scale.rates, flops=found[len(found) // 2], source=told)
+
+
+def in_this_process(arguments: Sequence[str], log: Path, device: str | None = None, stop: Stop | None = None) -> int:
     """Run `saf` with its output in a file, without a process of its own, and return its exit code."""
     from contextlib import redirect_stderr, redirect_stdout
 
@@ -165,14 +298,18 @@ def _say(text: str) -> None:
 
 
 def _check(outcome: Outcome) -> None:
-    """Raise an error when a run of the plan failed or a signal stopped it."""
+    """Raise SafError for what failed; exit with code 75 where the same command is to be given again."""
     if outcome.failed:
         listed = "\n  ".join(outcome.failed.values())
         raise SafError(
             f"{len(outcome.failed)} runs did not end:\n  {listed}\nMend the cause, then give the same command"
         )
     if outcome.stopped:
-        raise SafError("a signal stopped the plan after a checkpoint; the same command goes on with it")
+        _say("a signal stopped the plan after a checkpoint; the same command goes on with it")
+    elif outcome.left:
+        _say(f"{len(outcome.left)} runs are left within these limits; the same command goes on with them")
+    if outcome.stopped or outcome.left:
+        raise SystemExit(EXIT_STOPPED)
 
 
 COMMAND = Run

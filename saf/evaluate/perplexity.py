@@ -31,6 +31,7 @@ def evaluate_perplexity(
     limit: int | None = None,
     precision: str = "auto",
     out: Path | str | None = None,
+    tokens: bool = True,
     checkpoints: Mapping[str, str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def evaluate_perplexity(
         limit: Stop after this many windows; None reads the partition.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere.
         out: Folder for the files `WRITTEN`; nothing is written when None. What is written has the header of a result.
+        tokens: Whether every token's log-probability is written, or the losses of windows alone.
         checkpoints: Hashes for that head, by role: of the checkpoint that `model` is, where it is one.
         progress: Called with (windows done, windows) after each batch.
 
@@ -89,8 +91,9 @@ def evaluate_perplexity(
             data={partition: data.fingerprint},
         )
         record = {**head, **record}
-        losses = TokenLosses.of(log_probs)
-        record |= {"log_probs_sha256": losses.write(Path(out)), "log_probs_step": losses.step}
+        losses = TokenLosses.of(log_probs, tokens=tokens)
+        record["log_probs_sha256"] = losses.write(Path(out))
+        record |= {"log_probs_step": losses.step} if tokens else {}
         write_json(Path(out) / WRITTEN[0], record)
     return record
 

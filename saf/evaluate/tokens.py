@@ -28,17 +28,23 @@ class TokenLosses:
 
     windows: Tensor
     """Mean loss of each window before rounding, `[windows]` float64."""
-    steps: Tensor
-    """Loss of each token in steps above `smallest`, `[windows, T]` uint16."""
-    smallest: float
+    steps: Tensor | None = None
+    """Loss of each token in steps above `smallest`, `[windows, T]` uint16; None where windows alone were kept."""
+    smallest: float = 0.0
     """The smallest loss."""
-    step: float
+    step: float = 0.0
     """Nats of one step."""
 
     @classmethod
-    def of(cls, log_probs: Tensor) -> "TokenLosses":
-        """Round log-probabilities `[windows, T]`; raises InputError for values that are not finite, or none."""
+    def of(cls, log_probs: Tensor, *, tokens: bool = True) -> "TokenLosses":
+        """Round log-probabilities `[windows, T]`, or without `tokens` keep the means of windows alone.
+
+        Raises:
+            InputError: Values that are not finite, or none.
+        """
         windows = window_losses(log_probs)
+        if not tokens:
+            return cls(windows)
         losses = -log_probs.detach().double()
         smallest = float(losses.min())
         # Equal losses have no range; any step will do.
@@ -49,13 +55,24 @@ class TokenLosses:
 
     @property
     def log_probs(self) -> Tensor:
-        """Return every token's log-probability to within one step, `[windows, T]` float64, nats."""
+        """Return every token's log-probability to within one step, `[windows, T]` float64, nats.
+
+        Raises:
+            InputError: Windows alone were kept.
+        """
+        if self.steps is None:
+            raise InputError(
+                "only the losses of windows were kept of this evaluation; for those of tokens, `saf evaluate` the "
+                "run's last checkpoint, or train with token_losses"
+            )
         return -(self.smallest + self.step * self.steps.double())
 
     def write(self, folder: Path) -> str:
         """Write the file into a folder and return its SHA-256."""
-        scale = torch.tensor([self.smallest, self.step], dtype=torch.float64)
-        tensors = {"windows": self.windows, "steps": self.steps, "scale": scale}
+        tensors = {"windows": self.windows}
+        if self.steps is not None:
+            scale = torch.tensor([self.smallest, self.step], dtype=torch.float64)
+            tensors |= {"steps": self.steps, "scale": scale}
         return file_hash(write_tensors(folder / FILE, tensors))
 
     @classmethod
@@ -63,6 +80,8 @@ class TokenLosses:
         """Read what `write` wrote; raise InputError when it holds anything else."""
         tensors = read_tensors(path)
         shapes = {name: tensor.ndim for name, tensor in tensors.items()}
+        if shapes == {"windows": 1}:
+            return cls(tensors["windows"])
         if shapes != {"windows": 1, "steps": 2, "scale": 1} or len(tensors["scale"]) != 2:
             raise InputError(f"{path} holds {shapes or 'nothing'}; expected windows [W], steps [W, T] and scale [2]")
         smallest, step = tensors["scale"].tolist()
@@ -70,12 +89,19 @@ class TokenLosses:
 
     def check(self, path: Path, *, windows: int, length: int, loss: float) -> None:
         """Raise InputError unless windows and tokens are as many as were recorded and give the recorded mean loss."""
-        if [*self.steps.shape] != [windows, length] or len(self.windows) != windows:
-            found = [*self.steps.shape]
+        found = [len(self.windows), length] if self.steps is None else [*self.steps.shape]
+        if found != [windows, length] or len(self.windows) != windows:
             raise InputError(f"{path} holds log-probabilities {found}; evaluation.json tells of {[windows, length]}")
         # Sums of float64 in another order: a few units in the sixteenth digit.
         exactly = 1e-12 * max(1.0, abs(loss))
         mean = float(self.windows.mean())
+        if self.steps is None:
+            if abs(mean - loss) > exactly:
+                raise InputError(
+                    f"{path} gives a mean loss of {mean:.9f} over its windows; evaluation.json records {loss:.9f}: "
+                    "they are not of one evaluation"
+                )
+            return
         off = float((self.windows + self.log_probs.mean(dim=1)).abs().max())
         if abs(mean - loss) > exactly or off > self.step / (2 * length) + exactly:
             raise InputError(

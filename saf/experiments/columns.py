@@ -1,11 +1,54 @@
-"""What a table shows of an arm: each column from the record of a run, and of the run it is compared with."""
+"""What a table shows of an arm: each column from the record of its run, and of the runs that it stands beside."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 Record = Mapping[str, Any]
+OWN, REFERENCE, AGAINST = "own", "reference", "against"
+"""What a record is to a row: its arm's, that of the arm it is compared with, that of the arm a difference is from."""
+PAPER_EXCHANGE = 0.14
+"""Percent of perplexity that 1% more tokens buys in the paper's regime, by its tables at matched tokens and time."""
+
+
+def of(role: str) -> str:
+    """Return what the reference of an arm beside a row is to the row."""
+    return f"{role} {REFERENCE}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold what one seed of one arm is shown by: records, and their held-out losses, by what they are to the row."""
+
+    runs: Mapping[str, Record]
+    losses: Mapping[str, Tensor]
+    """Mean loss in nats of each, a scalar, or `[resamples]` means of the same resampled windows; float64."""
+
+    def change(self, role: str = OWN, other: str = REFERENCE) -> Tensor | None:
+        """Return by how many percent a run's perplexity is above another's; None of a run and itself."""
+        if self.runs[role]["key"] == self.runs[other]["key"]:
+            return None
+        return 100.0 * torch.expm1(self.losses[role] - self.losses[other])
+
+    def extra_tokens(self, role: str = OWN, other: str = REFERENCE) -> float | None:
+        """Return how many percent more tokens a run trained on than another; None of a run and itself."""
+        one, two = self.runs[role], self.runs[other]
+        return None if one["key"] == two["key"] else 100.0 * (one["updates"] / two["updates"] - 1.0)
+
+
+def change_of(record: Record, other: Record) -> float:
+    """Return by how many percent one record's perplexity is above another's; 0 of a run and itself."""
+    runs = {OWN: record, REFERENCE: other}
+    losses = {role: torch.tensor(run["report_loss"], dtype=torch.float64) for role, run in runs.items()}
+    change = Row(runs, losses).change()
+    return 0.0 if change is None else float(change)
+
+
+Number = float | Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,67 +56,124 @@ class Column:
     """Describe one column."""
 
     title: str
-    value: Callable[[Record, Record | None], float | None]
-    """The number of one seed, from its record and that of the arm it is compared with; None where there is none."""
+    value: Callable[[Row], Number]
+    """The number of one seed; None where there is none."""
     places: int
     """Digits behind the point."""
     signed: bool = False
-    paired: str | None = None
-    """Which arm the second record is: "reference" or "against"; None for a number of the arm alone."""
+    needs: tuple[str, ...] = ()
+    """What it needs beside the arm's own record: "reference", "against", or roles of `Arm.beside` and their
+    references."""
+    timed: bool = False
+    """Whether it is a time, which means nothing of a run that shared its device."""
 
 
-def _delta(record: Record, other: Record | None) -> float | None:
-    """Return by how many percent a run's perplexity is above another's, on the same held-out windows."""
-    if other is None or other["key"] == record["key"]:
-        return None
-    return 100.0 * math.expm1(record["report_loss"] - other["report_loss"])
+def _own(read: Callable[[Record], float | None]) -> Callable[[Row], Number]:
+    """Return a column's number of the arm's record alone."""
+    return lambda row: read(row.runs[OWN])
 
 
-def _minutes(record: Record, _: Record | None) -> float | None:
+def _minutes(record: Record) -> float | None:
     """Return what the whole run took, its parent's part included."""
     seconds = ((record.get("time") or {}).get("everything") or {}).get("seconds")
     return None if seconds is None else seconds / 60
 
 
-def _edited(record: Record, _: Record | None) -> float | None:
+def _edited(record: Record) -> float | None:
     """Return how many heads of the model are frozen or pruned."""
     frozen = record["provenance"].get("heads")
     return None if frozen is None else float(len(frozen) + len(record["provenance"].get("pruned") or ()))
 
 
-def _part(*names: str) -> Callable[[Record, Record | None], float | None]:
-    """Return what adds up some parts of an intervention, seconds."""
+def _part(*names: str) -> Callable[[Row], Number]:
+    """Return what adds up some parts of an intervention, seconds; all of them without names."""
 
-    def value(record: Record, _: Record | None) -> float | None:
+    def value(record: Record) -> float | None:
         seconds = (record.get("intervention") or {}).get("seconds")
-        return None if seconds is None else math.fsum(seconds.get(name, 0.0) for name in names)
+        return None if seconds is None else math.fsum(seconds.get(name, 0.0) for name in names or seconds)
+
+    return _own(value)
+
+
+def _exchange_rate(row: Row) -> Number:
+    """Return by how many percent perplexity falls with 1% more tokens, from an ordinary run that had more."""
+    change, extra = row.change("exchange", of("exchange")), row.extra_tokens("exchange", of("exchange"))
+    return -change / extra if change is not None and extra else None
+
+
+def _exchange(row: Row) -> Number:
+    """Return the exchange rate, in the row of the run that measures it."""
+    return _exchange_rate(row) if row.runs["exchange"]["key"] == row.runs[OWN]["key"] else None
+
+
+def _exchanged(rate: Callable[[Row], Number]) -> Callable[[Row], Number]:
+    """Return the change at matched tokens less what the tokens that the arm gains in time are worth at some rate."""
+
+    def value(row: Row) -> Number:
+        change, extra, worth = row.change("tokens", of("tokens")), row.extra_tokens(), rate(row)
+        return None if change is None or extra is None or worth is None else change - worth * extra
 
     return value
 
 
-def _intervention(record: Record, _: Record | None) -> float | None:
-    event = record.get("intervention")
-    return None if event is None else math.fsum(event["seconds"].values())
-
+_TOKENS = (REFERENCE, "tokens", of("tokens"))
+_EXCHANGE = ("exchange", of("exchange"))
 
 COLUMNS = {
-    "perplexity": Column(title="perplexity", value=lambda run, _: run.get("report_perplexity"), places=3),
-    "delta": Column(title="change, %", value=_delta, places=3, signed=True, paired="reference"),
-    "difference": Column(title="difference, points", value=_delta, places=3, signed=True, paired="against"),
-    "heads": Column(title="heads", value=_edited, places=0),
-    "updates": Column(title="updates", value=lambda run, _: run["updates"], places=0),
-    "minutes": Column(title="minutes", value=_minutes, places=2),
-    "intervention": Column(title="intervention, s", value=_intervention, places=2),
-    "capture": Column(title="capture and mean, s", value=_part("capture", "statistics"), places=2),
-    "fit": Column(title="fit, s", value=_part("fit"), places=2),
+    "perplexity": Column(title="perplexity", value=_own(lambda run: run.get("report_perplexity")), places=3),
+    "delta": Column(title="change, %", value=Row.change, places=3, signed=True, needs=(REFERENCE,)),
+    "difference": Column(
+        title="difference, points",
+        value=lambda row: row.change(OWN, AGAINST),
+        places=3,
+        signed=True,
+        needs=(AGAINST,),
+    ),
+    "raw": Column(
+        title="change on the raw clock, %",
+        value=lambda row: row.change("raw", of("raw")),
+        places=3,
+        signed=True,
+        needs=("raw", of("raw")),
+    ),
+    "extra": Column(title="extra tokens, %", value=Row.extra_tokens, places=2, signed=True, needs=(REFERENCE,)),
+    "tokens": Column(
+        title="change at matched tokens, %",
+        value=lambda row: row.change("tokens", of("tokens")),
+        places=3,
+        signed=True,
+        needs=("tokens", of("tokens")),
+    ),
+    "paper_exchange": Column(
+        title=f"with tokens at {PAPER_EXCHANGE} a %, %",
+        value=_exchanged(lambda row: PAPER_EXCHANGE),
+        places=3,
+        signed=True,
+        needs=_TOKENS,
+    ),
+    "own_exchange": Column(
+        title="with tokens at the measured rate, %",
+        value=_exchanged(_exchange_rate),
+        places=3,
+        signed=True,
+        needs=(*_TOKENS, *_EXCHANGE),
+    ),
+    "exchange": Column(title="1% more tokens buys, %", value=_exchange, places=3, needs=_EXCHANGE),
+    "heads": Column(title="heads", value=_own(_edited), places=0),
+    "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
+    "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),
+    "intervention": Column(title="intervention, s", value=_part(), places=2, timed=True),
+    "capture": Column(title="capture and mean, s", value=_part("capture", "statistics"), places=2, timed=True),
+    "fit": Column(title="fit, s", value=_part("fit"), places=2, timed=True),
     "update": Column(
         title="update, ms",
-        value=lambda run, _: 1e3 * run["update_seconds"]["median"] if run.get("update_seconds") else None,
+        value=_own(lambda run: 1e3 * run["update_seconds"]["median"] if run.get("update_seconds") else None),
         places=1,
+        timed=True,
     ),
     "peak": Column(
         title="peak, GiB",
-        value=lambda run, _: run["peak_memory_bytes"] / 2**30 if run.get("peak_memory_bytes") else None,
+        value=_own(lambda run: run["peak_memory_bytes"] / 2**30 if run.get("peak_memory_bytes") else None),
         places=2,
     ),
 }

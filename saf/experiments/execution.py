@@ -5,55 +5,108 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from saf.experiments.packing import RESERVE, required
 from saf.experiments.plan import Plan, PlannedRun
+from saf.experiments.rates import Rates
 from saf.experiments.store import Store
 from saf.machine.execution import visible_devices
 from saf.train.loop import EXIT_STOPPED, StopRequest
 from saf.train.observer import duration
 
-Launch = Callable[[Sequence[str], Path, str | None, StopRequest], int]
+
+class Stop(Protocol):
+    """Say whether runs shall stop after a checkpoint."""
+
+    @property
+    def requested(self) -> bool:
+        """Whether they shall."""
+        ...
+
+
+Launch = Callable[[Sequence[str], Path, str | None, Stop], int]
 """Runs `saf` with the words given, its output in a file, on one device, until it ends or a stop is requested; returns
 its exit code."""
 
 _STOPPED = "stopped"
-"""What `_train` returns of a run that a signal stopped after a checkpoint."""
+"""What `_train` returns of a run that stopped after a checkpoint."""
 _LOOK_EVERY = 0.2
 """Seconds between looks at a process: far below the seconds that the smallest run takes to start."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """Say where runs are made: on which devices, how many at a time on one, and which never share it."""
+
+    devices: tuple[str | None, ...] = (None,)
+    """As CUDA_VISIBLE_DEVICES names them; None is whatever there is."""
+    jobs: int = 1
+    """Runs at a time on one device."""
+    alone: frozenset[str] = frozenset()
+    """Keys of runs whose time matters: such a run has its device for itself."""
+
+    @classmethod
+    def of_this_machine(cls, jobs: int, alone: Iterable[str]) -> "Lanes":
+        """Return a lane for each CUDA device that this process may use, or one."""
+        return cls(devices=visible_devices() or (None,), jobs=jobs, alone=frozenset(alone))
+
+    @property
+    def width(self) -> int:
+        """Return how many runs there can be at a time."""
+        return self.jobs * len(self.devices)
+
+    def shares(self, key: str) -> bool:
+        """Return whether a run may share its device."""
+        return self.jobs > 1 and key not in self.alone
+
+    def free(self, key: str, active: Iterable[tuple[str, int]]) -> int | None:
+        """Return the number of the device where a run can begin beside those `(key, device)`; None without one."""
+        on: list[list[str]] = [[] for _ in self.devices]
+        for other, number in active:
+            on[number].append(other)
+        room = 1 if key in self.alone else self.jobs
+        free = [number for number, keys in enumerate(on) if len(keys) < room and not self.alone & set(keys)]
+        return min(free, key=lambda number: len(on[number]), default=None)
+
+
 @dataclass(kw_only=True)
 class Progress:
-    """Count what is done of a plan and foretell the time left from the runs of this plan that ended."""
+    """Count what is done of a plan and foretell the time left, from rates and from the runs of this plan that ended."""
 
     total: int
     say: Callable[[str], None]
+    rates: Rates
+    width: int = 1
+    left: float = 0.0
+    """Seconds that the rates foretell of what is not done."""
     done: int = 0
-    updates_left: int = 0
-    jobs: int = 1
-    _updates: int = 0
-    _seconds: float = 0.0
+    _foretold: float = 0.0
+    _took: float = 0.0
+
+    @property
+    def correction(self) -> float:
+        """Return what foretold seconds are multiplied by: 1 before any run ended."""
+        return self._took / self._foretold if self._foretold else 1.0
 
     def begin(self, run: PlannedRun, *, resumed: bool) -> None:
         """Tell that a run begins."""
         self.say(f"{'resuming' if resumed else 'training'} {run.title} ({run.updates_to_do:,} updates) in {run.key}")
 
-    def end(self, run: PlannedRun, *, seconds: float, problem: str | None) -> None:
+    def end(self, run: PlannedRun, *, foretold: float, seconds: float, problem: str | None) -> None:
         """Tell that a run ended, and how long the others will take."""
         self.done += 1
-        self.updates_left -= run.updates_to_do
+        self.left = max(0.0, self.left - foretold)
         if problem is None:
-            self._updates += run.updates_to_do
-            self._seconds += seconds
+            self._foretold += foretold
+            self._took += seconds
         state = f"{self.done} of {self.total} runs"
-        if self._updates and self.updates_left > 0:
-            each = self._seconds / self._updates / self.jobs
-            state += f", about {duration(each * self.updates_left)} left"
+        if self._took and self.left > 0:
+            state += f", about {duration(self.left * self.correction / self.width)} left"
         self.say(f"{problem or f'{run.title} ended after {duration(seconds)}'}; {state}")
 
 
@@ -69,6 +122,8 @@ class Outcome:
     """Why others did not end."""
     stopped: bool = False
     """Whether a signal stopped the plan; the same command goes on with it."""
+    left: list[str] = field(default_factory=list)
+    """Those that the limit of the command left for the next one, stopped with a checkpoint or not begun."""
 
 
 def execute(
@@ -77,44 +132,69 @@ def execute(
     data: Path,
     *,
     say: Callable[[str], None],
-    jobs: int = 1,
+    lanes: Lanes | None = None,
+    rates: Rates | None = None,
+    only: Iterable[str] | None = None,
+    seconds: float | None = None,
     launch: Launch | None = None,
     lost: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Train what the store lacks of a plan, parents first, and return what came of it.
 
     A run whose parent lost the checkpoint that it needs makes the parent train again. A run that fails keeps those
-    that go on from it from beginning; the others go on. Each run's output is `output.log` in its folder.
+    that go on from it from beginning; the others go on. Each run's output is a file in the store's `logs`.
 
     Args:
         plan: The runs.
         store: Where they are.
         data: The prepared data.
         say: Shows a line of progress.
-        jobs: Runs at a time. They share the devices, so their times mean nothing unless each has one of its own.
+        lanes: Where runs are made; one at a time by default.
+        rates: What their time is foretold from; the scale's by default.
+        only: Keys of the runs to train, with what they need; all by default.
+        seconds: The limit of this command: no run begins that is foretold to end after it, unless it is longer than
+            the limit by itself and the first to begin; what goes on at the limit stops after a checkpoint.
         launch: How one is run; a process of its own by default.
         lost: Runs to train again though they have a record, by key, each with what needs their folder.
     """
+    began, lanes, rates = time.monotonic(), lanes or Lanes(), rates or plan.scale.rates
     outcome = Outcome(found=[key for key in plan.runs if store.record(key) is not None])
-    waiting = _missing(plan, store, found=set(outcome.found), lost=lost or {}, say=say)
-    progress = Progress(total=len(waiting), say=say, jobs=jobs, updates_left=sum(run.updates_to_do for run in waiting))
+    found = set(outcome.found)
+    asked = (set(plan.runs) if only is None else set(only) & set(plan.runs)) - found
+    waiting = _to_train(plan, store, asked, found=found, lost=lost or {}, say=say)
+    foretold = {run.key: run.seconds(rates, done=store.done(run.key)) for run in waiting}
+    left = sum(foretold.values())
+    progress = Progress(total=len(waiting), say=say, rates=rates, width=lanes.width, left=left)
     active: dict[Future[str | None], _Active] = {}
-    devices: list[str | None] = list(visible_devices()) or [None]
-    with StopRequest() as stop, _Here() if jobs == 1 else ThreadPoolExecutor(jobs) as pool:
-        while active or (waiting and not (stop.requested or outcome.stopped)):
-            ready = [] if stop.requested or outcome.stopped else _ready(waiting, [one.run for one in active.values()])
-            for run in ready[: jobs - len(active)]:
-                waiting.remove(run)
-                used = [one.device for one in active.values()]
-                one = _Active(run, min(devices, key=used.count), time.monotonic())
-                if _needs(run) & set(outcome.failed):
+    with StopRequest() as signalled, _Here() if lanes.width == 1 else ThreadPoolExecutor(lanes.width) as pool:
+        limit = _Limit(signalled, ends=None if seconds is None else began + seconds - RESERVE)
+        while active or waiting:
+            for run in [] if limit.requested or outcome.stopped else _ready(waiting, active.values()):
+                lane = lanes.free(run.key, [(one.run.key, one.lane) for one in active.values()])
+                if lane is None:
+                    continue
+                if run.needs & set(outcome.failed):
+                    waiting.remove(run)
+                    one = _Active(run, lane, None, time.monotonic(), foretold[run.key])
                     _end(one, f"{run.title} was not begun: a run that it needs did not end", outcome, progress)
                     continue
+                first = not active and not outcome.ended
+                if not limit.allows(foretold[run.key] * progress.correction, first=first):
+                    continue
+                waiting.remove(run)
+                one = _Active(run, lane, lanes.devices[lane], time.monotonic(), foretold[run.key])
                 progress.begin(run, resumed=store.begun(run.key))
-                active[pool.submit(_train, one, store, data, launch or in_a_process, stop)] = one
-            for future in wait(active, return_when=FIRST_COMPLETED).done if active else ():
+                if lanes.shares(run.key):
+                    store.mark_shared_(run.key)
+                active[pool.submit(_train, one, store, data, launch or in_a_process, limit)] = one
+                if lanes.width == 1:
+                    break
+            if not active:
+                break
+            for future in wait(active, return_when=FIRST_COMPLETED).done:
                 _end(active.pop(future), future.result(), outcome, progress)
-    outcome.stopped |= bool(waiting)
+    outcome.left += [run.key for run in waiting]
+    outcome.stopped = (outcome.stopped and not limit.over) or (signalled.requested and bool(outcome.left))
     return outcome
 
 
@@ -123,20 +203,49 @@ class _Active:
     """Hold a run under way."""
 
     run: PlannedRun
+    lane: int
     device: str | None
     began: float
+    foretold: float
+    """Seconds, by the rates alone."""
+
+
+class _Limit:
+    """Ask runs to stop at a signal, or when the command's time is over."""
+
+    def __init__(self, signalled: StopRequest, *, ends: float | None):
+        """Take when the command's time is over, on the monotonic clock; None for never."""
+        self.signalled, self.ends = signalled, ends
+        self.whole = None if ends is None else ends - time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Return whether the time is over."""
+        return self.ends is not None and time.monotonic() >= self.ends
+
+    @property
+    def requested(self) -> bool:
+        """Return whether there was a signal, or the time is over."""
+        return self.signalled.requested or self.over
+
+    def allows(self, seconds: float, *, first: bool) -> bool:
+        """Return whether a run of so many seconds may begin: it ends in time, or is the first and never would."""
+        if self.ends is None or self.whole is None:
+            return True
+        return time.monotonic() + seconds <= self.ends or (first and seconds > self.whole)
 
 
 def _end(one: _Active, problem: str | None, outcome: Outcome, progress: Progress) -> None:
     """Take note of how a run ended: None, why it failed, or `_STOPPED`."""
     if problem == _STOPPED:
+        outcome.left.append(one.run.key)
         outcome.stopped = True
         return
     if problem is None:
         outcome.ended.append(one.run.key)
     else:
         outcome.failed[one.run.key] = problem
-    progress.end(one.run, seconds=time.monotonic() - one.began, problem=problem)
+    progress.end(one.run, foretold=one.foretold, seconds=time.monotonic() - one.began, problem=problem)
 
 
 class _Here(Executor):
@@ -149,47 +258,47 @@ class _Here(Executor):
         return future
 
 
-def _ready(waiting: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> list[PlannedRun]:
+def _ready(waiting: Sequence[PlannedRun], active: Iterable[_Active]) -> list[PlannedRun]:
     """Return the waiting runs that need nothing of one that is waiting or under way."""
-    ahead = {run.key for run in (*waiting, *active)}
-    return [run for run in waiting if not _needs(run) & ahead]
+    ahead = {run.key for run in (*waiting, *(one.run for one in active))}
+    return [run for run in waiting if not run.needs & ahead]
 
 
-def _needs(run: PlannedRun) -> set[str | None]:
-    """Return the keys of the runs that one begins from: its parent, and those whose time or heads it gets."""
-    return {run.parent, run.match, run.heads} - {None}
-
-
-def _missing(
-    plan: Plan, store: Store, *, found: set[str], lost: Mapping[str, str], say: Callable[[str], None]
+def _to_train(
+    plan: Plan,
+    store: Store,
+    asked: set[str],
+    *,
+    found: set[str],
+    lost: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> list[PlannedRun]:
-    """Return the runs to train, parents first: those without a record, and parents whose checkpoint is needed."""
-    needed = {key for key in plan.runs if key not in found}
-    for key, why in lost.items():
-        if key in found:
-            say(f"{plan.runs[key].title} is trained again for {why}")
-            store.forget_(key)
-            needed.add(key)
-    # Children stand after their parents, so that a lost grandparent is found through a lost parent.
-    for run in reversed(plan.runs.values()):
-        if run.key not in needed or store.begun(run.key):
-            continue
-        others = (run.parent, store.lacks_parent(run)), (run.match, store.lacks_match(run))
-        for key, why in (*others, (run.heads, store.lacks_heads(run))):
-            if why and key in found and key not in needed:
-                say(f"{plan.runs[key].title} is trained again for {run.title}: {why}")
-                store.forget_(key)
-                needed.add(key)
-    return [run for key, run in plan.runs.items() if key in needed]
+    """Return the runs to train, parents first: those asked for, and those whose checkpoint they need and is lost."""
+    reasons = {key: f"{plan.runs[key].title} is trained again for {why}" for key, why in lost.items() if key in found}
+
+    def lacks(run: PlannedRun) -> dict[str, str]:
+        """Return what a run needs and cannot use, and take note of what is trained again for it."""
+        why = store.lacks(run)
+        for key in why.keys() & found - reasons.keys():
+            reasons[key] = f"{plan.runs[key].title} is trained again for {run.title}: {why[key]}"
+        return why
+
+    for key in reasons:
+        store.forget_(key)
+    runs = required([plan.runs[key] for key in asked | set(reasons)], plan, lacks)
+    for key, reason in reasons.items():
+        say(reason)
+        store.forget_(key)
+    return runs
 
 
-def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: StopRequest) -> str | None:
+def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop) -> str | None:
     """Train one run to its end and collect its record; return None, why it failed, or `_STOPPED`."""
     run = one.run
     folder = store.run_folder(run.key)
     if not (folder / "result.json").is_file():
-        if why := store.lacks_parent(run) or store.lacks_match(run) or store.lacks_heads(run):
-            return f"{run.title} cannot begin: {why}"
+        if why := store.lacks(run):
+            return f"{run.title} cannot begin: {'; '.join(why.values())}"
         log = store.folder / "logs" / f"{run.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         code = launch(words(run, store, data), log, one.device, stop)
@@ -221,7 +330,7 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     ]
 
 
-def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: StopRequest) -> int:
+def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: Stop) -> int:
     """Run `saf` in a process of its own, on one CUDA device where one is named, and return its exit code.
 
     It has a session of its own, so that a terminal's Ctrl-C comes to it once, from here: it then saves and stops.

@@ -124,16 +124,14 @@ class Measurement:
         """Return its settings at a scale."""
         return {**self.settings, **self.scaled.get(scale, {})}
 
-    @property
-    def references(self) -> tuple[Reference, ...]:
-        """Return everything that its settings at any scale refer to."""
-        values = [*self.on, *self.settings.values(), *(v for flags in self.scaled.values() for v in flags.values())]
+    def references(self, scale: str) -> tuple[Reference, ...]:
+        """Return everything that its settings at a scale refer to."""
+        values = (*self.on, *self.flags(scale).values())
         return tuple(value for value in values if isinstance(value, Reference))
 
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """Return the arms that it reads."""
-        return tuple(name for reference in self.references for name in _arms_of(reference))
+    def arms(self, scale: str) -> tuple[str, ...]:
+        """Return the arms that it reads at a scale."""
+        return tuple(name for reference in self.references(scale) for name in _arms_of(reference))
 
 
 def speedup(

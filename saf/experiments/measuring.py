@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
-from saf.experiments.columns import COLUMNS
-from saf.experiments.execution import Launch, Outcome, flag_words, last_line
+from saf.experiments.columns import change_of
+from saf.experiments.execution import Launch, Outcome, Stop, flag_words, last_line
 from saf.experiments.measurement import Checkpoint, Measurement, RecordOf, Reference, RunOf
 from saf.experiments.plan import SCHEMA, Plan
 from saf.experiments.recipe import Recipe
@@ -153,11 +153,18 @@ def lost_inputs(found: Measurements, store: Store) -> dict[str, str]:
 
 
 def carry_out(
-    found: Measurements, store: Store, outcome: Outcome, *, say: Callable[[str], None], launch: Launch
+    found: Measurements,
+    store: Store,
+    outcome: Outcome,
+    *,
+    say: Callable[[str], None],
+    launch: Launch,
+    ends: float | None = None,
 ) -> None:
     """Make what the store lacks, one at a time so that timings are of an idle machine, and add to `outcome`.
 
-    A measurement whose runs or measurements failed is not begun; the others go on.
+    A measurement whose runs or measurements failed is not begun; the others go on. After `ends`, on the monotonic
+    clock, none begins: those are left for the next command.
     """
     missing = []
     for each in found.planned.values():
@@ -169,6 +176,9 @@ def carry_out(
         for number, each in enumerate(missing, 1):
             if stop.requested or outcome.stopped:
                 outcome.stopped = True
+                return
+            if ends is not None and time.monotonic() >= ends:
+                outcome.left += [one.key for one in missing[number - 1 :]]
                 return
             say(f"measuring {each.title} (`saf {each.does}`) in {each.key}")
             began = time.monotonic()
@@ -194,7 +204,7 @@ def words(each: PlannedMeasurement, store: Store, out: Path) -> list[str]:
     return [*each.does.split(), *on, "--out", str(out), *(word for item in flags.items() for word in flag_words(*item))]
 
 
-def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: Launch, stop: StopRequest) -> str | None:
+def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: Launch, stop: Stop) -> str | None:
     """Make one measurement and keep its record; return None, or why there is none."""
     needed = {key for given in each.reads for key in _keys(given)}
     if needed & set(outcome.failed):
@@ -241,8 +251,7 @@ def _changes(given: Given, store: Store) -> dict[str, dict[str, float]]:
             run, other = map(store.record, pair)
             assert run is not None, pair
             assert other is not None, pair
-            change = COLUMNS["delta"].value(run, other)
-            found.setdefault(group, {})[name] = 0.0 if change is None else change
+            found.setdefault(group, {})[name] = change_of(run, other)
     return found
 
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saf.errors import InputError
+from saf.experiments.columns import COLUMNS
+from saf.experiments.rates import Rates
 from saf.experiments.recipe import Arm, Flags, Recipe, Scale
 from saf.freezing.config import FreezeConfig
 from saf.models import preset
 from saf.models.config import GPTConfig
-from saf.schedules import OneTime
+from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget, schedule_from_dict
 from saf.train.config import TrainConfig
 
 SCHEMA = "saf.experiment/1"
 """Of keys and of the store; another version's runs are not this one's."""
-_FREE = ("log_every", "quiet", "tensorboard", "keep", "save_at")
+_FREE = ("log_every", "quiet", "tensorboard", "keep", "save_at", "token_losses")
 """Settings that decide what is shown and kept, not what is computed."""
 
-TRAINING_FLOPS = 4.0e14
-"""FLOP/s assumed of one GPU: 124M trains at 4.3e14 on an H200 in bfloat16 (docs/results.md), smaller models slower."""
 STATE_BYTES = 16
 """Bytes a parameter: float32 weight, gradient, and AdamW's two moments."""
 ACTIVATION_BYTES = 45
@@ -50,6 +50,8 @@ class PlannedRun:
     """The key of the run whose heads it has."""
     scale: str
     seed: int
+    vocabulary: int
+    """Tokens of its tokenizer, where its settings name no other."""
     tables: tuple[tuple[str, str], ...]
     """The recipes that it stands in, each with the name of its arm there."""
 
@@ -61,10 +63,15 @@ class PlannedRun:
         return f"{recipe}/{arm}{more}, seed {self.seed}"
 
     @property
+    def needs(self) -> frozenset[str]:
+        """Return the keys of the runs that must have ended before it begins."""
+        return frozenset(key for key in (self.parent, self.match, self.heads) if key)
+
+    @property
     def shape(self) -> GPTConfig:
-        """Return the model's shape, with the preset's vocabulary unless the settings name another."""
-        overrides = dict(self.settings.get("model_overrides", {}))
-        return preset(self.settings["model"], **{"max_length": self.settings["length"], **overrides})
+        """Return the model's shape."""
+        given = {"vocab_size": self.vocabulary, "max_length": self.settings["length"]}
+        return preset(self.settings["model"], **{**given, **self.settings.get("model_overrides", {})})
 
     @property
     def updates(self) -> int:
@@ -87,10 +94,20 @@ class PlannedRun:
         return self.updates - (self.step or 0)
 
     @property
-    def predicted_seconds(self) -> float:
-        """Return its time on one GPU of `TRAINING_FLOPS`, as if all heads were live, without compilation."""
-        per_token = self.shape.flops_per_token(self.shape.max_length)
-        return self.updates_to_do * self.tokens_per_update * per_token / TRAINING_FLOPS
+    def flops_per_update(self) -> float:
+        """Return the FLOPs of one update, as if all heads were live."""
+        return self.tokens_per_update * self.shape.flops_per_token(self.shape.max_length)
+
+    @property
+    def own_clock(self) -> bool:
+        """Return whether the seconds that it takes decide how long it trains."""
+        return self.match is not None and self.settings.get("match_speed") is None
+
+    def seconds(self, rates: Rates, *, done: int | None = None) -> float:
+        """Return what it takes on one GPU, all heads counted as live; `done` is the update that it goes on from."""
+        left = self.updates_to_do if done is None else max(0, self.updates - done)
+        compiled = self.settings.get("compile", "auto") != "off"
+        return rates.seconds(left * self.flops_per_update, events=events_of(self.settings), compiled=compiled)
 
     @property
     def predicted_bytes(self) -> float:
@@ -107,17 +124,29 @@ class Plan:
     scale: Scale
     data: str
     """Fingerprint of the prepared data."""
+    vocabulary: int | None = None
+    """Tokens of the data's tokenizer, where they are known; the scale's otherwise."""
     seeds: tuple[int, ...] = ()
     runs: dict[str, PlannedRun] = field(default_factory=dict)
     arms: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """Keys by recipe, arm and seed."""
+    shown_times: set[str] = field(default_factory=set)
+    """Keys of runs whose times a table shows."""
+    notes: list[str] = field(default_factory=list)
+    """What was decided of the runs, in sentences."""
 
-    def add(self, name: str, arm: Arm, seed: int) -> None:
+    @property
+    def clocks(self) -> set[str]:
+        """Return the keys of runs whose own time decides what comes of them or of another."""
+        own = {run.key for run in self.runs.values() if run.own_clock}
+        return own | {run.match for run in self.runs.values() if run.own_clock and run.match}
+
+    def add(self, name: str, arm: Arm, seed: int, *, compiled: bool) -> None:
         """Add the run of one arm and seed; its parent must be there."""
         parent = None if arm.parent is None else self.runs[self.arms[name, arm.parent, seed]]
         if parent is None:
             flags = merged(self.scale.flags(arm.context), arm.settings)
-            flags |= {"seed": seed, "save_at": self.scale.save_at}
+            flags |= {"seed": seed, "save_at": self.scale.save_at, **({} if compiled else {"compile": "off"})}
             step, settings = None, flags
         else:
             step = _branch_update(name, arm, self.scale, parent.updates)
@@ -140,6 +169,7 @@ class Plan:
             heads=heads,
             scale=self.scale.name,
             seed=seed,
+            vocabulary=self.vocabulary or self.scale.vocabulary,
             tables=(*(before.tables if before else ()), (name, arm.name)),
         )
 
@@ -151,6 +181,7 @@ def plan(
     data: str,
     seeds: Iterable[int] = (),
     arms: tuple[str, ...] = (),
+    vocabulary: int | None = None,
 ) -> Plan:
     """Return the runs that recipes need at a scale.
 
@@ -160,16 +191,61 @@ def plan(
         data: Fingerprint of the prepared data that they train on.
         seeds: Of the runs; the scale's own when empty.
         arms: Names of the arms to run, with what they go on from and are compared with; all of them when empty.
+        vocabulary: Tokens of the data's tokenizer, for what is foretold of time and memory; the scale's when None.
 
     Raises:
         InputError: An unknown arm or context, or a moment at which the scale keeps no checkpoint.
     """
-    made = Plan(scale=scale, data=data, seeds=tuple(seeds) or scale.seeds)
+    made = Plan(scale=scale, data=data, vocabulary=vocabulary, seeds=tuple(seeds) or scale.seeds)
+    chosen = {name: recipe.chosen(arms, smoke=scale.name == "smoke") for name, recipe in recipes.items()}
+    uncompiled = {name for name, its in chosen.items() if _uncompiled(made, name, its)}
     for seed in made.seeds:
-        for name, recipe in recipes.items():
-            for arm in recipe.chosen(arms, smoke=scale.name == "smoke"):
-                made.add(name, arm, seed)
+        for name, its in chosen.items():
+            for arm in its:
+                made.add(name, arm, seed, compiled=name not in uncompiled)
+    for (name, _, _), key in made.arms.items():
+        if any(COLUMNS[column].timed for column in recipes[name].columns if column in COLUMNS):
+            made.shown_times.add(key)
     return made
+
+
+def _uncompiled(plan: Plan, name: str, arms: Iterable[Arm]) -> bool:
+    """Return whether the runs of a recipe are not compiled, and tell of it in the plan's notes.
+
+    An arm whose events would compile longer than compiled updates save runs uncompiled, and so do the arms that it is
+    compared with, which are those of its recipe. The scale's own rates decide, so that keys are the same everywhere.
+    """
+    # Of the vocabulary that is meant: a rule that saw the data's would give other keys.
+    trial, rates = Plan(scale=plan.scale, data=""), plan.scale.rates
+    for arm in arms:
+        trial.add(name, arm, 0, compiled=True)
+        run = trial.runs[trial.arms[name, arm.name, 0]]
+        events, flops = events_of(run.settings), run.updates_to_do * run.flops_per_update
+        if "compile" not in run.settings and rates.better_uncompiled(flops, events=events):
+            plan.notes.append(
+                f"{name} runs uncompiled: {arm.name} has up to {events} events, which would compile for "
+                f"{events * rates.compilation:.0f} s; compiled updates save {rates.saved(flops):.0f} s."
+            )
+            return True
+    return False
+
+
+def events_of(settings: Flags) -> int:
+    """Return how many events a run may have at most, by the settings of its schedule; 0 where no heads change."""
+    if not any(name.startswith("freeze.") for name in settings):
+        return 0
+    name = settings.get("schedule", OneTime.name)
+    fields = {key.rpartition(".")[2]: value for key, value in settings.items() if key.startswith(f"schedule.{name}.")}
+    schedule = schedule_from_dict({"name": name, **fields})
+    updates = int(settings["updates"])
+    if isinstance(schedule, Gradual):
+        return schedule.groups
+    if isinstance(schedule, ValidationBudget):
+        share = schedule.every if isinstance(schedule.every, float) else schedule.every / updates
+        return round((1 - schedule.first_update(updates) / updates) / share)
+    if isinstance(schedule, TrainLoss):
+        return round(min(schedule.cap, float(settings.get("freeze.rate", schedule.cap))) / schedule.group)
+    return 1
 
 
 def merged(settings: Flags, changes: Flags) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A recipe is a module of the folder `recipes` with a `RECIPE`. It says nothing of
 
 import importlib.util
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import saf
 from saf.errors import InputError
 from saf.experiments.measurement import Measurement, RecordOf
+from saf.experiments.rates import Rates
 from saf.freezing.config import BUDGETS
 from saf.records.paper import Source
 
@@ -45,10 +46,19 @@ class Arm:
     """The arm, of the same seed, that its perplexity is compared with; None for one that is only compared with."""
     against: str | None = None
     """The arm that its paired difference is taken from, where the paper gives one."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Other arms that its row is made with, by what they are to it: "raw", the same on the raw clock; "tokens", the
+    same at matched tokens; "exchange", the ordinary arm with more tokens. Each has its own reference; `--arms` leaves
+    them out unless it names them."""
     paper: Mapping[str, str] = field(default_factory=dict)
     """The paper's numbers, by the names of columns."""
     smoke: bool = True
     """Whether it is run at the smoke scale, which has two values of each axis."""
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the arms that its numbers are made with."""
+        return tuple(filter(None, (self.reference, self.against, *self.beside.values())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +103,7 @@ class Recipe:
                 raise InputError(
                     f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}; leave {' and '.join(said)} out"
                 )
-            for other in filter(None, (arm.reference, arm.against)):
+            for other in arm.others:
                 if other not in names:
                     raise InputError(
                         f"{self.title}: arm {arm.name!r} is compared with {other!r}, which is no arm of it"
@@ -107,8 +117,8 @@ class Recipe:
         for each in self.measurements:
             if each.name in arms | before:
                 raise InputError(f"{self.title}: two arms or measurements are called {each.name!r}")
-            read = {of.measurement for of in each.references if isinstance(of, RecordOf)}
-            for name in (*(set(each.arms) - arms), *(read - before)):
+            read = {of.measurement for of in each.references("") if isinstance(of, RecordOf)}
+            for name in (*(set(each.arms("")) - arms), *(read - before)):
                 raise InputError(f"{self.title}: {each.name!r} reads {name!r}, which is nothing before it")
             before.add(each.name)
 
@@ -122,7 +132,8 @@ class Recipe:
         measured = {each.name for each in self.measurements}
         wanted = [name for name in names if name not in measured]
         wanted += [] if names else [arm.name for arm in self.arms if arm.smoke or not smoke]
-        wanted += [name for each in self.chosen_measurements(names, smoke=smoke) for name in each.arms]
+        scale = "smoke" if smoke else ""
+        wanted += [name for each in self.chosen_measurements(names, smoke=smoke) for name in each.arms(scale)]
         kept: set[str] = set()
         while wanted:
             name = wanted.pop()
@@ -139,7 +150,7 @@ class Recipe:
         kept: set[str] = set()
         for each in reversed(self.measurements):
             if each.name in names or each.name in kept or (not names and (each.smoke or not smoke)):
-                kept |= {each.name, *(of.measurement for of in each.references if isinstance(of, RecordOf))}
+                kept |= {each.name, *(of.measurement for of in each.references("") if isinstance(of, RecordOf))}
         return tuple(each for each in self.measurements if each.name in kept)
 
 
@@ -157,6 +168,39 @@ class Scale:
     """The shares of its updates after which every run from initialisation keeps a checkpoint to go on from."""
     text: str
     """What it is trained on, in words."""
+    rates: Rates
+    """How long its runs take on one GPU."""
+    vocabulary: int
+    """Tokens of the tokenizer that is meant."""
+    resizable: bool = False
+    """Whether its runs may be of other lengths than it says."""
+
+    def resized(self, tokens: int | None) -> "Scale":
+        """Return the scale with runs of so many tokens at the shortest context, at others in proportion.
+
+        Its name says so, and so do keys and records: runs of different lengths never stand in one table.
+
+        Raises:
+            InputError: The scale has one length alone, or the tokens are too few for its updates.
+        """
+        if tokens is None:
+            return self
+        if not self.resizable:
+            able = " or ".join(name for name, scale in SCALES.items() if scale.resizable)
+            raise InputError(f"runs of the scale {self.name!r} have one length; leave --tokens out, or name {able}")
+        sizes = {context: _update_tokens(self.flags(context)) for context in self.contexts}
+        share = tokens / (sizes[min(sizes)] * self.contexts[min(sizes)]["updates"])
+        contexts = {}
+        for context, settings in self.contexts.items():
+            updates = round(share * settings["updates"])
+            if updates < FEWEST_UPDATES:
+                raise InputError(
+                    f"--tokens {tokens:,} leaves {updates} updates of {sizes[context]:,} tokens in the runs that stand "
+                    f"for {context:,} of context; they need {FEWEST_UPDATES}, so that each moment of a table has an "
+                    "update of its own: name more"
+                )
+            contexts[context] = {**settings, "updates": updates}
+        return replace(self, name=f"{self.name}-{short(tokens)}", contexts=contexts)
 
     def flags(self, context: int) -> dict[str, Any]:
         """Return the settings of a run from initialisation; raise InputError for a context that the scale has not."""
@@ -165,6 +209,46 @@ class Scale:
                 f"the scale {self.name!r} has no runs of {context:,} tokens; it has {sorted(self.contexts)}"
             )
         return {**self.settings, **self.contexts[context]}
+
+
+FEWEST_UPDATES = 40
+"""Of a run whose length is asked for: the moments of a table lie on updates of their own, and there is a warm-up."""
+
+
+def read_tokens(text: str) -> int:
+    """Return a number of tokens from a whole number with K, M or B behind it, or none.
+
+    >>> read_tokens("60M"), read_tokens("1.5B"), read_tokens("4096")
+    (60000000, 1500000000, 4096)
+
+    Raises:
+        InputError: Anything else.
+    """
+    unit = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
+    try:
+        tokens = float(text if unit == 1 else text[:-1]) * unit
+    except ValueError:
+        tokens = 0.0
+    if not 1 <= tokens < 1e15:
+        raise InputError(f"tokens must be a number such as 60M, 1.5B or 4096; got {text!r}")
+    return round(tokens)
+
+
+def short(tokens: int) -> str:
+    """Return tokens as they are asked for: 60M, or all digits where that would round.
+
+    >>> short(60_000_000), short(62_500_000), short(1234)
+    ('60M', '62500K', '1234')
+    """
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return str(tokens)
+
+
+def _update_tokens(flags: Flags) -> int:
+    """Return the tokens of one update."""
+    return int(flags["length"]) * int(flags.get("batch_size", 8)) * int(flags.get("accumulation", 1))
 
 
 _BRANCHES = (0.25, 0.4, 0.5, 0.6, 0.75)
@@ -182,6 +266,7 @@ SCALES = {
                 "calibration_sequences": 32,
             },
             contexts={
+                1_024: {"length": 1_024, "batch_size": 32},
                 4_096: {"length": 4_096, "batch_size": 8},
                 8_192: {"length": 8_192, "batch_size": 4, "calibration_sequences": 16},
                 16_384: {"length": 16_384, "batch_size": 2, "calibration_sequences": 16},
@@ -189,17 +274,23 @@ SCALES = {
             seeds=(1337, 1338, 1339),
             save_at=_BRANCHES,
             text="FineWeb-Edu by GPT-2's tokenizer, 2.4576B tokens",
+            vocabulary=50_304,
+            # 124M trains at 4.3e14 on an H200 in bfloat16 (docs/results.md); compilation is that of docs/log.md.
+            rates=Rates(
+                flops=4.0e14, start=60.0, compilation=28.0, uncompiled=1.35, source="an H200; uncompiled is assumed"
+            ),
         ),
         Scale(
             name="small",
-            # Some 20M weights: four to five minutes a run on one H200, a parent with its arms in half an hour.
+            # Some 30M weights: four to five minutes a run on one H200, a parent with its arms in half an hour.
             settings={
                 "model": "124m",
                 "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
                 **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 0},
-                **{"save_every": 0, "log_every": 200, "calibration_sequences": 32},
+                **{"save_every": 0, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
             },
             contexts={
+                1_024: {"length": 1_024, "batch_size": 64, "updates": 3_540},
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 3_540},
                 8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, "calibration_sequences": 16},
                 16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, "calibration_sequences": 16},
@@ -207,6 +298,11 @@ SCALES = {
             seeds=(1337,),
             save_at=_BRANCHES,
             text="any prepared folder; a vocabulary of 16K is meant",
+            vocabulary=16_384,
+            rates=Rates(
+                flops=3.3e14, start=15.0, compilation=19.0, uncompiled=1.35, source="assumed of an H200, not measured"
+            ),
+            resizable=True,
         ),
         Scale(
             name="smoke",
@@ -217,10 +313,12 @@ SCALES = {
                 **{"batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2, "eval_every": 0, "save_every": 0},
                 **{"eval_windows": 4, "calibration_sequences": 4, "heldout_sequences": 4, "tensorboard": False},
             },
-            contexts={4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
+            contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
             seeds=(1337, 1338),
             save_at=_BRANCHES,
             text="a megabyte of Python's own library",
+            vocabulary=512,
+            rates=Rates(flops=1.0e9, start=0.5, compilation=0.0, uncompiled=1.0, source="assumed of two CPU cores"),
         ),
     )
 }

@@ -6,39 +6,23 @@ of a change in perplexity is the paired bootstrap over held-out windows. What wa
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from saf.errors import CompareError
-from saf.evaluate.paired import bootstrap_means, mean_and_standard_error
-from saf.experiments.columns import COLUMNS, Column
+from saf.evaluate.paired import mean_and_standard_error
+from saf.experiments.columns import COLUMNS, Column, Record
 from saf.experiments.measurement import Number, tables_of
 from saf.experiments.measuring import Measurements
 from saf.experiments.plan import Plan
 from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.rows import Records, Rows, Value
 from saf.experiments.store import Store
 from saf.records.files import write_atomically, write_json
 from saf.records.table import Cell, Part, Table, html_of, markdown_of
 
 NOT_RUN = "not run"
-Records = Mapping[int, Mapping[str, Any]]
-"""By seed, the record of one arm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """Hold one number of one arm."""
-
-    mean: float
-    error: float | None
-    """Standard error over seeds; None for one seed."""
-    interval: tuple[float, float] | None
-    """95% over held-out windows, where there is one seed."""
-    seeds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +36,12 @@ class Rendered:
     """By arm and column; an arm without a record is absent."""
     measured: Mapping[str, Mapping[int | None, Mapping[str, Any]]]
     """Records by measurement and seed; one that was not made is absent."""
+    lacking: frozenset[tuple[str, str]]
+    """Arms and columns whose number needs another arm that was not run."""
     drafts: tuple[str, ...]
     """Why this is no final table: runs of a tree that no commit holds."""
+    origin: tuple[str, ...]
+    """Sentences about where the runs come from."""
 
     def parts(self) -> list[Part]:
         """Return the table of arms, that of measured numbers beside the paper's, and each measurement's own tables."""
@@ -101,14 +89,17 @@ class Rendered:
         notes.append(
             "± is the standard error over seeds; an interval in brackets is 95% over held-out windows, one seed."
         )
-        return Table.of(f"{self.recipe.title} ({self.scale})", ["arm", *heads], rows, [*self.drafts, *notes])
+        notes += self.origin
+        title = f"{'DRAFT: ' if self.drafts else ''}{self.recipe.title} ({self.scale})"
+        return Table.of(title, ["arm", *heads], rows, [*self.drafts, *notes])
 
     def _cells(self, arm: Arm, quoted: list[bool]) -> list[str | None]:
         """Return the cells of one arm, the paper's value after ours in columns where it is quoted."""
         cells: list[str | None] = []
         for name, has in zip(self.recipe.columns, quoted, strict=True):
             found = self.values.get(arm.name)
-            cells.append(NOT_RUN if found is None else shown(COLUMNS[name], found.get(name)))
+            missing = found is None or (arm.name, name) in self.lacking
+            cells.append(NOT_RUN if missing else shown(COLUMNS[name], (found or {}).get(name)))
             if has:
                 cells.append(arm.paper.get(name))
         return cells
@@ -117,7 +108,7 @@ class Rendered:
         """Return the tables of arms and of measured numbers as LaTeX, with booktabs."""
         tables = [self.table()] if self.recipe.columns else []
         tables += [self.numbers()] if any(each.numbers for each in self.recipe.measurements) else []
-        return "\n".join(map(_latex_table, tables))
+        return "\n".join(_latex_table(table, self.drafts) for table in tables)
 
     def csv(self) -> str:
         """Return the numbers unrounded: a line for each arm and column, and for each number of a measurement."""
@@ -150,37 +141,62 @@ class Rendered:
             for each in self.recipe.measurements
             if each.name in self.measured
         }
-        head = {"recipe": self.name, "scale": self.scale, "drafts": list(self.drafts)}
-        return {**head, "arms": arms, "measured": measured}
+        not_run = [arm.name for arm in self.recipe.arms if arm.name not in self.values]
+        not_run += [each.name for each in self.recipe.measurements if each.name not in self.measured]
+        told = {"drafts": list(self.drafts), "origin": list(self.origin), "not_run": not_run}
+        return {"recipe": self.name, "scale": self.scale, **told, "arms": arms, "measured": measured}
 
     def write(self, folder: Path) -> list[Path]:
-        """Write Markdown, LaTeX, CSV, HTML and JSON into a folder and return the files."""
+        """Write Markdown, LaTeX, CSV, HTML and JSON into a folder and return the files; those of a draft say so."""
         parts = self.parts()
         body = "".join(map(html_of, parts))
         page = f'<!doctype html><meta charset="utf-8"><title>{_html(self.recipe.title)}</title>{body}'
         shown = "\n\n".join(map(markdown_of, parts))
         texts = {"md": shown + "\n", "tex": self.latex(), "csv": self.csv(), "html": page + "\n"}
-        stem = f"{self.name}-{self.scale}"
+        stem = f"{self.name}-{self.scale}{'-draft' if self.drafts else ''}"
         files = [write_atomically(folder / f"{stem}.{kind}", text.encode()) for kind, text in texts.items()]
         return [*files, write_json(folder / f"{stem}.json", self.to_dict())]
 
 
 def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Measurements | None = None) -> Rendered:
     """Return the tables of a recipe from the records that the store has of a plan's runs and measurements."""
-    records: dict[str, dict[int, Mapping[str, Any]]] = {}
+    records: Records = {}
     for (of, arm, seed), key in plan.arms.items():
-        if of == name and (record := store.record(key)) is not None:
-            records.setdefault(arm, {})[seed] = record
-    values = {arm.name: _values(arm, recipe, records) for arm in recipe.arms if arm.name in records}
+        if of == name and (found := store.records(key)):
+            records.setdefault(arm, {})[seed] = found
     measured: dict[str, dict[int | None, Mapping[str, Any]]] = {}
     for (of, measurement, seed), key in (measurements or Measurements()).keys.items():
         if of == name and (record := store.measurement(key)) is not None:
             measured.setdefault(measurement, {})[seed] = record
-    every = (*records.values(), *measured.values())
-    found = [record["provenance"].get("commit") for of_one in every for record in of_one.values()]
+    rows = Rows(recipe, records)
+    values = {arm.name: rows.values(arm) for arm in recipe.arms if arm.name in records}
+    runs = [record for arm in records.values() for found in arm.values() for record in found]
+    return Rendered(
+        name=name,
+        recipe=recipe,
+        scale=plan.scale.name,
+        values=values,
+        measured=measured,
+        lacking=frozenset(rows.lacking),
+        drafts=_drafts([*runs, *(record for each in measured.values() for record in each.values())]),
+        origin=(*rows.apart(), *_origin(runs)),
+    )
+
+
+def _drafts(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return why a table of these is none to quote; nothing when every run is of a commit."""
+    found = [record["provenance"].get("commit") for record in records]
     unclean = sum(commit is None or commit.endswith("+") for commit in found)
-    drafts = (f"DRAFT: {unclean} of {len(found)} records are of a tree that no commit holds.",) if unclean else ()
-    return Rendered(name=name, recipe=recipe, scale=plan.scale.name, values=values, measured=measured, drafts=drafts)
+    return (f"DRAFT: {unclean} of {len(found)} records are of a tree that no commit holds.",) if unclean else ()
+
+
+def _origin(records: Sequence[Record]) -> list[str]:
+    """Return a note about where runs were made: commits and devices."""
+    commits = sorted({(record["provenance"].get("commit") or "unknown")[:12] for record in records})
+    devices = sorted({record["provenance"].get("device") or "an unknown device" for record in records})
+    shared = sum(bool(record.get("shared")) for record in records)
+    told = [f"Runs of commit {', '.join(commits)} on {', '.join(devices)}."] if records else []
+    return [*told, f"Runs that shared a device, whose times are left out: {shared}."] if shared else told
 
 
 def shown(column: Column, value: Value | None) -> str | None:
@@ -201,56 +217,19 @@ def shown(column: Column, value: Value | None) -> str | None:
 
 
 def _column(number: Number) -> Column:
-    return Column(title=number.title, value=lambda *_: None, places=number.places, signed=number.signed)
-
-
-def _values(arm: Arm, recipe: Recipe, records: Mapping[str, Records]) -> dict[str, Value | None]:
-    """Return the value of every column of one arm, from its own record and those it is paired with."""
-    others = {"reference": arm.reference, "against": arm.against}
-    found = {}
-    for name in recipe.columns:
-        column = COLUMNS[name]
-        other = records.get(others[column.paired] or "", {}) if column.paired else {}
-        found[name] = _value(column, records[arm.name], other)
-    return found
-
-
-def _value(column: Column, own: Records, other: Records) -> Value | None:
-    """Return a column's number over the seeds that have it; ratios are taken in each seed first."""
-    if column.paired:
-        own = {seed: record for seed, record in own.items() if seed in other}
-        for seed, record in own.items():
-            if record["windows_hash"] != other[seed]["windows_hash"]:
-                raise CompareError(
-                    f"{record['key']} and {other[seed]['key']} were evaluated on different held-out windows: they are "
-                    "runs of different data, and cannot stand in one table"
-                )
-    numbers = [number for seed, run in own.items() if (number := column.value(run, other.get(seed))) is not None]
-    if not numbers:
-        return None
-    summary = mean_and_standard_error(numbers)
-    interval = None
-    if column.paired and len(numbers) == 1:
-        ((seed, record),) = own.items()
-        interval = _interval(record["window_losses"], other[seed]["window_losses"])
-    return Value(mean=summary["mean"], error=summary["standard_error"], interval=interval, seeds=summary["seeds"])
-
-
-def _interval(own: list[float], other: list[float]) -> tuple[float, float]:
-    """Return the 95% interval of a change in perplexity, %, over the same resampled windows of both."""
-    differences = torch.tensor(own, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)
-    draws = 100.0 * torch.expm1(bootstrap_means(differences))
-    low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
+    return Column(title=number.title, value=lambda _: None, places=number.places, signed=number.signed)
 
 
 def _heads(column: Column, *, quoted: bool) -> list[str]:
     return [column.title, f"paper's {column.title}"] if quoted else [column.title]
 
 
-def _latex_table(table: Table) -> str:
-    lines = [r"\begin{tabular}{@{}l" + "r" * (len(table.columns) - 1) + r"@{}}", r"\toprule"]
+def _latex_table(table: Table, drafts: Sequence[str]) -> str:
+    """Return one table as LaTeX, its drafts as rows: a comment would not be seen in print."""
+    wide = len(table.columns)
+    lines = [r"\begin{tabular}{@{}l" + "r" * (wide - 1) + r"@{}}", r"\toprule"]
     lines.append(" & ".join(map(_latex, table.columns)) + r" \\ \midrule")
+    lines += [rf"\multicolumn{{{wide}}}{{@{{}}l}}{{\textbf{{{_latex(draft)}}}}} \\" for draft in drafts]
     lines += [" & ".join(_latex(str(cell)) for cell in row) + r" \\" for row in table.rows]
     return "\n".join([f"% {note}" for note in table.notes] + [*lines, r"\bottomrule", r"\end{tabular}", ""])
 

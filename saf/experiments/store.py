@@ -1,12 +1,15 @@
 """The store: a folder for each run of the plans, and one small JSON record of each that ended.
 
-    STORE/runs/KEY/          what `saf pretrain` wrote, checkpoints included
-    STORE/records/KEY.json   the run's numbers, and its loss in each held-out window
-    STORE/measurements/KEY.json   the record of a benchmark or an analysis
+    STORE/runs/KEY/              what `saf pretrain` wrote, checkpoints included
+    STORE/records/KEY.json       the run's numbers, and its loss in each held-out window
+    STORE/records/KEY-HASH.json  the same of a run that was trained again for its checkpoints, which were lost
+    STORE/measurements/KEY.json  the record of a benchmark or an analysis
 
-Tables are made of the records alone, so that these can be committed and the folders removed.
+Tables are made of the records alone, so that these can be committed and the folders removed. No record is ever
+overwritten: an arm is compared with the training that it shares a checkpoint with.
 """
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from saf.experiments.plan import SCHEMA, PlannedRun
 from saf.records.files import read_json, write_json
 from saf.records.folders import remove_folder_, verify
 from saf.records.result import read_result, with_header
-from saf.train.checkpoint import step_name
+from saf.records.run import RecordedRun
+from saf.train.allowance import went_through
+from saf.train.checkpoint import checkpoints, step_name
 
 KIND = "experiment"
 """Of a record's header."""
@@ -53,14 +58,25 @@ class Store:
         return self.folder / "records" / f"{key}.json"
 
     def record(self, key: str) -> dict[str, Any] | None:
-        """Return the record of a run that ended; None before that. Raises InputError when it is of another run."""
-        path = self.record_file(key)
-        if not path.exists():
-            return None
+        """Return the first record of a run that ended; None before that."""
+        return next(iter(self.records(key)), None)
+
+    def records(self, key: str) -> list[dict[str, Any]]:
+        """Return the records of a run, one for each training of it, the first one first; none before it ended.
+
+        Raises:
+            InputError: A record is damaged, of another version, or of another run.
+        """
+        first = self.record_file(key)
+        again = sorted(path for path in first.parent.glob(f"{key}-*.json"))
+        return [self._read(path, key) for path in (*([first] if first.exists() else ()), *again)]
+
+    def _read(self, path: Path, key: str) -> dict[str, Any]:
+        """Return one record of a run."""
         record = read_result(path)
         if record["kind"] != KIND or record.get("key") != key:
             raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
-        return record
+        return {"went_through": [], "shared": False, **record}
 
     def measurement_file(self, key: str) -> Path:
         """Return the file of a measurement's record, whether it is there or not."""
@@ -96,6 +112,23 @@ class Store:
             return None
         return self.run_folder(run.parent) / "checkpoints" / step_name(run.step)
 
+    def done(self, key: str) -> int | None:
+        """Return the update of a begun run's newest checkpoint; None before it has one."""
+        found = checkpoints(self.run_folder(key) / "checkpoints")
+        return int(found[-1].name.split("-")[1]) if found else None
+
+    def lacks(self, run: PlannedRun) -> dict[str, str]:
+        """Return why runs that a run goes on from cannot be used, by their keys; empty when all can, or none is needed.
+
+        A run that has a checkpoint of its own needs no other.
+        """
+        if self.done(run.key) is not None:
+            return {}
+        found = {run.parent: self.lacks_parent(run), run.match: self.lacks_match(run)}
+        if why := self.lacks_heads(run):
+            found[run.heads] = why
+        return {key: why for key, why in found.items() if key and why}
+
     def lacks_parent(self, run: PlannedRun) -> str | None:
         """Return why the checkpoint that a run goes on from cannot be used; None when it can, or is not needed."""
         path = self.checkpoint(run)
@@ -115,9 +148,9 @@ class Store:
         return f"{folder} has no result" if folder and not (folder / "result.json").is_file() else None
 
     def heads(self, key: str) -> list[list[int]] | None:
-        """Return the heads that are frozen or pruned in a run that ended; None before that."""
-        record = self.record(key)
-        return None if record is None else (record.get("intervention") or {}).get("heads") or []
+        """Return the heads that are frozen or pruned in a run that ended, of its first training that has any."""
+        found = [(record.get("intervention") or {}).get("heads") or [] for record in self.records(key)]
+        return next(filter(None, found), []) if found else None
 
     def lacks_heads(self, run: PlannedRun) -> str | None:
         """Return why the heads of the run whose heads a run has are not known; None when they are, or are its own."""
@@ -125,17 +158,37 @@ class Store:
             return None
         return f"{self.record_file(run.heads)} tells of no heads frozen or pruned"
 
+    def budget_left_(self, seconds: float) -> float:
+        """Return the seconds left of the budget of this length that a command began, or begin one.
+
+        It is over when its time is, whatever was done in it: the next command then begins another.
+        """
+        path, now = self.folder / "budget.json", time.time()
+        if path.exists():
+            kept = read_json(path)
+            if kept.get("seconds") == seconds and 0 <= now - kept["began"] < seconds:
+                return seconds - (now - kept["began"])
+        write_json(path, {"began": now, "seconds": seconds})
+        return seconds
+
     def begun(self, key: str) -> bool:
         """Return whether there is a run to resume."""
         return (self.run_folder(key) / "config.json").is_file()
 
     def forget_(self, key: str) -> None:
-        """Remove a run's folder, to train it again; its record stays until the new one takes its place."""
+        """Remove a run's folder, to train it again; its record stays, and the new one stands beside it."""
         if self.run_folder(key).is_dir():
             remove_folder_(self.run_folder(key))
 
+    def mark_shared_(self, key: str) -> None:
+        """Write down that a run may share its device, before it begins: its times will mean nothing."""
+        write_json(self._shared(key), {"shared": True})
+
+    def _shared(self, key: str) -> Path:
+        return self.folder / "logs" / f"{key}.shared.json"
+
     def collect(self, run: PlannedRun) -> dict[str, Any]:
-        """Write and return the record of a run that ended.
+        """Write and return the record of a run that ended, beside those of earlier trainings of it.
 
         Raises:
             InputError: It has not ended, or its evaluation is not that of its end.
@@ -152,8 +205,14 @@ class Store:
             "key": run.key,
             "parent": run.parent,
             "step": run.step,
+            "shared": self._shared(run.key).is_file(),
+            "went_through": sorted(went_through(RecordedRun.open(folder))),
             "windows_hash": evaluation["windows_hash"],
             "window_losses": losses.windows.tolist(),
         }
-        write_json(self.record_file(run.key), record)
+        final = result["provenance"].get("checkpoints", {}).get("final")
+        before = [one["provenance"].get("checkpoints", {}).get("final") for one in self.records(run.key)]
+        if final not in before or not before:
+            path = self.record_file(run.key)
+            write_json(path.with_stem(f"{run.key}-{str(final)[:12]}") if before else path, record)
         return with_header(record)

@@ -91,6 +91,7 @@ def freeze_(
         elif report.patterns is not None:
             execution = {"backend": config.backend, "trainable": config.trainable}
             install_(model, report.heads, report.patterns, optimizer=optimizer, **execution)
+        if len(report.heads):
             adapter.remember(report.known())
     return replace(report, seconds=report.seconds | watch.seconds)
 

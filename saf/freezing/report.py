@@ -111,7 +111,8 @@ class FreezeReport:
         """Return what of `to_dict` a model is told along with: its heads, how they were chosen, and on what."""
         names = ("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash")
         values = self.to_dict()
-        return {name: values[name] for name in names} | {"pattern": self.config["pattern"], "rate": self.config["rate"]}
+        made = {"kind": self.kind, "pattern": self.config["pattern"], "rate": self.config["rate"]}
+        return made | {name: values[name] for name in names}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of compact patterns, their logits and sums `[F, T]`.

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saf.errors import InputError
+
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     """Return the named heads of `x [B, H, T, D]`: a view when they are consecutive, a copy otherwise."""
@@ -20,6 +22,31 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
 def unit_stride(x: Tensor) -> Tensor:
     """Return `x` with neighbouring channels side by side in memory, a copy where they are not."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def live_value_heads(
+    query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...] | None, num_frozen: int
+) -> tuple[int, ...]:
+    """Return the value head of each live slot, of a layer whose `slots` read these or, for None, those of their group.
+
+    Raises InputError for heads that do not fit together.
+    """
+    num_live, num_value_heads = query.shape[1], value.shape[1]
+    num_heads = num_live + num_frozen
+    if slots is None:
+        group = 1 if num_value_heads == num_heads else num_live // num_value_heads if num_value_heads else 0
+        if num_value_heads != num_heads and (num_frozen or group * num_value_heads != num_live):
+            raise InputError(
+                f"{num_live} live heads of query and {num_frozen} frozen, {num_value_heads} value heads, "
+                "need kv_head; pass it to FrozenHeads.from_patterns"
+            )
+        slots = tuple(slot // group for slot in range(num_heads))
+    if len(slots) != num_heads:
+        raise InputError(f"kv_head has {len(slots)} slots, live and frozen heads make {num_live} + {num_frozen}")
+    live = slots[:num_live]
+    if num_live and key.shape[1] != len(set(live)):
+        raise InputError(f"key holds the {len(set(live))} KV heads that live heads use, ascending; got {key.shape[1]}")
+    return live
 
 
 def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:

@@ -27,7 +27,16 @@ from saf.arguments import check, shown
 from saf.errors import InputError, UnsupportedError
 from saf.ops.backend import Call, PreparedHeads
 from saf.ops.backends import BACKENDS
-from saf.ops.heads import flat_heads, join_heads, live_keys, part_heads, put_together, read_heads, take_heads
+from saf.ops.heads import (
+    flat_heads,
+    join_heads,
+    live_keys,
+    live_value_heads,
+    part_heads,
+    put_together,
+    read_heads,
+    take_heads,
+)
 from saf.ops.live import check_kernel, live_attention
 from saf.ops.positions import check_positions, check_start, shift_rows
 
@@ -66,7 +75,8 @@ def _checked(
         frozen_slots = _checked_frozen(value, frozen, backend, start)
     elif backend != "auto":
         raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
-    live_slots = live_value_heads(query, key, value, frozen)
+    slots, num_frozen = (None, 0) if frozen is None else (frozen.kv_head, frozen.num_frozen)
+    live_slots = live_value_heads(query, key, value, slots, num_frozen)
     check_positions(query, key if live_slots else value, value)
     check_kernel(kernel)
     if frozen is None and start is not None:
@@ -90,29 +100,6 @@ def _checked_frozen(value: Tensor, frozen: "FrozenHeads", backend: str, start: T
     if start is not None:
         check_start(start, value.shape[0], value.shape[2], wait=False)
     return frozen.value_heads(value.shape[1])
-
-
-def live_value_heads(query: Tensor, key: Tensor, value: Tensor, frozen: "FrozenHeads | None") -> tuple[int, ...]:
-    """Return the value head of each live slot; raise InputError for heads that do not fit together."""
-    num_live, num_value_heads = query.shape[1], value.shape[1]
-    slots = None if frozen is None else frozen.kv_head
-    num_heads = num_live + (0 if frozen is None else frozen.num_frozen)
-    if slots is None:
-        group = 1 if num_value_heads == num_heads else num_live // num_value_heads if num_value_heads else 0
-        if num_value_heads != num_heads and (frozen is not None or group * num_value_heads != num_live):
-            raise InputError(
-                f"{num_live} live heads of query and {num_heads - num_live} frozen, {num_value_heads} value heads, "
-                "need kv_head; pass it to FrozenHeads.from_patterns"
-            )
-        slots = tuple(slot // group for slot in range(num_heads))
-    if len(slots) != num_heads:
-        raise InputError(
-            f"kv_head has {len(slots)} slots, live and frozen heads make {num_live} + {num_heads - num_live}"
-        )
-    live = slots[:num_live]
-    if num_live and key.shape[1] != len(set(live)):
-        raise InputError(f"key holds the {len(set(live))} KV heads that live heads use, ascending; got {key.shape[1]}")
-    return live
 
 
 def _has_no_frozen(call: Call) -> bool:

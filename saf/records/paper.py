@@ -60,6 +60,7 @@ GRADIENTS = Source(
 DISTRIBUTIONS = Source("app:dirichlet-fit", "124M at 1K, halfway; 36 heads, six queries, fitted to 300 sequences")
 SELECTORS = Source("tab:selector-diagnostic", "124M at 4K, halfway; 118 of 144 heads fit")
 SELECTION_TEXT = Source("app:head-selection-analysis", "124M at 4K, halfway; 25% of heads by variance")
+RECOVERY = Source("fig:replacement-recovery", "124M at 4K; 25% of heads, mean of 210 updates, one seed")
 GEOMETRY = Source("tab:prior-geometry-correlation", "124M at 4K; five patterns within each rate")
 
 Point = tuple[str, int, int]

@@ -34,6 +34,7 @@ class TaskSettings(Protocol):
     calibration_sequences: int
     calibration_source: Any
     heldout_sequences: int
+    token_losses: bool
 
 
 class Task(Protocol):

@@ -121,7 +121,7 @@ class TextTask:
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
-        """Return loss and perplexity on the report partition, and write evaluation.json with every token's there."""
+        """Return loss and perplexity on the report partition, and write evaluation.json with the losses there."""
         record = evaluate_perplexity(
             model,
             self.data,
@@ -130,6 +130,7 @@ class TextTask:
             batch_size=self.settings.batch_size,
             precision=execution.precision,
             out=folder,
+            tokens=self.settings.token_losses,
             checkpoints=checkpoints,
         )
         return {

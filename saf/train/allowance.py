@@ -72,7 +72,7 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """
     reference = RecordedRun.open(str(config.match_time))
     result = reference.finished_result()
-    if checkpoint.hash not in _checkpoints(reference):
+    if checkpoint.hash not in went_through(reference):
         raise InputError(
             f"the run in {reference.folder} did not go through {checkpoint.path}; at matched time an arm starts from a "
             "checkpoint of its reference, or from the one that the reference started from"
@@ -130,10 +130,10 @@ def _added(parts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, f
     return {name: parts.get(name, 0.0) + more.get(name, 0.0) for name in sorted(names)}
 
 
-def _checkpoints(reference: RecordedRun) -> set[str]:
-    """Return the hashes of the checkpoints that a run went through, its parent's first."""
-    hashes = {line.get("hash") for line in read_lines(reference.folder / LOG)}
-    return {str(value) for value in (*hashes, (reference.config.get("parent") or {}).get("hash")) if value}
+def went_through(run: RecordedRun) -> set[str]:
+    """Return the hashes of the checkpoints that a run went through, its parent's included."""
+    hashes = {line.get("hash") for line in read_lines(run.folder / LOG)}
+    return {str(value) for value in (*hashes, (run.config.get("parent") or {}).get("hash")) if value}
 
 
 def _final(result: Mapping[str, Any]) -> str:

@@ -104,6 +104,9 @@ class TrainConfig:
     """Newest checkpoints to keep beside the one at the freezing point; 0 keeps all."""
     log_every: int = 10
     """Updates between progress lines where there is no terminal."""
+    token_losses: bool = True
+    """Keep the loss of every held-out token of the final report, two bytes each; otherwise of every window alone, which
+    is all that a comparison reads."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     quiet: bool = False
@@ -256,7 +259,19 @@ _ARITHMETIC = (
 )
 """Settings that decide what an update computes: both arms of a comparison must share them."""
 _FREE_ON_RESUME = frozenset(
-    ("out", "data", "device", "eval_every", "save_every", "save_at", "keep", "log_every", "tensorboard", "quiet")
+    (
+        "out",
+        "data",
+        "device",
+        "eval_every",
+        "save_every",
+        "save_at",
+        "keep",
+        "log_every",
+        "token_losses",
+        "tensorboard",
+        "quiet",
+    )
 )
 """Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""
 

@@ -4,9 +4,9 @@
 what is recorded; the controller losses around it, the new graphs and the line of events.jsonl are the same for all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,53 @@ from saf.errors import InputError
 from saf.freezing.choice import scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
-from saf.heads import Head, HeadSet
+from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine.execution import Execution
 from saf.machine.stopwatch import Stopwatch
 from saf.ops.backends import choose_backend
-from saf.schedules import Event, Freeze, Outcome, Proposer, Prune, Undo
+from saf.records.events import EventRecord
+from saf.schedules import Event, Freeze, Outcome, Proposer, Prune, Schedule, Undo
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
 from saf.train.run import GRADIENT, Run
+
+
+class Settings(Protocol):
+    """Say what of its settings decides whose heads are frozen, and when: `TrainConfig` has them."""
+
+    freeze: FreezeConfig | None
+    schedule: Schedule | None
+
+
+class Trained(Protocol):
+    """Say what an event asks of whoever trains: a `Run`, or a Trainer of transformers with its callback."""
+
+    model: Any
+    updater: Any
+    """Its `optimizer`, and the `gradient` average that scores may read, or None."""
+    task: Any
+    """Its `calibration()` and `heldout()` sequences."""
+    execution: Execution
+
+    @property
+    def config(self) -> Settings:
+        """Return the settings."""
+        ...
+
+    @property
+    def update(self) -> int:
+        """Return how many updates are done."""
+        ...
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """Return the events carried out so far."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Show people a line."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +101,7 @@ def carry_out_due_(run: Run, *, saved: bool = False) -> None:
             run.updater.gradient = None
 
 
-def meant(event: Event, config: TrainConfig) -> Event:
+def meant(event: Event, config: Settings) -> Event:
     """Return the event that a proposal stands for: a schedule proposes to freeze, the settings may say to prune."""
     if type(event) is Freeze and config.freeze is not None and config.freeze.operation == Prune.kind:
         return Prune(**vars(event))
@@ -98,7 +136,7 @@ def _carry_out_(run: Run, event: Event) -> Outcome:
     )
 
 
-def _freeze_(run: Run, event: Freeze) -> Change:
+def _freeze_(run: Trained, event: Freeze) -> Change:
     """Freeze or prune the event's share of heads by the recipe that the run's settings describe."""
     freeze = run.config.freeze
     assert freeze is not None
@@ -144,7 +182,7 @@ def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
     return freeze if event.count is None else replace(freeze, count=event.count)
 
 
-def _undo_(run: Run, event: Undo) -> Change:
+def _undo_(run: Trained, event: Undo) -> Change:
     """Make the heads of an earlier event of this run live again, with the rows and moments that they had then."""
     done = {record.number: record for record in run.events if record.kind in (Freeze.kind, Prune.kind)}
     if event.event not in done:
@@ -157,7 +195,7 @@ def _undo_(run: Run, event: Undo) -> Change:
     return Change(heads=heads, summary=summary, seconds=watch.seconds, values={"undoes": event.event})
 
 
-CARRY_OUT: Mapping[str, Callable[[Run, Any], Change]] = {
+CARRY_OUT: Mapping[str, Callable[[Trained, Any], Change]] = {
     Freeze.kind: _freeze_,
     Prune.kind: _freeze_,
     Undo.kind: _undo_,
@@ -165,7 +203,7 @@ CARRY_OUT: Mapping[str, Callable[[Run, Any], Change]] = {
 """What carries an event out, by its kind."""
 
 
-def check_freeze(config: TrainConfig, execution: Execution, *, length: int) -> None:
+def check_freeze(config: Settings, execution: Execution, *, length: int) -> None:
     """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there.
 
     `length` is the tokens of a calibration sequence.
@@ -189,6 +227,24 @@ def check_freeze(config: TrainConfig, execution: Execution, *, length: int) -> N
             f"score {score_name(freeze.score)!r} needs {', '.join(unknown)}, which a run cannot give; "
             f"it gives {', '.join(sorted(HOW_TO_COLLECT))}"
         )
+
+
+def start_proposer(
+    settings: Settings, layouts: Sequence[HeadLayout], *, updates: int, state: dict[str, Any] | None
+) -> Proposer | None:
+    """Return the schedule's state machine, where training of this `state` left it; None without freezing."""
+    if settings.freeze is None or settings.schedule is None:
+        return None
+    heads = sum(layout.num_heads for layout in layouts)
+    live = sum(layout.num_live for layout in layouts)
+    asked = settings.freeze.requested(heads)
+    # Where training goes on, its own events froze some of the live heads that it began with; the state tells how many.
+    limit = min(asked, live) if state is None else asked
+    proposer = settings.schedule.start(updates=updates, heads=heads, limit=limit)
+    if state is not None:
+        # Earlier checkpoints kept a schedule's name as "schedule".
+        proposer.load_state_dict({"name": state["schedule"], **state} if "schedule" in state else state)
+    return proposer
 
 
 def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient | None:

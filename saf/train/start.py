@@ -1,7 +1,6 @@
 """How a run begins: new, from a parent's checkpoint, or resumed; and what its folder then holds."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +11,6 @@ from saf.adapters import adapter_for
 from saf.data.token_data import INDEX_FILE
 from saf.errors import CheckpointError, InputError
 from saf.freezing.choice import check_heads
-from saf.heads import HeadLayout
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
 from saf.machine.processes import is_first
@@ -21,13 +19,12 @@ from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
 from saf.records.files import keep_lines_, read_json, write_json
 from saf.records.folders import lock_folder, remove_leftovers_
-from saf.schedules import Proposer
 from saf.tasks import TASKS, Task
 from saf.train.allowance import Allowance, allowance_of, match
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
 from saf.train.clock import Clock, seconds_until
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, run_config
-from saf.train.events import check_freeze, start_gradient
+from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
 from saf.train.run import Run
@@ -65,7 +62,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     if checkpoint:
         (clock.go_on if own else clock.start_from)(seconds_until(checkpoint))
     layouts = [site.layout for site in adapter_for(model).sites()]
-    proposer = _proposer(config, layouts, state["schedule"] if own and state else None)
+    left = state["schedule"] if own and state else None
+    proposer = start_proposer(config, layouts, updates=config.updates, state=left)
     if freeze and proposer and own is None:
         check_heads(freeze, layouts)
     gradient = start_gradient(model, config, proposer, state=state, update=update)
@@ -198,22 +196,6 @@ def _build(
     model.reset_parameters(torch.Generator().manual_seed(config.seed))
     model.to(execution.device)
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
-
-
-def _proposer(config: TrainConfig, layouts: Sequence[HeadLayout], state: dict[str, Any] | None) -> Proposer | None:
-    """Return the schedule's state machine, where a run of this checkpoint `state` left it; None without freezing."""
-    if config.freeze is None or config.schedule is None:
-        return None
-    heads = sum(layout.num_heads for layout in layouts)
-    live = sum(layout.num_live for layout in layouts)
-    asked = config.freeze.requested(heads)
-    # Where a run goes on, its own events froze some of the live heads that it began with; the state tells how many.
-    limit = min(asked, live) if state is None else asked
-    proposer = config.schedule.start(updates=config.updates, heads=heads, limit=limit)
-    if state is not None:
-        # Earlier checkpoints kept a schedule's name as "schedule".
-        proposer.load_state_dict({"name": state["schedule"], **state} if "schedule" in state else state)
-    return proposer
 
 
 def _observer(

@@ -8,7 +8,7 @@ from saf.evaluate.tokens import TokenLosses
 from saf.experiments.plan import plan
 from saf.experiments.recipe import SCALES, Arm, Recipe
 from saf.experiments.store import Store
-from saf.records.files import write_json
+from saf.records.files import append_line, read_json, write_json
 from saf.records.folders import write_manifest
 from saf.records.paper import Source
 from saf.records.result import result_header
@@ -51,6 +51,7 @@ class Trainer:
         self.calls: list[list[str]] = []
         self.codes: list[int] = []
         self.losses: dict[str, list[float]] = {}
+        self.updates: dict[str, int] = {}
         self.heads: list[list[int]] = []
 
     def __call__(self, words: Sequence[str], log: Path, device: str | None, stop: object) -> int:
@@ -58,7 +59,10 @@ class Trainer:
         self.calls.append(words)
         log.write_text("said something\n")
         folder = Path(words[words.index("--out") + 1])
-        write_json(folder / "config.json", {"words": words})
+        parent = Path(words[words.index("--parent") + 1]) if "--parent" in words else None
+        started = parent and {"hash": read_json(parent / "hash.json")["hash"]}
+        if "--resume" not in words:
+            write_json(folder / "config.json", {"words": words, "parent": started})
         code = self.codes.pop(0) if self.codes else 0
         if code == 0:
             self._finish(folder)
@@ -69,13 +73,22 @@ class Trainer:
             checkpoint = folder / "checkpoints" / step_name(step)
             checkpoint.mkdir(parents=True, exist_ok=True)
             write_json(checkpoint / "state.json", {"update": step})
+            # Every training has checkpoints of its own.
+            hash = f"{len(self.calls)}-{step}"
+            write_json(checkpoint / "hash.json", {"hash": hash})
             write_manifest(checkpoint, update=step, parent=None)
+            append_line(folder / "clock.jsonl", {"hash": hash})
         losses = torch.tensor(self.losses.get(folder.name, [3.0, 3.2]))
         log_probs = -losses[:, None].expand(-1, 4).contiguous()
         header = result_header("run", {}, device="cpu")
-        header["provenance"] |= {"heads": [], "commit": "0" * 40}
+        header["provenance"] |= {"heads": [], "commit": "0" * 40, "checkpoints": {"final": f"{len(self.calls)}-8"}}
         loss = float(-log_probs.mean(dtype=torch.float64))
-        numbers = {"report_loss": loss, "report_perplexity": float(torch.tensor(loss).exp()), "updates": 8}
+        numbers = {
+            "report_loss": loss,
+            "report_perplexity": float(torch.tensor(loss).exp()),
+            "updates": self.updates.get(folder.name, 8),
+        }
+        numbers["time"] = {"everything": {"seconds": 90.0}}
         numbers["intervention"] = {"heads": self.heads}
         write_json(folder / "result.json", {**header, **numbers})
         evaluation = {"windows": len(losses), "length": 4, "loss": loss, "windows_hash": "same"}

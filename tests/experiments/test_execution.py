@@ -1,13 +1,19 @@
 import shutil
+import threading
+import time
 
 import pytest
 
 from saf.errors import InputError
-from saf.experiments.execution import execute
+from saf.experiments.execution import Lanes, execute
+from saf.experiments.packing import RESERVE
+from saf.experiments.rates import Rates
 from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.render import render
 from saf.experiments.store import Store
 from saf.records.files import read_json, write_json
 from saf.train import EXIT_STOPPED
+from tests.experiments.conftest import Trainer
 
 
 def carry_out(plan, store, trainer, **settings):
@@ -77,7 +83,7 @@ def test_a_stopped_plan_goes_on_where_it_was(make_plan, store, trainer):
 
 
 def test_several_runs_at_a_time_wait_for_their_parents(make_plan, store, trainer):
-    outcome, _ = carry_out(make_plan(seeds=(1, 2, 3)), store, trainer, jobs=4)
+    outcome, _ = carry_out(make_plan(seeds=(1, 2, 3)), store, trainer, lanes=Lanes(jobs=4))
     assert len(outcome.ended) == 9
     began = [words[words.index("--out") + 1] for words in trainer.calls]
     for words in trainer.calls:
@@ -90,7 +96,7 @@ def test_an_arm_at_matched_time_waits_for_its_reference(recipe, make_plan, store
     matched = Arm(name="matched", parent="ordinary", match="a", settings={"freeze.rate": 0.5})
     recipe = Recipe(title="x", source=recipe.source, arms=(*recipe.arms[:2], matched), columns=())
     made = make_plan(made_up=recipe, arms=("matched",))
-    outcome, _ = carry_out(made, store, trainer, jobs=3)
+    outcome, _ = carry_out(made, store, trainer, lanes=Lanes(jobs=3))
     assert len(outcome.ended) == 3
     words = trainer.calls[2]
     folder = store.run_folder(made.arms["made_up", "a", 1])
@@ -109,10 +115,10 @@ def test_an_arm_gets_the_heads_of_another_one_that_ended(recipe, make_plan, stor
     made = make_plan(made_up=recipe, arms=("same",))
     key = made.arms["made_up", "same", 1]
     assert key != make_plan(made_up=recipe, arms=("a",)).arms["made_up", "a", 1]
-    outcome, _ = carry_out(made, store, trainer, jobs=3)
+    outcome, _ = carry_out(made, store, trainer, lanes=Lanes(jobs=3))
     assert "tells of no heads frozen or pruned" in outcome.failed[key]
     trainer.heads = [[0, 3], [1, 0]]
-    outcome, said = carry_out(made, store, trainer, jobs=3)
+    outcome, said = carry_out(made, store, trainer, lanes=Lanes(jobs=3))
     assert "a, seed 1 is trained again for made_up/same" in said[0]
     assert outcome.ended[-1] == key
     words = trainer.calls[-1]
@@ -172,3 +178,93 @@ def test_a_record_says_where_its_numbers_come_from(make_plan, store, trainer):
     assert record["settings"]["freeze.rate"] == 0.25
     assert (record["parent"], record["step"]) == (made.arms["made_up", "ordinary", 1], 4)
     assert record["window_losses"] == pytest.approx([3.0, 3.2])
+
+
+def test_timed_runs_have_their_gpu_alone_and_others_share_it(recipe, make_plan, store):
+    """Four arms whose time matters and four others on two GPUs with three jobs each, from one parent."""
+    arms = [Arm(name=f"arm {number}", parent="ordinary", settings={"seed": number}) for number in range(8)]
+    made = make_plan(
+        made_up=Recipe(title="x", source=recipe.source, arms=(recipe.arms[0], *arms), columns=("perplexity",))
+    )
+    timed = {made.arms["made_up", f"arm {number}", 1] for number in range(4)}
+    watched = Watched(timed)
+    lanes = Lanes(devices=("0", "1"), jobs=3, alone=frozenset(timed))
+    outcome, _ = carry_out(made, store, watched, lanes=lanes)
+    assert len(outcome.ended) == 9
+    assert watched.devices == {"0", "1"}
+    assert not watched.disturbed
+    assert watched.most > 2, "the others shared"
+    shared = {key for key in made.runs if store.record(key)["shared"]}
+    assert shared == set(made.runs) - timed
+
+
+class Watched(Trainer):
+    """Notes which runs are on a device together."""
+
+    def __init__(self, timed):
+        super().__init__()
+        self.timed, self.on, self.lock = timed, {}, threading.Lock()
+        self.disturbed, self.devices, self.most = [], set(), 0
+
+    def __call__(self, words, log, device, stop):
+        key = words[words.index("--out") + 1].rsplit("/", 1)[1]
+        with self.lock:
+            beside = self.on.setdefault(device, set())
+            self.disturbed += [key] if beside and (key in self.timed or beside & self.timed) else []
+            beside.add(key)
+            self.devices.add(device)
+            self.most = max(self.most, len(beside))
+        time.sleep(0.02)
+        with self.lock:
+            self.on[device].remove(key)
+            return super().__call__(words, log, device, stop)
+
+
+def test_the_limit_of_a_command_leaves_runs_for_the_next_one(make_plan, store, trainer):
+    made = make_plan(seeds=(1, 2))
+    # The rates say that a run takes 20 s beside its updates; RESERVE is kept back.
+    rates = Rates(flops=1e15, start=20.0, compilation=0.0, uncompiled=1.0, source="made up")
+    outcome, _ = carry_out(made, store, trainer, rates=rates, seconds=RESERVE + 10)
+    assert len(outcome.ended) == 6, "what ended in milliseconds corrected the rates; the first began as longer than any"
+    assert not outcome.left
+
+    again = Store(store.folder.parent / "other").open(write=True)
+    outcome, _ = carry_out(make_plan(), again, Slow(stop_after=0.05), rates=rates, seconds=RESERVE + 0.1)
+    assert not outcome.stopped
+    assert not outcome.ended
+    assert len(outcome.left) == 3, "the parent stopped at the limit with a checkpoint, its arms were not begun"
+    outcome, said = carry_out(make_plan(), again, trainer, rates=rates, seconds=RESERVE + 100)
+    assert "resuming" in said[0]
+    assert len(outcome.ended) == 3
+
+
+class Slow(Trainer):
+    """Trains until it is asked to stop."""
+
+    def __init__(self, stop_after):
+        super().__init__()
+        self.codes = [EXIT_STOPPED]
+
+    def __call__(self, words, log, device, stop):
+        while not stop.requested:
+            time.sleep(0.01)
+        return super().__call__(words, log, device, stop)
+
+
+def test_a_parent_trained_again_has_a_second_record_and_arms_are_compared_with_their_own(
+    recipe, make_plan, store, trainer
+):
+    carry_out(make_plan(arms=("a",)), store, trainer)
+    made = make_plan()
+    ordinary = made.arms["made_up", "ordinary", 1]
+    shutil.rmtree(store.run_folder(ordinary))
+    trainer.losses[ordinary] = [4.0, 4.0]
+    before = store.record_file(ordinary).read_bytes()
+    carry_out(made, store, trainer)
+    assert store.record_file(ordinary).read_bytes() == before, "no record is overwritten"
+    first, second = store.records(ordinary)
+    assert (first["report_loss"], second["report_loss"]) == pytest.approx((3.1, 4.0))
+    table = render("made_up", recipe, made, store)
+    assert table.values["a"]["delta"].mean == pytest.approx(0.0, abs=1e-3), "of the first training"
+    assert table.values["b"]["delta"].mean < -50, "of the second"
+    assert "another training of the same parent" in " ".join(table.table().notes), "b is compared with a, of the first"

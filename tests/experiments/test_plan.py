@@ -44,7 +44,11 @@ def test_predictions_count_the_updates_that_are_a_runs_own(recipe):
     assert ordinary.tokens_per_update == 4_096 * 8 * 15
     # 6 FLOPs for each of 123.6M weights in products, and 6 for each of 12 * 768 * 4,096 weighted values, a token.
     flops = 2.4576e9 * (6 * (12 * 12 * 768**2 + 50_304 * 768) + 6 * 12 * 768 * 4_096)
-    assert ordinary.predicted_seconds == pytest.approx(flops / 4e14, rel=1e-6)
+    rates = SCALES["paper"].rates
+    expected = flops / 4e14 + rates.start + rates.compilation
+    assert ordinary.seconds(rates) == pytest.approx(expected, rel=1e-6)
+    assert ordinary.seconds(rates, done=5_000) == rates.start + rates.compilation
+    assert arm.seconds(rates) == pytest.approx(flops / 8e14 + rates.start + 2 * rates.compilation, rel=1e-6)
     assert ordinary.predicted_bytes == pytest.approx(14.3 * 2**30, rel=0.03), "measured: 14.34 GiB"
 
 

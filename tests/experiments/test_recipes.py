@@ -18,7 +18,7 @@ from saf.train.config import TrainConfig
 RECIPES = open_recipes()
 
 
-def as_config(flags) -> TrainConfig:
+def as_config(flags, *, matched: bool = False) -> TrainConfig:
     """The settings of a run as Python has them, so that every name and value is checked."""
     values = {name: value for name, value in flags.items() if "." not in name}
     freeze = {name.removeprefix("freeze."): value for name, value in flags.items() if name.startswith("freeze.")}
@@ -29,6 +29,7 @@ def as_config(flags) -> TrainConfig:
     assert len(values) + len(freeze) + len(of_schedule) + (kind is not None) == len(flags)
     if kind is not None:
         values["schedule"] = SCHEDULES[kind](**of_schedule)
+    values |= {"parent": "parent", "match_time": "reference"} if matched else {}
     return TrainConfig(data="data", out="out", freeze=FreezeConfig(**freeze) if freeze else None, **values)
 
 
@@ -38,7 +39,7 @@ def test_every_recipe_plans_runs_whose_settings_can_be_used(scale):
     assert made.runs
     steps = {(run.parent, run.step) for run in made.runs.values()}
     for run in made.runs.values():
-        settings = as_config(run.settings)
+        settings = as_config(run.settings, matched=run.match is not None)
         assert settings.updates == run.updates
         for step in {step for parent, step in steps if parent == run.key}:
             assert step in settings.branch_updates or step == run.updates, run.title
@@ -127,3 +128,17 @@ def test_what_cannot_run_is_said_before_anything_runs(tmp_path, capsys):
     assert main(["run", "timing", "--scale", "paper", "--dry-run"]) == 0
     assert "21 runs" in capsys.readouterr().out
     assert main(["run", "timing", "--jobs", "0", "--scale", "smoke", "--store", str(tmp_path / "s")]) == 2
+
+
+def test_the_smoke_scale_measures_what_it_trained(tmp_path, capsys):
+    store = tmp_path / "store"
+    asked = ["run", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]
+    assert main(asked) == 0
+    shown = capsys.readouterr()
+    assert "1 of 1 measurements" in shown.err
+    assert re.search(r"heads in both +│ +\d\.\d │ 30 to 31 of 36", shown.out)
+    assert main([*asked, "--dry-run"]) == 0
+    assert "saf analyze stability" in capsys.readouterr().out
+    shutil.rmtree(store / "runs")
+    assert main(["report", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]) == 0
+    assert "expected by chance" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import pytest
 
 from saf.errors import CompareError
 from saf.experiments.execution import execute
+from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render
 from saf.records.files import read_json, write_json
 
@@ -72,7 +73,11 @@ def test_a_tree_that_no_commit_holds_makes_a_draft(recipe, make_plan, store, tra
     record = read_json(path)
     record["provenance"]["commit"] += "+"
     write_json(path, record)
-    assert "DRAFT: 1 of 3" in render("made_up", recipe, made, store).table().notes[0]
+    draft = render("made_up", recipe, made, store)
+    assert "DRAFT: 1 of 3" in draft.table().notes[0]
+    assert draft.table().title.startswith("DRAFT: ")
+    assert r"\textbf{DRAFT" in draft.latex(), "a comment would not be seen in print"
+    assert {path.stem for path in draft.write(store.folder / "out")} == {"made_up-smoke-draft"}
 
 
 def test_runs_of_different_windows_do_not_stand_in_one_table(recipe, make_plan, store, trainer):
@@ -82,3 +87,93 @@ def test_runs_of_different_windows_do_not_stand_in_one_table(recipe, make_plan, 
     write_json(path, {**read_json(path), "windows_hash": "others"})
     with pytest.raises(CompareError, match="different held-out windows"):
         render("made_up", recipe, made, store)
+
+
+@pytest.fixture
+def matched(recipe) -> Recipe:
+    """Arms of one parent that stand beside one another as those of the table at matched time do."""
+
+    def arm(name, rate=None, reference="ordinary", **others):
+        settings = {"seed": sum(map(ord, name))} | ({} if rate is None else {"freeze.rate": rate})
+        return Arm(name=name, parent="parent", settings=settings, reference=reference, **others)
+
+    return Recipe(
+        title="Made up",
+        source=recipe.source,
+        arms=(
+            Arm(name="parent", reference=None),
+            arm("ordinary", reference=None),
+            arm("more", reference="parent", beside={"exchange": "more"}),
+            arm("frozen", 0.25, beside={"tokens": "frozen, tokens", "raw": "frozen, raw", "exchange": "more"}),
+            arm("frozen, tokens", 0.25, reference="parent"),
+            arm("ordinary, raw", reference=None),
+            arm("frozen, raw", 0.25, reference="ordinary, raw"),
+        ),
+        columns=("delta", "raw", "extra", "tokens", "paper_exchange", "own_exchange", "exchange"),
+    )
+
+
+LOSSES = {"parent": 3.0, "ordinary": 3.01, "more": 2.99, "frozen": 3.005, "frozen, tokens": 3.02}
+UPDATES = {"parent": 1_000, "ordinary": 980, "more": 1_030, "frozen": 1_000, "frozen, tokens": 1_000}
+
+
+@pytest.fixture
+def matched_table(matched, make_plan, store, trainer):
+    def make(*, seeds=(1,), arms=tuple(LOSSES)):
+        made = make_plan(made_up=matched, seeds=seeds, arms=arms)
+        keys = {(name, seed): made.arms["made_up", name, seed] for name in arms for seed in seeds}
+        # Seeds differ in every loss alike, and in the frozen arm's updates.
+        trainer.losses = {key: [LOSSES[name] + seed / 10] * 4 for (name, seed), key in keys.items()}
+        trainer.updates = {
+            key: UPDATES[name] + (seed - 1) * 10 * (name == "frozen") for (name, seed), key in keys.items()
+        }
+        carry_out(made, store, trainer)
+        return render("made_up", matched, make_plan(made_up=matched, seeds=seeds), store)
+
+    return make
+
+
+def test_the_table_at_matched_time_values_extra_tokens_at_both_rates(matched_table):
+    table = matched_table()
+    frozen = {name: value and value.mean for name, value in table.values["frozen"].items()}
+    extra, tokens = 100 * (1_000 / 980 - 1), 100 * math.expm1(0.02)
+    rate = -100 * math.expm1(-0.01) / 3.0
+    assert frozen["delta"] == pytest.approx(100 * math.expm1(-0.005), rel=1e-4)
+    assert frozen["extra"] == pytest.approx(extra)
+    assert frozen["tokens"] == pytest.approx(tokens, rel=1e-4)
+    assert frozen["paper_exchange"] == pytest.approx(tokens - 0.14 * extra, rel=1e-4)
+    assert frozen["own_exchange"] == pytest.approx(tokens - rate * extra, rel=1e-4)
+    assert table.values["more"]["exchange"].mean == pytest.approx(rate, rel=1e-4)
+    assert frozen["exchange"] is None, "the rate stands in the row of the run that measures it"
+    low, high = table.values["frozen"]["own_exchange"].interval
+    assert low == pytest.approx(high), "equal windows have no interval"
+    assert table.values["frozen"]["extra"].interval is None
+
+
+def test_a_number_that_needs_an_arm_that_was_not_run_says_so_in_every_form(matched_table, tmp_path):
+    table = matched_table()
+    files = {path.suffix: path.read_text() for path in table.write(tmp_path)}
+    row = next(line for line in files[".md"].splitlines() if line.startswith("| frozen |"))
+    assert row.split("|")[3].strip() == "not run", "the raw clock"
+    assert row.count("not run") == 1
+    assert all("not run" in files[kind] for kind in (".md", ".tex", ".html"))
+    assert '"not_run": [\n' in files[".json"]
+
+
+def test_exchanged_changes_are_made_in_each_seed_first(matched_table):
+    value = matched_table(seeds=(1, 2)).values["frozen"]["paper_exchange"]
+    tokens = 100 * math.expm1(0.02)
+    each = [tokens - 14 * (updates / 980 - 1) for updates in (1_000, 1_010)]
+    assert value.mean == pytest.approx(sum(each) / 2, rel=1e-4)
+    assert value.error == pytest.approx(abs(each[0] - each[1]) / 2, rel=1e-3)
+
+
+def test_times_of_a_run_that_shared_its_device_are_left_out(recipe, make_plan, store, trainer):
+    timed = Recipe(title="x", source=recipe.source, arms=recipe.arms, columns=("perplexity", "minutes"))
+    made = make_plan(made_up=timed)
+    store.mark_shared_(made.arms["made_up", "a", 1])
+    carry_out(made, store, trainer)
+    table = render("made_up", timed, made, store)
+    assert table.values["a"]["minutes"] is None
+    assert table.values["b"]["minutes"].mean == pytest.approx(1.5)
+    assert "Runs that shared a device, whose times are left out: 1." in table.table().notes

@@ -157,7 +157,7 @@ def test_the_model_card_maps_the_heads_and_keeps_what_people_wrote(tmp_path):
     assert [[head for head, mark in enumerate(row) if mark == "F"] for row in rows] == [
         report.heads.in_layer(layer) for layer in range(3)
     ]
-    assert "3 heads by variance, patterns by mean" in card
+    assert "3 heads frozen by variance, patterns by mean" in card
     assert report.statistics.sequences_hash[:16] in card
     again = opened(tmp_path)
     saf.uninstall_(again, [next(iter(report.heads))])

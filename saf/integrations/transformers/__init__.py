@@ -1,16 +1,17 @@
 """Hugging Face transformers: importing this module makes `from_pretrained` open folders of models with frozen heads.
 
-What a `Trainer` needs is `FreezeCallback`. A model frozen by `saf.freeze_` is saved by its own `save_pretrained`:
-weights, layout, patterns and a section of the README in one folder, which this opens again with the same outputs bit
-for bit.
+A model frozen by `saf.freeze_` is saved by its own `save_pretrained`: weights, layout, patterns and a section of the
+README in one folder, which opens again with the same outputs bit for bit. `FreezeCallback` freezes heads while a
+`Trainer` trains.
 
 >>> import saf.integrations.transformers
 >>> from transformers import AutoModelForCausalLM
 >>> model = AutoModelForCausalLM.from_pretrained("frozen")  # doctest: +SKIP
 """
 
+from saf.integrations.transformers.callback import FreezeCallback
 from saf.integrations.transformers.opening import open_frozen_folders
 
-__all__ = ["open_frozen_folders"]
+__all__ = ["FreezeCallback", "open_frozen_folders"]
 
 open_frozen_folders()

@@ -17,6 +17,7 @@ FIGURES: dict[str, Callable[[Record], str]] = {
     "partial-spearman": heads.partial_spearman,
     "profiles": patterns.profiles,
     "stability": patterns.stability,
+    "recovery": patterns.recovery,
     "geometry": patterns.geometry,
     "fits": patterns.fits,
     "distributions": patterns.distributions,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saf.records.quantities import number
+from saf.records.quantities import number, percent
 from saf.report.plot import COLOURS, WIDTH, Panel, Scale, document, label, legend, style
 
 Record = Mapping[str, Any]
@@ -69,6 +69,21 @@ def _profile_panel(
         means = f"means {number(matched[0], 3)} selected, {number(matched[1], 3)} in the same layers"
         parts.append(label(x, y - 12, means, css="small"))
     return parts
+
+
+def recovery(record: Record) -> str:
+    """Return the smoothed gap of every run to the ordinary one, by the updates after its intervention."""
+    title = f"Training loss minus the ordinary run's, mean of {number(record['window'])} updates"
+    parts = [label(0, 22, title, css="title")]
+    runs = list(zip(record["runs"], COLOURS * (1 + len(record["runs"]) // len(COLOURS)), strict=False))
+    parts += legend(0, 50, [(f"line {css}", f"after {percent(run['share'])}") for run, css in runs])
+    later = [[update - run["update"] for update in run["updates"]] for run, _ in runs]
+    every = [gap for run, _ in runs for gap in run["gap"]]
+    panel = Panel(70, 96, 860, 420, Scale.of([at for line in later for at in line]), Scale.of([0.0, *every]))
+    parts += panel.frame("gap, nats", across="updates after the intervention")
+    for (run, css), at in zip(runs, later, strict=True):
+        parts.append(panel.line(list(zip(map(float, at), run["gap"], strict=True)), f"line {css}"))
+    return document("".join(parts), width=WIDTH, height=600, title=title, style=style)
 
 
 def stability(record: Record) -> str:

@@ -180,6 +180,8 @@ def _provenance(run: RecordedRun) -> dict[str, Any]:
     checkpoints, data = entries.pop("checkpoints", {}), entries.pop("data", {})
     entries |= {f"{role} checkpoint": value for role, value in checkpoints.items()}
     entries |= {f"{role} data": value for role, value in data.items()}
+    if entries.get("seed") is not None:
+        entries["seed"] = str(entries["seed"])  # a name, as one types it, and no amount
     entries["heads"] = f"{len(run.frozen_heads)} frozen"
     entries.pop("pruned", None)
     if run.pruned_heads:

@@ -126,9 +126,8 @@ def key_figures(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) 
 def _quality(told: Sequence[Told]) -> str:
     """Return the key figure of perplexity: each arm's change with its interval."""
     values = [(signed(record["delta_ppl_percent"]), colour) for record, colour in told]
-    pair = _arrow(
-        number(told[0][0]["ppl_ordinary"]), [(number(record["ppl_frozen"]), colour) for record, colour in told]
-    )
+    ordinary, *frozen = (f"{value:.3f}" for value in [told[0][0]["ppl_ordinary"], *(r["ppl_frozen"] for r, _ in told)])
+    pair = _arrow(ordinary, list(zip(frozen, (colour for _, colour in told), strict=True)))
     intervals = [f"{signed(low)} to {signed(high)}" for low, high in (record["ci95"] for record, _ in told)]
     words = f"95% interval{'s' * (len(told) > 1)} {_listed(intervals)}"
     drawing = whiskers(

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from saf.report.plot import WIDTH
 from saf.report.runs.page import write_report
+from saf.report.runs.picture import write_picture
 from tests.report.synthetic import Shape, edit, write_pair, write_run
 
 pytestmark = pytest.mark.browser
@@ -226,3 +228,14 @@ def test_without_scripts_nothing_is_empty(chromium, report):
     assert page.locator("#detail").bounding_box() is None
     assert "which do not run here" in page.locator("#training").inner_text()
     page.close()
+
+
+def test_no_line_of_a_pictures_title_is_cut(page, tmp_path):
+    runs = write_pair(tmp_path, Shape(windows=4), cost=1e-4)
+    page.set_viewport_size({"width": WIDTH + 40, "height": 600})
+    page.goto(write_picture(runs, tmp_path / "picture.svg").as_uri())
+    ends = page.evaluate(
+        "[...document.querySelectorAll('.title')].map(line => line.getBBox().x + line.getBBox().width)"
+    )
+    assert ends
+    assert max(ends) <= WIDTH

@@ -26,6 +26,16 @@ def test_the_headline_tells_cost_and_speed(tmp_path):
     assert "Both runs see the same text in the same order." in page
 
 
+def test_the_key_figure_has_the_perplexities_of_the_sentence_and_a_seed_is_no_amount(tmp_path):
+    page = write_report(write_pair(tmp_path), tmp_path / "out").read_text()
+    before, after = re.search(r"went from (\d+\.\d{3}) to (\d+\.\d{3})", page).groups()
+    figure = re.search(r"<h2>Perplexity</h2>.*?</div>", page, re.DOTALL)[0]
+    assert before in figure
+    assert after in figure
+    assert "1337" in page
+    assert "1,337" not in page
+
+
 def test_an_interval_over_zero_is_not_called_a_rise(tmp_path):
     page = write_report(write_pair(tmp_path, Shape(windows=4), cost=1e-4), tmp_path / "out").read_text()
     assert "less than its uncertainty" in re.search("<h1>.*</h1>", page)[0]

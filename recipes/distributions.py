@@ -1,0 +1,36 @@
+"""Attention over sequences at 1K: energy distances, fig:attention-entry-distributions and fig:dirichlet-umap."""
+
+from saf.experiments.measurement import Checkpoint, Measurement, Number
+from saf.experiments.recipe import Arm, Recipe
+from saf.records.paper import DISTRIBUTIONS, ROW_DISTANCES
+
+PAPER = {"sequences": 500, "fitted": 0.6, "rate": 0.25, "scale": 4.0}
+FAMILIES = {"resampled": "whole rows resampled", "gaussian": "Gaussian sampling", "dirichlet": "Dirichlet sampling"}
+
+RECIPE = Recipe(
+    title="Measured attention rows and the models that patterns are drawn from",
+    source=DISTRIBUTIONS,
+    also=("fig:attention-entry-distributions", "fig:dirichlet-umap"),
+    arms=(Arm(name="ordinary", context=1_024, reference=None),),
+    measurements=(
+        Measurement(
+            name="rows and entries",
+            does="analyze distributions",
+            on=(Checkpoint("ordinary", 0.5),),
+            settings=PAPER,
+            scaled={"smoke": {"sequences": 8, "shown": 1}},
+            numbers=tuple(
+                Number(title=f"energy distance, {words}", path=("medians", name), paper=ROW_DISTANCES[name], places=2)
+                for name, words in FAMILIES.items()
+            ),
+        ),
+        Measurement(
+            name="projection",
+            does="analyze distributions",
+            on=(Checkpoint("ordinary", 0.5),),
+            settings={**PAPER, "umap": True, "profiles": 128},
+            smoke=False,
+        ),
+    ),
+    notes=("The projection needs umap-learn, the extra `analysis`; `saf analyze draw` makes the figures.",),
+)

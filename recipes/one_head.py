@@ -1,0 +1,88 @@
+"""Single heads halfway: tab:selector-diagnostic, partial correlations, fig:head-selection-profiles (a, c, d)."""
+
+from saf.experiments.measurement import Checkpoint, Measurement, Number, RecordOf, RunOf
+from saf.experiments.recipe import Arm, Recipe
+from saf.records.paper import PARTIAL, SELECTION_TEXT, SELECTOR_DIAGNOSTIC, SELECTORS
+
+MIDPOINT = Checkpoint("ordinary", 0.5)
+WORDS = {"spearman": "no control", "layer": "beyond layer", "layer_entropy": "beyond layer and entropy"}
+
+
+def _of_score(score: str, spearman: str, quarter: str, half: str) -> tuple[Number, ...]:
+    title, path = score.replace("_", " "), ("quality", score)
+    return (
+        Number(title=f"{title}, Spearman", path=(*path, "spearman"), paper=spearman, signed=True),
+        Number(title=f"{title}, mean cost of the lowest 25%, %", path=(*path, "mean_cost", "0.25"), paper=quarter),
+        Number(title=f"{title}, mean cost of the lowest 50%, %", path=(*path, "mean_cost", "0.5"), paper=half),
+    )
+
+
+def _profile(title: str, name: str, *paper: str | None) -> tuple[Number, ...]:
+    """Selected heads, then unselected ones of the same layers, %."""
+    sides = zip(("selected", "others of their layers"), paper, (0, 1), strict=True)
+    return tuple(
+        Number(title=f"{title}, {side}", path=("matched", name, place), paper=number, scale=scale, places=places)
+        for side, number, place in sides
+        for scale, places in ((1.0, 3) if name == "entropy" else (100.0, 3),)
+    )
+
+
+RECIPE = Recipe(
+    title="Costs of single heads and what foretells them",
+    source=SELECTORS,
+    also=("app:head-selection-analysis", "fig:head-selection-profiles"),
+    arms=(
+        Arm(name="ordinary", reference=None),
+        Arm(name="25%", parent="ordinary", settings={"freeze.rate": 0.25}),
+    ),
+    measurements=(
+        Measurement(
+            name="one head",
+            does="analyze one-head",
+            on=(MIDPOINT,),
+            settings={"sequences": 32, "windows": 16, "heldout_sequences": 16},
+            scaled={
+                "smoke": {
+                    **{"sequences": 4, "windows": 2, "heldout_sequences": 2, "max_fit_kl": 10.0},
+                    "structured_after": None,
+                }
+            },
+            numbers=tuple(n for score, paper in SELECTOR_DIAGNOSTIC.items() for n in _of_score(score, *paper)),
+        ),
+        Measurement(
+            name="profiles",
+            does="analyze profiles",
+            on=(MIDPOINT,),
+            settings={"selected": RunOf("25%"), "windows": 128},
+            scaled={"smoke": {"windows": 2}},
+            numbers=(
+                *_profile("normalised entropy", "entropy", "0.837", "0.678"),
+                *_profile("mass of the 64 latest tokens, %", "local_mass", "19.0", "40.7"),
+                *_profile("mass of the first token, %", "first_token", "0.023", None),
+            ),
+            source=SELECTION_TEXT,
+        ),
+        Measurement(
+            name="partial correlations",
+            does="analyze partial-spearman",
+            on=(RecordOf("one head"),),
+            settings={"profiles": RecordOf("profiles")},
+            numbers=(
+                *(
+                    Number(
+                        title=f"variance and cost, {words}",
+                        path=("correlations", "variance", name),
+                        paper=PARTIAL[name],
+                    )
+                    for name, words in WORDS.items()
+                ),
+                Number(
+                    title="variance and entropy",
+                    path=("correlations", "variance", "with_entropy"),
+                    paper=PARTIAL["with_entropy"],
+                ),
+            ),
+            source=SELECTION_TEXT,
+        ),
+    ),
+)

@@ -1,0 +1,43 @@
+"""How the training loss recovers after replacement at five moments: fig:replacement-recovery."""
+
+from saf.experiments.measurement import Measurement, Number, RunOf
+from saf.experiments.recipe import Arm, Recipe
+from saf.records.paper import RECOVERY
+
+MOMENTS = (0.25, 0.4, 0.5, 0.6, 0.75)
+# Gaps 200 updates after replacement and at the end, in nats, and what replacement cost at once.
+PAPER = {0.25: ("0.0061", "0.0062", "2.72"), 0.75: ("0.0123", "0.0086", None)}
+
+
+def _numbers(place: int, moment: float) -> tuple[Number, ...]:
+    later, end, once = PAPER.get(moment, (None, None, None))
+    title, path = f"at {moment:.0%}", ("runs", place)
+    return (
+        Number(title=f"{title}, at once, %", path=(*path, "at_once"), paper=once, places=2, signed=True),
+        Number(title=f"{title}, 200 updates later", path=(*path, "gap_after"), paper=later, places=4, signed=True),
+        Number(title=f"{title}, at the end", path=(*path, "gap_at_end"), paper=end, places=4, signed=True),
+    )
+
+
+RECIPE = Recipe(
+    title="Recovery of the training loss at 25%",
+    source=RECOVERY,
+    arms=(
+        Arm(name="ordinary", reference=None),
+        *(
+            Arm(name=f"at {moment:.0%}", parent="ordinary", at=moment, settings={"freeze.rate": 0.25})
+            for moment in MOMENTS
+        ),
+    ),
+    measurements=(
+        Measurement(
+            name="gaps",
+            does="analyze recovery",
+            on=(RunOf("ordinary"), *(RunOf(f"at {moment:.0%}") for moment in MOMENTS)),
+            settings={"window": 210, "after": 200},
+            scaled={"smoke": {"window": 3, "after": 1}},
+            numbers=tuple(number for place, moment in enumerate(MOMENTS) for number in _numbers(place, moment)),
+        ),
+    ),
+    notes=("Gaps are in nats of training loss; at the ends the mean is over the updates that there are.",),
+)

@@ -1,0 +1,72 @@
+"""What the time of a run is foretold from: rates that a scale states, a user names, or ended runs measured."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from saf.arguments import above, at_least, check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Say how fast one GPU is at runs of one size."""
+
+    flops: float
+    """FLOP/s of compiled updates, every head counted as live."""
+    start: float
+    """Seconds of a run beside its updates: its process, data and model, the last checkpoint and the report."""
+    compilation: float
+    """Seconds of compiling a model whole, at a run's start and again after every event; 0 where nothing is compiled."""
+    uncompiled: float
+    """How many times as long an update takes without compilation."""
+    source: str
+    """Where these come from, in words."""
+
+    def seconds(self, flops: float, *, events: int, compiled: bool) -> float:
+        """Return what a run takes of so many FLOPs, with so many events."""
+        updates = flops / self.flops
+        if not compiled:
+            return self.start + updates * self.uncompiled
+        return self.start + updates + (1 + events) * self.compilation
+
+    def better_uncompiled(self, flops: float, *, events: int) -> bool:
+        """Return the rule: several events, and compiling after them takes longer than compiled updates save."""
+        return events > 1 and events * self.compilation > self.saved(flops)
+
+    def saved(self, flops: float) -> float:
+        """Return the seconds that compiled updates save in a run of so many FLOPs."""
+        return flops / self.flops * (self.uncompiled - 1)
+
+    def described(self) -> str:
+        """Return the rates in a sentence."""
+        return (
+            f"One GPU: {self.flops / 1e12:,.0f} TFLOP/s, {self.start:g} s a run beside its updates, "
+            f"{self.compilation:g} s a compilation, updates {self.uncompiled:g} times as long uncompiled "
+            f"({self.source})."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Replace what a scale states of its rates by what was measured; None keeps it."""
+
+    tokens_per_second: Annotated[float | None, above(0)] = None
+    """Tokens that one GPU trains on in a second, at the shortest context of the plan, compiled and with all heads live;
+    other contexts by their arithmetic."""
+    compile_seconds: Annotated[float | None, at_least(0)] = None
+    """Seconds of compiling a model, at a run's start and after every event."""
+    start_seconds: Annotated[float | None, at_least(0)] = None
+    """Seconds of a run beside its updates and compilation."""
+
+    def __post_init__(self):
+        """Raise InputError for a rate that no GPU has."""
+        check_fields(self)
+
+    def applied(self, rates: Rates, *, flops_per_token: float) -> Rates:
+        """Return the rates with what was measured; `flops_per_token` is that of the shortest context."""
+        changes = {
+            "flops": self.tokens_per_second and self.tokens_per_second * flops_per_token,
+            "compilation": self.compile_seconds,
+            "start": self.start_seconds,
+        }
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return replace(rates, **changes, source=f"{', '.join(sorted(changes))} as named") if changes else rates

@@ -1,0 +1,366 @@
+"""`FreezeCallback`: heads are frozen while a `Trainer` of transformers trains, when a schedule says so.
+
+Schedules and what carries their events out are those of `saf pretrain` (`saf.train.events`). As there, an event comes
+between two updates, after the checkpoint of the state before it: a run that resumes there meets the event again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+
+from saf.adapters import adapter_for
+from saf.adapters.description import STATE, TENSORS
+from saf.adapters.transformers_folder import mark_of
+from saf.arguments import check
+from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.freezing.config import FreezeConfig
+from saf.integrations.transformers.sequences import sequences
+from saf.machine.execution import Execution
+from saf.records.events import EventRecord
+from saf.records.files import read_json, read_tensors, to_json
+from saf.schedules import OneTime, Outcome, Proposer, Schedule, schedule_to_dict
+from saf.sidecar import check_sums
+from saf.surgery import check_editable, restore_, uninstall_
+from saf.surgery.optimizer import unwrap_optimizer
+from saf.train.events import CARRY_OUT, Change, check_freeze, meant, start_proposer
+
+PROGRESS = "progress"
+"""The attribute that a checkpoint's trainer_state.json keeps of the callback."""
+
+
+@dataclass(kw_only=True)
+class _Settings:
+    """Hold whose heads are frozen, and when."""
+
+    freeze: FreezeConfig | None
+    schedule: Schedule | None
+
+
+@dataclass(kw_only=True)
+class _Sequences:
+    """Hold the sequences that events measure on."""
+
+    batches: list[Tensor]
+    held_out: list[Tensor]
+
+    def calibration(self) -> list[Tensor]:
+        """Return the calibration sequences."""
+        return self.batches
+
+    def heldout(self) -> list[Tensor]:
+        """Return the sequences that output-aware scores read, and the controller losses are of."""
+        return self.held_out
+
+
+@dataclass(kw_only=True)
+class _Updater:
+    """Hold the optimiser that events carry along; gradients are not averaged here."""
+
+    optimizer: Any = None
+    gradient: None = None
+
+
+@dataclass(kw_only=True)
+class _Training:
+    """Be what events ask of whoever trains, see `saf.train.events.Trained`."""
+
+    model: nn.Module
+    config: _Settings
+    task: _Sequences
+    execution: Execution
+    proposer: Proposer
+    folder: Path
+    events: list[EventRecord]
+    updater: _Updater = field(default_factory=_Updater)
+    update: int = 0
+
+    def say(self, text: str) -> None:
+        """Say nothing: a Trainer has its own progress."""
+
+    def controller_loss(self, batches: int | None) -> float:
+        """Return the mean loss of the held-out sequences, nats a token; NaN without any."""
+        adapter, model = adapter_for(self.model), self.model
+        training = model.training
+        model.eval()
+        with torch.no_grad(), self.execution.autocast():
+            losses = [
+                adapter.next_token_loss(ids[:, :-1].to(adapter.device), ids[:, 1:].to(adapter.device))
+                for ids in self.task.held_out[:batches]
+            ]
+        model.train(training)
+        return float(torch.stack(losses).mean()) if losses else float("nan")
+
+
+class FreezeCallback(TrainerCallback, ExportableState):
+    """Freeze heads of the model that a `Trainer` trains, when a schedule says so, its optimiser carried along.
+
+    >>> callback = FreezeCallback(FreezeConfig(rate=0.25), [torch.ones(2, 8, dtype=torch.long)], OneTime(at=0.5))
+
+    Checkpoints of the Trainer hold everything: weights, layout, patterns and kept rows by `save_pretrained`, and the
+    schedule's state in trainer_state.json. `train(resume_from_checkpoint=...)` goes on from any of them with the model
+    that training began with, and `load_best_model_at_end` takes the best one's heads along with its weights.
+    """
+
+    def __init__(
+        self,
+        config: FreezeConfig,
+        calibration: Iterable[Any],
+        schedule: Schedule | None = None,
+        *,
+        heldout: Iterable[Any] = (),
+        tokenizer: Any = None,
+        length: int | None = None,
+        sequences: int = 32,
+        batch_size: int = 8,
+    ):
+        """Take what is frozen, and on what it is measured; nothing is tokenised before training begins.
+
+        Args:
+            config: Settings of each event.
+            calibration: Token tensors `[B, T]`, mappings with `input_ids`, rows of a data set, or texts. Patterns
+                cover T positions; inputs longer than that are refused once heads are frozen.
+            schedule: When: `saf.OneTime(0.5)` by default, or any other schedule. `TrainLoss` reads every update's loss
+                from the log, so it needs `logging_steps=1`.
+            heldout: Sequences given in the same forms, for `ValidationBudget` and scores that read outputs. With them
+                the losses before and after each event are in the model card.
+            tokenizer: Of text; the Trainer's `processing_class` by default.
+            length: Tokens of the sequences that text is cut into.
+            sequences: Into how many calibration text is cut; of held-out text as many.
+            batch_size: Sequences in a forward pass, of text and of rows.
+
+        Raises:
+            InputError: Settings that are none.
+        """
+        check("config", config, FreezeConfig)
+        self.config = config
+        self.schedule: Schedule = OneTime() if schedule is None else schedule
+        check("schedule", self.schedule, Schedule)
+        for name, value in (("sequences", sequences), ("batch_size", batch_size)):
+            check(name, value, int)
+            if value < 1:
+                raise InputError(f"{name} is a whole number from 1; got {value}")
+        self._given = {"calibration": calibration, "heldout": heldout}
+        self._cut = {"length": length, "count": sequences, "batch_size": batch_size}
+        self._tokenizer = tokenizer
+        self._training: _Training | None = None
+        _follow_checkpoints()
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """Return the events carried out so far, first one first."""
+        return [] if self._training is None else list(self._training.events)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: settings, the schedule's state, and the events so far."""
+        progress = None
+        if self._training is not None:
+            progress = {
+                "settings": self._settings(),
+                "schedule": self._training.proposer.state_dict(),
+                "events": [event.values for event in self._training.events],
+            }
+        return {"args": {}, "attributes": {PROGRESS: progress}}
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Refuse what cannot work before anything is computed."""
+        sharded = any(getattr(args, name, None) for name in ("deepspeed", "fsdp"))
+        if args.world_size > 1 or args.n_gpu > 1 or sharded:
+            raise UnsupportedError(
+                "heads are frozen by one process on one device: inside a data-parallel wrapper weights cannot change "
+                "shape; train on one device up to the last event, then go on from its checkpoint with several"
+            )
+        if getattr(args, "restore_callback_states_from_checkpoint", False):
+            raise UnsupportedError(
+                "restore_callback_states_from_checkpoint makes callbacks anew, which FreezeCallback cannot be; leave "
+                "it out: this callback takes up its own state"
+            )
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Check the model and the settings, and start the schedule or take it up where the checkpoint has it."""
+        model, optimizer = given["model"], given.get("optimizer")
+        precision = "bf16" if args.bf16 else "fp32"
+        execution = Execution(torch.device(args.device), precision, compile=False)
+        settings = _Settings(freeze=self.config, schedule=self.schedule)
+        self._check(args, state, execution)
+        check_editable(model, optimizer)
+        tokenizer = self._tokenizer or given.get("processing_class")
+        task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
+        stored = _stored(state) if state.global_step else None
+        if stored is not None and stored["settings"] != self._settings():
+            raise InputError(
+                f"the checkpoint was trained with other settings of FreezeCallback; it has {stored['settings']}, here "
+                f"are {self._settings()}: resume with those"
+            )
+        layouts = [site.layout for site in adapter_for(model).sites()]
+        left = None if stored is None else stored["schedule"]
+        proposer = start_proposer(settings, layouts, updates=state.max_steps, state=left)
+        assert proposer is not None
+        folder = Path(args.output_dir)
+        self._training = _Training(
+            model=model,
+            config=settings,
+            task=task,
+            execution=execution,
+            proposer=proposer,
+            folder=folder,
+            events=[] if stored is None else [EventRecord(folder, values) for values in stored["events"]],
+        )
+        # A checkpoint of training without this callback has no place for its state.
+        callbacks: Any = state.stateful_callbacks
+        callbacks.setdefault(type(self).__name__, self.state())
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Carry out the events that are due before an update, after the checkpoint of the one before it."""
+        self._carry_out_due_(state.global_step, given)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Carry out the events that are due after the last update."""
+        if state.global_step >= state.max_steps:
+            self._carry_out_due_(state.global_step, given)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
+        """Let the schedule see the loss of an update."""
+        if self._training is not None and logs and "loss" in logs and state.global_step > self._training.update:
+            self._training.update = state.global_step
+            self._training.proposer.observe(state.global_step, float(logs["loss"]))
+
+    def follow_(self, model: nn.Module, folder: Path, optimizer: Any = None) -> None:
+        """Give a model the heads of a Trainer's checkpoint, whose weights are loaded next.
+
+        Moments of the weights that change shape are dropped; a resumed Trainer loads the checkpoint's afterwards.
+        Raises InputError where heads of the model cannot be undone, CheckpointError for damaged files.
+        """
+        adapter = adapter_for(model)
+        if len(adapter.live_heads()) < sum(site.layout.num_heads for site in adapter.sites()):
+            uninstall_(model, optimizer=optimizer)
+        if (folder / STATE).is_file():
+            state = read_json(folder / STATE, error=CheckpointError)
+            check_sums(folder, state)
+            restore_(model, state, read_tensors(folder / TENSORS, error=CheckpointError))
+            told = read_json(folder / "config.json", error=CheckpointError).get("saf") or {}
+            (mark_of(adapter.model.config) or {}).update(told)
+        if (inner := unwrap_optimizer(optimizer)) is not None:
+            for site in adapter.sites():
+                for parameter, _ in site.projections().values():
+                    inner.state.pop(parameter, None)
+
+    def _carry_out_due_(self, update: int, given: dict[str, Any]) -> None:
+        """Carry out the events that the schedule proposes, one after another."""
+        training = self._training
+        assert training is not None
+        training.updater.optimizer = given["optimizer"]
+        while events := training.proposer.propose(update):
+            for proposed in events:
+                event = meant(proposed, training.config)
+                before = training.controller_loss(event.batches)
+                change = CARRY_OUT[event.kind](training, event)
+                after = training.controller_loss(event.batches)
+                number = len(training.events) + 1
+                outcome = Outcome(
+                    number=number,
+                    heads=change.heads,
+                    loss_before=before,
+                    loss_after=after,
+                    seconds=sum(change.seconds.values()),
+                    lowest_score=change.lowest_score,
+                    deferred=change.deferred,
+                )
+                training.events.append(_recorded(training, event, change, outcome, update))
+                training.proposer.done(proposed, outcome)
+
+    def _sequences(self, name: str, tokenizer: Any) -> list[Tensor]:
+        """Return the sequences given under a name, and keep them: an iterator is read once."""
+        self._given[name] = list(self._given[name])
+        return sequences(self._given[name], tokenizer=tokenizer, name=name, **self._cut)
+
+    def _heldout(self, tokenizer: Any) -> list[Tensor]:
+        """Return the held-out sequences; none where none were given."""
+        self._given["heldout"] = list(self._given["heldout"])
+        return self._sequences("heldout", tokenizer) if self._given["heldout"] else []
+
+    def _check(self, args: Any, state: TrainerState, execution: Execution) -> None:
+        """Raise what events would raise later, or decide wrongly for the lack of."""
+        check_freeze(_Settings(freeze=self.config, schedule=self.schedule), execution)
+        needs = self.config.needs
+        if "gradient" in needs:
+            raise UnsupportedError(
+                "scores of Q/K gradients are an average over updates, which a Trainer does not keep; take another score"
+            )
+        if self.config.trainable:
+            raise UnsupportedError(
+                "a Trainer makes its optimiser anew when it resumes, without places for trained patterns; leave "
+                "trainable out, or train in a loop of your own"
+            )
+        missing = "outputs" in needs or self.schedule.name == "validation_budget"
+        if missing and not list(self._given["heldout"]):
+            raise InputError("this score or schedule reads held-out sequences: give them as heldout=")
+        each = args.logging_steps == 1 and getattr(args.logging_strategy, "value", args.logging_strategy) == "steps"
+        if self.schedule.first_update(state.max_steps) is None and not each:
+            raise InputError(
+                f"a {self.schedule.name} schedule reads the loss of every update from the log: set logging_steps=1 and "
+                "logging_strategy='steps'"
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings as plain values, by which a resumed run is known."""
+        return to_json({"config": self.config.to_dict(), "schedule": schedule_to_dict(self.schedule)})
+
+
+def _stored(state: TrainerState) -> dict[str, Any] | None:
+    """Return what a checkpoint's trainer_state.json keeps of the callback; None where it was not there."""
+    callbacks: Any = state.stateful_callbacks or {}
+    kept = callbacks.get(FreezeCallback.__name__)
+    return None if kept is None else kept["attributes"][PROGRESS]
+
+
+def _recorded(training: _Training, event: Any, change: Change, outcome: Outcome, update: int) -> EventRecord:
+    """Return the record of an event, and tell the model's card of it."""
+    losses = {"loss_before": outcome.loss_before, "loss_after": outcome.loss_after}
+    values = {
+        "number": outcome.number,
+        "kind": event.kind,
+        "update": update,
+        "reason": event.reason,
+        "heads": change.heads.to_list(),
+        "seconds": change.seconds,
+        **losses,
+    }
+    known = (mark_of(training.model.config) or {}).get("events", [])
+    if known and known[-1]["heads"] == values["heads"]:
+        known[-1] |= to_json({"update": update, **losses})
+    return EventRecord(training.folder, to_json(values))
+
+
+@cache
+def _follow_checkpoints() -> None:
+    """Let every `Trainer` with a FreezeCallback take the heads of a checkpoint before it loads its weights."""
+    from transformers.trainer import Trainer
+
+    load, load_best = Trainer._load_from_checkpoint, Trainer._load_best_model
+
+    @wraps(load)
+    def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Follow the checkpoint's heads, then load its weights."""
+        _follow_(self, Path(resume_from_checkpoint), self.model if model is None else model)
+        load(self, resume_from_checkpoint, model)
+
+    @wraps(load_best)
+    def load_best_model(self: Any) -> None:
+        """Follow the best checkpoint's heads, then load its weights."""
+        _follow_(self, Path(self.state.best_model_checkpoint), self.model)
+        load_best(self)
+
+    Trainer._load_from_checkpoint, Trainer._load_best_model = load_from_checkpoint, load_best_model
+
+
+def _follow_(trainer: Any, folder: Path, model: nn.Module) -> None:
+    """Give a Trainer's model the heads of a checkpoint where a FreezeCallback is there."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, FreezeCallback):
+            callback.follow_(model, folder, trainer.optimizer)

@@ -1,0 +1,73 @@
+"""Calibration sequences as users of transformers have them: token tensors, rows of a data set, or text."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.calibration.capture import read_batches
+from saf.errors import InputError
+
+
+def sequences(
+    given: Iterable[Any], *, tokenizer: Any, length: int | None, count: int, batch_size: int, name: str
+) -> list[Tensor]:
+    """Return token ids in batches `[<= batch_size, T]`; `name` is what the caller calls them.
+
+    Tensors `[B, T]` and mappings with such `input_ids` are taken as they are. Rows (`input_ids` of one sequence, as a
+    data set has them) are batched. Texts are tokenised, joined with the tokenizer's end of text, and cut into the first
+    `count` sequences of `length` tokens. Raises InputError for text without a tokenizer or length, or too little of it.
+    """
+    if isinstance(given, str | Tensor | Mapping):
+        raise InputError(f"{name} is an iterable of texts or batches, such as a list of one; got one by itself")
+    items = list(given)
+    if any(isinstance(item, str) for item in items):
+        return _of_text(items, tokenizer=tokenizer, length=length, count=count, batch_size=batch_size, name=name)
+    if length is not None:
+        raise InputError(f"length is of {name} given as text; these are tokens, {length} would have no effect")
+    rows = [_row(item) for item in items]
+    if any(row is not None for row in rows):
+        if any(row is None for row in rows) or len({len(row) for row in rows if row is not None}) > 1:
+            raise InputError(f"sequences of {name} must have one length; cut or pack them to it")
+        return list(torch.stack([row for row in rows if row is not None]).split(batch_size))
+    return read_batches(items)
+
+
+def _row(item: Any) -> Tensor | None:
+    """Return the tokens of one sequence `[T]`; None for what holds a batch of them."""
+    tokens = item.get("input_ids") if isinstance(item, Mapping) else item
+    if isinstance(tokens, Tensor):
+        return tokens.long().cpu() if tokens.dim() == 1 else None
+    if isinstance(item, Mapping) and isinstance(tokens, list) and tokens and isinstance(tokens[0], int):
+        return torch.tensor(tokens)
+    return None
+
+
+def _of_text(
+    texts: list[Any], *, tokenizer: Any, length: int | None, count: int, batch_size: int, name: str
+) -> list[Tensor]:
+    """Return the first `count` sequences of `length` tokens of some texts, in batches."""
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{name} holds texts beside tokens; give one or the other")
+    if tokenizer is None:
+        raise InputError(
+            f"{name} is text: give the model's tokenizer, as tokenizer= or as the Trainer's processing_class"
+        )
+    if length is None:
+        raise InputError(
+            f"{name} is text: say with length= into sequences of how many tokens to cut it; with heads frozen the "
+            "model takes no longer inputs"
+        )
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stream: list[int] = []
+    for text in texts:
+        stream += tokenizer(text, add_special_tokens=False)["input_ids"] + end
+        if len(stream) >= count * length:
+            break
+    if len(stream) < count * length:
+        raise InputError(
+            f"{name} has {len(stream)} tokens, {count} sequences of {length} need {count * length}; give more text, or "
+            "fewer sequences"
+        )
+    return list(torch.tensor(stream[: count * length]).view(count, length).split(batch_size))

@@ -1,0 +1,153 @@
+from dataclasses import replace
+
+import pytest
+
+from saf.errors import InputError
+from saf.experiments.packing import RESERVE, Packing, all_lost, length, packing_table
+from saf.experiments.plan import plan
+from saf.experiments.rates import Measured
+from saf.experiments.recipe import SCALES, Arm, Recipe, read_tokens
+
+
+def nothing_lost(run):
+    return {}
+
+
+def titles(command):
+    return [item.run.tables[0][1] for item in command]
+
+
+@pytest.fixture
+def family(recipe):
+    """A parent and six arms of half its length."""
+    arms = tuple(Arm(name=f"arm {number}", parent="ordinary", settings={"seed": number}) for number in range(6))
+    made = Recipe(title="Made up", source=recipe.source, arms=(recipe.arms[0], *arms), columns=())
+    return plan({"family": made}, SCALES["small"], data="data")
+
+
+def seconds(run):
+    """A parent takes 240 s, an arm 120."""
+    return 240.0 if run.parent is None else 120.0
+
+
+def test_commands_begin_no_run_that_would_not_end(family):
+    packing = Packing(seconds=seconds, command=600 + RESERVE)
+    (stay,) = packing.stays(list(family.runs.values()), family, nothing_lost)
+    first, second = stay.commands
+    assert titles(first) == ["ordinary", "arm 0", "arm 1", "arm 2"]
+    assert titles(second) == ["arm 3", "arm 4", "arm 5"]
+    assert stay.seconds == length(first) + length(second) == 600 + 360
+    assert not any(item.stops for item in first + second)
+
+
+def test_a_run_longer_than_a_command_stops_and_goes_on(family):
+    packing = Packing(seconds=seconds, command=150 + RESERVE)
+    (stay,) = packing.stays(list(family.runs.values()), family, nothing_lost)
+    (begun,), (finished,) = stay.commands[:2]
+    assert (begun.seconds, begun.stops) == (150, True)
+    assert (finished.run.key, finished.seconds, finished.stops) == (begun.run.key, 90, False)
+    assert all(length(command) <= 150 for command in stay.commands)
+
+
+def test_a_family_larger_than_a_budget_trains_its_parent_again(family):
+    packing = Packing(seconds=seconds, budget=600)
+    runs = list(family.runs.values())
+    one, two = packing.stays(runs, family, nothing_lost)
+    assert [run.tables[0][1] for run in one.runs] == ["ordinary", "arm 0", "arm 1", "arm 2"]
+    assert [run.tables[0][1] for run in two.runs] == ["ordinary", "arm 3", "arm 4", "arm 5"]
+    assert not one.again
+    assert two.again == {runs[0].key}
+    assert all(stay.seconds <= 600 for stay in (one, two))
+
+
+def test_a_parent_that_the_store_has_takes_no_time_and_a_lost_one_does(family):
+    runs = list(family.runs.values())
+    packing = Packing(seconds=seconds, budget=800)
+    (kept,) = packing.stays(runs[1:], family, nothing_lost)
+    assert kept.seconds == 6 * 120
+    lost, more = packing.stays(runs[1:], family, all_lost)
+    assert lost.runs[0].key == runs[0].key
+    assert len(lost.runs) + len(more.runs) == 6 + 2
+    assert runs[0].key in lost.again
+
+
+def test_small_families_fill_one_budget(recipe):
+    made = plan({"one": recipe}, SCALES["small"], data="data", seeds=(1, 2, 3))
+    stays = Packing(seconds=seconds, budget=1_000).stays(list(made.runs.values()), made, nothing_lost)
+    assert [sorted({run.seed for run in stay.runs}) for stay in stays] == [[1, 2], [3]]
+
+
+def test_two_gpus_begin_arms_together_once_their_parent_ended(family):
+    (stay,) = Packing(seconds=seconds, lanes=2).stays(list(family.runs.values()), family, nothing_lost)
+    (command,) = stay.commands
+    assert {item.begins for item in command[1:3]} == {240.0}
+    assert {item.lane for item in command[1:3]} == {0, 1}
+    assert stay.seconds == 240 + 3 * 120
+    shown = packing_table([stay], Packing(seconds=seconds, lanes=2), family)
+    assert "GPU" in shown.columns
+    assert "budget" not in shown.columns
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"budget": 300.0}, "takes 6m 00s with the runs that it goes on from"),
+        ({"budget": 0.0}, "a budget must be above 0"),
+        ({"command": 20.0}, "leaves no time beside"),
+    ],
+)
+def test_limits_that_leave_no_time_are_refused(family, limits, expected):
+    with pytest.raises(InputError, match=expected):
+        Packing(seconds=seconds, **limits).stays(list(family.runs.values()), family, nothing_lost)
+
+
+def test_several_events_run_uncompiled_where_compiling_costs_more(recipe):
+    """Small: an arm's updates take some minutes, of which compiling saves a third; five events would compile longer."""
+    gradual = Arm(name="gradual", parent="ordinary", settings={"freeze.rate": 0.25, "schedule": "gradual"})
+    several = Recipe(title="x", source=recipe.source, arms=(*recipe.arms, gradual), columns=())
+    made = plan({"several": several, "one": recipe}, SCALES["small"], data="", seeds=(1,))
+    assert made.runs[made.arms["several", "gradual", 1]].settings["compile"] == "off"
+    assert made.runs[made.arms["several", "ordinary", 1]].settings["compile"] == "off"
+    assert "compile" not in made.runs[made.arms["one", "ordinary", 1]].settings
+    assert made.notes[0].startswith("several runs uncompiled: gradual has up to 5 events, which would compile for 95 s")
+    long = plan({"several": several}, SCALES["paper"], data="", seeds=(1,))
+    assert "compile" not in long.runs[long.arms["several", "ordinary", 1]].settings
+    assert not long.notes
+    rates = SCALES["small"].rates
+    ordinary = made.runs[made.arms["several", "ordinary", 1]]
+    updates = ordinary.updates_to_do * ordinary.flops_per_update / rates.flops
+    assert ordinary.seconds(rates) == pytest.approx(rates.start + rates.uncompiled * updates)
+
+
+def test_shorter_runs_are_runs_of_their_own(recipe):
+    small = SCALES["small"]
+    shorter = small.resized(read_tokens("60M"))
+    assert shorter.name == "small-60M"
+    updates = {context: settings["updates"] for context, settings in shorter.contexts.items()}
+    assert updates == {4_096: 916, 8_192: 916, 16_384: 458}
+    one, other = (plan({"x": recipe}, scale, data="", seeds=(1,)) for scale in (small, shorter))
+    assert not set(one.runs) & set(other.runs)
+    assert small.resized(None) is small
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (lambda: SCALES["small"].resized(1_000), "leaves 0 updates of 65,536 tokens"),
+        (lambda: SCALES["paper"].resized(60_000_000), "one length; leave --tokens out, or name small"),
+        (lambda: read_tokens("sixty"), "such as 60M"),
+        (lambda: read_tokens("nan"), "such as 60M"),
+        (lambda: Measured(tokens_per_second=0.0), "above 0"),
+        (lambda: Measured(compile_seconds=-1.0), "at least 0"),
+    ],
+)
+def test_sizes_and_rates_that_cannot_be_used_are_refused(act, expected):
+    with pytest.raises(InputError, match=expected):
+        act()
+
+
+def test_named_rates_take_the_place_of_the_scales():
+    rates = SCALES["small"].rates
+    assert Measured().applied(rates, flops_per_token=3e8) is rates
+    named = Measured(tokens_per_second=1e6, start_seconds=3.0).applied(rates, flops_per_token=3e8)
+    assert named == replace(rates, flops=3e14, start=3.0, source="flops, start as named")

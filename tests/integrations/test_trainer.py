@@ -1,0 +1,274 @@
+"""FreezeCallback: heads are frozen inside a Trainer, whose checkpoints hold everything and go on bit for bit."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+from saf.errors import CheckpointError, InputError, UnsupportedError
+from tests.transformers_models import LENGTH, make, tokens
+
+transformers = pytest.importorskip("transformers")
+
+from saf.integrations.transformers import FreezeCallback  # noqa: E402
+from saf.integrations.transformers.sequences import sequences  # noqa: E402
+
+CONFIG = saf.FreezeConfig(count=4, max_fit_kl=99)
+UPDATES = 8
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences of their own labels."""
+
+    def __init__(self, count: int = 24, seed: int = 9):
+        self.rows = tokens(count, LENGTH, seed=seed)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+class Killed(transformers.TrainerCallback):
+    """Stop abruptly after so many updates."""
+
+    def __init__(self, after: int):
+        self.after = after
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.after:
+            raise KeyboardInterrupt
+
+
+def callback(schedule=None, config=CONFIG, **options):
+    return FreezeCallback(config, [tokens()], schedule or saf.OneTime(0.5), **options)
+
+
+def trainer(hf, folder, *callbacks, family="llama", model=None, rows=None, **options):
+    settings = {
+        "use_cpu": True,
+        "max_steps": UPDATES,
+        "per_device_train_batch_size": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    model = make(family) if model is None else model
+    args = hf.TrainingArguments(str(folder), **settings | options)
+    rows = Rows() if rows is None else rows
+    return hf.Trainer(model, args, train_dataset=rows, eval_dataset=Rows(4, 3), callbacks=list(callbacks))
+
+
+def frozen(model):
+    return adapter_for(model).frozen_heads()
+
+
+def same(one, other):
+    """Two models with the same heads, weights and patterns, bit for bit."""
+    mine, yours = one.state_dict(), other.state_dict()
+    return mine.keys() == yours.keys() and all(torch.equal(mine[name], yours[name]) for name in mine)
+
+
+def test_it_is_the_loop_that_freezes_by_hand(hf, tmp_path):
+    rows, model = Rows(1), make("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for update in range(6):
+        if update == 3:
+            report = saf.freeze_(model, [tokens()], CONFIG, optimizer=optimizer)
+        model.train()
+        model(rows.rows, labels=rows.rows, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    one, made = make("qwen3"), callback()
+    theirs = torch.optim.AdamW(one.parameters(), lr=1e-3)
+    constant = torch.optim.lr_scheduler.LambdaLR(theirs, lambda _: 1.0)
+    run = trainer(hf, tmp_path, made, model=one, rows=rows, max_steps=6, max_grad_norm=0.0, save_strategy="no")
+    run.optimizer, run.lr_scheduler = theirs, constant
+    run.train()
+    assert frozen(one) == report.heads
+    assert [(event.kind, event.update, event.heads) for event in made.events] == [("freeze", 3, report.heads.to_list())]
+    for mine, yours in zip(one.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, yours, rtol=1e-4, atol=1e-5)
+    for weight, _ in adapter_for(one).sites()[0].projections().values():
+        assert theirs.state[weight]["exp_avg"].shape == weight.shape
+
+
+SCHEDULES = {
+    "one_time": saf.OneTime(0.5),
+    "gradual": saf.Gradual(begin=3, end=5, groups=2),
+    "undone": saf.ValidationBudget(budget=0.0, begin=4, every=3),
+    "train_loss": saf.TrainLoss(),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, hf, tmp_path):
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    heldout = {"heldout": [tokens(2, seed=5)]}
+    first = callback(SCHEDULES[schedule], **heldout)
+    whole = trainer(hf, tmp_path / "whole", first, **options)
+    whole.train()
+    events = first.events
+    kinds = {"one_time": ["freeze"], "gradual": ["freeze"] * 2, "undone": ["freeze", "undo"] * 2, "train_loss": []}
+    assert [event.kind for event in events] == kinds[schedule]
+    assert len(frozen(whole.model)) == (4 if schedule in ("one_time", "gradual") else 0)
+    for after in (3, 5, 7) if schedule == "one_time" else (5,):
+        folder = tmp_path / str(after)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(hf, folder, callback(SCHEDULES[schedule], **heldout), Killed(after), **options).train()
+        again = trainer(hf, folder, made := callback(SCHEDULES[schedule], **heldout), **options)
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == UPDATES
+        assert same(again.model, whole.model), after
+        assert [(one.kind, one.update, one.heads) for one in made.events] == [
+            (one.kind, one.update, one.heads) for one in events
+        ]
+        state = json.loads((folder / f"checkpoint-{UPDATES}" / "trainer_state.json").read_text())
+        kept = [state["stateful_callbacks"]["FreezeCallback"], made.state(), first.state()]
+        schedules = [one["attributes"]["progress"]["schedule"] for one in kept]
+        assert schedules[0] == schedules[1]
+        assert schedules[1] == schedules[2]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_checkpoints_open_and_gradient_checkpointing_changes_nothing(family, hf, tmp_path):
+    run = trainer(hf, tmp_path / "one", callback(), family=family)
+    run.train()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one" / f"checkpoint-{UPDATES}")
+    assert same(saved, run.model)
+    assert len(frozen(saved)) == 4
+    assert "after update 4" in (tmp_path / "one" / f"checkpoint-{UPDATES}" / "README.md").read_text()
+    before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "checkpoint-4")
+    assert not len(frozen(before))
+    lean = trainer(hf, tmp_path / "two", callback(), family=family, gradient_checkpointing=True)
+    lean.train()
+    assert same(lean.model, run.model)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_the_best_model_comes_with_its_own_heads(last, hf, tmp_path):
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2}
+    run = trainer(hf, tmp_path, callback(), greater_is_better=not last, **options)
+    run.train()
+    best = run.state.best_global_step
+    assert (best == 2) is not last
+    assert len(frozen(run.model)) == (4 if best > 4 else 0)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(run.state.best_model_checkpoint)
+    assert same(saved, run.model)
+    run.evaluate()
+
+
+def test_it_goes_on_from_ordinary_training_and_a_frozen_model_trains_without_it(hf, tmp_path):
+    trainer(hf, tmp_path, max_steps=4).train()
+    made = callback(saf.OneTime(6))
+    run = trainer(hf, tmp_path, made, max_steps=UPDATES)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [event.update for event in made.events] == [6]
+    later = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{UPDATES}")
+    on = trainer(hf, tmp_path / "on", model=later, max_steps=4)
+    on.train()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "on" / "checkpoint-2")
+    more = trainer(hf, tmp_path / "on", model=again, max_steps=4)
+    more.train(resume_from_checkpoint=str(tmp_path / "on" / "checkpoint-2"))
+    assert same(more.model, on.model)
+    assert frozen(more.model) == frozen(run.model)
+
+
+def test_heads_are_pruned_where_the_settings_say_so(hf, tmp_path):
+    made = callback(config=saf.FreezeConfig(count=3, operation="prune"))
+    run = trainer(hf, tmp_path, made, max_steps=4)
+    run.train()
+    assert [event.kind for event in made.events] == ["prune"]
+    assert len(adapter_for(run.model).heads("pruned")) == 3
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert same(saved, run.model)
+    assert "3 heads pruned by variance; after update 2" in (tmp_path / "checkpoint-4" / "README.md").read_text()
+
+
+def test_the_last_update_may_be_the_moment(hf, tmp_path):
+    run = trainer(hf, tmp_path, callback(saf.OneTime(1.0)), max_steps=4)
+    run.train()
+    assert len(frozen(run.model)) == 4
+    assert len(frozen(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4"))) == 4
+
+
+def test_what_cannot_work_is_refused_before_training(hf, tmp_path):
+    def refuses(kind, match, made, **options):
+        with pytest.raises(kind, match=match):
+            trainer(hf, tmp_path / "run", made, **options).train()
+        assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+    refuses(InputError, "give them as heldout=", callback(saf.ValidationBudget()))
+    refuses(InputError, "set logging_steps=1", callback(saf.TrainLoss()), logging_steps=2)
+    refuses(UnsupportedError, "an average over updates", callback(config=saf.FreezeConfig(score="qk_gradient")))
+    refuses(UnsupportedError, "leave trainable out", callback(config=saf.FreezeConfig(trainable=True)))
+    refuses(UnsupportedError, "makes callbacks anew", callback(), restore_callback_states_from_checkpoint=True)
+    refuses(InputError, r"an update in \[0, 8\]; got 20", callback(saf.OneTime(20)))
+    dropping = make("llama", attention_dropout=0.1)
+    refuses(UnsupportedError, "no attention dropout", callback(), model=dropping)
+    with pytest.raises(UnsupportedError, match="one process on one device"):
+        callback().on_init_end(SimpleNamespace(world_size=2, n_gpu=1), None, None)
+    with pytest.raises(UnsupportedError, match="one process on one device"):
+        callback().on_init_end(SimpleNamespace(world_size=1, n_gpu=1, deepspeed="settings.json"), None, None)
+    with pytest.raises(InputError, match="schedule"):
+        FreezeCallback(CONFIG, [tokens()], 0.5)
+    with pytest.raises(InputError, match="batch_size is a whole number from 1"):
+        callback(batch_size=0)
+
+
+def test_another_setting_and_damaged_files_stop_a_resumption(hf, tmp_path):
+    trainer(hf, tmp_path, callback()).train()
+    with pytest.raises(InputError, match="other settings of FreezeCallback"):
+        trainer(hf, tmp_path, callback(config=saf.FreezeConfig(count=3))).train(resume_from_checkpoint=True)
+    shutil.copy(tmp_path / "checkpoint-6" / "model.safetensors", tmp_path / f"checkpoint-{UPDATES}" / "saf.safetensors")
+    with pytest.raises(CheckpointError, match=r"saf\.safetensors is damaged"):
+        trainer(hf, tmp_path, callback()).train(resume_from_checkpoint=True)
+
+
+class Tokenizer:
+    """A number for each word."""
+
+    eos_token_id = 2
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+def test_sequences_come_as_tensors_rows_or_text():
+    ids = tokens(5, 8)
+    cut = {"tokenizer": Tokenizer(), "length": None, "count": 4, "batch_size": 2, "name": "calibration"}
+    assert torch.equal(torch.cat(sequences([ids[:3], {"input_ids": ids[3:]}], **cut)), ids)
+    for rows in (list(ids), [{"input_ids": row.tolist(), "labels": []} for row in ids]):
+        found = sequences(rows, **cut)
+        assert [len(batch) for batch in found] == [2, 2, 1]
+        assert torch.equal(torch.cat(found), ids)
+    text = [" ".join(map(str, range(3, 18))), " ".join(map(str, range(20, 40)))]
+    found = torch.cat(sequences(text, **cut | {"length": 8}))
+    assert found.flatten().tolist() == [*range(3, 18), 2, *range(20, 36)]
+    for given, changes, match in (
+        (text, {"tokenizer": None, "length": 8}, "give the model's tokenizer"),
+        (text, {}, "say with length="),
+        (text, {"length": 40}, "has 37 tokens, 4 sequences of 40 need 160"),
+        ([text[0], ids], {"length": 8}, "texts beside tokens"),
+        ([ids], {"length": 8}, "8 would have no effect"),
+        (text[0], {"length": 8}, "one by itself"),
+        ([ids[0], ids[1, :4]], {}, "must have one length"),
+    ):
+        with pytest.raises(InputError, match=match):
+            sequences(given, **cut | changes)
+
+
+def test_text_is_tokenised_by_the_trainers_tokenizer(hf, tmp_path):
+    words = [" ".join(str(3 + (7 * place) % 50) for place in range(start, start + 300)) for start in (0, 11)]
+    made = FreezeCallback(CONFIG, words, length=LENGTH, sequences=8, tokenizer=Tokenizer())
+    run = trainer(hf, tmp_path, made, max_steps=2, save_strategy="no")
+    run.train()
+    assert len(frozen(run.model)) == 4
