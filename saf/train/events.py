@@ -203,15 +203,11 @@ CARRY_OUT: Mapping[str, Callable[[Trained, Any], Change]] = {
 """What carries an event out, by its kind."""
 
 
-def check_freeze(config: Settings, execution: Execution, *, length: int) -> None:
-    """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there.
-
-    `length` is the tokens of a calibration sequence.
-    """
+def check_freeze(config: Settings, execution: Execution) -> None:
+    """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
     freeze, schedule = config.freeze, config.schedule
     if freeze is None:
         return
-    freeze.check_length(length)
     if schedule is not None and not schedule.chooses_once:
         names = ("heads", "match", "match_heads", "max_per_layer", "below")
         if wrong := [name for name in names if getattr(freeze, name) is not None]:
