@@ -94,9 +94,16 @@ class HeadSet:
 
 ROLES = ("query", "key", "value", "output")
 """A layer's projections: three whose rows, and one whose columns, belong to heads."""
+BIAS = "_bias"
+"""What the name of a role is followed by where its projection's bias is meant, which has rows as the weight has."""
 KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"), "pruned": ()}
 """In which projections heads of a kind have rows; what they lack is what making them that kind removes."""
 EDITED = tuple(kind for kind in KINDS if kind != "live")
+
+
+def role_of(name: str) -> str:
+    """Return the role of a parameter by its name: `query` of `query` and of `query_bias`."""
+    return name.removesuffix(BIAS)
 
 
 def _are_heads(heads: Iterable[Head]) -> bool:

@@ -25,6 +25,8 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama-grouped": ("Llama", {"num_key_value_heads": 2}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "llama-biases": ("Llama", {"num_key_value_heads": 4, "attention_bias": True}),
     "mistral": ("Mistral", {"num_key_value_heads": 1, "sliding_window": None}),
 }
 HEADS = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (2, 3)])

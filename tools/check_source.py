@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 _ONE_READER = "files are read by saf.records.files, whose errors name the file and say what to do"
 # Dotted name (and everything below it) -> the files and folders where it may appear, and why it may not elsewhere.
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {
-    "torch.distributed": (("saf/machine/processes.py",), "several processes have one door: saf/machine/processes.py"),
+    "torch.distributed": (
+        ("saf/machine/processes.py", "saf/train/parallel.py"),
+        "several processes have two doors: saf/machine/processes.py and, for updates, saf/train/parallel.py",
+    ),
     "pickle": ((), "files are safetensors and JSON"),
     "torch.load": ((), "files are safetensors and JSON"),
     "torch.save": ((), "files are safetensors and JSON"),

@@ -46,7 +46,10 @@ class Site(Protocol):
         ...
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
-        """Return parameters named `query`, `key`, `value`, `output`, each with the dimension along which heads lie."""
+        """Return parameters named `query`, `key`, `value`, `output`, each with the dimension along which heads lie.
+
+        A bias whose entries belong to heads follows as `query_bias`, `key_bias`, `value_bias`.
+        """
         ...
 
     def check(self, layout: HeadLayout) -> None:

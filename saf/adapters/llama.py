@@ -1,4 +1,4 @@
-"""Llama-like models of transformers: separate projections without biases, rotary positions, grouped queries or not.
+"""Llama-like models of transformers: separate projections, rotary positions, grouped queries or not, biases or not.
 
 Their own forward pass stays, but of layers without live heads. It reads the number of heads off the projections' sizes,
 so fewer query rows flow through to the attention function, which is ours (`saf.adapters.llama_attention`).
@@ -31,10 +31,10 @@ from saf.adapters.llama_attention import (
 from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
-from saf.heads import HeadLayout
+from saf.heads import BIAS, HeadLayout
 from saf.ops import FrozenHeads
 
-ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen3Attention")
+ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Attention classes whose forward pass is known to fit."""
 ROLES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "sliding_window", "layer_types")
@@ -76,7 +76,11 @@ class LlamaSite:
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
         """Return parameters by role with the dimension along which heads lie."""
-        return {role: (getattr(self.attention, name).weight, int(role == "output")) for role, name in ROLES.items()}
+        linears = {role: getattr(self.attention, name) for role, name in ROLES.items()}
+        weights = {role: (linear.weight, int(role == "output")) for role, linear in linears.items()}
+        # That of the output belongs to no head.
+        inputs = {role: linear.bias for role, linear in linears.items() if role != "output"}
+        return weights | {role + BIAS: (bias, 0) for role, bias in inputs.items() if bias is not None}
 
     def check(self, layout: HeadLayout) -> None:
         """Raise UnsupportedError for attention dropout, for attention that is not plainly causal, for replaced code."""
@@ -121,9 +125,9 @@ class LlamaSite:
 
 
 class LlamaAdapter(TransformersModel, Adapter):
-    """Answer for Llama, Mistral and Qwen3 of transformers."""
+    """Answer for Llama, Mistral, Qwen2 and Qwen3 of transformers."""
 
-    family = "llama-like (Llama, Mistral and Qwen3 of transformers)"
+    family = "llama-like (Llama, Mistral, Qwen2 and Qwen3 of transformers)"
     saves_weights = False
 
     def __init__(self, model: Any):
@@ -137,8 +141,6 @@ class LlamaAdapter(TransformersModel, Adapter):
                     "merge adapters into the weights "
                     "(merge_and_unload of peft), and load weights unquantised"
                 )
-            if any(linear.bias is not None for linear in linears):
-                raise UnsupportedError("projections with biases are not supported; this model has attention_bias=True")
 
     @classmethod
     def of(cls, model: nn.Module) -> "LlamaAdapter | None":

@@ -17,6 +17,7 @@ from saf.analysis import (
     profiles,
     recovery,
     stability,
+    storage,
 )
 from saf.analysis.model import Record
 from saf.records.table import Part
@@ -41,6 +42,7 @@ ANALYSES: dict[str, Analysis] = {
     "profiles": Analysis(profiles.Profiles, profiles.measure, profiles.tables),
     "stability": Analysis(stability.Stability, stability.measure, stability.tables),
     "recovery": Analysis(recovery.Recovery, recovery.measure, recovery.tables),
+    "storage": Analysis(storage.Storage, storage.measure, storage.tables),
     "geometry": Analysis(geometry.Geometry, geometry.measure, geometry.tables),
     "fits": Analysis(fits.Fits, fits.measure, fits.tables),
     "distributions": Analysis(distributions.Distributions, distributions.measure, distributions.tables),

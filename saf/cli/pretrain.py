@@ -1,4 +1,4 @@
-"""`saf pretrain`: train one arm, ordinary or frozen."""
+"""`saf pretrain`: train one arm, ordinary, frozen or pruned."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ from saf.cli.freeze import check_budget
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.freezing.config import BUDGETS
+from saf.machine.processes import is_first, joined
 from saf.records.quantities import seconds
 from saf.records.table import Table
 from saf.settings import FLAT
@@ -27,6 +28,7 @@ class Pretrain(Command):
 
     Settings left out take their default, with --parent the parent run's value, with --resume the run's own: the help
     shows which, as in `saf pretrain --parent FOLDER --out FOLDER --help`.
+    Several processes train together when `torchrun --nproc-per-node N -m saf pretrain ...` starts them.
     Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
@@ -57,15 +59,18 @@ class Pretrain(Command):
 
     def run(self) -> dict[str, Any]:
         """Train, print the result and return it; exits with code 75 when a signal stopped the run."""
-        result = pretrain(self.settings, resume=self.resume)
+        with joined(self.settings.device):
+            result, prints = pretrain(self.settings, resume=self.resume), is_first()
         if "stopped_at" in result:
-            print(
-                f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
-                f"Go on with: saf pretrain --out {self.settings.out} --resume",
-                file=sys.stderr,
-            )
+            if prints:
+                print(
+                    f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
+                    f"Go on with: saf pretrain --out {self.settings.out} --resume",
+                    file=sys.stderr,
+                )
             raise SystemExit(EXIT_STOPPED)
-        show(result, _table(result), as_json=self.json)
+        if prints:
+            show(result, _table(result), as_json=self.json)
         return result
 
 
@@ -121,16 +126,17 @@ def _table(result: dict[str, Any]) -> Table:
         "whole run": _whole_run(result["time"]),
     }
     if event:
-        more, in_all = len(event["heads"]), len(result["provenance"]["heads"])
-        rows["heads frozen"] = f"{more} after update {event['update']:,}"
+        more, in_all = len(event["heads"]), sum(len(result["provenance"][kind]) for kind in ("heads", "pruned"))
+        row = f"heads {result['arm']}"
+        rows[row] = f"{more} after update {event['update']:,}"
         if event["events"] > 1:
-            rows["heads frozen"] = f"{more} by {event['events']} events, the first after update {event['update']:,}"
+            rows[row] = f"{more} by {event['events']} events, the first after update {event['update']:,}"
         elif in_all > more:
-            rows["heads frozen"] = f"{more} more after update {event['update']:,}, {in_all} in all"
+            rows[row] = f"{more} more after update {event['update']:,}, {in_all} in all"
         if result["trainable_pattern_parameters"]:
             rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"
         rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
     if event.get("loss_before") is not None:
-        rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after freezing"
+        rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after"
     rows["checkpoint"] = result["checkpoint"]
     return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)

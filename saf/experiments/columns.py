@@ -119,6 +119,13 @@ def _exchanged(rate: Callable[[Row], Number]) -> Callable[[Row], Number]:
 _TOKENS = (REFERENCE, "tokens", of("tokens"))
 _EXCHANGE = ("exchange", of("exchange"))
 
+
+def _time_ratio(row: Row) -> Number:
+    """Return how many times as long a whole run took as the one that its difference is from."""
+    own, other = _minutes(row.runs[OWN]), _minutes(row.runs[AGAINST])
+    return own / other if own and other else None
+
+
 COLUMNS = {
     "perplexity": Column(title="perplexity", value=_own(lambda run: run.get("report_perplexity")), places=3),
     "delta": Column(title="change, %", value=Row.change, places=3, signed=True, needs=(REFERENCE,)),
@@ -129,6 +136,7 @@ COLUMNS = {
         signed=True,
         needs=(AGAINST,),
     ),
+    "time_ratio": Column(title="time ratio", value=_time_ratio, places=3, needs=(AGAINST,), timed=True),
     "raw": Column(
         title="change on the raw clock, %",
         value=lambda row: row.change("raw", of("raw")),

@@ -66,6 +66,8 @@ class Number:
     signed: bool = False
     scale: float = 1.0
     """What the record's number is multiplied by."""
+    scientific: bool = False
+    """Whether it is written as 1.19e-7, with three digits, whatever `places` says."""
 
     def find(self, record: Mapping[str, Any]) -> float | None:
         """Return the number that a record has; None where it has none.

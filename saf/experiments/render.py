@@ -62,7 +62,7 @@ class Rendered:
         for each in self.recipe.measurements:
             for number in each.numbers:
                 value = self._number(each.name, number)
-                ours = shown(_column(number), value) if each.name in self.measured else NOT_RUN
+                ours = _written(number, value) if each.name in self.measured else NOT_RUN
                 rows.append([Cell(text=number.title), ours, number.paper])
         sources = dict.fromkeys(each.source or self.recipe.source for each in self.recipe.measurements if each.numbers)
         notes = [f"Paper, `{source.label}`: {source.conditions}." for source in sources]
@@ -216,8 +216,12 @@ def shown(column: Column, value: Value | None) -> str | None:
     return written(value.mean)
 
 
-def _column(number: Number) -> Column:
-    return Column(title=number.title, value=lambda _: None, places=number.places, signed=number.signed)
+def _written(number: Number, value: Value | None) -> str | None:
+    """Return a measured number as a table has it."""
+    if number.scientific and value is not None:
+        return f"{value.mean:.2e}".replace("e-0", "e-")
+    column = Column(title=number.title, value=lambda _: None, places=number.places, signed=number.signed)
+    return shown(column, value)
 
 
 def _heads(column: Column, *, quoted: bool) -> list[str]:

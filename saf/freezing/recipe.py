@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.freezing.report import FreezeReport
 from saf.heads import Head, HeadSet
-from saf.machine.processes import done_once
+from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.patterns import CompactPattern, DensePattern
 from saf.scores import score
 from saf.statistics import AttentionStatistics
-from saf.surgery import check_editable, install_, prune_
+from saf.surgery import check_editable, install_, prune_, uninstall_
 
 
 @checked
@@ -46,7 +47,8 @@ def freeze_(
     """Freeze the heads whose attention depends least on the input, changing the model in place.
 
     In a `torch.distributed` group every process calls it with the same weights. The first one measures and decides, on
-    its own batches; all of them install that (paper, Appendix on 1B). Wrap for data parallelism again afterwards.
+    its own batches; all of them install that (paper, Appendix on 1B), or none where one of them fails. Wrap for data
+    parallelism again afterwards.
 
     With `FreezeConfig(operation="prune")` the heads chosen are removed by `prune_` instead, and nothing is fitted.
 
@@ -85,15 +87,30 @@ def freeze_(
             first=first, folder=folder, capture_bytes=capture_bytes,
         )
     )  # fmt: skip
-    with watch("prune" if config.operation == "prune" else "install"):
-        if config.operation == "prune":
+    pruning = config.operation == "prune"
+    with watch("prune" if pruning else "install"), _in_all_or_none(model, report.heads, optimizer):
+        if pruning:
             prune_(model, report.heads, optimizer=optimizer)
         elif report.patterns is not None:
             execution = {"backend": config.backend, "trainable": config.trainable}
             install_(model, report.heads, report.patterns, optimizer=optimizer, **execution)
-        if len(report.heads):
-            adapter.remember(report.known())
+    if len(report.heads):
+        adapter.remember(report.known())
     return replace(report, seconds=report.seconds | watch.seconds)
+
+
+@contextmanager
+def _in_all_or_none(model: nn.Module, heads: HeadSet, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Let an edit of `heads` succeed in every process of the group; where one fails, undo it in the others."""
+    edited = False
+    try:
+        with agreed():
+            yield
+            edited = True
+    except Exception:
+        if edited:
+            uninstall_(model, heads, optimizer=optimizer)
+        raise
 
 
 def _decide(

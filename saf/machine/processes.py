@@ -1,22 +1,126 @@
-"""Work that one process of a `torch.distributed` group does for all of them: the only place that knows of groups."""
+"""A group of processes: joining the one that `torchrun` starts, work that one does for all, and failing together."""
 
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import distributed
 
 import saf.errors
-from saf.errors import SafError
+from saf.errors import InputError, SafError, SafWarning
 
 Outcome = TypeVar("Outcome")
 PATIENCE = timedelta(days=7)
 """How long processes wait for the first one's work; a group's own limit, 10 minutes for NCCL, is for messages."""
+LAST_WORDS = timedelta(seconds=30)
+"""How long a process that failed waits for the others to hear why, before it ends without them."""
+_ANNOUNCED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What `torchrun` tells every process that it starts."""
+
+
+def in_group() -> bool:
+    """Return whether this process is in a group, of one process perhaps."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def group_place() -> tuple[int, int]:
+    """Return this process's number in its group, from 0, and how many it has; `(0, 1)` without a group."""
+    return (distributed.get_rank(), distributed.get_world_size()) if in_group() else (0, 1)
 
 
 def is_first() -> bool:
     """Return whether this process is the first of its group, the one that writes; true without a group."""
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+    return group_place()[0] == 0
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Be in the group that `torchrun` announced, if it did, and leave it in the end; do nothing in one joined already.
+
+    On `device` "cuda" (or "auto" where there is one) a process takes the GPU of its number on the machine, and tensors
+    there go by NCCL; tensors of the CPU go by gloo. Processes but the first one are silent about warnings, which all of
+    them have. When another process ends, a message to it fails here; that is raised as a SafError that says so.
+
+    Raises:
+        InputError: More processes on a machine than it has GPUs.
+    """
+    if in_group() or not all(name in os.environ for name in _ANNOUNCED):
+        yield
+        return
+    cuda = torch.cuda.is_available() and device != "cpu"
+    if cuda:
+        own, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if own >= found:
+            raise InputError(
+                f"process {own} of this machine needs a GPU of its own, and there are {found}; start as many processes "
+                "as GPUs with --nproc-per-node, or train on device cpu"
+            )
+        torch.cuda.set_device(own)
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    with warnings.catch_warnings(), _ended_peers_told():
+        if not is_first():
+            warnings.simplefilter("ignore", SafWarning)
+        yield
+    # Only a group that is in order is left in order: after an error, leaving could wait for those that are gone.
+    distributed.destroy_process_group()
+
+
+@contextmanager
+def _ended_peers_told() -> Iterator[None]:
+    """Raise SafError in place of what PyTorch says when a message to another process fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_lost_peer(error):
+            raise
+        number, count = group_place()
+        raise SafError(
+            f"process {number} of {count} lost another one, which ended or hangs: what that one printed last is the "
+            f"reason ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    """Return whether an error is of a message between processes: of PyTorch's kinds for that, or in gloo's words."""
+    kinds = (distributed.DistError, distributed.DistNetworkError, distributed.DistBackendError)
+    words = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "Broken pipe")
+    return isinstance(error, kinds) or any(each in str(error) for each in words)
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Let a block come to its end in every process of the group, or raise in every one; without a group, just run it.
+
+    Every process must come to it. Where the block raises in one, that one raises its own error, and the others the same
+    kind of `SafError`, or a SafError that names another kind, with the process's number.
+    """
+    if group_place()[1] == 1:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError):  # the others may be elsewhere; ending is then what tells them
+            _failures((type(error).__name__, str(error)), LAST_WORDS)
+        raise
+    for number, failure in enumerate(_failures(None, PATIENCE)):
+        if failure is not None:
+            raise _same_error(*failure, process=f"process {number}")
+
+
+def _failures(own: tuple[str, str] | None, limit: timedelta) -> list[tuple[str, str] | None]:
+    """Return what failed in every process: kind and words of its error, or None."""
+    group = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=limit))
+    try:
+        found: list[tuple[str, str] | None] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, own, group=group)
+    finally:
+        distributed.destroy_process_group(group)
+    return found
 
 
 def done_once(work: Callable[[], Outcome]) -> Outcome:
@@ -25,7 +129,7 @@ def done_once(work: Callable[[], Outcome]) -> Outcome:
     Every process of the default group must call this. The outcome's tensors should be on the CPU. An error of the first
     process is raised in every one: the same kind of `SafError`, or a SafError that names another kind.
     """
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if group_place()[1] == 1:
         return work()
     message: list[Any] = [None, None]
     group = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=PATIENCE))
@@ -45,9 +149,9 @@ def done_once(work: Callable[[], Outcome]) -> Outcome:
     return outcome
 
 
-def _same_error(name: str, words: str) -> SafError:
-    """Return the error of the first process anew: its kind of SafError, or a SafError that names its kind."""
+def _same_error(name: str, words: str, *, process: str = "the first process") -> SafError:
+    """Return the error of another process anew: its kind of SafError, or a SafError that names its kind."""
     kind = getattr(saf.errors, name, None)
     if kind is None:
-        return SafError(f"the first process failed: {name}: {words}")
+        return SafError(f"{process} failed: {name}: {words}")
     return kind(words)

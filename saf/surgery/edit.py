@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from saf.adapters import Adapter, Removed, Site, adapter_for
 from saf.errors import InputError, UnsupportedError
-from saf.heads import EDITED, HeadLayout, HeadSet
+from saf.heads import EDITED, HeadLayout, HeadSet, role_of
 from saf.ops import FrozenHeads
 from saf.patterns import Pattern, trained_logits
 from saf.surgery.optimizer import add_logits_, check_optimizer, drop_logits_, unwrap_optimizer
@@ -155,10 +155,10 @@ def _move_rows_(site: Site, layout: HeadLayout, optimizer: torch.optim.Optimizer
     removed = {role: dict(rows) for role, rows in site.removed.items()}
     leaving = absent_rows(site.layout, layout)
     for role, (parameter, dimension) in site.projections().items():
-        old, kept = site.layout.rows[role], removed.setdefault(role, {})
-        for one in leaving.get(role, ()):
+        old, kept = site.layout.rows[role_of(role)], removed.setdefault(role, {})
+        for one in leaving.get(role_of(role), ()):
             kept[one] = take_rows(parameter, dimension, old.index(one), site.head_dim, optimizer)
-        plan = [old.index(one) if one in old else kept.pop(one) for one in layout.rows[role]]
+        plan = [old.index(one) if one in old else kept.pop(one) for one in layout.rows[role_of(role)]]
         if plan != list(range(len(old))):
             rearrange_(parameter, dimension, plan, site.head_dim, optimizer)
     return {role: rows for role, rows in removed.items() if rows}

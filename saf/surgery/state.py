@@ -8,6 +8,7 @@ by itself, `resize_` is what comes before and `adopt_` what comes afterwards.
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from saf.adapters import Removed, Site, adapter_for
 from saf.adapters.description import SCHEMA, Sums, described, weight_sum
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
-from saf.heads import EDITED, HeadLayout
+from saf.heads import BIAS, EDITED, HeadLayout, role_of
 from saf.ops.backends import choose_backend
 from saf.ops.frozen_layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
@@ -74,9 +75,9 @@ def adopt_(
 
 def _resize_(site: Site, layout: HeadLayout) -> None:
     """Cut a layer's weights to the shapes that a layout has; which of their rows are left says nothing."""
-    for role, heads in layout.rows.items():
-        parameter, dimension = site.projections()[role]
-        replace_data_(parameter, parameter.data.narrow(dimension, 0, len(heads) * site.head_dim).clone())
+    for name, (parameter, dimension) in site.projections().items():
+        rows = len(layout.rows[role_of(name)]) * site.head_dim
+        replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
 
 
 def _layout(site: Site, layer: Mapping[str, Any]) -> HeadLayout:
@@ -181,7 +182,7 @@ def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
                 )
             narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
             if not torch.equal(own.to(narrower), kept.to(narrower)):
-                found.add(role)
+                found.add(role_of(role))
     return found
 
 
@@ -202,7 +203,7 @@ def differing_roles(site: Site, sums: Sums) -> set[str]:
         weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
         comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
         if comparable and weight_sum(weight.to(dtype)) != recorded["sha256"]:
-            found.add(role)
+            found.add(role_of(role))
     return found
 
 
@@ -211,11 +212,11 @@ def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) 
     whole = HeadLayout(layout.num_heads, layout.num_kv_heads)
     removed: dict[str, dict[int, dict[str, Tensor]]] = {}
     for role, heads in absent_rows(whole, layout).items():
-        for head in heads:
-            prefix = f"{number}.{head}.removed.{role}."
+        for head, each in product(heads, (role, role + BIAS)):
+            prefix = f"{number}.{head}.removed.{each}."
             rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             if "weight" in rows:
-                removed.setdefault(role, {})[head] = rows
+                removed.setdefault(each, {})[head] = rows
     return removed
 
 

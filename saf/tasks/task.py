@@ -67,8 +67,12 @@ class Task(Protocol):
         """
         ...
 
-    def training(self, update: int, device: torch.device) -> MicroBatches:
-        """Return the micro-batches that follow `update` updates."""
+    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> MicroBatches:
+        """Return the micro-batches that follow `update` updates, every one by default.
+
+        Otherwise they begin with number `first`, from 0, and go on `every` later: so several processes share them out,
+        and see together what one would see.
+        """
         ...
 
     def calibration(self) -> list[Tensor]:

@@ -69,12 +69,13 @@ class TextTask:
         for partition in ("controller", "report"):
             sequential_windows(self.data.tokens(partition), self.length, 1)
 
-    def training(self, update: int, device: torch.device) -> "PrefetchedWindows":
-        """Return the micro-batches of windows that follow `update` updates."""
+    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> "PrefetchedWindows":
+        """Return the micro-batches of windows that follow `update` updates; number `first`, and then each `every`."""
         sampler = SAMPLERS[self.settings.sampler]
         windows = sampler(self.data.tokens("train"), length=self.length, seed=self.settings.seed)
-        position = update * self.windows_per_update
-        return PrefetchedWindows(windows, size=self.settings.batch_size, position=position, device=device)
+        size = self.settings.batch_size
+        position = update * self.windows_per_update + first * size
+        return PrefetchedWindows(windows, size=size, position=position, step=every * size, device=device)
 
     def calibration(self) -> list[Tensor]:
         """Return the calibration sequences as LongTensors `[<= batch_size, length]`, the same for every arm.
@@ -171,10 +172,11 @@ class TextTask:
 class PrefetchedWindows:
     """Hand out the micro-batches that follow `position` (windows consumed so far), one fetched ahead."""
 
-    def __init__(self, windows: Any, *, size: int, position: int, device: torch.device):
-        """Fetch the first micro-batch of `size` windows."""
+    def __init__(self, windows: Any, *, size: int, position: int, step: int, device: torch.device):
+        """Fetch the first micro-batch of `size` windows; the next one begins `step` windows later."""
         self.windows = windows
         self.size = size
+        self.step = step
         self.device = device
         self._position = position
         self._next = self._fetch()
@@ -188,7 +190,7 @@ class PrefetchedWindows:
     def _fetch(self) -> tuple[Tensor, Tensor]:
         """Return the next windows as inputs and targets on the device, and move on."""
         batch = self.windows.batch(self._position, self.size)
-        self._position += self.size
+        self._position += self.step
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
         return batch[:, :-1], batch[:, 1:]

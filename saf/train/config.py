@@ -16,6 +16,7 @@ from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, sche
 from saf.settings import OneKindOf, OneOf, documented
 from saf.tasks import TASKS, Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
+from saf.train.parallel import ParallelKind
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
@@ -46,7 +47,7 @@ class TrainConfig:
     batch_size: int = 8
     """Windows of one micro-batch."""
     accumulation: int = 1
-    """Micro-batches of one update."""
+    """Micro-batches of one update; several processes share them out evenly."""
     updates: int = 1_000
     """Updates of the whole schedule, a parent's included."""
     peak_lr: float = 6e-4
@@ -90,6 +91,9 @@ class TrainConfig:
     compile: Compile = "auto"
     """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
     for all of one layout, which later events take up again: they compile only layouts that are new."""
+    parallel: ParallelKind = "auto"
+    """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
+    saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
     kernel: Annotated[str, OneOf(KERNELS, also=("auto",))] = "auto"
     """Attention kernel of live heads, fa3 and fa4 where their packages are installed; auto is PyTorch's own choice."""
     eval_every: int = 250
@@ -263,6 +267,7 @@ _FREE_ON_RESUME = frozenset(
         "out",
         "data",
         "device",
+        "parallel",
         "eval_every",
         "save_every",
         "save_at",
@@ -305,6 +310,7 @@ def run_config(
     execution: Execution,
     parent: dict[str, Any] | None,
     matched: dict[str, Any] | None = None,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """Return the contents of config.json; `train` holds what decides the arithmetic of an update."""
     settings = config.to_dict()
@@ -327,6 +333,7 @@ def run_config(
         "parent": parent,
         "matched": matched,
         "device": execution.device_name,
+        "processes": processes,
         "settings": settings,
     }
 

@@ -18,6 +18,7 @@ from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine.execution import Execution
+from saf.machine.processes import agreed
 from saf.machine.stopwatch import Stopwatch
 from saf.ops.backends import choose_backend
 from saf.records.events import EventRecord
@@ -116,15 +117,16 @@ def event_due(run: Run) -> bool:
 def _carry_out_(run: Run, event: Event) -> Outcome:
     """Carry one event out and record it, with the controller loss before and after."""
     before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
-    with run.clock("intervention"):
-        change = CARRY_OUT[event.kind](run, event)
+    with run.clock("intervention"), run.updater.parallel.whole(everywhere=True, moments=True):
+        with agreed():
+            change = CARRY_OUT[event.kind](run, event)
         run.updater.compile_()
     after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
     losses = {"loss_before": before, "loss_after": after}
     values = {**losses, "seconds": change.seconds, **change.values}
     with run.clock("intervention"):
         number = run.record_event(event, change.heads, values, change.tensors)
-    seconds = sum(change.seconds.values())
+    seconds = run.updater.parallel.first(sum(change.seconds.values()))
     run.say(f"{change.summary}; took {seconds:.1f} s")
     return Outcome(
         number=number,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from saf.errors import CheckpointError, DivergenceError
-from saf.machine.processes import done_once
+from saf.machine.processes import done_once, joined
 from saf.records.folders import no_room
 from saf.train.checkpoint import latest
 from saf.train.clock import AFTERWARDS, Clock
@@ -32,11 +32,21 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     the outcome is bit for bit that of a run that never stopped. After a first SIGINT, SIGTERM or SIGHUP the current
     update ends, a checkpoint is saved, and `{"stopped_at": update, "checkpoint": path}` is returned.
 
+    Processes that `torchrun` started, or that are in a `torch.distributed` group already, train together: each calls
+    this with the same settings, and all see what one would see. See docs/parallel.md.
+
     Raises:
         InputError: The folder holds a run already, or other settings than the run to resume.
         CheckpointError: A damaged checkpoint, or no space left for one.
         DivergenceError: A loss or gradient that is not finite; nothing of that update was applied.
+        SafError: Another process of the group ended.
     """
+    with joined(config.device):
+        return _pretrain(config, resume)
+
+
+def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
+    """Do what `pretrain` does, in the group of processes that is there."""
     clock = Clock()
     with StopRequest() as stop:
         run = start_run(config, resume=resume, clock=clock)
@@ -50,7 +60,7 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
             run.close()
     if not finished:
         return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
-    with _full_disk_explained(run, "result"):
+    with _full_disk_explained(run, "result"), run.updater.parallel.whole():
         return done_once(lambda: finish(run))
 
 
@@ -90,7 +100,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
         periodic = config.save_every and run.update % config.save_every == 0
         finished = run.finished()
         # Looked at once: a signal that comes while this line runs waits for the next update, which it then saves.
-        stopping = stop.requested and not finished
+        stopping = run.updater.parallel.any(stop.requested) and not finished
         if not finished and (periodic or stopping or run.update in config.branch_updates):
             run.save()
         if stopping:

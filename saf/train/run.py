@@ -115,7 +115,8 @@ class Run:
         """Return the share of the allowance that is used once the next update is done."""
         assert self.allowance is not None
         expected = self.updater.expected_seconds
-        return self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
+        used = self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
+        return self.updater.parallel.first(used)  # clocks differ, and all must stop at the same update
 
     def say(self, text: str) -> None:
         """Show people a line about this moment of the run."""
@@ -124,7 +125,7 @@ class Run:
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
         """Return the task's controller loss, nats per target, and log it as `when`; of so many batches if given."""
-        with self.clock("monitoring"):
+        with self.clock("monitoring"), self.updater.parallel.whole():
             loss = done_once(lambda: self.task.controller_loss(self.model, self.execution, batches=batches))
             if self.observer:
                 self.observer.evaluated(self.update, loss, when)
@@ -148,7 +149,7 @@ class Run:
         path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
         if path.exists():
             return path
-        with self.clock(AFTERWARDS if final else "checkpoints"):
+        with self.clock(AFTERWARDS if final else "checkpoints"), self.updater.parallel.whole(moments=True):
             state = {
                 "update": self.update,
                 "tokens": self.tokens,

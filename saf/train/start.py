@@ -13,7 +13,7 @@ from saf.errors import CheckpointError, InputError
 from saf.freezing.choice import check_heads
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
-from saf.machine.processes import is_first
+from saf.machine.processes import agreed, group_place, in_group, is_first
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
@@ -27,6 +27,7 @@ from saf.train.config import TrainConfig, check_same_run, context_length, model_
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
+from saf.train.parallel import micro_batches_of_one, parallel_of
 from saf.train.run import Run
 from saf.train.updater import Updater
 
@@ -41,40 +42,55 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         UnsupportedError: The backend or kernel asked for cannot run here.
     """
     folder = Path(config.out)
-    lock = _lock_run(folder, config, resume=resume)
-    execution = Execution.of(config.device, precision=config.precision, compile=config.compile)
-    task: Task = TASKS[config.task](config, length=context_length(config))
-    shape = model_config(config, vocab_size=task.vocab_size)
+    own_share = micro_batches_of_one(config.accumulation, group_place()[1], batch_size=config.batch_size)
+    with agreed():  # what one process cannot start, none does; and all have looked before the first one writes
+        lock = _lock_run(folder, config, resume=resume)
+        execution = Execution.of(config.device, precision=config.precision, compile=config.compile)
+        task: Task = TASKS[config.task](config, length=context_length(config))
+        shape = model_config(config, vocab_size=task.vocab_size)
     freeze = config.freeze
-    task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
-    check_freeze(config, execution)
-    with pinned(config.kernel, execution.device):
-        pass  # raises now what it would raise in the first update
-    own = latest(folder / "checkpoints") if resume else None
-    checkpoint = _open(own or config.parent, shape, task)
-    state, update = (checkpoint.state, checkpoint.update) if checkpoint else (None, 0)
-    parent = _parent_record(config, folder, checkpoint, resumed=own is not None)
-    model, optimizer = _build(config, shape, execution, checkpoint)
-    for site in adapter_for(model).sites():
-        site.pin(config.kernel)
-    matched = _matched(config, folder, checkpoint, resumed=own is not None)
-    allowance = allowance_of(config, matched)
-    if checkpoint:
-        (clock.go_on if own else clock.start_from)(seconds_until(checkpoint))
-    layouts = [site.layout for site in adapter_for(model).sites()]
-    left = state["schedule"] if own and state else None
-    proposer = start_proposer(config, layouts, updates=config.updates, state=left)
-    if freeze and proposer and own is None:
-        check_heads(freeze, layouts)
-    gradient = start_gradient(model, config, proposer, state=state, update=update)
+    size = sum(parameter.numel() for parameter in GPT.undrawn(shape, "meta").parameters()) if in_group() else 0
+    trained = freeze is not None and freeze.trainable
+    parallel, why = parallel_of(config.parallel, parameters=size, execution=execution, trained_patterns=trained)
+    with agreed():
+        task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
+        check_freeze(config, execution)
+        with pinned(config.kernel, execution.device):
+            pass  # raises now what it would raise in the first update
+        own = latest(folder / "checkpoints") if resume else None
+        checkpoint = _open(own or config.parent, shape, task)
+        state, update = (checkpoint.state, checkpoint.update) if checkpoint else (None, 0)
+        parent = _parent_record(config, folder, checkpoint, resumed=own is not None)
+        model, optimizer = _build(config, shape, execution, checkpoint)
+        for site in adapter_for(model).sites():
+            site.pin(config.kernel)
+        matched = _matched(config, folder, checkpoint, resumed=own is not None)
+        allowance = allowance_of(config, matched)
+        if checkpoint:
+            (clock.go_on if own else clock.start_from)(seconds_until(checkpoint))
+        layouts = [site.layout for site in adapter_for(model).sites()]
+        left = state["schedule"] if own and state else None
+        proposer = start_proposer(config, layouts, updates=config.updates, state=left)
+        if freeze and proposer and own is None:
+            check_heads(freeze, layouts)
+        gradient = start_gradient(model, config, proposer, state=state, update=update)
     start = parent["update"] if parent else 0
     # Settings that cannot be used leave no folder behind.
-    if is_first():
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lock = lock or _lock_new(folder)
-        record = run_config(config, model=shape, task=task, execution=execution, parent=parent, matched=matched)
-        _write_start(folder, config, record, update=update, own=own)
-    return Run(
+    with agreed():
+        if is_first():
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            lock = lock or _lock_new(folder)
+            record = run_config(
+                config,
+                model=shape,
+                task=task,
+                execution=execution,
+                parent=parent,
+                matched=matched,
+                processes=parallel.processes,
+            )
+            _write_start(folder, config, record, update=update, own=own)
+    run = Run(
         config=config,
         folder=folder,
         lock=lock,
@@ -84,9 +100,10 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         updater=Updater(
             model=model,
             optimizer=optimizer,
-            batches=task.training(update, execution.device),
+            batches=task.training(update, execution.device, first=parallel.rank, every=parallel.processes),
             execution=execution,
-            accumulation=config.accumulation,
+            accumulation=own_share,
+            parallel=parallel,
             clip=math.inf if config.clip is None else config.clip,
             gradient=gradient,
             done=update,
@@ -94,12 +111,21 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         ),
         proposer=proposer,
         clock=clock,
-        observer=_observer(config, execution, shape, task, update, start, clock, allowance) if is_first() else None,
+        observer=_observer(config, execution, shape, task, update, start, clock, allowance, parallel.processes)
+        if is_first()
+        else None,
         start=start,
         parent_hash=parent["hash"] if parent else None,
         allowance=allowance,
         heads_changed=max((event.update or 0 for event in _own_events(config)), default=None),
     )
+    if in_group():
+        run.say(
+            f"{parallel.processes} processes ({parallel.kind}: {why}) share an update of "
+            f"{task.targets_per_update:,} tokens: each takes {own_share} of its {config.accumulation} micro-batches of "
+            f"{config.batch_size} windows"
+        )
+    return run
 
 
 def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | None:
@@ -207,13 +233,14 @@ def _observer(
     start: int,
     clock: Clock,
     allowance: Allowance | None,
+    processes: int,
 ) -> Observer:
-    """Open the logs of a run that stands after `update` updates."""
+    """Open the logs of a run that stands after `update` updates; utilisation is of all its processes' devices."""
     left = allowance.seconds_left(clock.parts) if allowance else None
     own = allowance.updates if allowance else None
     total = config.updates if own is None else start + own
     progress = Progress(done=update, total=total, budget=left, every=config.log_every, quiet=config.quiet)
-    tokens = task.targets_per_update
+    tokens, peak = task.targets_per_update, rated_flops(execution.device_name, execution.precision)
     return Observer(
         Path(config.out),
         progress,
@@ -221,7 +248,7 @@ def _observer(
         purge_from=update + 1,
         tokens_per_update=tokens,
         flops_per_update=tokens * shape.flops_per_token(task.length),
-        peak_flops=rated_flops(execution.device_name, execution.precision),
+        peak_flops=None if peak is None else peak * processes,
     )
 
 

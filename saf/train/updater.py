@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from saf.adapters import adapter_for
 from saf.calibration import QKGradient
 from saf.errors import DivergenceError
 from saf.machine.execution import Execution
 from saf.tasks import MicroBatches
 from saf.train.optimizer import set_learning_rate_, step_if_finite_
+from saf.train.parallel import Alone, Engine, Parallel
 
 
 class Updated(NamedTuple):
@@ -33,6 +34,8 @@ class Updated(NamedTuple):
 class Updater:
     """Make updates of one model; nothing here knows of folders, logs, schedules or where batches come from.
 
+    Several processes make an update together, each of its share of the micro-batches, and all get the same outcome.
+
     Call `compile_` whenever heads were frozen or made live again: a program of the old shapes is of no use, but for
     layers of the same layout where layers are compiled by themselves.
     """
@@ -42,13 +45,17 @@ class Updater:
     batches: MicroBatches
     execution: Execution
     accumulation: int
-    """Micro-batches of one update."""
+    """Micro-batches of one update that this process takes."""
     clip: float
     """Largest gradient norm; larger gradients are scaled down to it."""
     gradient: QKGradient | None = None
     """Fed after every backward pass; None when no score reads it."""
     done: int = 0
     """Updates done since the model's beginning."""
+    parallel: Parallel = field(default_factory=Alone)
+    """The processes that make updates together."""
+    engine: Engine = field(init=False)
+    """What updates call and step."""
     forward: Callable[..., Any] = field(init=False)
     """The model as updates call it: compiled, or itself."""
     compiling: bool = field(init=False)
@@ -62,12 +69,8 @@ class Updater:
 
     def compile_(self) -> None:
         """Make the callable of the model as it is now; a compiled one compiles in its first update."""
-        if self.execution.by_layer:
-            by_layer = adapter_for(self.model).compiled_by_layer()
-            self.forward, self.compiling = by_layer, by_layer.new > 0
-            return
-        self.forward = self.execution.callable(self.model, fullgraph=True)
-        self.compiling = self.execution.compile
+        self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
+        self.forward, self.compiling = self.engine.forward, self.engine.compiles
 
     def update(self, learning_rate: float) -> Updated:
         """Do one update with this learning rate.
@@ -78,15 +81,16 @@ class Updater:
             DivergenceError: Loss or gradient norm is not finite; weights and moments are as before the update.
         """
         began = time.perf_counter()
-        set_learning_rate_(self.optimizer, learning_rate)
-        loss = self._accumulate_gradients()
+        set_learning_rate_(self.engine.optimizer, learning_rate)
+        loss = self.parallel.mean(self._accumulate_gradients())
         if self.gradient is not None:
-            self.gradient.update()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            with self.engine.gradients():
+                self.gradient.update()
+        norm = self.engine.clip_(self.clip)
         watched = torch.stack([loss, norm])
         read = _start_reading(watched)
-        step_if_finite_(self.optimizer, watched)
-        self.optimizer.zero_grad(set_to_none=True)
+        step_if_finite_(self.engine.optimizer, watched)
+        self.engine.optimizer.zero_grad(set_to_none=True)
         loss_value, norm_value = read()
         seconds = time.perf_counter() - began
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
@@ -103,11 +107,12 @@ class Updater:
         """Add up the gradients of the micro-batches' mean losses and return the mean loss, on the device."""
         share = 1.0 / self.accumulation
         total = torch.zeros((), device=self.execution.device)
-        for _ in range(self.accumulation):
+        for following in reversed(range(self.accumulation)):
             inputs, targets = self.batches.take()
-            with self.execution.autocast():
-                loss = self.forward(inputs, targets=targets) * share
-            loss.backward()
+            with self.engine.apart() if following else nullcontext():
+                with self.execution.autocast():
+                    loss = self.forward(inputs, targets=targets) * share
+                loss.backward()
             total += loss.detach()
         return total
 

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.fixture(params=["qwen3", "llama", "llama-grouped", "mistral"])
+@pytest.fixture(params=["qwen3", "qwen2", "llama", "llama-grouped", "mistral"])
 def family(request):
     """Name of a family, grouped queries or not."""
     return request.param

@@ -56,6 +56,16 @@ def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family):
     assert all(map(torch.equal, model.parameters(), make(family).parameters()))
 
 
+def test_biases_leave_and_come_back_with_the_rows_of_their_heads():
+    test_frozen_heads_attend_by_their_patterns_and_the_others_as_before("llama-biases")
+    model = make("llama-biases")
+    freeze(model)
+    attention = model.model.layers[0].self_attn
+    for name, heads in (("q_proj", 2), ("k_proj", 2), ("v_proj", 4)):
+        assert getattr(attention, name).bias.shape == (heads * attention.head_dim,)
+    assert attention.o_proj.bias.shape == (48,)
+
+
 def test_calibration_leaves_the_model_as_it_was(family):
     model = make(family)
     before = copy.deepcopy(model.state_dict())
@@ -286,8 +296,6 @@ def test_what_cannot_be_frozen_says_so_and_changes_nothing():
         saf.install_(model, heads, saf.CompactPattern.from_parameters(*torch.zeros(2, 4, LENGTH)))
     assert model.config._attn_implementation == "sdpa"
     assert all(map(torch.equal, model.parameters(), make("llama").parameters()))
-    with pytest.raises(UnsupportedError, match="attention_bias"):
-        saf.calibrate(make("llama", attention_bias=True), [tokens()])
     windowed = make("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=0)
     with pytest.raises(UnsupportedError, match="sliding window"):
         saf.calibrate(windowed, [tokens()])

@@ -17,11 +17,13 @@ def run(name: str, *words: object) -> dict:
 
 def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):
     path = tmp_path / "new" / "update.json"
-    record = run("update", "--out", path, "--model", "tiny", "--points", "16x1x1")
+    record = run("update", "--out", path, "--model", "tiny", "--points", "16x1x1", "--pruned")
     printed = capsys.readouterr()
     assert "Baseline: the same model with ordinary attention" in printed.out
     assert "16x1x1" in printed.out
     assert "50%" in printed.out
+    assert "pruned" in printed.out
+    assert {row["role"] for row in record["rows"]} == {"control", "frozen", "free", "pruned"}
     assert "toeplitz" in printed.out
     assert "2 pairs)" in printed.err
     assert json.loads(path.read_text()) == record

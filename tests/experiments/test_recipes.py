@@ -27,6 +27,8 @@ def as_config(flags, *, matched: bool = False) -> TrainConfig:
         name.rpartition(".")[2]: value for name, value in flags.items() if name.startswith(f"schedule.{kind}.")
     }
     assert len(values) + len(freeze) + len(of_schedule) + (kind is not None) == len(flags)
+    if "freeze_at" in values:
+        kind, of_schedule = "one_time", {"at": values.pop("freeze_at")}
     if kind is not None:
         values["schedule"] = SCHEDULES[kind](**of_schedule)
     values |= {"parent": "parent", "match_time": "reference"} if matched else {}
@@ -73,8 +75,7 @@ def test_the_papers_numbers_are_in_its_text(name, shared):
     (paper,) = (shared / "seeds").glob("*.txt")
     text = paper.read_text()
     recipe = RECIPES[name]
-    sources = {recipe.source.label, *recipe.also, *(each.source.label for each in recipe.measurements if each.source)}
-    for label in sources:
+    for label in sources_of(recipe):
         assert f"label{{{label}}}" in text
     for arm in recipe.arms:
         for number in arm.paper.values():
@@ -84,6 +85,36 @@ def test_the_papers_numbers_are_in_its_text(name, shared):
     for number in (number for each in recipe.measurements for number in each.numbers):
         for plain in re.findall(r"\d[\d,.]*\d|\d", number.paper or ""):
             assert _stands_in(text, plain), f"{number.title}: {number.paper}"
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+def listed() -> dict[str, set[str]]:
+    """The recipes that the document names for each label of the paper."""
+    rows = re.findall(r"^\| `((?:tab|fig):[\w-]+)` \|.*\|(.*)\|$", DOCUMENT.read_text(), flags=re.M)
+    assert len(rows) == len(dict(rows)), "a label stands once"
+    return {label: set(re.findall(r"`(\w+)`", names)) for label, names in rows}
+
+
+def test_the_document_of_tables_names_every_recipe_where_it_belongs():
+    found = listed()
+    assert set().union(*found.values()) == set(RECIPES), "every recipe makes a table or figure"
+    for name, recipe in RECIPES.items():
+        for label in sources_of(recipe):
+            if label.startswith(("tab:", "fig:")):
+                assert name in found[label], f"docs/recipes.md does not name {name} beside {label}"
+
+
+def test_the_document_has_every_table_and_figure_of_the_paper(shared):
+    (paper,) = (shared / "seeds").glob("*.txt")
+    assert set(listed()) == set(re.findall(r"\\label\{((?:tab|fig):[\w-]+)\}", paper.read_text()))
+
+
+def sources_of(recipe) -> set[str]:
+    """The labels that a recipe says it answers."""
+    of_measurements = (each.source.label for each in recipe.measurements if each.source)
+    return {recipe.source.label, *recipe.also, *of_measurements}
 
 
 def _stands_in(text: str, number: str) -> bool:

@@ -79,6 +79,8 @@ def test_native_batches_are_the_ratio_of_the_two_times(text):
         assert paper.NATIVE_TIMES[point][rate][:2] == (float(cells[3]), float(cells[4]))
         assert paper.update_speed(point, rate).text == f"{float(cells[3]) / float(cells[4]):.3f}×"
         assert paper.update_memory(point, rate).text == number(cells[6]) + "%"
+        assert paper.PRUNED_TIMES[point][rate][:2] == (float(cells[3]), float(cells[5]))
+        assert paper.update_memory(point, rate, pruned=True).text == number(cells[7]) + "%"
         seen += 1
     assert seen == 6
 

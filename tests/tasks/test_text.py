@@ -1,5 +1,6 @@
 """What the text task gives a run, and from where in the data."""
 
+import hashlib
 import random
 import warnings
 from dataclasses import replace
@@ -120,3 +121,19 @@ def test_what_a_run_records_of_it(task, folder):
     assert described["folder"] == folder
     assert described["fingerprint"] == task.fingerprint == task.state(0)["data_fingerprint"]
     assert described["tokenizer"] == task.state(0)["tokenizer"]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("sampler", ["shuffled", "random"])
+def test_processes_see_together_the_windows_of_one(settings, processes, sampler):
+    settings.sampler = sampler
+    task = TASKS[settings.task](settings, length=LENGTH)
+
+    def hashes(first, every, count):
+        batches = task.training(1, CPU, first=first, every=every)
+        return [hashlib.sha256(b"".join(part.numpy().tobytes() for part in batches.take())).hexdigest() for _ in count]
+
+    one = hashes(0, 1, range(6 * processes))
+    shares = [hashes(rank, processes, range(6)) for rank in range(processes)]
+    assert [window for together in zip(*shares, strict=True) for window in together] == one
+    assert len(set(one)) > 1

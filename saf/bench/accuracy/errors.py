@@ -11,6 +11,7 @@ from torch import Tensor
 from saf.arguments import at_least, check_fields
 from saf.bench.accuracy.layer import TENSORS, Layer, frozen_errors, sdpa_errors
 from saf.bench.accuracy.tables import conditions, error_tables, overview
+from saf.bench.accuracy.transitions import states
 from saf.bench.harness.check import TOLERANCE
 from saf.bench.harness.environment import environment
 from saf.bench.harness.kind import Benchmark
@@ -58,8 +59,10 @@ class ErrorSettings(BenchSettings):
     """fp32 throughout; bf16 autocast over fp32 weights (operators: operands in bf16)."""
     kernel: str = "auto"
     """Attention kernel of live heads, on both sides."""
+    transitions: Annotated[int, at_least(0)] = 0
+    """Also freeze, prune and undo heads of a model so many times, in fp32, and tell its largest error after any."""
     seed: Annotated[int, at_least(0)] = 0
-    """Of weights, inputs, output gradients and patterns."""
+    """Of weights, inputs, output gradients, patterns and operations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """CUDA if there is one."""
 
@@ -71,6 +74,7 @@ class ErrorSettings(BenchSettings):
         if self.head_dim < 2 or self.head_dim % 2 or not self.frozen or not self.precisions:
             raise InputError("expected an even head_dim, one frozen head and one precision at least")
         HeadLayout(self.num_heads, self.num_heads, tuple(sorted(self.frozen)))
+        self._refuse("transitions", "fp32" not in self.precisions, "without fp32 among the precisions")
 
 
 class ErrorsKind(Benchmark[ErrorSettings]):
@@ -100,6 +104,8 @@ class ErrorsKind(Benchmark[ErrorSettings]):
                 for backend in _backends(settings, precision, execution.device, recorder):
                     rows = [*_layer_rows(settings, layer, backend, precision)]
                     rows += _operator_rows(settings, layer, backend, precision)
+                    if settings.transitions and precision == "fp32":
+                        rows.append(_transitions_row(settings, backend, execution.device))
                     recorder.show([{"backend": backend, "precision": precision, **row} for row in rows])
                     recorder.keep()
                     worst = max(row["relative_l2"] / row["limit"] for row in rows)
@@ -182,6 +188,30 @@ def _operator_rows(settings: ErrorSettings, layer: Layer, backend: str, precisio
     for name, (errors, beside) in {n: (distance(*found[n]), distance(*theirs[n])) for n in found}.items():
         limit = min(TOLERANCE[DTYPES[precision]], SDPA_FACTOR * beside["relative_l2"])
         yield _row("operator", name, errors, beside, limit) | {"eager": None}
+
+
+def _transitions_row(settings: ErrorSettings, backend: str, device: torch.device) -> dict[str, Any]:
+    """Return the largest error of a model's logits after any operation, beside that of the model before them all.
+
+    The limit is that of operators: a single state's error is chance, the largest of many is at most a few times it.
+    """
+    first, *later = (
+        distance(state.found, state.exact)
+        for state in states(
+            settings.transitions,
+            num_heads=settings.num_heads,
+            head_dim=settings.head_dim,
+            length=settings.length,
+            stored=settings.stored,
+            batch_size=settings.batch_size,
+            backend=backend,
+            seed=settings.seed,
+            device=device,
+        )
+    )
+    worst = {name: max(each[name] for each in later) for name in first}
+    limit = max(TOLERANCE[torch.float32], SDPA_FACTOR * first["relative_l2"])
+    return _row("transitions", f"logits, worst of {settings.transitions}", worst, first, limit) | {"eager": None}
 
 
 def distance(found: Tensor, exact: Tensor) -> dict[str, float]:

@@ -10,6 +10,7 @@ from saf.records.table import Cell, Notes, Part, Table
 
 _PARTS = {
     "layer": ("a layer of live and frozen heads", "unfrozen layer"),
+    "transitions": ("a model after each freezing, pruning or undoing of heads", "ordinary model"),
     "operator": ("frozen heads alone, operands in the dtype", "PyTorch's attention"),
 }
 _PAPERS_CASE = {"length": 129, "stored": 192, "batch_size": 2, "num_heads": 4, "head_dim": 64, "frozen": [1, 3]}

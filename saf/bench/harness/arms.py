@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 from saf.ops.backends import BACKENDS
 
-Role = Literal["control", "kernel", "frozen", "free"]
+Role = Literal["control", "kernel", "frozen", "free", "pruned"]
 FREE = "free"
 """The backend whose frozen heads cost nothing."""
+PRUNED = "pruned"
+"""In the place of a backend: the heads are gone, values and output columns included."""
 FLEX = "flex"
 """The kernel of ordinary attention that is PyTorch's flex attention."""
 
@@ -51,12 +53,18 @@ class Comparison:
 
 
 def plan(
-    *, kernels: Sequence[str], others: Sequence[str], backends: Sequence[str], rates: Sequence[float], free: bool
+    *,
+    kernels: Sequence[str],
+    others: Sequence[str],
+    backends: Sequence[str],
+    rates: Sequence[float],
+    free: bool,
+    pruned: bool = False,
 ) -> list[Comparison]:
     """Return what to compare, controls first.
 
-    Every kernel has an ordinary baseline, a control and its frozen arms; ordinary arms of the kernels after the
-    first, and of `others`, are compared with the first one.
+    Every kernel has an ordinary baseline, a control and its frozen arms, with `pruned` one without these heads too;
+    ordinary arms of the kernels after the first, and of `others`, are compared with the first one.
     """
     comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in dict.fromkeys(kernels)]
     first = Arm(kernels[0])
@@ -64,10 +72,12 @@ def plan(
     comparisons += [Comparison(first, Arm(kernel), "kernel") for kernel in rest]
     for kernel in dict.fromkeys(kernels):
         for rate in rates:
-            ways = [*backends, *([FREE] if free else [])]
-            comparisons += [
-                Comparison(Arm(kernel), Arm(kernel, way, rate), "free" if way == FREE else "frozen") for way in ways
-            ]
+            ways: list[tuple[str, Role]] = [(backend, "frozen") for backend in backends]
+            if free:
+                ways.append((FREE, "free"))
+            if pruned:
+                ways.append((PRUNED, "pruned"))
+            comparisons += [Comparison(Arm(kernel), Arm(kernel, way, rate), role) for way, role in ways]
     return comparisons
 
 

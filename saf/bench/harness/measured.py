@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saf.bench.harness.arms import PRUNED
 from saf.bench.harness.pairs import control_words
 from saf.records.paper import Quoted
 
@@ -40,7 +41,12 @@ class Measured:
         """Say what the arm is: a share of frozen heads with their backend, or another attention kernel."""
         if self.row["backend"] is None:
             return f"ordinary, {kernel_name(self.row['kernel'])}"
-        return f"{100 * self.row['rate']:g}% frozen, {self.row['backend']}"
+        return edited_name(self.row)
+
+    @property
+    def pruned(self) -> bool:
+        """Return whether its heads are gone rather than frozen."""
+        return self.row["backend"] == PRUNED
 
     @property
     def bound(self) -> float | None:
@@ -117,7 +123,9 @@ def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, file: str) -> Gr
         baseline=first["baseline"],
         control=next((row for row in rows if row["role"] == "control"), None),
         arms=tuple(
-            Measured(row, free.get(row["rate"]), quoted(row)) if row["backend"] else Measured(row, None, None)
+            Measured(row, None if row["role"] == "pruned" else free.get(row["rate"]), quoted(row))
+            if row["backend"]
+            else Measured(row, None, None)
             for row in arms
         ),
         file=file,
@@ -169,6 +177,12 @@ def shape_in_words(point: Record) -> str:
     if "accumulation" in point:
         parts.append(_count(point["accumulation"], "micro-batch"))
     return " × ".join(parts)
+
+
+def edited_name(row: Record) -> str:
+    """Return what an arm's heads are: a share of them frozen, on a backend, or pruned."""
+    share = f"{100 * row['rate']:g}%"
+    return f"{share} pruned" if row["backend"] == PRUNED else f"{share} frozen, {row['backend']}"
 
 
 def kernel_name(kernel: str) -> str:

@@ -174,7 +174,9 @@ class Context:
         self.recorder = recorder
         self.peak: Peak | None = peak_of(execution.device_name)
 
-    def plan(self, rates: Sequence[float], *, others: bool = True, free: bool = True) -> list[Comparison]:
+    def plan(
+        self, rates: Sequence[float], *, others: bool = True, free: bool = True, pruned: bool = False
+    ) -> list[Comparison]:
         """Return what to compare at some rates."""
         settings, device = self.settings, self.execution.device.type
         return plan(
@@ -183,6 +185,7 @@ class Context:
             backends=default_backends(settings.backends, device),
             rates=rates,
             free=settings.free and free,
+            pruned=pruned,
         )
 
     def runner(self, name: str, fields: dict[str, Any], *, sixteen_bit: bool) -> PointRunner:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from saf.bench.harness.measured import Group, Measured, Record, baseline_name, kernel_name, shape
+from saf.bench.harness.measured import Group, Measured, Record, baseline_name, edited_name, kernel_name, shape
 from saf.bench.harness.recorder import UNFINISHED, left_out
 from saf.bench.harness.timing import REST_MS, SETTLE_MS
 from saf.records.paper import Quoted
@@ -121,7 +121,7 @@ def memory_arm(record: Record, entry: Record) -> str:
     kernel = kernel_name(entry["arm"].split()[-1])
     if entry["backend"] is None:
         return f"ordinary, {kernel}"
-    return f"{100 * entry['rate']:g}% frozen, {entry['backend']}" + f", live heads on {kernel}" * (len(kernels) > 1)
+    return edited_name(entry) + f", live heads on {kernel}" * (len(kernels) > 1)
 
 
 def caveats(record: Record, groups: Sequence[Group]) -> list[str]:

@@ -69,7 +69,7 @@ class ModelKind(SpeedKind[Asked]):
     def _measure_point(self, context: Context, settings: Asked, point: Point, children: Children) -> None:
         """Measure the memory, then the speed, of every arm at one point."""
         plan = ModelPlan.of(settings, point.length)
-        comparisons = context.plan(plan.own_rate or self.rates(settings))
+        comparisons = context.plan(plan.own_rate or self.rates(settings), pruned=settings.pruned)
         arms = [arm for arm in arms_of(comparisons) if not arm.control]
         if settings.memory:
             _measure_memory(context, settings, point, arms, children)

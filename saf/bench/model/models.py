@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from saf.adapters import adapter_for
-from saf.bench.harness.arms import FLEX, Arm
+from saf.bench.harness.arms import FLEX, PRUNED, Arm
 from saf.bench.harness.baselines import FlexAttention, causal_blocks
 from saf.bench.harness.settings import SpeedSettings
 from saf.bench.harness.shape import ModelShape, shape_of
@@ -17,7 +17,7 @@ from saf.bench.model.placement import choose_heads, heads_per_layer
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
-from saf.surgery import install_
+from saf.surgery import finalize_, install_, prune_
 
 Placement = Literal["early", "even"]
 
@@ -34,6 +34,8 @@ class ModelSettings(SpeedSettings):
     """Which layers have frozen heads: mostly early ones, as measured on trained models, or all alike."""
     per_layer: tuple[int, ...] = ()
     """Frozen heads of each layer, instead of --rates and --placement."""
+    pruned: bool = False
+    """Also measure each rate with the same heads pruned: their values and output columns are gone too."""
     fresh: bool = False
     """Take every timed block in a process of its own."""
     memory: bool = False
@@ -118,7 +120,8 @@ class ModelPlan:
     def layouts(self, arm: Arm) -> list[HeadLayout]:
         """Return each layer's layout."""
         heads = self.heads(arm)
-        return [self.shape.layout(heads.in_layer(layer)) for layer in range(self.shape.num_layers)]
+        found = [self.shape.layout(heads.in_layer(layer)) for layer in range(self.shape.num_layers)]
+        return [layout.changed(layout.frozen, "pruned") for layout in found] if arm.backend == PRUNED else found
 
     def describe(self, arm: Arm) -> Mapping[str, Any]:
         """Return what a row tells of the arm's heads."""
@@ -139,7 +142,10 @@ def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch
     else:
         model = _gpt(plan.shape.gpt, arm, device, dtype, generator)
     heads = plan.heads(arm)
-    if arm.backend is not None and len(heads):
+    if arm.backend == PRUNED:
+        prune_(model, heads)
+        finalize_(model)
+    elif arm.backend is not None and len(heads):
         drawn = torch.Generator().manual_seed(plan.settings.seed)
         install_(model, heads, synthetic_patterns(len(heads), plan.max_length, drawn, device), backend=arm.backend)
     adapter = adapter_for(model)

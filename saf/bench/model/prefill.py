@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.adapters import adapter_for
-from saf.bench.harness.arms import FREE, Arm
+from saf.bench.harness.arms import FREE, PRUNED, Arm
 from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.measured import Record
 from saf.bench.harness.runner import Subject
@@ -174,4 +174,4 @@ class PrefillKind(ModelKind[PrefillSettings]):
     def quoted(self, row: Record) -> Quoted | None:
         """Return the paper's speedup of prefill at the shape of a row."""
         point = (row["model"], row["point"]["length"], row["point"]["batch_size"])
-        return paper.prefill_speed(point, row["rate"], graph=row["variant"] == GRAPH)
+        return paper.prefill_speed(point, row["rate"], graph=row["variant"] == GRAPH, pruned=row["backend"] == PRUNED)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from saf.bench.harness.arms import FREE, Arm
+from saf.bench.harness.arms import FREE, PRUNED, Arm
 from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.measured import Record
 from saf.bench.harness.runner import Subject
@@ -178,9 +178,10 @@ class UpdateKind(ModelKind[UpdateSettings]):
 
     def quoted(self, row: Record) -> Quoted | None:
         """Return the paper's speedup of an update at the shape of a row."""
-        return paper.update_speed((row["model"], row["point"]["length"], row["point"]["batch_size"]), row["rate"])
+        point = (row["model"], row["point"]["length"], row["point"]["batch_size"])
+        return paper.update_speed(point, row["rate"], pruned=row["backend"] == PRUNED)
 
     def quoted_memory(self, record: Record, entry: Record) -> Quoted | None:
         """Return the paper's peak memory of an update at the shape of an entry."""
         point = (record["settings"]["model"], entry["point"]["length"], entry["point"]["batch_size"])
-        return paper.update_memory(point, entry["rate"])
+        return paper.update_memory(point, entry["rate"], pruned=entry["backend"] == PRUNED)

@@ -18,6 +18,7 @@ FIGURES: dict[str, Callable[[Record], str]] = {
     "profiles": patterns.profiles,
     "stability": patterns.stability,
     "recovery": patterns.recovery,
+    "storage": patterns.storage,
     "geometry": patterns.geometry,
     "fits": patterns.fits,
     "distributions": patterns.distributions,

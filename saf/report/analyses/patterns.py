@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from saf.analysis.storage import FORMS
 from saf.records.quantities import number, percent
 from saf.report.plot import COLOURS, WIDTH, Panel, Scale, document, label, legend, style
 
@@ -84,6 +85,20 @@ def recovery(record: Record) -> str:
     for (run, css), at in zip(runs, later, strict=True):
         parts.append(panel.line(list(zip(map(float, at), run["gap"], strict=True)), f"line {css}"))
     return document("".join(parts), width=WIDTH, height=600, title=title, style=style)
+
+
+def storage(record: Record) -> str:
+    """Return a line for each form of the patterns, as long as its bytes on a logarithmic axis."""
+    title = f"Patterns of {record['heads']} frozen heads in {record['layers']} layers"
+    sizes = {words: record["bytes"][name] / 1e9 for name, words in FORMS.items() if record["bytes"][name]}
+    panel = Panel(70, 40, 860, 44.0 * len(sizes), Scale.of(sizes.values(), "log", margin=0.2), Scale(0, len(sizes)))
+    parts = [label(0, 22, title, css="title"), *panel.frame("", across="GB", ticks=(True, False))]
+    for place, (words, size) in enumerate(sizes.items()):
+        height = len(sizes) - place - 0.7
+        x, y = panel.at((panel.across.low, height))
+        parts.append(panel.line([(panel.across.low, height), (size, height)], f"line {COLOURS[place]}"))
+        parts.append(label(x + 6, y - 8, f"{words}: {number(size, 3)} GB", css="small"))
+    return document("".join(parts), width=WIDTH, height=110 + 44 * len(sizes), title=title, style=style)
 
 
 def stability(record: Record) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from saf.bench.harness.arms import PRUNED
 from saf.bench.harness.measured import Group, Measured, Record, baseline_name, by_point, shape_in_words
 from saf.bench.harness.speed_tables import bound_notes, memory_arm, memory_table, speed_table, ways
 from saf.bench.kinds import SPEED_KINDS, groups_of
@@ -21,7 +22,7 @@ _TICKS = 6
 """About as many on an axis; their labels then stand apart in the narrowest page."""
 _MARGIN = 0.04
 """Of what an axis spans, left free on either side: room for half the diamond of a bound."""
-_COLOURS = {"toeplitz": "frozen", "fused": "frozen-2", "reference": "frozen-3"}
+_COLOURS = {"toeplitz": "frozen", "fused": "frozen-2", "reference": "frozen-3", PRUNED: "ordinary-2"}
 
 
 def scale_of(groups: Sequence[Group]) -> Scale:
@@ -233,7 +234,7 @@ def memory_panel(record: Record) -> str:
     largest = max(entry["bytes"] for entry in record["memory"])
     rows = []
     for entry in record["memory"]:
-        kind = "ordinary" if entry["backend"] is None else "frozen"
+        kind = {None: "ordinary", PRUNED: "ordinary-2"}.get(entry["backend"], "frozen")
         change = entry["change_percent"]
         percent = signed(change) if change is not None and entry["backend"] else ""
         name = f'<span class="speed-name">{text(memory_arm(record, entry))}</span>'

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from saf.bench.harness.arms import PRUNED
 from saf.bench.harness.measured import Group, Measured, Record, baseline_name, shape_in_words
 from saf.bench.harness.speed_tables import caveats, ways
 from saf.bench.kinds import SPEED_KINDS
@@ -24,7 +25,8 @@ def leading(groups: Sequence[Group]) -> list[Group]:
 
 def by_rate(groups: Sequence[Group]) -> dict[float, list[Measured]]:
     """Return the accepted measurements of frozen heads by rate, on the first backend that has any."""
-    arms = [arm for group in groups for arm in group.arms if arm.row["backend"] and arm.ratio is not None]
+    frozen = (arm for group in groups for arm in group.arms if arm.row["backend"] and not arm.pruned)
+    arms = [arm for arm in frozen if arm.ratio is not None]
     first = arms[0].row["backend"] if arms else None
     found: dict[float, list[Measured]] = {}
     for arm in arms:
@@ -43,7 +45,7 @@ def headline(groups: Sequence[Group], records: Sequence[Record]) -> str:
         return f"Freezing {shares[0]} made {SPEED_KINDS[kind].subject} <em>{_range(rates[first])} as fast</em>{more}"
     if groups:
         return "No speed can be told: <em>every measurement of frozen heads is refused or missing</em>"
-    changes = [entry for record in records for entry in record["memory"] if entry["backend"]]
+    changes = [entry for record in records for entry in record["memory"] if entry["backend"] not in (None, PRUNED)]
     if changes and changes[0]["change_percent"] is not None:
         changed = [f"{100 * entry['rate']:g}% by <em>{signed(entry['change_percent'], 1)}</em>" for entry in changes]
         return f"Freezing heads changed peak memory: {', '.join(changed[:_MOST_RATES])}"
@@ -113,7 +115,8 @@ def _memory_figures(record: Record) -> list[str]:
     for entry in record["memory"]:
         if ordinary is not None and entry["backend"] and entry["point"] == ordinary["point"]:
             pair = ordinary["bytes"], entry["bytes"]
-            name = f"Peak memory, {100 * entry['rate']:g}% frozen"
+            what = "pruned" if entry["backend"] == PRUNED else "frozen"
+            name = f"Peak memory, {100 * entry['rate']:g}% {what}"
             note = f"{gibibytes(pair[0])} → {gibibytes(pair[1])} during an update"
             parts.append(
                 key_figure(

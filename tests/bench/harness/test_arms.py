@@ -27,6 +27,11 @@ def test_every_kernel_has_a_control_and_the_first_is_what_others_are_compared_wi
         ("free", "ordinary flash", "25% free flash"),
     ]
     assert len(arms_of(comparisons)) == 9
+    also = plan(kernels=["cudnn"], others=[], backends=["toeplitz"], rates=[0.25], free=False, pruned=True)
+    assert [(c.role, c.arm.name) for c in also[1:]] == [
+        ("frozen", "25% toeplitz cudnn"),
+        ("pruned", "25% pruned cudnn"),
+    ]
     assert Arm(**comparisons[4].arm.to_dict()) == comparisons[4].arm
 
 

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from saf.bench.harness.arms import Arm
+from saf.bench.harness.arms import PRUNED, Arm
 from saf.bench.harness.baselines import free_backend
 from saf.bench.harness.settings import Point
 from saf.bench.harness.synthetic import synthetic_patterns
 from saf.bench.model.models import ModelPlan, build_model
 from saf.bench.model.placement import choose_heads, heads_per_layer
 from saf.bench.model.prefill import LastToken
-from saf.bench.model.update import UpdateSettings, UpdateSubject
+from saf.bench.model.update import UpdateKind, UpdateSettings, UpdateSubject
 from saf.errors import InputError
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention
 
@@ -50,6 +50,23 @@ def test_the_right_heads_are_frozen():
         plan_of(per_layer=(1, 2))
     with pytest.raises(InputError, match="asks for 5 heads"):
         build_model(plan_of(per_layer=(5, 0, 0, 0)), Arm("auto", "toeplitz", 0.3), device=CPU)
+
+
+def test_pruned_arms_lack_the_heads_that_frozen_ones_have():
+    plan = plan_of(per_layer=(3, 0, 1, 4))
+    frozen, pruned = (Arm("auto", way, 0.5) for way in ("toeplitz", PRUNED))
+    model = build_model(plan, pruned, device=CPU)
+    for attention, layout, other in zip(
+        model.attention_layers(), plan.layouts(pruned), plan.layouts(frozen), strict=True
+    ):
+        assert attention.layout == layout
+        assert (layout.pruned, layout.num_live) == (other.frozen, other.num_live)
+        assert attention.v_proj.weight.shape[0] == attention.o_proj.weight.shape[1] == 32 * layout.num_live
+    tokens = torch.arange(48)[None]
+    assert model(tokens).isfinite().all()
+    point = Point(48, 1, 1)
+    work = [UpdateKind().work(plan.settings, point, arm) for arm in (Arm("auto"), frozen, pruned)]
+    assert work[0].flops > work[1].flops > work[2].flops
 
 
 def test_arms_have_the_same_weights_and_a_pinned_kernel():

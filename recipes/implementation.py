@@ -1,0 +1,78 @@
+"""Errors, changes of heads and storage: tab:implementation-validation and tab:gradient-errors."""
+
+from saf.experiments.measurement import Checkpoint, Measurement, Number
+from saf.experiments.recipe import Arm, Recipe
+from saf.records.paper import GRADIENT_ERRORS, GRADIENTS, IMPLEMENTATION, STORAGE
+
+
+def _gradients() -> tuple[Number, ...]:
+    """Differences from eager attention in the same precision, as the paper's."""
+    found = []
+    for tensor, paper in GRADIENT_ERRORS.items():
+        for precision, at in (("fp32", 0), ("bf16", 2)):
+            row = {"part": "layer", "backend": "toeplitz", "precision": precision, "tensor": tensor}
+            for words, name, place in (("max.", "max_abs", at), ("relative L2", "relative_l2", at + 1)):
+                title = f"{tensor}, {precision}, {words}"
+                found.append(
+                    Number(title=title, path=("rows", row, "eager", name), paper=paper[place], scientific=True)
+                )
+    return tuple(found)
+
+
+RECIPE = Recipe(
+    title="Validation of the implementation",
+    source=IMPLEMENTATION,
+    also=("tab:gradient-errors",),
+    arms=(
+        Arm(name="ordinary", reference=None),
+        Arm(name="25%", parent="ordinary", settings={"freeze.rate": 0.25}),
+    ),
+    measurements=(
+        Measurement(
+            name="gradients",
+            does="bench errors",
+            scaled={"smoke": {"backends": ("toeplitz",), "precisions": ("fp32",)}},
+            numbers=_gradients(),
+            source=GRADIENTS,
+        ),
+        Measurement(
+            name="changes of heads",
+            does="bench errors",
+            settings={"transitions": 50, "precisions": ("fp32",)},
+            scaled={"smoke": {"transitions": 5, "backends": ("toeplitz",)}},
+            numbers=(
+                Number(
+                    title="logits after 50 changes of heads, max.",
+                    path=("rows", {"part": "transitions", "backend": "toeplitz"}, "max_abs"),
+                    paper="9.54e-7",
+                    scientific=True,
+                ),
+                Number(
+                    title="output of a mixed layer, max. from eager",
+                    path=(
+                        "rows",
+                        {"part": "layer", "backend": "toeplitz", "precision": "fp32", "tensor": "output"},
+                        "eager",
+                        "max_abs",
+                    ),
+                    paper="1.07e-6",
+                    scientific=True,
+                ),
+            ),
+        ),
+        Measurement(
+            name="storage",
+            does="analyze storage",
+            on=(Checkpoint("25%", 1.0),),
+            numbers=tuple(
+                Number(title=f"{words}, GB", path=("bytes", name), paper=STORAGE.get(name), scale=1e-9)
+                for name, words in (
+                    ("dense_by_layer", "matrices of whole layers"),
+                    ("dense_packed", "matrices of frozen heads"),
+                    ("allocated", "what execution allocates"),
+                    ("compact", "vectors alone"),
+                )
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,406 @@
+"""Several processes that train one model: who takes which micro-batches, what calls the model, and what all agree on.
+
+An updater is given one of these, and asks the same few things: make the `engine` of the model as it is now, average a
+loss (`mean`), and agree (`any`, `first`). `Alone` is a process without others; `Replicas` hold the model whole in each
+and average gradients by PyTorch's DistributedDataParallel; `Shards` hold a share of it each, and put it together
+(`whole`) for everything but updates.
+"""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from saf.adapters import adapter_for
+from saf.errors import InputError, UnsupportedError
+from saf.machine.execution import Execution
+from saf.machine.processes import PATIENCE, group_place, in_group
+from saf.models.gpt import DecoderLayer
+from saf.records.quantities import gibibytes
+
+ParallelKind = Literal["auto", "none", "ddp", "fsdp"]
+Value = TypeVar("Value")
+STATE_BYTES = 16
+"""Bytes of a parameter's float32 weight, gradient and two moments."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Hold what an update calls and steps, of a model as it is at one moment."""
+
+    forward: Callable[..., Any]
+    """The model as updates call it: compiled, or itself."""
+    module: nn.Module
+    """What has the parameters and their gradients."""
+    optimizer: AdamW
+    """What steps them."""
+    compiles: bool
+    """Whether the first call compiles."""
+    gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the context in which query and key weights of the model that it was made of have their gradients."""
+    apart: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the context of micro-batches but the last of an update: gradients stay with the process that has them."""
+
+    def clip_(self, most: float) -> Tensor:
+        """Scale gradients down to this norm of all of them together, and return what it was."""
+        return _full(nn.utils.clip_grad_norm_(self.module.parameters(), most))
+
+
+class Parallel(Protocol):
+    """Say what updates ask of the processes that make them together."""
+
+    kind: ClassVar[str]
+    """Its name in settings."""
+    processes: int
+    rank: int
+    """Number of this process, from 0."""
+
+    def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
+        """Return what updates call from now on: the model as it is, its heads and shapes; earlier ones are void."""
+        ...
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a value over all processes."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set in any process, the same in all."""
+        ...
+
+    def first(self, value: Value) -> Value:
+        """Return the first process's value, in all of them."""
+        ...
+
+    def whole(self, *, everywhere: bool = False, moments: bool = False) -> AbstractContextManager[None]:
+        """Make the context in which the model that the engine was made of has its weights.
+
+        Everything but updates wants that: evaluations, checkpoints, events. It has them in the first process, or
+        `everywhere`; with `moments` its optimiser has its state there as well. An engine made inside takes them over.
+        """
+        ...
+
+
+class Alone:
+    """Be the only process: nothing is shared out, nothing asked of others."""
+
+    kind: ClassVar[str] = "none"
+    processes, rank = 1, 0
+
+    def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
+        """Return the model itself, compiled or not."""
+        forward, compiles = _called(model, execution)
+        return Engine(forward, model, optimizer, compiles)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the value."""
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Return the flag."""
+        return flag
+
+    def first(self, value: Value) -> Value:
+        """Return the value."""
+        return value
+
+    def whole(self, *, everywhere: bool = False, moments: bool = False) -> AbstractContextManager[None]:
+        """Change nothing: the model is whole at all times."""
+        return nullcontext()
+
+
+class _Several:
+    """Talk with the other processes of the group."""
+
+    def __init__(self):
+        self.rank, self.processes = group_place()
+        # Beside the group of gradients: the host's own messages go by gloo, and wait for what the first one does alone.
+        self._talk = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=PATIENCE))
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a value over all processes, on its device."""
+        total = value.clone()
+        distributed.all_reduce(total)
+        return total / self.processes
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set in any process."""
+        raised = torch.tensor(int(flag))
+        distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._talk)
+        return bool(raised)
+
+    def first(self, value: Value) -> Value:
+        """Return the first process's value."""
+        message: list[Any] = [value]
+        distributed.broadcast_object_list(message, src=0, group=self._talk)
+        return message[0]
+
+
+class Replicas(_Several):
+    """Hold the whole model in every process; gradients are averaged while the last backward pass of an update runs."""
+
+    kind: ClassVar[str] = "ddp"
+
+    def __init__(self):
+        super().__init__()
+        self._wrapper: DistributedDataParallel | None = None
+
+    def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
+        """Wrap the model anew: gradient buckets have the shapes that its parameters have now."""
+        forward, compiles = _called(model, execution)
+        self._wrapper = None
+        gc.collect()  # the hooks of the old wrapper go with it, and it is in a cycle
+        device = execution.device
+        self._wrapper = DistributedDataParallel(
+            _Calling(model, forward),
+            device_ids=None if device.type == "cpu" else [torch.cuda.current_device()],
+            gradient_as_bucket_view=True,
+            **_BUFFERS_STAY,
+        )
+        return Engine(self._wrapper, model, optimizer, compiles, apart=self._wrapper.no_sync)
+
+    def whole(self, *, everywhere: bool = False, moments: bool = False) -> AbstractContextManager[None]:
+        """Change nothing: the model is whole at all times."""
+        return nullcontext()
+
+
+_BUFFERS_STAY: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    # the name before PyTorch 2.13
+    else "broadcast_buffers": False
+}
+"""The tables of frozen heads are the same in every process and stay as they are: no forward pass need send them."""
+
+
+class Shards(_Several):
+    """Hold a share of every weight and moment; layers are put together while they compute (PyTorch's FSDP2).
+
+    The model that the engine is made of keeps its structure, and no weights: its parameters read as NaN but inside
+    `whole`. A copy of it is sharded and trained.
+    """
+
+    kind: ClassVar[str] = "fsdp"
+    _model: nn.Module
+    _optimizer: AdamW
+    _engine: Engine
+    """The newest, made of these."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._mesh = init_device_mesh(device.type, (self.processes,))
+
+    def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
+        """Shard a copy of the model with its optimiser, and let go of the weights and moments that were handed in.
+
+        In bf16 the layers' weights are sent and used in bfloat16, their gradients added up in float32; embedding and
+        final norm stay in float32, and so does the residual stream.
+
+        Raises UnsupportedError for what `check_shards` refuses.
+        """
+        frozen = [site.frozen for site in adapter_for(model).sites() if site.frozen is not None]
+        check_shards(execution, trained_patterns=any(heads.trainable for heads in frozen))
+        sharded = _sharing_weights(model)
+        low, policy = execution.precision == "bf16", MixedPrecisionPolicy()
+        if low:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        empty = {parameter for parameter in sharded.parameters() if not parameter.numel()}
+        for parameter in empty:  # FSDP2 takes none; they have nothing to train
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(torch.bfloat16 if low else parameter.dtype)
+        for layer in [module for module in sharded.modules() if isinstance(module, DecoderLayer)]:
+            fully_shard(layer, mesh=self._mesh, mp_policy=policy, ignored_params=empty)
+        fully_shard(sharded, mesh=self._mesh, ignored_params=empty)
+        own = dict(zip(model.parameters(), sharded.parameters(), strict=True))
+        shares = _sharded_optimizer(optimizer, own, self._mesh)
+        self._model, self._optimizer = model, optimizer
+        self._engine = Engine(sharded, sharded, shares, compiles=False, gradients=self._gradients)
+        self._let_go_()
+        return self._engine
+
+    @contextmanager
+    def whole(self, *, everywhere: bool = False, moments: bool = False) -> Iterator[None]:
+        """Gather the weights, and with `moments` the optimiser's state, in the first process or `everywhere`."""
+        before, keeps = self._engine, everywhere or self.rank == 0
+        for parameter, share in self._shares():
+            full = _full(share.detach())
+            if keeps:
+                parameter.data = full.to(parameter.dtype)
+        if moments:
+            self._gather_moments_(keeps)
+        try:
+            yield
+        finally:
+            if self._engine is before:
+                self._let_go_()
+
+    def _shares(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield every parameter of the model with the sharded one that is trained in its place."""
+        yield from zip(self._model.parameters(), self._engine.module.parameters(), strict=True)
+
+    def _gather_moments_(self, keeps: bool) -> None:
+        """Give the whole model's optimiser the state that the sharded one has, and its learning rate."""
+        shares = self._engine.optimizer
+        for group in self._optimizer.param_groups:
+            group["lr"] = shares.param_groups[0]["lr"]
+        step = next((state["step"] for state in shares.state.values()), None)
+        for parameter, share in self._shares():
+            state = {name: _full(value) for name, value in shares.state.get(share, {}).items()}
+            if step is not None and not state:  # without elements, it was not sharded
+                state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")} | {"step": step}
+            if keeps and state:
+                self._optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}
+
+    def _let_go_(self) -> None:
+        """Free the whole weights and moments: what is read outside of `whole` is NaN."""
+        self._optimizer.state.clear()
+        for parameter, _ in self._shares():
+            parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
+            parameter.grad = None
+
+    @contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """Let the model's query and key weights have their gradients, in every process."""
+        shares = dict(self._shares())
+        read = [site.projections()[role][0] for site in adapter_for(self._model).sites() for role in ("query", "key")]
+        for parameter in read:
+            gradient = shares[cast(nn.Parameter, parameter)].grad
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else _full(gradient)
+        try:
+            yield
+        finally:
+            for parameter in read:
+                parameter.grad = None
+
+
+def _sharing_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its weights' memory, and leaves out the rows kept for undoing."""
+    kept: dict[int, Any] = {id(parameter): nn.Parameter(parameter.data) for parameter in model.parameters()}
+    for site in adapter_for(model).sites():
+        kept[id(site.removed)] = {}
+    return copy.deepcopy(model, kept)
+
+
+def _sharded_optimizer(optimizer: AdamW, own: Mapping[nn.Parameter, nn.Parameter], mesh: DeviceMesh) -> AdamW:
+    """Return an AdamW of the sharded parameters with the settings and the state that `optimizer` has."""
+    groups = [
+        {**group, "params": [own[parameter] for parameter in group["params"] if parameter.numel()]}
+        for group in optimizer.param_groups
+    ]
+    found = AdamW([group for group in groups if group["params"]], fused=True)
+    for parameter, share in own.items():
+        if parameter.numel() and parameter in optimizer.state:
+            found.state[share] = {
+                name: distribute_tensor(value, mesh, cast(DTensor, share).placements, src_data_rank=None)
+                if value.shape == parameter.shape
+                else value.clone()
+                for name, value in optimizer.state[parameter].items()
+            }
+    return found
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """Return a tensor put together from its shards, or itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class _Calling(nn.Module):
+    """Let a wrapper see a model's parameters, and call what the model compiles to."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]):
+        super().__init__()
+        self.model = model
+        self._compute = (forward,)  # in a tuple, a module is not taken for a part of this one
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        """Call it."""
+        return self._compute[0](*inputs, **named)
+
+
+def _called(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any], bool]:
+    """Return the model as updates call it, compiled as `execution` says, and whether the first call compiles."""
+    if execution.by_layer:
+        by_layer = adapter_for(model).compiled_by_layer()
+        return by_layer, by_layer.new > 0
+    return execution.callable(model, fullgraph=True), execution.compile
+
+
+def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
+    """Raise UnsupportedError for compiled execution and for patterns that are trained: they cannot be sharded yet."""
+    if execution.compile:
+        raise UnsupportedError("parallel='fsdp' runs uncompiled: pass compile='off', or train with parallel='ddp'")
+    if trained_patterns:
+        raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")
+
+
+def parallel_of(
+    kind: ParallelKind, *, parameters: int, execution: Execution, trained_patterns: bool
+) -> tuple[Parallel, str]:
+    """Return how this process trains a model of so many `parameters` beside others, and why so, in words.
+
+    "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
+    more than half of a GPU's memory: then "fsdp".
+
+    Raises:
+        InputError: "none" in a group of several processes, or another kind without a group.
+        UnsupportedError: Shards of what cannot be sharded.
+    """
+    processes = group_place()[1]
+    if kind == "none" and processes > 1:
+        raise InputError(
+            f"parallel='none' trains in one process, and {processes} were started, which would all do the same; start "
+            "one, or leave it out"
+        )
+    if kind in ("ddp", "fsdp") and not in_group():
+        raise InputError(
+            f"parallel={kind!r} trains in a group of processes, and there is none: start "
+            "`torchrun --nproc-per-node N -m saf pretrain ...`"
+        )
+    why = "as asked"
+    if kind == "auto":
+        kind, why = _picked(parameters, execution.device) if processes > 1 else ("none", "one process")
+    if kind == "fsdp":
+        check_shards(execution, trained_patterns=trained_patterns)
+        return Shards(execution.device), why
+    return (Replicas() if kind == "ddp" else Alone()), why
+
+
+def _picked(parameters: int, device: torch.device) -> tuple[ParallelKind, str]:
+    """Return the kind for several processes and the reason."""
+    needed = STATE_BYTES * parameters
+    if device.type != "cuda":
+        return "ddp", "the model is whole in every process"
+    memory = torch.cuda.get_device_properties(device).total_memory
+    told = f"weights, gradients and moments take {gibibytes(needed)} of {gibibytes(memory)}"
+    return ("ddp", told) if needed <= memory / 2 else ("fsdp", f"{told}, more than half")
+
+
+def micro_batches_of_one(accumulation: int, processes: int, *, batch_size: int) -> int:
+    """Return how many of an update's micro-batches each process takes; raise InputError when they cannot be shared out.
+
+    >>> micro_batches_of_one(8, 4, batch_size=2)
+    2
+    """
+    if accumulation % processes:
+        windows = accumulation * batch_size
+        raise InputError(
+            f"an update has accumulation={accumulation} micro-batches of batch_size={batch_size} windows, which "
+            f"{processes} processes cannot share evenly; its {windows} windows can be shared where accumulation is a "
+            f"multiple of {processes}"
+            + (
+                f", such as accumulation={processes} and batch_size={windows // processes}"
+                if windows % processes == 0
+                else ": choose another number of processes"
+            )
+        )
+    return accumulation // processes

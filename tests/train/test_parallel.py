@@ -1,0 +1,346 @@
+"""Two processes train as one does: the same data, losses, heads and checkpoints, and they stop and fail together."""
+
+import copy
+import hashlib
+import json
+import os
+import signal
+import socket
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+import saf
+import saf.freezing.recipe as recipe
+import saf.train.loop as loop
+from saf.errors import DivergenceError, InputError, SafError, UnsupportedError
+from saf.freezing.config import FreezeConfig
+from saf.machine.execution import Execution
+from saf.machine.processes import _ended_peers_told, is_first, joined
+from saf.records.events import read_events
+from saf.records.files import read_json, read_lines, read_tensors
+from saf.schedules import ValidationBudget
+from saf.train import TrainConfig, latest, pretrain
+from saf.train.parallel import micro_batches_of_one, parallel_of
+from saf.train.run import Run
+
+CPU, WORLD = Execution.of("cpu"), 2
+LOSSES = 2e-6
+"""Relative: losses and gradient norms of several processes are sums in another order, in float32."""
+FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
+EVENTS = {"freeze": FREEZE, "schedule": ValidationBudget(begin=0.5, every=0.25), "track_gradients": True}
+"""A freeze that is undone, one that stays, and an update after each."""
+
+LAYER = FreezeConfig(heads=[(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)], max_fit_kl=10.0)
+"""A layer that keeps no query and no key weights."""
+KINDS = ("ddp", "fsdp")
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
+
+
+def dear(run: Run, when: str, real=Run.controller_loss, **more) -> float:
+    """Return the controller loss, as if the first freeze had raised it."""
+    first = not any(event.kind == "undo" for event in run.events)
+    return real(run, when, **more) + (0.5 if first and when in ("after_freeze", "before_undo") else 0.0)
+
+
+def hash_of(run: Run) -> str:
+    """Return the SHA-256 of all parameters, buffers (patterns among them) and moments."""
+    with run.updater.parallel.whole(everywhere=True, moments=True):
+        state = [*run.model.state_dict().values(), *run.model.buffers()]
+        state += [value for of in run.updater.optimizer.state.values() for value in of.values()]
+        return hashlib.sha256(b"".join(map(bytes_of, state))).hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes, of any dtype."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+class Watching:
+    """Keep the run that `pretrain` makes, and do something before an update of it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, before=lambda run: None):
+        real, update = loop.start_run, loop.run_update
+        self.run: Run | None = None
+
+        def start(*arguments, **options):
+            self.run = real(*arguments, **options)
+            return self.run
+
+        def updating(run):
+            before(run)
+            return update(run)
+
+        patch.setattr(loop, "start_run", start)
+        patch.setattr(loop, "run_update", updating)
+
+
+def at_update(update: int, action):
+    """Return what does something before an update, numbered from 1."""
+    return lambda run: action(run) if run.update + 1 == update else None
+
+
+def raised(function) -> list[str]:
+    """Return the kind and the words of what a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def process(rank: int, folder: str, port: int, settings: dict) -> None:
+    """Train as one of two processes, one story after the other, and write what came of each."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    told = {}
+
+    def config(name: str, **changes) -> TrainConfig:
+        return TrainConfig(**{**settings, "out": f"{folder}/{name}", **changes})
+
+    def tell() -> None:
+        Path(folder, f"{rank}.json").write_text(json.dumps(told))
+
+    with joined("cpu"):
+        for kind in KINDS:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Run, "controller_loss", dear)
+                watching = Watching(patch)
+                told[kind] = pretrain(config(kind, parallel=kind, **EVENTS))["report_loss"]
+                told[f"{kind} hash"] = hash_of(watching.run)
+            told["writes"] = [watching.run.observer is not None, watching.run.lock is not None]
+        told["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
+        told["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
+        with pytest.MonkeyPatch.context() as patch:
+            signalled = at_update(5, lambda run: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
+            Watching(patch, signalled)
+            told["stopped"] = pretrain(config("stopped", freeze=LAYER))
+        with pytest.MonkeyPatch.context() as patch:
+            Watching(patch, at_update(9, lambda run: rank == 0 and os.kill(os.getpid(), signal.SIGTERM)))
+            told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
+        told["resumed"] = pretrain(config("begun", freeze=LAYER), resume=True)["report_loss"]
+        told["trained"] = raised(
+            lambda: pretrain(config("trained", freeze=FreezeConfig(rate=0.5, trainable=True), parallel="fsdp"))
+        )
+        with pytest.MonkeyPatch.context() as patch:
+
+            def poison(run):
+                if rank == 1:
+                    forward = run.updater.forward
+                    run.updater.forward = lambda *inputs, **named: forward(*inputs, **named) * float("nan")
+
+            watching = Watching(patch, at_update(4, poison))
+            told["diverged"] = raised(lambda: pretrain(config("diverged")))
+            told["applied"] = watching.run.update
+        with pytest.MonkeyPatch.context() as patch:
+            told["refused"], told["unchanged"] = refused(patch, rank)
+            watching = Watching(patch)
+            told["event"] = raised(lambda: pretrain(config("refused", freeze=FREEZE)))
+            told["frozen"] = sum(layer.layout.num_frozen for layer in watching.run.model.attention_layers())
+        tell()
+        with pytest.MonkeyPatch.context() as patch:
+            Watching(patch, at_update(3, lambda run: os._exit(9) if rank == 1 else None))
+            told["lost"] = raised(lambda: joined_again(lambda: pretrain(config("lost"))))
+            tell()
+        os._exit(0)  # the group is broken: nothing is left to leave in order
+
+
+def joined_again(work) -> None:
+    """Do work as `joined` does it in a process that torchrun started."""
+    with _ended_peers_told():
+        work()
+
+
+def refused(patch: pytest.MonkeyPatch, rank: int) -> tuple[list[str], bool]:
+    """Let installation fail in the second process; return what `freeze_` raises, and whether the model is as before."""
+    real = recipe.install_
+
+    def failing(*arguments, **options):
+        if rank == 1:
+            raise UnsupportedError("no room for the tables")
+        real(*arguments, **options)
+
+    patch.setattr(recipe, "install_", failing)
+    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=16))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    before = copy.deepcopy(model.state_dict())
+    batch = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+    error = raised(lambda: saf.freeze_(model, [batch], FREEZE))
+    after = model.state_dict()
+    return error, after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.fixture(scope="module")
+def stories(data, tmp_path_factory):
+    """The folder of the runs of two processes, what each told, and a function that makes settings in that folder."""
+    folder = tmp_path_factory.mktemp("parallel")
+    settings = {
+        "data": str(data),
+        "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
+        "length": 32,
+        "batch_size": 2,
+        "accumulation": 4,
+        "updates": 12,
+        "peak_lr": 3e-3,
+        "eval_every": 4,
+        "eval_windows": 4,
+        "save_every": 3,
+        "calibration_sequences": 4,
+        "tensorboard": False,
+        "quiet": True,
+        "device": "cpu",
+    }
+
+    def config(name: str, **changes) -> TrainConfig:
+        return TrainConfig(**{**settings, "out": str(folder / name), **changes})
+
+    with pytest.MonkeyPatch.context() as patch:
+        Watching(patch, at_update(4, lambda run: os.kill(os.getpid(), signal.SIGTERM)))
+        assert pretrain(config("begun", freeze=LAYER))["stopped_at"] == 4
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = get_context("spawn")
+    processes = [context.Process(target=process, args=(rank, str(folder), port, settings)) for rank in range(WORLD)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join(120)
+    assert [each.exitcode for each in processes] == [0, 9]
+    return folder, [read_json(folder / f"{rank}.json") for rank in range(WORLD)], config
+
+
+def numbers(folder: Path) -> list[float]:
+    """Return the losses and gradient norms of a run."""
+    return [line[name] for line in read_lines(folder / "metrics.jsonl") for name in ("loss", "grad_norm")]
+
+
+@pytest.fixture(scope="module")
+def whole(stories):
+    """The folder of a run that one process made from its first to its last update."""
+    config = stories[2]("whole", freeze=LAYER)
+    pretrain(config)
+    return Path(config.out)
+
+
+@pytest.fixture(scope="module")
+def eventful(stories):
+    """The folder and the report's loss of a run of one process across a freeze, its undo and another freeze."""
+    config = stories[2]("eventful", **EVENTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "controller_loss", dear)
+        return Path(config.out), pretrain(config)["report_loss"]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights and moments of a run's last checkpoint; hashes of patterns, which are integers, left out."""
+    names = ("model.safetensors", "optimizer.safetensors")
+    path = latest(folder / "checkpoints")
+    found = {f"{name} {key}": tensor for name in names for key, tensor in read_tensors(path / name).items()}
+    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_heads_are_those_of_one_process_across_a_freeze_and_an_undo(stories, eventful, kind):
+    folder, (first, second), _ = stories
+    alone, report = eventful
+    assert numbers(folder / kind) == pytest.approx(numbers(alone), rel=LOSSES)
+    together, one = (read_events(path) for path in (folder / kind, alone))
+    assert [(event.kind, event.update, event.heads) for event in together] == [
+        (event.kind, event.update, event.heads) for event in one
+    ]
+    assert {"freeze", "undo"} == {event.kind for event in together}
+    assert any(event.kind == "freeze" and event.undone_by is None for event in together)
+    assert first[kind] == second[kind] == pytest.approx(report, rel=LOSSES)
+    assert read_json(folder / kind / "config.json")["processes"] == WORLD
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_holds_what_one_process_writes(stories, eventful, kind):
+    several, one = tensors(stories[0] / kind), tensors(eventful[0])
+    assert several.keys() == one.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            several[name], tensor, rtol=2e-3, atol=1e-5, msg=lambda words, at=name: f"{at}: {words}"
+        )
+    states = [read_json(latest(path / "checkpoints") / "state.json") for path in (stories[0] / kind, eventful[0])]
+    averages = [state["qk_gradient"]["average"] for state in states]
+    for row, expected in zip(*averages, strict=True):
+        assert row == pytest.approx(expected, rel=1e-3)
+    assert states[0]["optimizer_groups"] == states[1]["optimizer_groups"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_processes_hold_the_same_bits_and_one_writes(stories, kind):
+    folder, (first, second), _ = stories
+    assert first[f"{kind} hash"] == second[f"{kind} hash"]
+    assert (first["writes"], second["writes"]) == ([True, True], [False, False])
+    assert len(read_lines(folder / kind / "metrics.jsonl")) == 12
+
+
+def test_a_signal_to_any_process_stops_all_and_one_process_goes_on(stories, whole):
+    folder, (first, second), config = stories
+    assert first["stopped"] == second["stopped"]
+    assert first["stopped"]["stopped_at"] == 5
+    report = pretrain(config("stopped", freeze=LAYER), resume=True)["report_loss"]
+    assert numbers(folder / "stopped") == pytest.approx(numbers(whole), rel=LOSSES)
+    assert report == pytest.approx(read_json(whole / "result.json")["report_loss"], rel=LOSSES)
+
+
+def test_shards_go_on_where_one_process_stopped_and_replicas_where_shards_did(stories, whole):
+    folder, (first, second), _ = stories
+    assert first["begun"] == second["begun"]
+    assert first["begun"]["stopped_at"] == 9
+    assert numbers(folder / "begun") == pytest.approx(numbers(whole), rel=LOSSES)
+    assert first["resumed"] == second["resumed"]
+    assert read_events(folder / "begun")[0].heads == read_events(whole)[0].heads == [list(head) for head in LAYER.heads]
+
+
+def test_what_cannot_be_shared_out_is_refused_by_all(stories):
+    folder, told, _ = stories
+    for each in told:
+        assert each["uneven"][0] == each["alone"][0] == InputError.__name__
+        assert "2 processes cannot share evenly" in each["uneven"][1]
+        assert "accumulation=2 and batch_size=3" in each["uneven"][1]
+        assert "2 were started" in each["alone"][1]
+        assert each["trained"][0] == UnsupportedError.__name__
+        assert "train them with parallel='ddp'" in each["trained"][1]
+    assert not (folder / "uneven").exists()
+    assert not (folder / "trained").exists()
+
+
+def test_a_loss_that_is_not_finite_in_one_process_stops_all(stories):
+    for each in stories[1]:
+        assert each["diverged"][0] == DivergenceError.__name__
+        assert "update 4 was not applied" in each["diverged"][1]
+        assert each["applied"] == 3
+
+
+def test_where_one_process_cannot_install_none_does(stories):
+    folder, told, _ = stories
+    for each in told:
+        assert each["refused"] == each["event"] == [UnsupportedError.__name__, "no room for the tables"]
+        assert each["unchanged"]
+        assert each["frozen"] == 0
+    assert read_events(folder / "refused") == []
+
+
+def test_a_process_that_ends_takes_the_others_along(stories):
+    kind, words = stories[1][0]["lost"]
+    assert kind == SafError.__name__
+    assert "process 0 of 2 lost another one" in words
+
+
+def test_without_a_group_a_process_is_alone():
+    assert is_first()
+    assert parallel_of("auto", parameters=1, execution=CPU, trained_patterns=False)[0].processes == 1
+    with pytest.raises(InputError, match="torchrun --nproc-per-node"):
+        parallel_of("ddp", parameters=1, execution=CPU, trained_patterns=False)
+    assert micro_batches_of_one(8, 4, batch_size=1) == 2
+    with pytest.raises(InputError, match="choose another number of processes"):
+        micro_batches_of_one(1, 3, batch_size=2)
