@@ -8,16 +8,21 @@ MEAN = {"freeze.strict": True}
 RANDOM = {"freeze.score": "random", "freeze.match": "variance"}
 
 
+PRUNED = {"freeze.operation": "prune"}
+
+
 def _arm(name: str, rate: float, settings: dict, *paper: str, at: float = 0.5) -> Arm:
     """An arm at 25% or 50%, with the paper's perplexity, intervention and, where it has one, difference."""
     moment = "" if at == 0.5 else ", early"
     numbers = dict(zip(("perplexity", "intervention", "difference"), paper, strict=False))
+    mean, same = f"mean + variance ({rate:.0%})", settings is PRUNED
     return Arm(
         name=f"{name} ({rate:.0%}{moment})",
         parent="ordinary",
         at=at,
-        settings={"freeze.rate": rate, **settings},
-        against=f"mean + variance ({rate:.0%})" if "difference" in numbers else None,
+        settings=settings if same else {"freeze.rate": rate, **settings},
+        heads=mean if same else None,
+        against=mean if "difference" in numbers else None,
         paper=numbers,
     )
 
@@ -29,10 +34,15 @@ RECIPE = Recipe(
         Arm(name="ordinary", reference=None, paper={"perplexity": "23.896 ± 0.038"}),
         _arm("mean + variance", 0.25, MEAN, "24.054 ± 0.041", "54.9 ± 6.0"),
         _arm("mean + variance", 0.5, MEAN, "24.492 ± 0.035", "46.3 ± 1.2"),
+        _arm("pruning + variance", 0.25, PRUNED, "24.088 ± 0.042", "46.3 ± 3.1", "+0.1428 ± 0.0040"),
+        _arm("pruning + variance", 0.5, PRUNED, "24.621 ± 0.049", "50.8 ± 5.8", "+0.5378 ± 0.0622"),
         _arm("mean + random", 0.25, RANDOM, "24.202 ± 0.033", "53.7 ± 5.6", "+0.6186 ± 0.0743"),
         _arm("mean + random", 0.5, RANDOM, "24.763 ± 0.026", "57.5 ± 2.8", "+1.1344 ± 0.0695"),
         _arm("mean + variance", 0.25, MEAN, "24.080 ± 0.037", "49.2 ± 4.1", "+0.1085 ± 0.0170", at=0.25),
     ),
     columns=("perplexity", "delta", "difference", "minutes", "intervention", "heads"),
-    notes=("The difference is that from mean + variance halfway, at the same rate.",),
+    notes=(
+        "The difference is that from mean + variance halfway, at the same rate. Pruned arms have exactly its heads, "
+        "and measure as it does.",
+    ),
 )

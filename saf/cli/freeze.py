@@ -14,7 +14,7 @@ from saf.settings import FLAT
 
 @dataclass(kw_only=True)
 class Freeze(Command):
-    """Calibrate, choose, fit and install frozen heads in a checkpoint, and write the result as a new checkpoint.
+    """Calibrate, choose, fit and install frozen heads in a checkpoint, or prune them; write the result as a new one.
 
     The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there.
     """

@@ -1,4 +1,4 @@
-"""`saf pretrain`: train one arm, ordinary or frozen."""
+"""`saf pretrain`: train one arm, ordinary, frozen or pruned."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -126,16 +126,17 @@ def _table(result: dict[str, Any]) -> Table:
         "whole run": _whole_run(result["time"]),
     }
     if event:
-        more, in_all = len(event["heads"]), len(result["provenance"]["heads"])
-        rows["heads frozen"] = f"{more} after update {event['update']:,}"
+        more, in_all = len(event["heads"]), sum(len(result["provenance"][kind]) for kind in ("heads", "pruned"))
+        row = f"heads {result['arm']}"
+        rows[row] = f"{more} after update {event['update']:,}"
         if event["events"] > 1:
-            rows["heads frozen"] = f"{more} by {event['events']} events, the first after update {event['update']:,}"
+            rows[row] = f"{more} by {event['events']} events, the first after update {event['update']:,}"
         elif in_all > more:
-            rows["heads frozen"] = f"{more} more after update {event['update']:,}, {in_all} in all"
+            rows[row] = f"{more} more after update {event['update']:,}, {in_all} in all"
         if result["trainable_pattern_parameters"]:
             rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"
         rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
     if event.get("loss_before") is not None:
-        rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after freezing"
+        rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after"
     rows["checkpoint"] = result["checkpoint"]
     return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)

@@ -12,7 +12,7 @@ from saf.data import TokenData
 from saf.errors import InputError
 from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
-from saf.experiments.recipe import open_recipes, scale_named
+from saf.experiments.recipe import open_recipes, read_tokens, scale_named
 from saf.experiments.render import render
 from saf.experiments.store import Store
 from saf.records.paths import Kind, expect
@@ -36,6 +36,8 @@ class Report(Command):
     of recipes."""
     scale: str = "small"
     """Of the runs of a recipe."""
+    tokens: str | None = None
+    """Of the runs of a recipe, as `saf run --tokens` names them."""
     store: Path = Path("runs/recipes")
     """Of a recipe's records."""
     data: Path | None = None
@@ -79,7 +81,8 @@ class Report(Command):
         store = Store(self.store).open(write=False)
         trains = any(recipe.arms for recipe in recipes.values())
         data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint() if trains else ""
-        made = plan(recipes, scale_named(self.scale), data=data, seeds=self.seeds)
+        scale = scale_named(self.scale).resized(None if self.tokens is None else read_tokens(self.tokens))
+        made = plan(recipes, scale, data=data, seeds=self.seeds)
         measured = plan_measurements(recipes, made)
         rendered = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         written = [path for table in rendered for path in (table.write(self.out) if self.out else ())]

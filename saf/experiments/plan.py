@@ -147,6 +147,8 @@ class Plan:
         if parent is None:
             flags = merged(self.scale.flags(arm.context), arm.settings)
             flags |= {"seed": seed, "save_at": self.scale.save_at, **({} if compiled else {"compile": "off"})}
+            if arm.more:
+                flags["updates"] += round(arm.more * flags["updates"])
             step, settings = None, flags
         else:
             step = _branch_update(name, arm, self.scale, parent.updates)

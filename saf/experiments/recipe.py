@@ -35,7 +35,8 @@ class Arm:
     at: float = 0.5
     """The share of the parent's updates after which it does."""
     more: float = 0.0
-    """Updates that it adds to its parent's whole schedule, as a share of them; its learning rate begins anew there."""
+    """Updates that it adds to its parent's whole schedule, as a share of them; its learning rate begins anew there.
+    Without a parent, those that it adds to the scale's."""
     match: str | None = None
     """The arm whose time it gets, from its parent on; None trains as many updates as the scale says."""
     heads: str | None = None

@@ -93,6 +93,12 @@ class RecordedRun:
         """Return every head frozen or pruned in the final model in the same way."""
         return sorted(self.frozen_heads + self.pruned_heads)
 
+    @property
+    def heads_in_words(self) -> str:
+        """Return how many heads of the final model are what: "36 frozen", "24 frozen, 12 pruned"."""
+        counts = {"frozen": len(self.frozen_heads), "pruned": len(self.pruned_heads)}
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or f"0 {MADE['freeze']}"
+
     def _heads_of(self, name: str, made: str) -> list[list[int]]:
         provenance = (self.result or {}).get("provenance") or {}
         return [list(head) for head in provenance.get(name) or heads_in_force(self.events, made)]

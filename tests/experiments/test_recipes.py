@@ -27,6 +27,8 @@ def as_config(flags, *, matched: bool = False) -> TrainConfig:
         name.rpartition(".")[2]: value for name, value in flags.items() if name.startswith(f"schedule.{kind}.")
     }
     assert len(values) + len(freeze) + len(of_schedule) + (kind is not None) == len(flags)
+    if "freeze_at" in values:
+        kind, of_schedule = "one_time", {"at": values.pop("freeze_at")}
     if kind is not None:
         values["schedule"] = SCHEDULES[kind](**of_schedule)
     values |= {"parent": "parent", "match_time": "reference"} if matched else {}

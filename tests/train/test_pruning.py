@@ -17,13 +17,15 @@ from saf.freezing.config import FreezeConfig
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
+from saf.report.runs.page import write_report
+from saf.report.runs.picture import write_picture
 from saf.schedules import Freeze, Gradual, OneTime, Prune, TrainLoss, Undo, ValidationBudget, train_loss
 from saf.schedules.train_loss import TrainLossProposer
 from saf.tasks import TASKS
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 from saf.train.run import Run
 from tests.surgery.test_prune import Small, rows_of
-from tests.train.killed import Killed, die_at
+from tests.train.killed import killed_and_resumed, told
 from tests.train.test_events import Listed
 
 PRUNE = FreezeConfig(operation="prune", rate=0.5)
@@ -34,36 +36,7 @@ def pruned(checkpoint) -> list[list[int]]:
     return adapter_for(load_model(checkpoint)).heads("pruned").to_list()
 
 
-def told(folder):
-    return [
-        (event.number, event.kind, event.update, len(event.heads), event.undone_by) for event in read_events(folder)
-    ]
-
-
-def killed_and_resumed(config, monkeypatch, module, name, call):
-    with monkeypatch.context() as patch:
-        die_at(patch, module, name, call)
-        with pytest.raises(Killed):
-            pretrain(config)
-    return pretrain(config, resume=True)
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
-    """Return a function that trains settings once for all tests and returns the run's folder."""
-    done = {}
-
-    def run(config, key):
-        if key not in done:
-            config.out = str(tmp_path_factory.mktemp("pruning") / key)
-            pretrain(config)
-            done[key] = config.out
-        return Path(done[key])
-
-    return run
-
-
-def test_a_run_prunes_what_it_would_freeze_and_says_so(settings, finished, outcome, capsys):
+def test_a_run_prunes_what_it_would_freeze_and_says_so(settings, finished):
     folder = finished(settings(freeze=PRUNE, keep=0), "pruned")
     frozen = finished(settings(freeze=FREEZE, keep=0), "frozen")
     (event,), (beside,) = read_events(folder), read_events(frozen)
@@ -111,6 +84,26 @@ def test_a_pruned_arm_is_the_same_as_one_run_that_prunes_and_goes_on_as_a_parent
     assert outcome(later.out)["model.safetensors"] == outcome(single)["model.safetensors"]
 
 
+def test_the_page_and_the_tables_speak_of_pruned_heads(settings, finished, tmp_path, capsys):
+    runs = [finished(settings(), "ordinary"), finished(settings(freeze=PRUNE, keep=0), "pruned")]
+    page = write_report(runs, tmp_path).read_text()
+    for words in ("Pruning 4 of 8 attention heads", "Which heads were pruned<", "What pruning itself took", "4 pruned"):
+        assert words in page, words
+    assert "Heads were pruned after update 6 of 12." in page
+    assert "4 heads pruned: one_time: update 6 is done" in page
+    drawn = write_picture(runs, tmp_path / "runs.svg").read_text()
+    for words in ("4 of 8 heads pruned, those of lowest variance", "Pruned minus ordinary", "heads pruned at 6"):
+        assert words in drawn, words
+    assert ".pruned{stroke:" in drawn
+    assert "4 of 8 pruned" in page
+    assert main(["compare", *map(str, runs)]) == 0
+    assert main(["inspect", str(runs[1])]) == 0
+    assert "0 of 8 frozen; 4 pruned: " in " ".join(capsys.readouterr().out.split())
+    mixed = RecordedRun.open(runs[1])
+    mixed.result["provenance"]["heads"] = [[0, 0]]
+    assert mixed.heads_in_words == "1 frozen, 4 pruned"
+
+
 @pytest.mark.parametrize("score", ["gate_taylor", "random"])
 def test_a_run_prunes_by_the_score_that_it_is_told(settings, score):
     freeze = replace(PRUNE, score=score, match="variance" if score == "random" else None, seed=3)
@@ -129,6 +122,24 @@ def test_the_heads_of_another_arm_are_named_by_its_folder_or_its_record(settings
     words = f"--parent {parent} --out {out} --freeze.operation prune --freeze.heads {frozen} --quiet"
     assert main(["pretrain", *words.split()]) == 0
     assert read_json(Path(out) / "result.json")["provenance"]["pruned"] == [list(head) for head in heads]
+
+
+def test_a_checkpoint_is_pruned_by_the_command_and_trained_on(settings, finished, tmp_path, capsys):
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    words = f"{parent} --operation prune --rate 0.5 --sequences 4 --out {tmp_path / 'made'} --device cpu"
+    assert main(["freeze", *words.split()]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 8 heads pruned by variance" in said
+    assert "fit KL" not in said
+    (event,) = read_events(tmp_path / "made")
+    assert (event.kind, pruned(tmp_path / "made")) == ("prune", event.heads)
+    assert event.heads == read_events(finished(settings(freeze=PRUNE, keep=0), "pruned"))[0].heads
+    arm = continue_from(tmp_path / "made", out=settings("on").out)
+    result = pretrain(arm)
+    assert (result["arm"], result["provenance"]["pruned"]) == ("pruned", event.heads)
+    assert [each.values["inherited"] for each in read_events(arm.out)] == [True]
+    assert main(["freeze", *words.split(), "--backend", "toeplitz"]) == 2
+    assert "leave backend out" in capsys.readouterr().err
 
 
 GRADUAL = Gradual(begin=0.25, end=0.75, groups=2)

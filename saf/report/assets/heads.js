@@ -31,6 +31,9 @@ function headMap(freeze) {
   repaint = () => { colour(state); detail(state); };
 }
 
+// A state of heads in the words of what was done to them; the names of styles stay.
+const inWords = (freeze, state) => (freeze.kind === 'pruned' ? state.replace('frozen', 'pruned') : state);
+
 function introduction(f) {
   const lowest = scoreName(f.score_name).toLowerCase();
   const measured = f.num_sequences ? `, measured on ${whole(f.num_sequences)} sequences of ${whole(f.length)} tokens` : '';
@@ -38,7 +41,11 @@ function introduction(f) {
   const limit = f.config.max_fit_kl ? ` (more than ${f.config.max_fit_kl} nats)` : '';
   const turned = refused ? ` ${refused === 1 ? 'One head' : `${refused} heads`} scored low enough but fitted too badly${limit} and stayed live.` : '';
   const before = f.scores[f.score_name].flat().filter((value) => value === null).length;
-  const earlier = before ? ` ${before === 1 ? 'One head was' : `${before} heads were`} frozen earlier.` : '';
+  const earlier = before ? ` ${before === 1 ? 'One head was' : `${before} heads were`} ${inWords(f, 'frozen')} earlier.` : '';
+  if (f.kind === 'pruned') {
+    return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${before ? ' among those still live' : ''}${measured}, were removed: `
+      + `from then on the model does without them.${earlier} Choose a square to see that head.`;
+  }
   return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${before ? ' among those still live' : ''}${measured}, attend almost the same way whatever they read; `
     + `from then on they use one fixed pattern.${turned}${earlier}${f.patterns ? '' : ' The patterns themselves were not kept beside this run.'} Choose a square to see that head.`;
 }
@@ -74,7 +81,7 @@ function grid(state) {
   });
   const labels = [
     svg('text', { class: 'x-title', x: left, y: 11, text: 'head →, layer ↓' }),
-    svg('text', { class: 'x-title', x: width, y: 11, 'text-anchor': 'end', text: 'frozen' }),
+    svg('text', { class: 'x-title', x: width, y: 11, 'text-anchor': 'end', text: inWords(freeze, 'frozen') }),
   ];
   const frame = svg('svg', { class: 'headmap', viewBox: `0 0 ${width} ${height}`, role: 'grid', 'aria-label': 'Heads, a row for each layer. Arrow keys move between heads.', style: `max-width:${width * 1.3}px` },
     [svg('g', { 'aria-hidden': true }, [...labels, ...head]), ...rows]);
@@ -122,7 +129,7 @@ function colour(state) {
     cell.querySelector('.body').style.fill = rgb ? css(rgb) : 'transparent';
     cell.querySelectorAll('.flake').forEach((line) => { line.style.stroke = rgb && luminance(rgb) < 0.5 ? '#fff' : '#08222f'; });
     const rank = value === null ? '' : `, rank ${state.ranks[state.score][key(l, h)]} of ${state.freeze.layers * state.freeze.heads}`;
-    cell.setAttribute('aria-label', `Layer ${l}, head ${h}: ${headState(state, l, h)}, ${scoreName(state.score)} ${short(value)}${rank}`);
+    cell.setAttribute('aria-label', `Layer ${l}, head ${h}: ${inWords(state.freeze, headState(state, l, h))}, ${scoreName(state.score)} ${short(value)}${rank}`);
   }));
   legend(state, stops, low, high, kind);
   rankPlot(state, kind);
@@ -130,7 +137,7 @@ function colour(state) {
 
 function legend(state, stops, low, high, kind) {
   const bar = el('span', { class: 'bar', style: `background:linear-gradient(90deg,${stops.map(css).join(',')})` });
-  const kinds = [['frozen', 'frozen'], ...(Object.keys(state.freeze.rejected).length ? [['rejected', 'fit rejected, stayed live']] : []), ['live', 'live']];
+  const kinds = [['frozen', inWords(state.freeze, 'frozen')], ...(Object.keys(state.freeze.rejected).length ? [['rejected', 'fit rejected, stayed live']] : []), ['live', 'live']];
   document.getElementById('map-legend').replaceChildren(
     el('div', { class: 'ramp' }, [el('span', { text: short(low, 2) }), bar, el('span', { text: short(high, 2) })]),
     el('p', { class: 'ramp-name', text: `${scoreName(state.score)}${kind === 'log' ? ', log scale' : ''}: steady on the left, changing with the text on the right` }),

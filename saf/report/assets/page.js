@@ -43,19 +43,20 @@ function eventMarkers(arms) {
     for (const e of a.events) told.set(e.update, [...(told.get(e.update) || []), `${arms.length > 1 ? `${a.name}: ` : ''}${e.told}`]);
   }
   return [...told].sort((one, other) => one[0] - other[0])
-    .map(([x, lines], i) => ({ x, label: i ? '' : 'heads frozen', title: [`Update ${whole(x)}`, ...lines].join('\n') }));
+    .map(([x, lines], i) => ({ x, label: i ? '' : `heads ${arms.some((a) => a.kind !== 'pruned' && a.events.length) ? 'frozen' : 'pruned'}`, title: [`Update ${whole(x)}`, ...lines].join('\n') }));
 }
 
 function gapChart() {
   const host = document.getElementById('gap');
   if (!host || !DATA.gaps.length) return;
   const chart = el('div', { class: 'figure' });
+  const kinds = [...new Set(DATA.gaps.map((g) => g.kind))].join(' or ');
   const lines = DATA.gaps.flatMap((g) => [{ ...g.raw, color: armColor(g), faint: true }, { ...g.smooth, name: g.name, color: armColor(g) }]);
   host.replaceChildren(
-    el('h3', { text: 'The same batches, with and without frozen heads' }),
-    el('p', { class: 'intro', text: 'Both arms read the same text in the same order, so most noise cancels in the difference. Above zero, the frozen arm does worse.' }),
+    el('h3', { text: `The same batches, with and without ${kinds} heads` }),
+    el('p', { class: 'intro', text: 'Both arms read the same text in the same order, so most noise cancels in the difference. Above zero, the other arm does worse than the ordinary one.' }),
     chart,
-    el('p', { class: 'small', text: `Frozen minus ordinary training loss; the line is a centred mean over ${whole(DATA.gaps[0].window)} updates.` }),
+    el('p', { class: 'small', text: `${kinds[0].toUpperCase()}${kinds.slice(1)} minus ordinary training loss; the line is a centred mean over ${whole(DATA.gaps[0].window)} updates.` }),
   );
   lineChart(chart, lines, {
     height: 240, zero: true, yLabel: 'Difference in training loss, nats per token', xLabel: 'update', xName: 'Update',

@@ -15,7 +15,7 @@ from saf.records.table import Cell, Table
 from saf.report.page import page, section, text
 from saf.report.runs.page_data import arm_data, freeze_data, gap_data
 from saf.report.runs.picture import picture
-from saf.report.runs.summary import dek, headline, key_figures, probe_sentence, warning
+from saf.report.runs.summary import dek, doing, headline, key_figures, past_of, probe_sentence, warning
 
 _SCRIPTS = ("theme.js", "draw.js", "chart.js", "heads.js", "rank.js", "detail.js", "page.js")
 _HEADS = """
@@ -93,9 +93,10 @@ def _sections(
     if data["freezes"]:
         still = f"{_STILL}: with them every head can be chosen, and shows its pattern."
         drawn = base64.b64encode(picture(runs).encode()).decode()
-        words = "Which heads froze, and what training did"
+        words = f"Which heads {past_of(runs)}, and what training did"
         figure = f'<img class="still" src="data:image/svg+xml;base64,{drawn}" alt="{words}">'
-        parts.append(section("heads", "Which heads froze, and into what", f"{_HEADS}{_without(still, figure)}"))
+        into = ", and into what" if any(run.frozen_heads for run in runs) else ""
+        parts.append(section("heads", f"Which heads {past_of(runs)}{into}", f"{_HEADS}{_without(still, figure)}"))
     if any(arm["raw"]["x"] for arm in data["arms"]):
         still = "The curves of training are drawn by scripts, which do not run here."
         still += " Those of losses stand beside the map of heads above." * bool(data["freezes"])
@@ -105,7 +106,7 @@ def _sections(
             section("training", "What training did", f"{told}{_TRAINING}{_without(still)}{events_table(runs, names)}")
         )
     table = arms_table(runs, names, comparisons).html()
-    parts.append(section("arms", "Cost and saving", table + _costs(data["freezes"])))
+    parts.append(section("arms", "Cost and saving", table + _costs(data["freezes"], runs)))
     parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
     return "\n".join(parts)
 
@@ -134,14 +135,14 @@ def _without(words: str, figure: str = "") -> str:
     return f'<noscript><p class="intro">{words}</p>{figure}</noscript>'
 
 
-def _costs(freezes: Sequence[dict[str, Any]]) -> str:
-    """Return bars of the seconds that each part of each freezing took, to one scale; nothing without any."""
+def _costs(freezes: Sequence[dict[str, Any]], runs: Sequence[RecordedRun]) -> str:
+    """Return bars of the seconds that each part of each run's events took, to one scale; nothing without any."""
     shown = [freeze for freeze in freezes if freeze["seconds"]]
     if not shown:
         return ""
     longest = max(value for freeze in shown for value in freeze["seconds"].values())
     figures = "".join(_cost(freeze, longest, freeze["name"] if len(shown) > 1 else "") for freeze in shown)
-    return f'<h3>What freezing itself took</h3><div class="all-costs">{figures}</div>'
+    return f'<h3>What {doing(runs)} itself took</h3><div class="all-costs">{figures}</div>'
 
 
 def _cost(freeze: dict[str, Any], longest: float, name: str) -> str:
@@ -182,10 +183,8 @@ def _provenance(run: RecordedRun) -> dict[str, Any]:
     entries |= {f"{role} data": value for role, value in data.items()}
     if entries.get("seed") is not None:
         entries["seed"] = str(entries["seed"])  # a name, as one types it, and no amount
-    entries["heads"] = f"{len(run.frozen_heads)} frozen"
     entries.pop("pruned", None)
-    if run.pruned_heads:
-        entries["heads"] += f", {len(run.pruned_heads)} pruned"
+    entries["heads"] = run.heads_in_words
     evaluation = run.evaluation or {}
     entries["data fingerprint"] = (run.config.get("data") or {}).get("fingerprint")
     entries["evaluation windows"] = evaluation.get("windows_hash")

@@ -26,6 +26,7 @@ def arm_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any]:
     probes = [e for e in run.evaluations if e.get("loss") is not None]
     return {
         "name": name,
+        "kind": run.arm,
         "colour": colour,
         "window": window,
         "raw": curve(updates, losses),
@@ -58,6 +59,7 @@ def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str, colour: str)
     return {
         "name": name,
         "colour": colour,
+        "kind": frozen.arm,
         "window": window,
         "updates": [int(common[0]), int(common[-1])],
         "raw": curve(common, gap),
@@ -66,7 +68,7 @@ def gap_data(ordinary: RecordedRun, frozen: RecordedRun, name: str, colour: str)
 
 
 def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | None:
-    """Return a frozen run's head map: scores, marks, patterns, measured marginals; None without an event."""
+    """Return the head map of a run with frozen or pruned heads: scores, marks, patterns, marginals; None without."""
     if run.freeze is None:
         return None
     freeze, tensors = run.freeze, run.freeze_tensors
@@ -80,6 +82,7 @@ def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | No
         "name": name,
         "colour": colour,
         "update": freeze.get("update"),
+        "kind": run.arm,
         "layers": len(freeze["scores"]),
         "heads": len(freeze["scores"][0]),
         "length": freeze.get("length"),

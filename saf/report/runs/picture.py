@@ -43,7 +43,7 @@ def picture(runs: Sequence[RecordedRun]) -> str:
     comparisons = compare_all(runs, names)
     frozen = [(run, name) for run, name in zip(runs, names, strict=True) if run.freeze is not None]
     if not frozen:
-        raise InputError("the picture shows which heads froze; none of these runs froze any")
+        raise InputError("the picture shows which heads froze or were pruned; none of these runs has any")
     colours = dict(zip(names, arm_colours(runs), strict=True))
     run, name = frozen[0]
     freeze = freeze_data(run, name, colours[name]) or {}
@@ -57,7 +57,10 @@ def picture(runs: Sequence[RecordedRun]) -> str:
     parts.append(f'<g transform="translate(0 {above})">{_map(freeze, name if len(frozen) > 1 else "")}')
     parts.append(_curves("Training loss, nats per token", arms, top=112, height=150, start=0.1))
     if gaps and gaps[0]:
-        parts.append(_curves("Frozen minus ordinary, the same batches", gaps, top=318, height=104, zero=True))
+        kinds = " or ".join(sorted({gap["kind"] for gap in gaps if gap}))
+        parts.append(
+            _curves(f"{kinds.capitalize()} minus ordinary, the same batches", gaps, top=318, height=104, zero=True)
+        )
     further = sorted({name for name in colours.values() if name.startswith("pruned")})
 
     def rules(scheme: int) -> str:
@@ -90,7 +93,7 @@ def _map(freeze: dict[str, Any], run: str) -> str:
     earlier = sum(value is None for row in scores for value in row)
     more, in_all = (" more", f"; {earlier + len(frozen)} in all") if earlier else ("", "")
     score = name.replace("_", " ")
-    told = f"{len(frozen)}{more} of {layers * heads} heads frozen, those of lowest {score}{in_all}"
+    told = f"{len(frozen)}{more} of {layers * heads} heads {freeze['kind']}, those of lowest {score}{in_all}"
     parts = [
         label(0, 62, f"{run}: {told}" if run else told, css="name"),
         label(0, 82, "rows are layers; blue: steady, orange: changing with the text", css="small"),
@@ -153,7 +156,9 @@ def _events(curves: Sequence[dict[str, Any]], panel: Panel) -> list[str]:
         x, top = panel.at((update, panel.upward.low))[0], panel.y
         parts.append(f'<line class="event" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + panel.height}"/>')
         if update in first:
-            parts.append(label(x + 6, top + 14, f"heads frozen at {update:,}", css="small name"))
+            pruned = all(c["kind"] == "pruned" for c in curves if c.get("freeze_update") == update)
+            done = "pruned" if pruned else "frozen"
+            parts.append(label(x + 6, top + 14, f"heads {done} at {update:,}", css="small name"))
     return parts
 
 

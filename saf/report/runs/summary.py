@@ -1,49 +1,72 @@
 """The written parts of a page about runs: headline, key figures, and what to read with care."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saf.evaluate.compare import timing_is_clear
 from saf.evaluate.side_by_side import Comparison, arm_colours
+from saf.heads import EDITED
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
 from saf.report.page import Value, bars, coloured, key_figure, of_arms, shares_of, text, whiskers
 
 Told = tuple[dict[str, Any], str]
-"""The record of a comparison, and the colour of its frozen arm."""
+"""The record of a comparison, and the colour of its frozen or pruned arm."""
+
+
+def doing(runs: Sequence[RecordedRun]) -> str:
+    """Return what these runs did to heads: freezing, pruning, or freezing and pruning."""
+    return _of_kinds(runs, {"frozen": "freezing", "pruned": "pruning"})
+
+
+def past_of(runs: Sequence[RecordedRun]) -> str:
+    """Return what happened to heads of these runs: they froze, were pruned, or froze or were pruned."""
+    return _of_kinds(runs, {"frozen": "froze", "pruned": "were pruned"}, "or")
+
+
+def _done(runs: Sequence[RecordedRun]) -> str:
+    return _of_kinds(runs, {kind: kind for kind in EDITED}, "or")
+
+
+def _of_kinds(runs: Sequence[RecordedRun], words: Mapping[str, str], joined: str = "and") -> str:
+    """Return the words for what was done to heads of some of the runs; those of freezing where nothing was."""
+    there = {"frozen": any(run.frozen_heads for run in runs), "pruned": any(run.pruned_heads for run in runs)}
+    there |= {run.arm: True for run in runs}
+    return f" {joined} ".join(words[kind] for kind in EDITED if there[kind]) or words["frozen"]
 
 
 def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
-    """Return the main finding as one sentence of HTML, about every frozen run that could be compared."""
+    """Return the main finding as one sentence of HTML, about every frozen or pruned run that could be compared."""
     colours = {id(run): colour for run, colour in zip(runs, arm_colours(runs), strict=True)}
     done = [(c.record, colours[id(c.frozen)]) for c in comparisons if c.record]
     if len(done) > 1:
-        return _several(done)
+        return _several(done, runs)
     if done:
         ((record, _),) = done
         cost = f"<em>{_cost_words(record)}</em>"
         ratio = record["update_time_ratio"]
         speed = f" and made updates <em>{_speed_words(ratio)}</em>" if ratio and timing_is_clear(record) else ""
         comma = "," if "," in cost and speed else ""
-        return f"Freezing {record['heads']} of {record['num_heads']} attention heads {cost}{comma}{speed}"
-    run = next((run for run in runs if run.arm == "frozen"), runs[0])
+        which = f"{record['heads']} of {record['num_heads']} attention heads"
+        return f"{doing(runs).capitalize()} {which} {cost}{comma}{speed}"
+    run = next((run for run in runs if run.arm != "ordinary"), runs[0])
     result = run.result or {}
     perplexity = result.get("report_perplexity")
     after = f"after {number(result.get('updates') or _last_update(run))} updates"
     reached = f"held-out perplexity <em>{number(perplexity)}</em> {after}" if perplexity else f"training {after}"
-    if not run.frozen_heads:
+    if not run.edited_heads:
         return reached[0].upper() + reached[1:]
-    return f"{len(run.frozen_heads)} of {run.num_heads} attention heads frozen: {reached}"
+    return f"{len(run.edited_heads)} of {run.num_heads} attention heads {_done([run])}: {reached}"
 
 
-def _several(done: Sequence[Told]) -> str:
+def _several(done: Sequence[Told], runs: Sequence[RecordedRun]) -> str:
     """Return the opening words about several arms: heads, cost in perplexity, and speed where it is clear."""
     heads, totals = ([str(record[name]) for record, _ in done] for name in ("heads", "num_heads"))
     # Arms of one model at different rates are told apart by their heads, others by their order alone.
     frozen = heads if len(set(heads)) == len(heads) else list(dict.fromkeys(heads))
     which = f"{_listed(frozen)} of {totals[0]} attention heads" if len(set(totals)) == 1 else "attention heads"
     cost = _listed([coloured(signed(record["delta_ppl_percent"]), colour) for record, colour in done])
-    words = f"Freezing {which} changed perplexity by {cost}"
+    words = f"{doing(runs).capitalize()} {which} changed perplexity by {cost}"
     if all(record["update_time_ratio"] and timing_is_clear(record) for record, _ in done):
         ratios = [coloured(f"{record['update_time_ratio']:.2f}×", colour) for record, colour in done]
         words += f", with updates {_listed(ratios)} as fast"
@@ -59,9 +82,10 @@ def dek(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
     """Return the paragraph under the headline: the same finding with its uncertainty and its conditions."""
     found = [c for c in comparisons if c.record]
     if not found:
-        if not any(run.frozen_heads for run in runs):
+        if not any(run.edited_heads for run in runs):
             return "An ordinary run: every head computes attention. A frozen run beside it shows what freezing costs."
-        return "No ordinary arm to compare with, so what freezing cost and saved cannot be told from this page alone."
+        what = f"what {doing(runs)} cost and saved"
+        return f"No ordinary arm to compare with, so {what} cannot be told from this page alone."
     records = [c.record for c in found if c.record]
     first = records[0]
     changes = [
@@ -76,7 +100,7 @@ def dek(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
         sentences.append(f"{'Both' if len(found) == 1 else 'All'} runs see the same text in the same order.")
     updates = {(c.frozen.freeze_update, c.frozen.finished_result()["updates"]) for c in found}
     if len(updates) == 1 and (update := updates.pop())[0] is not None:
-        sentences.append(f"Heads froze after update {update[0]:,} of {update[1]:,}.")
+        sentences.append(f"Heads {past_of(runs)} after update {update[0]:,} of {update[1]:,}.")
     return " ".join(sentences)
 
 
@@ -116,7 +140,7 @@ def key_figures(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) 
     colours = {id(run): colour for run, colour in zip(runs, arm_colours(runs), strict=True)}
     found = [c for c in comparisons if c.record]
     if not found:
-        run = next((run for run in runs if run.arm == "frozen"), runs[0])
+        run = next((run for run in runs if run.arm != "ordinary"), runs[0])
         return list(filter(None, [*_single(run), _heads([(run, colours[id(run)])])]))
     told = [(c.record or {}, colours[id(c.frozen)]) for c in found]
     heads = [(c.frozen, colours[id(c.frozen)]) for c in found]
@@ -169,19 +193,19 @@ def _memory(told: Sequence[Told]) -> str:
 
 def _heads(arms: Sequence[tuple[RecordedRun, str]]) -> str:
     """Return the key figure of frozen heads: their share, their number, and by which score they were chosen."""
-    arms = [(run, colour) for run, colour in arms if run.frozen_heads and run.num_heads]
+    arms = [(run, colour) for run, colour in arms if run.edited_heads and run.num_heads]
     if not arms:
         return ""
     freeze = arms[0][0].freeze or {}
-    shares = [(len(run.frozen_heads) / run.num_heads, colour) for run, colour in arms]
-    note = f"{_listed([str(len(run.frozen_heads)) for run, _ in arms])} of {arms[0][0].num_heads}"
+    shares = [(len(run.edited_heads) / run.num_heads, colour) for run, colour in arms]
+    note = f"{_listed([str(len(run.edited_heads)) for run, _ in arms])} of {arms[0][0].num_heads}"
     if freeze.get("score_name"):
         note += f", lowest {text(freeze['score_name']).replace('_', ' ')} first"
     if freeze.get("num_sequences"):
         note += f", measured on {freeze['num_sequences']} sequences of {number(freeze.get('length'))} tokens"
     values = [(f"{100 * share:.0f}%", colour) for share, colour in shares]
     words = f"{_listed([value for value, _ in values])} of the heads"
-    return key_figure("Heads frozen", of_arms(values), note, shares_of(shares, words))
+    return key_figure(f"Heads {_done([run for run, _ in arms])}", of_arms(values), note, shares_of(shares, words))
 
 
 def _single(run: RecordedRun) -> list[str]:

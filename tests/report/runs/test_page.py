@@ -200,7 +200,7 @@ def test_the_picture_of_a_later_event_tells_how_many_more_and_in_all(tmp_path):
 
 def test_a_picture_needs_frozen_heads_and_an_svg_name(tmp_path):
     run = write_run(tmp_path / "run")
-    with pytest.raises(InputError, match="none of these runs froze any"):
+    with pytest.raises(InputError, match="none of these runs has any"):
         write_picture([run], tmp_path / "x.svg")
     with pytest.raises(InputError, match=r"ending in \.svg"):
         write_picture([run], tmp_path / "x.png")
