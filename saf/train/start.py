@@ -57,6 +57,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     with agreed():
         task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
         check_freeze(config, execution)
+        if freeze is not None:
+            freeze.check_length(task.length)
         with pinned(config.kernel, execution.device):
             pass  # raises now what it would raise in the first update
         own = latest(folder / "checkpoints") if resume else None
