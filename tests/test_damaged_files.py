@@ -10,6 +10,7 @@ import pytest
 
 from tools.trials.damage import Damage
 from tools.trials.files import FAULTS, Case, World
+from tools.trials.repeated import try_disk
 
 FOUND = [
     ("run", "metrics.jsonl", "swapped"),
@@ -74,3 +75,10 @@ def test_a_share_of_the_trial(world, cases):
     outcomes = {case.words: world.try_(case) for case in random.Random(1).sample(quick, 120)}
     assert {words: what for words, what in outcomes.items() if what.split(":")[0] in FAULTS} == {}
     assert list(outcomes.values()).count("refused") > 90
+
+
+def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path):
+    """Three of some hundred writes: the whole trial takes every one."""
+    found = {words: what for _, words, what in try_disk(tmp_path, 3, 0)}
+    assert set(found.values()) <= {"same bits", "refused, then same bits"}
+    assert len(found) == 3

@@ -4,6 +4,9 @@
     python tools/trial.py inputs --count 600 --commands 0 --seed 3
     python tools/trial.py files               # every kind of file, damaged in every way, then read (some minutes)
     python tools/trial.py files --count 500
+    python tools/trial.py starts              # two runs started together in one folder, 30 times
+    python tools/trial.py kills               # a run killed at any moment and resumed, 60 times
+    python tools/trial.py disk                # a disk that is full at the n-th write, for each n of a run
 
 Prints a table of counts and a line for each fault, and ends with exit code 1 if there is any. What is drawn, is drawn
 from the seed.
@@ -25,10 +28,11 @@ from tools.trials.attempt import Attempt, outcome
 from tools.trials.commands import command_attempts
 from tools.trials.files import try_files
 from tools.trials.inputs import attempts
+from tools.trials.repeated import try_disk, try_kills, try_starts
 
 Found = Iterator[tuple[str, str, str]]
 """Of each trial a group to count it under, its words, and what came of it; a colon follows the name of a fault."""
-FAULTS = ("silent", "traceback", "nameless")
+FAULTS = ("silent", "traceback", "nameless", "lost")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -80,9 +84,16 @@ def _files(asked: argparse.Namespace, root: Path) -> Found:
             yield case.subject.name, case.words, what
 
 
+def _repeated(trial: Callable[[Path, int, int], Found], count: int) -> Callable[[argparse.Namespace, Path], Found]:
+    return lambda asked, root: trial(root, asked.count or count, asked.seed)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Path], Found]] = {
     "inputs": _inputs,
     "files": _files,
+    "starts": _repeated(try_starts, 30),
+    "kills": _repeated(try_kills, 60),
+    "disk": _repeated(try_disk, 0),
 }
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def _full_disk_explained(run: Run, files: str) -> Iterator[None]:
         if (reason := no_room(error)) is None:
             raise
         raise CheckpointError(
-            f"{reason}: the run's {files} could not be written. {run.last_good()}; "
+            f"{reason}: the run's {files} could not be written to {run.folder}. {run.last_good()}; "
             "nothing up to there is lost: make room, then resume"
         ) from error
 
