@@ -22,7 +22,7 @@ from saf.records.paths import Kind, expect
 from saf.records.run import RecordedRun
 from saf.sidecar import check_sums
 from saf.surgery.state import read_pattern
-from saf.train.checkpoint import checkpoints
+from saf.train.checkpoint import step_folders
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of values, where most models run; which one a checkpoint will meet is not known."""
@@ -70,7 +70,7 @@ _EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_af
 def _run(path: Path) -> dict[str, Any]:
     """Return what a run's folder holds, its checkpoints checked."""
     run = RecordedRun.open(path)
-    kept = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
+    kept = [_verified(folder) for folder in step_folders(path / "checkpoints")]
     final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
     return {
         "kind": "run",
@@ -78,6 +78,7 @@ def _run(path: Path) -> dict[str, Any]:
         "verified": all(entry["problem"] is None for entry in kept),
         "arm": run.arm,
         "finished": run.result is not None,
+        "lacks": [*run.lacks, *(words for event in run.events for words in event.lacks)],
         "updates": final.get("updates", last.get("update")),
         "tokens": final.get("tokens", last.get("tokens")),
         "report_perplexity": final.get("report_perplexity"),

@@ -1,5 +1,8 @@
 """Prefill of one shape: compiled, captured as a CUDA graph, replayed."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +10,7 @@ from saf.adapters import adapter_for
 from saf.arguments import check, checked
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
+from saf.machine.execution import own_program
 from saf.ops import for_graphs
 
 
@@ -23,6 +27,18 @@ class LastToken(nn.Module):
         """Return the logits of the token after the prompt."""
         return self._last_logits(self.model, input_ids)
 
+    def compiled(self, *, fullgraph: bool = True) -> Callable[[Tensor], Tensor]:
+        """Return this as a compiled program of its own, which no other one is tried beside, or made more general for.
+
+        Calls and graphs take a program each: frozen layers compute in other ways in them (`saf.ops.for_graphs`).
+        """
+        return partial(torch.compile(own_program(_logits), fullgraph=fullgraph, dynamic=False), self)
+
+
+def _logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Return what a model makes of token ids `[B, T]`."""
+    return model(input_ids)
+
 
 class Prefill:
     """Run a model's prefill at one shape. With few sequences the host is slower than the device: a graph takes it out.
@@ -30,6 +46,7 @@ class Prefill:
     >>> prefill = Prefill(model, batch_size=1, length=4096)  # doctest: +SKIP
     >>> logits = prefill(input_ids)  # [1, 1, vocab_size]  # doctest: +SKIP
 
+    The graph's program is its own: the model, called or compiled by others before or after, runs as it would without.
     The graph holds the weights as they are placed now: make a new one after freezing, loading or moving the model.
     Matrix products of all graphs share scratch memory: replay them one after another, not on two streams at once.
     """
@@ -52,7 +69,7 @@ class Prefill:
         self._input_ids = torch.zeros(self._shape, dtype=torch.long, device=device)
         modes = [(module, module.training) for module in model.modules()]
         last = LastToken(model).eval()
-        forward = torch.compile(last, fullgraph=True) if compile else last
+        forward = last.compiled() if compile else last
 
         def run() -> Tensor:
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):

@@ -18,6 +18,7 @@ from saf.records.files import check_file, read_json, read_tensors, write_json, w
 from saf.records.folders import new_files, no_room
 from saf.records.paths import Kind, expect
 from saf.surgery import apply_, load_weights_, restore_
+from saf.surgery.state import SCHEMA as HEADS_SCHEMA
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
@@ -95,7 +96,7 @@ def load(
                 f"open that model, then saf.load(model, folder), or where save_pretrained wrote its weights here too: "
                 f"{OPENS}, then from_pretrained(folder)"
             )
-        config = GPTConfig.from_dict(read_json(source / CONFIG, error=CheckpointError)["model"])
+        config = GPTConfig.from_dict(_read_shape(source / CONFIG))
         model = GPT.undrawn(config, torch.get_default_device())
     tensors = read_tensors(source / TENSORS, error=CheckpointError)
     if not adapter_for(model).saves_weights:
@@ -114,6 +115,14 @@ def load(
     return model
 
 
+def _read_shape(path: Path) -> dict[str, Any]:
+    """Return what config.json tells of the shape of a model."""
+    record = read_json(path, error=CheckpointError)
+    if record.get("schema") != SCHEMA or not isinstance(record.get("model"), dict):
+        raise CheckpointError(f"{path} has schema {record.get('schema')!r}; expected {SCHEMA!r}, and a model in it")
+    return record["model"]
+
+
 def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]:
     """Return "name: here, saved there" for every setting that is another one; earlier files have saved none."""
     own = adapter.attention_settings()
@@ -128,6 +137,10 @@ def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
     A checkpoint's saf.json has none: its manifest has them. Raises CheckpointError naming the file that differs or is
     missing.
     """
+    if state.get("schema") != HEADS_SCHEMA:
+        raise CheckpointError(
+            f"{folder / STATE}: expected frozen heads of schema {HEADS_SCHEMA!r}; got {state.get('schema')!r}"
+        )
     sums = state.get("sha256", {})
     if not isinstance(sums, dict):
         raise CheckpointError(f"{folder / STATE} is damaged: sha256 must name files and their sums")

@@ -15,6 +15,7 @@ from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
+from saf.records.files import read_json
 from saf.surgery import install_
 from saf.train.checkpoint import save_checkpoint
 from saf.train.optimizer import build_optimizer
@@ -68,7 +69,7 @@ def test_a_file_is_no_folder(tmp_path):
 def test_a_saved_model_may_be_saved_over(tmp_path):
     for _ in range(2):
         saf.save(frozen_model(), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["schema"] == "saf.model/1"
+    assert read_json(tmp_path / "config.json")["schema"] == "saf.model/1"
     saf.load(tmp_path)
 
 
@@ -84,7 +85,7 @@ def test_a_saved_model_may_be_saved_over(tmp_path):
 )
 def test_a_damaged_description_is_named(changes, message, tmp_path):
     saf.save(frozen_model(), tmp_path)
-    state = json.loads((tmp_path / "saf.json").read_text())
+    state = read_json(tmp_path / "saf.json")
     (tmp_path / "saf.json").write_text(json.dumps([] if changes is None else state | changes))
     with pytest.raises(CheckpointError, match=message):
         saf.load(tmp_path)
@@ -102,7 +103,7 @@ def test_a_saved_folder_may_hold_other_things(tmp_path):
 
 def test_frozen_heads_without_their_model_say_whose_they_are(tmp_path):
     saf.save(frozen_model(), tmp_path)
-    state = json.loads((tmp_path / "saf.json").read_text())
+    state = read_json(tmp_path / "saf.json")
     del state["sha256"]["model.safetensors"]  # as saved beside a model of transformers
     (tmp_path / "saf.json").write_text(json.dumps(state))
     (tmp_path / "model.safetensors").unlink()
@@ -168,7 +169,7 @@ def test_heads_keep_the_backend_they_were_saved_with(trainable, tmp_path):
 def test_a_backend_that_cannot_run_here_is_told(tmp_path):
     model, tokens = frozen_model(), torch.randint(0, 40, (2, LENGTH))
     saf.save(model, tmp_path)
-    state = json.loads((tmp_path / "saf.json").read_text())
+    state = read_json(tmp_path / "saf.json")
     state["layers"][0]["backend"] = "fused"
     (tmp_path / "saf.json").write_text(json.dumps(state))
     with pytest.warns(SafWarning, match=r"backend 'fused', which is not used here: .* 'auto' takes its place"):

@@ -1,50 +1,70 @@
-"""Try wrong input of every kind on everything public and on the command line, and count what came of it.
+"""Try what may go wrong, many times over, and count what came of it.
 
-    python tools/trial.py                    # every function, method and setting, and 100 command lines
-    python tools/trial.py --inputs 600 --commands 0 --seed 3
+    python tools/trial.py                     # inputs: every function, method, setting, and 100 command lines
+    python tools/trial.py inputs --count 600 --commands 0 --seed 3
+    python tools/trial.py files               # every kind of file, damaged in every way, then read (some minutes)
+    python tools/trial.py files --count 500
 
-Each call must end in a SafError that names the argument. Prints a table of counts, one line for each that did not, and
-ends with exit code 1 if there is any. The calls are those of `tools/trials`, in an order drawn from the seed.
+Prints a table of counts and a line for each fault, and ends with exit code 1 if there is any. What is drawn, is drawn
+from the seed.
 """
 
 import argparse
+import os
 import random
 import sys
+import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.trials.attempt import Attempt, outcome
 from tools.trials.commands import command_attempts
+from tools.trials.files import try_files
 from tools.trials.inputs import attempts
 
-KINDS = ("refused", "silent", "traceback", "nameless")
+Found = Iterator[tuple[str, str, str]]
+"""Of each trial a group to count it under, its words, and what came of it; a colon follows the name of a fault."""
+FAULTS = ("silent", "traceback", "nameless")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the trial; return how the process ends."""
+    """Run a part of the trial; return how the process ends."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--inputs", type=int, help="calls of functions, methods and settings; all of them if left out")
+    parser.add_argument("part", nargs="?", choices=PARTS, default="inputs")
+    parser.add_argument("--count", type=int, help="how many trials; all of them, or as many as the part says")
     parser.add_argument("--commands", type=int, default=100, help="command lines, each of which takes a while to read")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(words)
+    counts: dict[str, Counter[str]] = {}
+    wrong = []
+    with tempfile.TemporaryDirectory(prefix="saf-trial-") as root:
+        os.environ["XDG_CACHE_HOME"] = f"{root}/cache"
+        os.chmod(root, 0o755)
+        for group, told, what in PARTS[asked.part](asked, Path(root)):
+            kind = what.split(":")[0]
+            counts.setdefault(group, Counter())[kind] += 1
+            wrong += [f"{told}: {what}"] if kind in FAULTS else []
+    kinds = sorted({kind for found in counts.values() for kind in found} | set(FAULTS), key=lambda k: (k in FAULTS, k))
+    print(f"{'':30}{'tried':>8}" + "".join(f"{kind:>11}" for kind in kinds))
+    for group, found in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
+        print(f"{group:30}{found.total():>8}" + "".join(f"{found[kind]:>11}" for kind in kinds))
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+def _inputs(asked: argparse.Namespace, root: Path) -> Found:
     draw = random.Random(asked.seed)
     tried = {
-        "functions and settings": _some(draw, list(attempts()), asked.inputs),
+        "functions and settings": _some(draw, list(attempts()), asked.count),
         "command lines": _some(draw, list(command_attempts()), asked.commands),
     }
-    wrong = []
-    print(f"{'':24}{'tried':>8}" + "".join(f"{kind:>11}" for kind in KINDS))
-    for name, calls in tried.items():
-        found = [(call, outcome(call)) for call in calls]
-        counts = Counter("refused" if what is None else what.split(":")[0] for _, what in found)
-        print(f"{name:24}{len(calls):>8}" + "".join(f"{counts[kind]:>11}" for kind in KINDS))
-        wrong += [(call, what) for call, what in found if what is not None]
-    for call, what in wrong:
-        print(f"{call.name}: {call.argument}={call.shown}: {what}")
-    return 1 if wrong else 0
+    for group, calls in tried.items():
+        for call in calls:
+            yield group, f"{call.name}: {call.argument}={call.shown}", outcome(call) or "refused"
 
 
 def _some(draw: random.Random, calls: list[Attempt], count: int | None) -> list[Attempt]:
@@ -52,6 +72,18 @@ def _some(draw: random.Random, calls: list[Attempt], count: int | None) -> list[
     draw.shuffle(calls)
     return calls[:count]
 
+
+def _files(asked: argparse.Namespace, root: Path) -> Found:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a kind of folder is that of an earlier version, which is told each time
+        for case, what in try_files(root, count=asked.count, seed=asked.seed):
+            yield case.subject.name, case.words, what
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], Found]] = {
+    "inputs": _inputs,
+    "files": _files,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -43,12 +43,14 @@ class LayerFolder:
             with new_files(self.folder) as new:
                 write_json(new / INDEX, {"schema": SCHEMA, **inputs})
         found = read_json(index, error=CheckpointError, advice=_OTHER_FOLDER)
+        if found.get("schema") != SCHEMA:
+            raise CheckpointError(f"{index} has schema {found.get('schema')!r}; expected {SCHEMA!r}: {_OTHER_FOLDER}")
         expected = to_json({"schema": SCHEMA, **inputs})
         differing = [name for name in expected if found.get(name) != expected[name]]
         if differing:
             listed = "; ".join(f"{n}: {_short(found.get(n))} there, {_short(expected[n])} now" for n in differing)
             raise CheckpointError(
-                f"{self.folder} holds a calibration of other inputs ({listed}); name a new folder, or remove this one"
+                f"{index} tells of a calibration of other inputs ({listed}); name a new folder, or remove this one"
             )
 
     def finished(self, layers: Sequence[int]) -> list[int]:
@@ -66,7 +68,9 @@ class LayerFolder:
         folder = self._path(layer)
         advice = f"remove {folder.name} to have layer {layer} measured again"
         recorded = read_json(folder / RECORD, error=CheckpointError, advice=advice)
-        check_file(folder / TENSORS, sha256=recorded.get("sha256", ""), error=CheckpointError, advice=advice)
+        if not isinstance(recorded.get("sha256"), str):
+            raise CheckpointError(f"{folder / RECORD} does not tell the SHA-256 of {TENSORS}; {advice}")
+        check_file(folder / TENSORS, sha256=recorded["sha256"], error=CheckpointError, advice=advice)
         return read_tensors(folder / TENSORS, error=CheckpointError, advice=advice)
 
     def _path(self, layer: int) -> Path:

@@ -22,7 +22,7 @@ REFUSED = "refused: the machine is not quiet; end other work, measure more --pai
 
 @dataclass(kw_only=True)
 class _Bench(Command, BenchSettings):
-    """What every `saf bench` command adds to its settings: where the record goes, and how it is shown."""
+    """Say where the record of a `saf bench` command goes and how it is shown, beside the settings of its kind."""
 
     out: Path
     """JSON file to write; a new one."""

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,12 +27,13 @@ from saf.data.documents import (
 )
 from saf.data.encoding import EncodePool
 from saf.data.readers import Options
-from saf.data.shards import CHUNK_TOKENS, PartitionInfo, ShardWriter, chunks, token_dtype
+from saf.data.shards import CHUNK_TOKENS, FileInfo, PartitionInfo, ShardWriter, chunks, token_dtype
 from saf.data.sources import Source, resolve, write_left_out
 from saf.data.token_data import TOKENIZER_FILE, DataIndex, TokenizerInfo
 from saf.data.tokenizer import Tokenizer, choose_tokenizer
 from saf.data.utf8 import DIGEST_BYTES
 from saf.errors import DataError, InputError
+from saf.records.files import file_hash
 from saf.records.folders import locked_beside, new_folder, restore_replaced_
 
 Names = str | Path | Sequence[str | Path]
@@ -94,7 +95,8 @@ def prepare(
         partitions, near = _write_partitions(folder, spool, tokenizer, config)
         spool.remove()
         index = reading.index(tokenizer, trained_on, partitions, near)
-        write_left_out([*train, *heldout], folder)
+        if path := write_left_out([*train, *heldout], folder):
+            index = replace(index, left_out=FileInfo(path.name, path.stat().st_size, file_hash(path)))
         index.save(folder)
     return index
 

@@ -77,15 +77,14 @@ def resolve(name: str, options: Options | None = None) -> Source:
     raise DataError(f"{name}: no such file or folder; expected `python`, {EXPECTED} or OWNER/NAME")
 
 
-def write_left_out(sources: Sequence[Source], folder: Path):
-    """Write what was not read of the sources as a file of a data folder; nothing when all was."""
+def write_left_out(sources: Sequence[Source], folder: Path) -> Path | None:
+    """Write what was not read of the sources as a file of a data folder and return it; None when all was."""
     rows = [
         {"source": source.name, "file": file, "reason": reason}
         for source in sources
         for file, reason in sorted(source.left_out.items())
     ]
-    if rows:
-        write_json(folder / LEFT_OUT_FILE, {"left_out": rows})
+    return write_json(folder / LEFT_OUT_FILE, {"left_out": rows}) if rows else None
 
 
 def read_left_out(folder: Path) -> list[dict[str, str]]:

@@ -16,8 +16,7 @@ from saf.data.tokenizer import Tokenizer
 from saf.data.utf8 import DIGEST_BYTES
 from saf.data.verification import AGAIN, check_content, is_remembered, marks, remember
 from saf.errors import DataError, InputError, SafWarning
-from saf.records.files import check_file, file_hash, read_json, write_json
-from saf.records.folders import entries_hash
+from saf.records.files import check_file, entries_hash, file_hash, read_json, write_json
 
 SCHEMA = "saf.data/2"
 UNSEALED = "saf.data/1"
@@ -57,6 +56,8 @@ class DataIndex:
     duplicates: dict = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
     versions: dict = field(default_factory=dict)
+    left_out: FileInfo | None = None
+    """The list of what was not read of the sources; None where all was, or an earlier version wrote it."""
 
     def __post_init__(self):
         """Raise ValueError for what no prepared folder has."""
@@ -98,6 +99,7 @@ class DataIndex:
         names = cls.__dataclass_fields__
         values = {name: value for name, value in data.items() if name in names}
         values["tokenizer"] = TokenizerInfo(**data["tokenizer"])
+        values["left_out"] = FileInfo(**data["left_out"]) if data.get("left_out") else None
         values["partitions"] = {name: _partition(data["partitions"][name]) for name in PARTITIONS}
         index = cls(**values)
         if data["fingerprint"] != index.fingerprint:
@@ -106,7 +108,7 @@ class DataIndex:
 
     def save(self, folder: Path):
         """Write index.json into a folder."""
-        write_json(folder / INDEX_FILE, self.to_dict())
+        write_json(folder / INDEX_FILE, self.to_dict(), seal=False)
 
     @classmethod
     def load(cls, folder: Path) -> "DataIndex":
@@ -247,7 +249,8 @@ class TokenData:
 
 def _files(index: DataIndex) -> list[FileInfo]:
     files = [shard for info in index.partitions.values() for shard in info.shards]
-    return files + [info.digests for info in index.partitions.values() if info.digests]
+    files += [info.digests for info in index.partitions.values() if info.digests]
+    return [*files, index.left_out] if index.left_out else files
 
 
 def _path(folder: Any) -> Path:
@@ -302,6 +305,8 @@ def _check_files(folder: Path, index: DataIndex):
             check_content(folder / shard.file, shard, dtype=dtype, vocab_size=index.tokenizer.vocab_size)
         if partition.digests:
             check_content(folder / partition.digests.file, partition.digests)
+    if index.left_out:
+        check_content(folder / index.left_out.file, index.left_out)
 
 
 def _check_disjoint(data: TokenData):

@@ -25,7 +25,7 @@ class Stop(Protocol):
 
     @property
     def requested(self) -> bool:
-        """Whether they shall."""
+        """Return whether they shall."""
         ...
 
 

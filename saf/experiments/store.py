@@ -41,7 +41,7 @@ class Store:
             schema = read_json(mark).get("schema")
             if schema != SCHEMA:
                 raise InputError(
-                    f"{self.folder} is a store of version {schema!r}; this one writes {SCHEMA!r}: name another folder"
+                    f"{mark} tells of a store of version {schema!r}; this one writes {SCHEMA!r}: name another folder"
                 )
         elif write:
             if self.folder.is_dir() and any(self.folder.iterdir()):

@@ -8,6 +8,7 @@ from saf.errors import InputError
 from saf.estimates import PATTERNS, Storage, check_options
 from saf.estimates.sampling import Seed, seed_of
 from saf.fit import FITTERS, check_fitter_options
+from saf.fit.structured import check_constant_after
 from saf.freezing.heldout import check_heldout
 from saf.heads import HEADS, Head, HeadSet, head_pairs
 from saf.records.events import MADE
@@ -101,6 +102,12 @@ class FreezeConfig:
         if not self.max_fit_kl > 0:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
         self._check_budget()
+
+    def check_length(self, length: int) -> None:
+        """Raise InputError for options of the fit that patterns of `length` tokens, as calibration has, cannot take."""
+        after = self.fitter_options.get("alpha_constant_after")
+        if after is not None and self.operation == "freeze":
+            check_constant_after(after, length)
 
     def _check_pruning(self) -> None:
         """Raise InputError for settings that say something of patterns when heads are pruned."""

@@ -132,6 +132,7 @@ def _decide(
     adapter = adapter_for(model)
     layouts = [site.layout for site in adapter.sites()]
     check_heads(config, layouts)
+    config.check_length(ids[0].shape[-1])
     names = {name for name in (config.score, config.match) if name is not None}
     collect = scores_collect(config, given)
     statistics = calibrate(model, ids, collect=collect, **options, progress=progress, watch=watch)

@@ -5,6 +5,8 @@ import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import count
+from types import FunctionType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -73,6 +75,20 @@ class Execution:
     def device_name(self) -> str:
         """Return the accelerator's name, or the processor's architecture."""
         return device_name(self.device)
+
+
+_copies = count()
+
+
+def own_program(function: Callable[..., Any]) -> FunctionType:
+    """Return a copy of a function without a closure to compile a program of its own from.
+
+    The compiler keeps programs by code object: in every call it tries all that it has of one, it makes the second more
+    general in the sizes that differ, and beyond a limit (`recompile_limit`, 8) it raises. So programs that are to know
+    nothing of one another have a code object each, and a name each, by which sizes are remembered.
+    """
+    name = f"{function.__name__}_{next(_copies)}"
+    return FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
 def pick_device(name: str) -> torch.device:

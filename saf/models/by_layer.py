@@ -9,12 +9,12 @@ norms it, as it is where the whole model is one program.
 
 from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
-from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from saf.machine.execution import own_program
 from saf.models.attention import Attention
 from saf.models.gpt import GPT, DecoderLayer
 from saf.ops.decoder.loss import linear_cross_entropy
@@ -51,17 +51,11 @@ class CompiledByLayer:
 
 
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
-    """Return a function compiled for modules of one layout, the same one for the same layout.
-
-    The compiler keeps what it compiles by code object, tries all of one in every call, and raises beyond a limit
-    (`recompile_limit`, 8). So each layout has a code object of its own.
-    """
+    """Return a function compiled for modules of one layout, the same one for the same layout."""
     key = (function, *map(_layout, modules))
     if key not in _programs:
-        name = f"{function.__name__}_{len(_programs)}"
-        own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
         # Sizes left open would make slower kernels, and another number of heads is another layout.
-        _programs[key] = torch.compile(own, fullgraph=True, dynamic=False)
+        _programs[key] = torch.compile(own_program(function), fullgraph=True, dynamic=False)
     return _programs[key]
 
 

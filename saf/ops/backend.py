@@ -1,13 +1,16 @@
-"""What a backend of frozen heads is: a class that says what it can do beside mixing values by fixed patterns."""
+"""What a backend of frozen heads is: a class that says what it can do beside mixing values; a layer's `Call` of it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from saf.patterns import Pattern
+
+if TYPE_CHECKING:  # a call holds them; what makes them knows backends
+    from saf.ops.frozen_heads import FrozenHeads
 
 Tables = dict[str, Any]
 """What a backend's `prepare` made for one dtype of values: tensors, or tuples of ints, by name."""
@@ -15,6 +18,36 @@ Tables = dict[str, Any]
 
 class PreparedHeads(nn.Module):
     """Stand at the base of `FrozenHeads`, so that what it is given to can tell it from anything else."""
+
+
+class Call(NamedTuple):
+    """Hold a checked call of a layer: what a way to compute it reads, and a backend that infers.
+
+    Attributes:
+        query: `[B, L, Tq, D]`, live heads.
+        key: `[B, K, T, D]`, the KV heads that live heads use.
+        value: `[B, H_kv, T, D]`.
+        frozen: the frozen heads, or None.
+        live_slots: the value head of each live slot.
+        frozen_slots: the value head of each frozen slot.
+        scale: of live heads' scores; None for `1/sqrt(D)`.
+        start: `[B]` first real position of each row, or None.
+        kernel: of live heads.
+        apart: whether live and frozen heads are asked for apart.
+        projection: `[C, H * D]`, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    frozen: "FrozenHeads | None"
+    live_slots: tuple[int, ...]
+    frozen_slots: tuple[int, ...]
+    scale: float | None
+    start: Tensor | None
+    kernel: str
+    apart: bool
+    projection: Tensor | None
 
 
 class Backend(ABC):
@@ -64,24 +97,11 @@ class Backend(ABC):
         """Return whether `infer` serves these tables, and gains anything on `device`."""
         raise NotImplementedError
 
-    def infer(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        live_heads: tuple[int, ...],
-        frozen_heads: tuple[int, ...],
-        tables: Tables,
-        scale: float | None,
-        kernel: str,
-        projection: Tensor | None,
-        *,
-        replayed: bool,
-    ) -> Tensor:
-        """Return all heads of a layer, `[B, H, T, D]`, or what `projection [C, H * D]` makes of them, `[B, T, C]`.
+    def infer(self, call: Call, tables: Tables) -> Tensor:
+        """Return all heads of a layer, `[B, H, T, D]`, or what the call's projection makes of them, `[B, T, C]`.
 
-        Sequences are whole and need no gradients. `live_heads` and `frozen_heads` name the value head of each slot;
-        `replayed` tells that a CUDA graph will launch what this call launches.
+        Sequences are whole and need no gradients; `query` and `key` may have another dtype than `value`, whose dtype
+        `tables` are of.
         """
         raise NotImplementedError
 

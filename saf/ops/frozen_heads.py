@@ -226,15 +226,18 @@ def for_graphs(model: nn.Module) -> Iterator[None]:
 
     A graph takes the host out, so other ways are fastest in it than in calls. What is called, or compiled, outside is
     for calls; code compiled outside is compiled once more inside, since compilers look at this mark of the layers.
+    Capture a program of its own (`saf.machine.execution.own_program`), so that calls do not carry what graphs compiled.
+    The mark is as it was before once the block is left, by an error too.
 
     >>> with for_graphs(model):  # doctest: +SKIP
     ...     replay = GraphReplay(call, device=device, pool=GraphPool())
     """
     layers = [module for module in model.modules() if isinstance(module, FrozenHeads)]
+    before = [layer.replayed for layer in layers]
     for layer in layers:
         layer.replayed = True
     try:
         yield
     finally:
-        for layer in layers:
-            layer.replayed = False
+        for layer, replayed in zip(layers, before, strict=True):
+            layer.replayed = replayed

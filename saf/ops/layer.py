@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from saf.arguments import check, shown
 from saf.errors import InputError, UnsupportedError
-from saf.ops.backend import PreparedHeads
+from saf.ops.backend import Call, PreparedHeads
 from saf.ops.backends import BACKENDS
 from saf.ops.heads import (
     flat_heads,
@@ -48,36 +48,6 @@ JOINED = 8192 * 768
 
 One product and a copy then cost less than two products, whose launches outweigh their work (docs/log.md).
 """
-
-
-class Call(NamedTuple):
-    """Hold a checked call: what a way reads.
-
-    Attributes:
-        query: `[B, L, Tq, D]`, live heads.
-        key: `[B, K, T, D]`, the KV heads that live heads use.
-        value: `[B, H_kv, T, D]`.
-        frozen: the frozen heads, or None.
-        live_slots: the value head of each live slot.
-        frozen_slots: the value head of each frozen slot.
-        scale: of live heads' scores; None for `1/sqrt(D)`.
-        start: `[B]` first real position of each row, or None.
-        kernel: of live heads.
-        apart: whether live and frozen heads are asked for apart.
-        projection: `[C, H * D]`, or None.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    frozen: "FrozenHeads | None"
-    live_slots: tuple[int, ...]
-    frozen_slots: tuple[int, ...]
-    scale: float | None
-    start: Tensor | None
-    kernel: str
-    apart: bool
-    projection: Tensor | None
 
 
 def _checked(
@@ -171,14 +141,8 @@ def _infers(call: Call) -> bool:
 
 def _infer(call: Call) -> tuple[Tensor, ...]:
     """Return all heads, projected where the call has a projection, from one operator."""
-    frozen, value = call.frozen, call.value
-    assert frozen is not None
-    query, key = call.query.to(value.dtype), call.key.to(value.dtype)  # as autocast does for SDPA: they may be wider
-    slots, tables = (call.live_slots, call.frozen_slots), frozen.tables(value.dtype)
-    infer = BACKENDS[frozen.backend].infer
-    return (
-        infer(query, key, value, *slots, tables, call.scale, call.kernel, call.projection, replayed=frozen.replayed),
-    )
+    assert call.frozen is not None
+    return (BACKENDS[call.frozen.backend].infer(call, call.frozen.tables(call.value.dtype)),)
 
 
 def _autocasts(value: Tensor) -> bool:

@@ -9,6 +9,8 @@ its event into the folder of the checkpoint that it makes.
 Earlier runs have the record of their only event in freeze.json and freeze.safetensors; it reads as the same.
 """
 
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import InputError, SafWarning
 from saf.records.files import (
     append_line,
     check_file,
@@ -90,6 +92,14 @@ class EventRecord:
         name = self.values.get("tensors")
         return self.folder / name if name and (self.folder / name).is_file() else None
 
+    @property
+    def lacks(self) -> list[str]:
+        """Return in words what of it is gone: the file of its tensors, where it was recorded with one."""
+        name = self.values.get("tensors")
+        if not name or self.tensors_path is not None:
+            return []
+        return [f"events: {name} is missing, so the patterns and statistics of event {self.number} are not known"]
+
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name; empty when it has none, or their file is gone.
 
@@ -124,19 +134,23 @@ def read_events(path: Path | str) -> list[EventRecord]:
     or an earlier run's freeze.json. Raises InputError when the record cannot be read.
     """
     path = events_file(path)
-    if path.is_dir():
+    if path.is_dir() and path.name not in (EVENTS, SINGLE):
         return []
     if path.suffix != ".jsonl":
         return [_read_single(path)]
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{path} does not exist; {_EXPECTED}")
-    return [EventRecord(path.parent, line) for line in read_lines(path)]
+    lines = read_lines(path, by="number")
+    for number, line in enumerate(lines, start=1):
+        if not {"kind", "heads"} <= line.keys():
+            raise InputError(f"{path}, line {number}, is not an event: it has no kind or lists no heads; {_EXPECTED}")
+    return [EventRecord(path.parent, line) for line in lines]
 
 
 def events_file(path: Path | str) -> Path:
     """Return the file that holds a folder's record of events; `path` itself where it is one, or none is in it."""
     path = Path(path)
-    return next((path / name for name in (EVENTS, SINGLE) if (path / name).is_file()), path)
+    return next((path / name for name in (EVENTS, SINGLE) if os.path.lexists(path / name)), path)
 
 
 def _read_single(path: Path) -> EventRecord:
@@ -144,6 +158,11 @@ def _read_single(path: Path) -> EventRecord:
     record = read_json(path, advice=_EXPECTED)
     if "heads" not in record:
         raise InputError(f"{path} is not the record of an event: it lists no heads; {_EXPECTED}")
+    warnings.warn(
+        f"{path} is of an earlier version, which kept no sum of it: whether it was changed cannot be told",
+        SafWarning,
+        stacklevel=3,
+    )
     losses = {line.get("when"): line.get("loss") for line in read_lines(path.parent / "evaluations.jsonl")}
     around = {"loss_before": losses.get("before_freeze"), "loss_after": losses.get("after_freeze")}
     # The sum of its tensors was recorded at the end of the run.

@@ -1,10 +1,14 @@
-"""Files of JSON and of tensors: written whole or not at all, read with errors that name the file and say what to do."""
+"""Files of JSON and of tensors: written whole or not at all, read with errors that name the file and say what to do.
+
+Every JSON object that is written here, a file's or a line's, has a seal: the SHA-256 of its other entries, its first 16
+digits in a line. Reading compares it and leaves it out; what an earlier version wrote has none.
+"""
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from saf.errors import InputError, SafError
+
+SEAL = "seal"
+_LINE_DIGITS = 16
 
 
 def to_json(value: Any) -> Any:
@@ -84,9 +91,31 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_json(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write one record as indented JSON; NaN and infinities become null."""
-    return write_atomically(path, (json.dumps(to_json(record), indent=2, allow_nan=False) + "\n").encode())
+def entries_hash(entries: Mapping[str, Any], *, without: str = "hash") -> str:
+    """Return the SHA-256 of a record's entries but the one that holds it."""
+    kept = {key: value for key, value in entries.items() if key != without}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _sealed(record: Mapping[str, Any], digits: int | None = None) -> dict[str, Any]:
+    plain = to_json(record)
+    return {**plain, SEAL: entries_hash(plain, without=SEAL)[:digits]}
+
+
+def _broken_seal(record: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the seal of a record; None when it holds, or there is none."""
+    if SEAL not in record:
+        return None
+    recorded, found = record[SEAL], entries_hash(record, without=SEAL)
+    if recorded in (found, found[:_LINE_DIGITS]):
+        return None
+    return f"its entries have SHA-256 {found}, its seal says {recorded!r}"
+
+
+def write_json(path: Path, record: Mapping[str, Any], *, seal: bool = True) -> Path:
+    """Write one record as indented JSON, with a seal unless it has a sum of its own; NaN and infinities become null."""
+    plain = _sealed(record) if seal else to_json(record)
+    return write_atomically(path, (json.dumps(plain, indent=2, allow_nan=False) + "\n").encode())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Path:
@@ -104,11 +133,14 @@ def read_json(path: Path, *, error: type[SafError] = InputError, advice: str = "
         advice: What to do about it, for the end of the message.
 
     Raises:
-        SafError: Of kind `error`, naming the file: it is missing, unreadable, not JSON, or no object.
+        SafError: Of kind `error`, naming the file: it is missing, unreadable, not JSON, no object, or was changed.
     """
     record = read_json_value(path, error=error, advice=advice)
     if not isinstance(record, dict):
         raise error(_advised(f"{path} must hold a JSON object; got {type(record).__name__}", advice))
+    if problem := _broken_seal(record):
+        raise error(_advised(f"{path} was changed or damaged: {problem}", advice))
+    record.pop(SEAL, None)
     return record
 
 
@@ -124,12 +156,14 @@ def read_json_value(path: Path, *, error: type[SafError] = InputError, advice: s
         raise error(_advised(f"{path} is not valid JSON: {problem}", advice)) from None
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, *, by: str | None = None) -> list[dict[str, Any]]:
     """Read a JSON-lines file of objects; a last line cut short by a crash, which has no end, is left out.
 
-    Raises InputError naming the file and the line for any other that is no object, and for a file that cannot be read.
+    `by` is the entry, a whole number, by which lines follow one another. Raises InputError naming the file and the line
+    for any other that is no object, has no such number, was changed, stands twice or out of order, and for a file that
+    cannot be read. Lines of earlier versions have no seal, and may stand twice.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
     try:
         *lines, rest = path.read_bytes().split(b"\n")
@@ -139,17 +173,39 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if rest:
         with suppress(InputError):
             records.append(_parsed(path, len(lines) + 1, rest))
+    _check_order_(path, records, by)
     return records
+
+
+def _check_order_(path: Path, records: list[dict[str, Any]], by: str | None) -> None:
+    """Take the seals out of lines; raise InputError for one that cannot stand where it does."""
+    seen: dict[str, int] = {}
+    last = None
+    for number, record in enumerate(records, start=1):
+        seal = record.pop(SEAL, None)
+        if seal is None and seen:
+            raise InputError(f"{path}, line {number}, was changed or damaged: it has no seal, those before it have")
+        if seal in seen:
+            raise InputError(f"{path}, line {number}, is line {seen[seal]} again; remove one of them")
+        if by is not None:
+            if type(record.get(by)) is not int:
+                raise InputError(f"{path}, line {number}, must have a whole number {by!r}; got {record.get(by)!r}")
+            if seal and last is not None and record[by] < last:
+                raise InputError(f"{path}, line {number}, is out of order: {by} {record[by]} comes after {last}")
+        if seal:
+            seen[seal], last = number, record[by] if by else None
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """Return the JSON object of one line; an error names the file and the line."""
     try:
         record = json.loads(line.decode())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of numbers with too many digits, of too many brackets
         raise InputError(f"{path}, line {number}, is not valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"{path}, line {number}, must hold a JSON object; got {type(record).__name__}")
+    if problem := _broken_seal(record):
+        raise InputError(f"{path}, line {number}, was changed or damaged: {problem}")
     return record
 
 
@@ -197,7 +253,11 @@ def check_file(
         raise error(_advised(f"{path} is missing{expected}", advice))
     if size is not None and (found := path.stat().st_size) != size:
         raise error(_advised(f"{path} is damaged: expected {size:,} bytes, got {found:,}", advice))
-    if sha256 is not None and (actual := file_hash(path)) != sha256:
+    try:
+        actual = None if sha256 is None else file_hash(path)
+    except OSError as problem:
+        raise error(_advised(f"{path} cannot be read: {problem.strerror}", advice)) from None
+    if actual != sha256:
         raise error(_advised(f"{path} is damaged: expected SHA-256 {sha256}, got {actual}", advice))
 
 
@@ -234,16 +294,15 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
     flush(path.parent)
 
 
+def lines_hash(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return the SHA-256 of the file that `write_lines` makes of these lines."""
+    return hashlib.sha256("".join(map(_line, records)).encode()).hexdigest()
+
+
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     """Write a JSON-lines file, whole or not at all, in place of what was there."""
     return write_atomically(path, "".join(map(_line, records)).encode())
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(to_json(record), allow_nan=False) + "\n"
-
-
-def keep_lines_(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSON-lines file with the lines that `keep` accepts; one cut short by a crash goes."""
-    if path.exists():
-        write_lines(path, filter(keep, read_lines(path)))
+    return json.dumps(_sealed(record, _LINE_DIGITS), allow_nan=False) + "\n"

@@ -1,8 +1,6 @@
 """Folders that are either whole on disk or not there at all, held by one process, and checked by a manifest."""
 
 import errno
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from saf.errors import CheckpointError, InputError, SafError
-from saf.records.files import check_file, file_hash, flush, flush_folder, read_json, write_json
+from saf.records.files import check_file, entries_hash, file_hash, flush, flush_folder, read_json, write_json
 
 # Before the name of a folder: hidden, beside it, and passed over by whoever lists folders.
 TEMPORARY = ".writing-"
@@ -166,14 +164,8 @@ def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:
     files = {path.name: {"sha256": file_hash(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
     entries = {"schema": SCHEMA, "update": update, "parent": parent, "files": files}
     entries["hash"] = entries_hash(entries)
-    write_json(folder / MANIFEST, entries)
+    write_json(folder / MANIFEST, entries, seal=False)
     return str(entries["hash"])
-
-
-def entries_hash(entries: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own hash."""
-    kept = {key: value for key, value in entries.items() if key != "hash"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A run as its folder records it: settings, metrics, the freezing event, evaluation and final numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.records.events import EVENTS, MADE, EventRecord, arm, chosen, heads_in_force, read_events
-from saf.records.files import read_json, read_lines
+from saf.records.files import check_file, read_json, read_lines
 from saf.records.paths import Kind, expect
 from saf.records.result import read_result
 
@@ -19,6 +19,10 @@ _PATTERN = ("alpha", "rho", "log_z")
 """Of an event's tensors, those of its own heads."""
 _MEASURED = frozenset({"eta_abs", "eta_rel", "variance", "forward_kl", "row_entropy"})
 """Those of all heads that were live."""
+
+
+RECORDS = ("config.json", "metrics.jsonl", "evaluations.jsonl", EVENTS, "clock.jsonl")
+"""Files of a run whose SHA-256 its result holds, by their names."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,23 @@ class RecordedRun:
 
     @classmethod
     def open(cls, folder: Path | str) -> "RecordedRun":
-        """Read a run folder; raise InputError when it is none or a file in it cannot be read."""
+        """Read a run folder.
+
+        Raises InputError when it is none, when a file in it cannot be read, and when one is not what the result of the
+        run tells of. A file that is gone is among what the run `lacks`.
+        """
         folder = Path(folder)
         expect(folder, Kind.RUN)
+        result = _optional(folder / "result.json", read_result)
+        _check_records(folder, result)
         return cls(
             folder=folder,
             config=read_json(folder / "config.json"),
-            result=_optional(folder / "result.json", read_result),
+            result=result,
             evaluation=_optional(folder / "evaluation.json", read_result),
             events=read_events(folder),
-            metrics=_latest_by_update(read_lines(folder / "metrics.jsonl")),
-            evaluations=read_lines(folder / "evaluations.jsonl"),
+            metrics=_latest_by_update(read_lines(folder / "metrics.jsonl", by="update")),
+            evaluations=read_lines(folder / "evaluations.jsonl", by="update"),
         )
 
     @property
@@ -157,6 +167,8 @@ class RecordedRun:
                 "time: an earlier version counted updates and freezing of the run's own part alone, without loading, "
                 "evaluations, checkpoints and the part of its parent"
             )
+        gone = [name for name in _recorded(self.result) if not (self.folder / name).is_file()]
+        lacking += [f"{name}: the file is missing" for name in gone if name != EVENTS]
         if self.edited_heads and not self.events:
             lacking.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
         return lacking
@@ -166,6 +178,19 @@ class RecordedRun:
         if self.result is None:
             raise InputError(f"{self.folder} has no result.json: the run has not ended. Resume it first")
         return self.result
+
+
+def _recorded(result: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the SHA-256 of a run's files that its result holds, by name; earlier versions kept none."""
+    files = ((result or {}).get("provenance") or {}).get("files") or {}
+    return {name: value for name, value in files.items() if name in RECORDS}
+
+
+def _check_records(folder: Path, result: Mapping[str, Any] | None) -> None:
+    """Raise InputError for a file that is not the one that a run's result tells of."""
+    for name, expected in _recorded(result).items():
+        if (folder / name).is_file():
+            check_file(folder / name, sha256=expected, advice="restore it, or move result.json away and resume the run")
 
 
 def _optional(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:

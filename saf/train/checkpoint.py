@@ -156,10 +156,14 @@ def find_checkpoint(path: Path | str) -> Path | None:
 
 def checkpoints(folder: Path | str) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first; leftovers of killed writes are not among them."""
+    return [path for path in step_folders(folder) if (path / MANIFEST).is_file()]
+
+
+def step_folders(folder: Path | str) -> list[Path]:
+    """Return what bears a checkpoint's name in `folder`, oldest first; one that lost its manifest too."""
     found = []
     for path in Path(folder).glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
+        if match := _NAME.fullmatch(path.name):
             found.append((int(match[1]), bool(match[2]), path))
     return [path for _, _, path in sorted(found)]
 

@@ -340,7 +340,16 @@ def run_config(
 
 def recorded_config(folder: Path | str) -> TrainConfig:
     """Return the settings of the run in `folder`, to resume it; raise InputError when there is no run."""
-    return TrainConfig.from_dict(read_json(Path(folder) / "config.json")["settings"])
+    return TrainConfig.from_dict(read_run_config(Path(folder))["settings"])
+
+
+def read_run_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a run; raise InputError when it is not there, or not what a run writes."""
+    path = folder / "config.json"
+    record = read_json(path)
+    if not isinstance(record.get("settings"), dict) or "parent" not in record:
+        raise InputError(f"{path} does not tell the settings and the parent of a run; restore it, or train anew")
+    return record
 
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from saf.records.files import LineLog
+from saf.records.files import LineLog, file_hash
 from saf.records.text import plain
 
 
@@ -142,6 +142,11 @@ class Observer:
         """Wait until metrics and evaluations are on the disk: a checkpoint counts on what came before it."""
         self._metrics.sync()
         self._evaluations.sync()
+
+    def records(self) -> dict[str, tuple[int, str]]:
+        """Return how many lines each log has, and the SHA-256 of its file."""
+        logs = (self._metrics, self._evaluations)
+        return {log.path.name: (log.path.read_bytes().count(b"\n"), file_hash(log.path)) for log in logs}
 
     def close(self) -> None:
         """Flush and close everything."""

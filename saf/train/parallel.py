@@ -203,8 +203,8 @@ class Shards(_Several):
     def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
         """Shard a copy of the model with its optimiser, and let go of the weights and moments that were handed in.
 
-        In bf16 the layers' weights are sent and used in bfloat16, their gradients added up in float32; embedding and
-        final norm stay in float32, and so does the residual stream.
+        In bf16 the layers' matrices are sent and used in bfloat16, their gradients added up in float32; embedding and
+        norms stay in float32, and so does the residual stream.
 
         Raises UnsupportedError for what `check_shards` refuses.
         """
@@ -219,7 +219,9 @@ class Shards(_Several):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(torch.bfloat16 if low else parameter.dtype)
         for layer in [module for module in sharded.modules() if isinstance(module, DecoderLayer)]:
-            fully_shard(layer, mesh=self._mesh, mp_policy=policy, ignored_params=empty)
+            # One group; norms are the root's, in float32, as they are where one process trains.
+            parts: list[nn.Module] = [layer.attention, layer.mlp]
+            fully_shard(parts, mesh=self._mesh, mp_policy=policy, ignored_params=empty)
         fully_shard(sharded, mesh=self._mesh, ignored_params=empty)
         own = dict(zip(model.parameters(), sharded.parameters(), strict=True))
         shares = _sharded_optimizer(optimizer, own, self._mesh)

@@ -10,11 +10,13 @@ from saf.adapters import adapter_for
 from saf.errors import InputError, SafWarning
 from saf.heads import EDITED
 from saf.records.events import EVENTS, EventRecord, arm, heads_in_force
-from saf.records.files import read_json, read_lines, write_json
+from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
 from saf.records.result import result_header
+from saf.records.run import RECORDS
 from saf.surgery import pattern_parameters
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
+from saf.train.config import TrainConfig
 from saf.train.run import Run
 
 
@@ -38,7 +40,7 @@ def finish(run: Run) -> dict[str, Any]:
             f"({run.clock.everything:.1f} s went into setting the run up); allow more time, in another folder"
         )
     report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
-    metrics = read_lines(folder / "metrics.jsonl")
+    metrics = read_lines(folder / "metrics.jsonl", by="update")
     events = run.events
     intervention = intervention_record(events) if events else None
     if run.config.freeze is not None and intervention is None:
@@ -62,6 +64,7 @@ def finish(run: Run) -> dict[str, Any]:
         "heads": frozen,
         "pruned": pruned,
         "seed": run.config.seed,
+        "files": {name: file_hash(folder / name) for name in RECORDS if (folder / name).is_file()},
     }
     result = {
         **head,
@@ -74,7 +77,13 @@ def finish(run: Run) -> dict[str, Any]:
         "update_seconds": update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
         "time": run.clock.record(),
-        "lacks": [*run.clock.lacks, *missing_updates(metrics, run.start, run.update)],
+        "lacks": [
+            *run.clock.lacks,
+            *missing_updates(metrics, run.start, run.update),
+            *missing_evaluations(
+                read_lines(folder / "evaluations.jsonl", by="update"), run.config, run.start, run.update
+            ),
+        ],
         "intervention": intervention,
         "checkpoint": str(final),
     }
@@ -83,8 +92,9 @@ def finish(run: Run) -> dict[str, Any]:
 
 
 def warn_of_gaps(run: Run) -> None:
-    """Warn of updates before the one that a run goes on from that its metrics do not have."""
-    for what in missing_updates(read_lines(run.folder / "metrics.jsonl"), run.start, run.update):
+    """Warn of what a run lost of its record of the updates before the one that it goes on from."""
+    lost = missing_updates(read_lines(run.folder / "metrics.jsonl", by="update"), run.start, run.update)
+    for what in [*lost, *(words for event in run.events for words in event.lacks)]:
         warnings.warn(f"{run.folder} lost a part of its record: {what}", SafWarning, stacklevel=3)
 
 
@@ -119,6 +129,14 @@ def missing_updates(metrics: list[dict[str, Any]], start: int, end: int) -> list
             spans.append([update, update])
     words = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
     return [f"metrics: metrics.jsonl has no line of updates {words}"] if spans else []
+
+
+def missing_evaluations(evaluations: list[dict[str, Any]], config: TrainConfig, start: int, end: int) -> list[str]:
+    """Return in words which periodic evaluations after `start`, up to `end`, have no line; empty when all have."""
+    found = {line["update"] for line in evaluations if line["when"] == "periodic"}
+    due = range(start + 1, end + 1) if config.eval_every else ()
+    lost = [str(update) for update in due if update % config.eval_every == 0 and update not in found]
+    return [f"evaluations: evaluations.jsonl has no line of updates {', '.join(lost)}"] if lost else []
 
 
 def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:

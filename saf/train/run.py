@@ -30,6 +30,8 @@ from saf.train.optimizer import learning_rate, progress_by_share, progress_by_up
 from saf.train.updater import Updater
 
 GRADIENT = "qk_gradient"
+RECORDS = "records"
+"""In a checkpoint's state.json, how many lines each log had and the SHA-256 of its file."""
 """Name of the Q/K-gradient average in a checkpoint's state.json."""
 
 
@@ -169,6 +171,7 @@ class Run:
         """Write a checkpoint with its state, remove those that are no longer kept, and log it."""
         if self.observer:
             self.observer.sync()
+            state[RECORDS] = self.observer.records()
         found = save_checkpoint(path, self.model, self.updater.optimizer, state=state, parent=self.parent_hash)
         protect = {step_name(update) for update in self.config.branch_updates}
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)

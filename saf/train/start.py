@@ -1,6 +1,8 @@
 """How a run begins: new, from a parent's checkpoint, or resumed; and what its folder then holds."""
 
 import math
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -9,7 +11,7 @@ from torch.optim import AdamW
 
 from saf.adapters import adapter_for
 from saf.data.token_data import INDEX_FILE
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError, InputError, SafWarning
 from saf.freezing.choice import check_heads
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
@@ -17,18 +19,18 @@ from saf.machine.processes import agreed, group_place, in_group, is_first
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
-from saf.records.files import keep_lines_, read_json, write_json
+from saf.records.files import lines_hash, read_lines, write_json, write_lines
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.tasks import TASKS, Task
 from saf.train.allowance import Allowance, allowance_of, match
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
 from saf.train.clock import Clock, seconds_until
-from saf.train.config import TrainConfig, check_same_run, context_length, model_config, run_config
+from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
 from saf.train.parallel import micro_batches_of_one, parallel_of
-from saf.train.run import Run
+from saf.train.run import RECORDS, Run
 from saf.train.updater import Updater
 
 
@@ -55,6 +57,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     with agreed():
         task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
         check_freeze(config, execution)
+        if freeze is not None:
+            freeze.check_length(task.length)
         with pinned(config.kernel, execution.device):
             pass  # raises now what it would raise in the first update
         own = latest(folder / "checkpoints") if resume else None
@@ -89,7 +93,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
                 matched=matched,
                 processes=parallel.processes,
             )
-            _write_start(folder, config, record, update=update, own=own)
+            logged = state.get(RECORDS) if own and state else None
+            _write_start(folder, config, record, update=update, own=own, records=logged)
     run = Run(
         config=config,
         folder=folder,
@@ -137,7 +142,7 @@ def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | N
     lock = lock_folder(folder) if is_first() else None
     if not resume:
         raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
-    check_same_run(config, read_json(folder / "config.json")["settings"])
+    check_same_run(config, read_run_config(folder)["settings"])
     return lock
 
 
@@ -184,7 +189,7 @@ def _parent_record(
     if not config.parent:
         return None
     if resumed:
-        return read_json(folder / "config.json")["parent"]
+        return read_run_config(folder)["parent"]
     assert checkpoint is not None
     ended = checkpoint.update >= config.updates if config.freeze is None else checkpoint.update > config.updates
     if ended and config.time_budget_seconds is None and config.match_time is None:
@@ -204,7 +209,7 @@ def _matched(
     if config.match_time is None:
         return None
     if resumed:
-        return read_json(folder / "config.json")["matched"]
+        return read_run_config(folder)["matched"]
     assert checkpoint is not None, "match_time needs a parent"
     return match(config, checkpoint)
 
@@ -252,14 +257,20 @@ def _observer(
     )
 
 
-def _write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, update: int, own: Path | None) -> None:
+def _write_start(
+    folder: Path,
+    config: TrainConfig,
+    record: dict[str, Any],
+    *,
+    update: int,
+    own: Path | None,
+    records: Mapping[str, tuple[int, str]] | None,
+) -> None:
     """Write config.json, cut the logs back to `update`, and take over the event that `saf freeze` carried out.
 
     `own` is the run's checkpoint that training goes on from; its update's events will be met again, unless it is the
-    state after them.
+    state after them. `records` is what it tells of the logs. Raises InputError when they are of another run.
     """
-    remove_leftovers_(folder / "checkpoints")
-    write_json(folder / "config.json", record)
     after_event = own is not None and own.name.endswith("-frozen")
 
     def keep_line(line: dict[str, Any]) -> bool:
@@ -270,8 +281,27 @@ def _write_start(folder: Path, config: TrainConfig, record: dict[str, Any], *, u
             return True
         return (event.update or 0) < update or (event.update == update and after_event)
 
-    keep_lines_(folder / "metrics.jsonl", lambda line: line["update"] <= update)
-    keep_lines_(folder / "evaluations.jsonl", keep_line)
+    logs = {
+        "metrics.jsonl": lambda line: line["update"] <= update,
+        "evaluations.jsonl": keep_line,
+    }
+    kept = {name: list(filter(keep, read_lines(folder / name, by="update"))) for name, keep in logs.items()}
+    for name, lines in kept.items():
+        count, expected = (records or {}).get(name, (0, None))
+        # Fewer are a loss, which is told.
+        if expected is not None and len(lines) >= count and lines_hash(lines) != expected:
+            raise InputError(
+                f"{folder / name} is not the file beside which {own} was written: its lines up to there are others; "
+                "restore it, or move it away to go on without"
+            )
+        if len(lines) < count and name != "metrics.jsonl":  # whose gaps are told once all is set up
+            lost = f"{folder / name} has lost {count - len(lines)} of the {count} lines beside which {own} was written"
+            warnings.warn(lost, SafWarning, stacklevel=4)
+    remove_leftovers_(folder / "checkpoints")
+    write_json(folder / "config.json", record)
+    for name, lines in kept.items():
+        if (folder / name).exists():
+            write_lines(folder / name, lines)
     keep_events_(folder, keep_event)
     (folder / "result.json").unlink(missing_ok=True)
     parent = record["parent"] or {}

@@ -11,6 +11,7 @@ from safetensors.torch import load_model
 import saf
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.heads import HeadSet
+from saf.records.files import read_json
 from tests.transformers_models import freeze, make, tokens
 
 
@@ -88,7 +89,7 @@ def test_saved_weights_are_compared_in_their_own_dtype_and_files_without_sums_st
         high.model.layers[1].self_attn.v_proj.weight.mul_(2)
     saf.save(high, tmp_path / "high")
     earlier = tmp_path / "high" / "saf.json"
-    state = json.loads(earlier.read_text())
+    state = read_json(earlier)
     for layer in state["layers"]:
         del layer["weights"]
     with warnings.catch_warnings():

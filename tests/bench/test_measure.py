@@ -1,10 +1,9 @@
-import json
-
 import pytest
 
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
 from saf.bench.harness.runner import PointRunner
 from saf.errors import InputError, UnsupportedError
+from saf.records.files import read_json
 
 SMALL = {"device": "cpu", "pairs": 2, "tolerance": 10.0, "warmup": 1, "repeats": 1}
 
@@ -13,7 +12,7 @@ def test_update(tmp_path):
     path = tmp_path / "update.json"
     settings = UpdateSettings(model="tiny", points=("32x1x2", "16x2x1"), rates=(0.25,), backends=("toeplitz",), **SMALL)
     record = measure(settings, out=path)
-    assert json.loads(path.read_text()) == record
+    assert read_json(path) == record
     assert (record["schema"], record["kind"], record["finished"]) == ("saf.result/2", "update", True)
     assert UpdateSettings.from_dict(record["settings"]) == settings
     assert record["provenance"]["versions"]["torch"]
@@ -143,7 +142,7 @@ def test_two_pairs_are_kept_when_time_runs_out(settings, monkeypatch, tmp_path, 
     path = tmp_path / "bench.json"
     record = measure(settings, out=path, say=said.append)
     assert len(rounds) == 2
-    assert json.loads(path.read_text()) == record
+    assert read_json(path) == record
     assert {row["pairs"] for row in record["rows"]} == {2}
     assert {row["role"] for row in record["rows"]} >= {"control", "frozen"}
     assert {"pairs 3 to 9: out of time", "out of time"} >= {entry["why"] for entry in record["left_out"]}

@@ -15,7 +15,7 @@ from saf.errors import DataError
 from saf.evaluate.perplexity import read_evaluation
 from saf.opening import ModelFolder, find_model, open_data
 from saf.records.events import read_events
-from saf.records.files import read_json
+from saf.records.files import read_json, write_json
 
 
 def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
@@ -120,7 +120,13 @@ def test_compare_refuses_arms_in_the_wrong_order_and_lists_differences(saf, saf_
     other = shutil.copytree(arms[1], tmp_path / "other")
     config = read_json(other / "config.json")
     config["train"]["seed"] = 5
-    (other / "config.json").write_text(json.dumps(config))
+    write_json(other / "config.json", config)
+    code, _, err = saf("compare", arms[0], other)
+    assert code == 2
+    assert "config.json is damaged: expected SHA-256" in err
+    result = read_json(other / "result.json")
+    del result["provenance"]["files"]  # as an earlier version wrote it
+    write_json(other / "result.json", result)
     code, _, err = saf("compare", arms[0], other)
     assert code == 2
     assert "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in err

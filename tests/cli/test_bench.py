@@ -4,6 +4,7 @@ import pytest
 
 from saf.cli.bench import COMMANDS
 from saf.errors import InputError, UnsupportedError
+from saf.records.files import read_json
 
 SMALL = ["--device=cpu", "--pairs=2", "--tolerance=10", "--warmup=1", "--repeats=1", "--no-profile", "--rates", "0.5"]
 
@@ -26,13 +27,13 @@ def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):
     assert {row["role"] for row in record["rows"]} == {"control", "frozen", "free", "pruned"}
     assert "toeplitz" in printed.out
     assert "2 pairs)" in printed.err
-    assert json.loads(path.read_text()) == record
+    assert read_json(path) == record
 
 
 def test_json_alone_on_standard_output(tmp_path, capsys):
     path = tmp_path / "prefill.json"
     run("prefill", "--out", path, "--model", "tiny", "--points", "16x1", "--json")
-    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
+    assert json.loads(capsys.readouterr().out) == read_json(path)
 
 
 def test_op_says_what_it_left_out(tmp_path, capsys):
@@ -61,7 +62,7 @@ def test_nothing_measured_is_an_error(tmp_path):
     path = tmp_path / "bench.json"
     with pytest.raises(UnsupportedError, match="nothing could be measured"):
         run("update", "--out", path, "--model", "tiny", "--points", "16x1x1", "--seconds", "1e-3")
-    assert json.loads(path.read_text())["left_out"]
+    assert read_json(path)["left_out"]
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path):

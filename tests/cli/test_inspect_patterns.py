@@ -11,6 +11,7 @@ from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops.frozen_heads import FrozenHeads
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
+from saf.records.files import read_json
 from saf.sidecar import save
 from saf.surgery import install_
 
@@ -75,7 +76,7 @@ def test_nothing_stored_is_told_too(saf, tmp_path):
 
 
 def test_a_sidecar_without_a_list_of_trainable_heads_is_read(saf_json, saved):
-    state = json.loads((saved / "saf.json").read_text())
+    state = read_json(saved / "saf.json")
     for layer in state["layers"]:
         del layer["trainable"]
     (saved / "saf.json").write_text(json.dumps(state))

@@ -7,6 +7,7 @@ import pytest
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json
 from saf.schedules import SCHEDULES, Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.settings import documented
 from saf.train import TrainConfig
@@ -146,7 +147,7 @@ def test_the_help_shows_every_schedule(late, tmp_path, capsys):
 def test_a_run_that_goes_on_keeps_its_schedule(late, data, tmp_path):
     first, frozen = tmp_path / "first", ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10)
     parse("--data", data, "--out", first, *SMALL, *late, *frozen).run()
-    recorded = json.loads((first / "config.json").read_text())
+    recorded = read_json(first / "config.json")
     assert recorded["settings"]["schedule"] == {"name": "quite_late", "updates_left": 1, "worst_loss": 9.0}
     assert parse("--out", first, "--resume").settings.schedule == Late(updates_left=1)
     changed = parse("--out", first, "--resume", "--schedule.quite-late.worst-loss", 2).settings
@@ -168,7 +169,7 @@ def test_two_arms(data, tmp_path, capsys):
     ordinary, frozen = tmp_path / "ordinary", tmp_path / "frozen"
     parse("--data", data, "--out", ordinary, *SMALL, "--json").run()
     printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads((ordinary / "result.json").read_text())
+    assert printed == read_json(ordinary / "result.json")
     parent = ordinary / "checkpoints" / "step-2"
     result = parse(
         *("--parent", parent, "--out", frozen, "--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--quiet")
@@ -181,7 +182,7 @@ def test_two_arms(data, tmp_path, capsys):
     again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
     parse("--parent", frozen / "checkpoints" / "step-4", "--out", tmp_path / "again", *again).run()
     assert "2 more after update 4, 4 in all" in capsys.readouterr().out
-    assert result["provenance"]["checkpoints"]["parent"] == json.loads((parent / "manifest.json").read_text())["hash"]
+    assert result["provenance"]["checkpoints"]["parent"] == read_json(parent / "manifest.json")["hash"]
 
 
 def test_resume_takes_the_runs_settings(data, tmp_path):

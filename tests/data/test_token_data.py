@@ -12,7 +12,7 @@ from saf.data.token_data import DataIndex
 from saf.data.tokenizer import train_bpe
 from saf.data.verification import check_content
 from saf.errors import DataError, InputError, SafWarning
-from saf.records.folders import entries_hash
+from saf.records.files import entries_hash
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from saf.errors import CompareError, InputError
 from saf.evaluate.compare import compare_runs, compare_update_times, differences, quantiles
 from saf.evaluate.side_by_side import Comparison, arms_table
+from saf.records.files import read_json
 from saf.records.run import RecordedRun
 from tests.report.synthetic import Shape, edit, write_pair, write_run
 
@@ -24,12 +25,12 @@ def test_a_comparison_holds_the_known_cost_and_speed(tmp_path):
     assert result["run_seconds_ordinary"] == {"everything": 40.0, "warm": 34.0}
     assert result["run_seconds_frozen"] == {"everything": 42.0, "warm": 32.0}
     assert result["lacks"] == {}
-    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == result
+    assert read_json(tmp_path / "out" / "compare.json") == result
 
 
 def test_a_run_without_both_clocks_says_so_and_is_not_set_against_one_that_has_them(tmp_path):
     ordinary, frozen = write_pair(tmp_path)
-    result = json.loads((ordinary / "result.json").read_text())
+    result = read_json(ordinary / "result.json")
     del result["time"], result["lacks"]
     (ordinary / "result.json").write_text(json.dumps(result))
     record = compare_runs(ordinary, frozen, resamples=10)

@@ -1,4 +1,3 @@
-import json
 import math
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, read_evaluation
 from saf.machine.execution import resolve_precision
 from saf.models import GPT, GPTConfig
+from saf.records.files import read_json
 
 LENGTH = 32
 
@@ -50,7 +50,7 @@ def test_the_loss_is_the_mean_over_every_target_of_the_windows(data):
 def test_files_hold_every_tokens_log_probability(data, tmp_path):
     record = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "new" / "folder")
     read, losses = read_evaluation(tmp_path / "new" / "folder")
-    assert read == record == json.loads((tmp_path / "new" / "folder" / "evaluation.json").read_text())
+    assert read == record == read_json(tmp_path / "new" / "folder" / "evaluation.json")
     assert losses.log_probs.shape == (5, LENGTH)
     assert float(losses.windows.mean()) == pytest.approx(record["loss"], rel=1e-14)
     assert record["log_probs_step"] == losses.step < 1e-3
@@ -141,7 +141,7 @@ def test_a_perplexity_past_the_largest_float_is_infinite(data, tmp_path, monkeyp
     monkeypatch.setattr(model, "token_log_probs", lambda inputs, targets: torch.full(targets.shape, -800.0))
     record = evaluate_perplexity(model, data, limit=1, out=tmp_path)
     assert (record["loss"], record["perplexity"]) == (800.0, math.inf)
-    assert json.loads((tmp_path / "evaluation.json").read_text())["perplexity"] is None
+    assert read_json(tmp_path / "evaluation.json")["perplexity"] is None
 
 
 def test_a_model_with_nan_weights_is_named(data, tmp_path):

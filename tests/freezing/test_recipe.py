@@ -80,6 +80,13 @@ def test_an_optimizer_of_other_weights_is_refused_before_anything_is_measured(mo
         saf.freeze_(make(), [tokens()], optimizer=stranger)
 
 
+def test_a_tail_that_the_length_does_not_have_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("saf.freezing.recipe.calibrate", None)
+    config = saf.FreezeConfig(fitter_options={"alpha_constant_after": LENGTH})
+    with pytest.raises(InputError, match=rf"alpha_constant_after must lie in \[0, T/4\), T = {LENGTH}; got {LENGTH}"):
+        saf.freeze_(make(), [tokens()], config)
+
+
 def test_settings_of_another_type_are_refused():
     with pytest.raises(InputError, match=r"config must be a FreezeConfig.*got \{'rate': 0\.5\}"):
         saf.freeze_(make(), [tokens()], {"rate": 0.5})

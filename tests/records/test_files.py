@@ -1,4 +1,3 @@
-import json
 import math
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 from saf.errors import CheckpointError, DataError, InputError
 from saf.records.files import (
     append_line,
-    keep_lines_,
     read_json,
     read_json_value,
     read_lines,
@@ -37,7 +35,7 @@ def test_a_record_is_whole_or_absent(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write_json(path, {"value": 2})
-    assert json.loads(path.read_text()) == {"value": 1}
+    assert read_json(path) == {"value": 1}
     assert [entry.name for entry in path.parent.iterdir()] == ["x.json"]
 
 
@@ -103,12 +101,46 @@ def test_texts_beside_tensors_and_values_that_are_no_objects_come_back(tmp_path)
     assert read_json_value(tmp_path / "x.json") == [[0, 3]]
 
 
-def test_lines_are_appended_replaced_and_chosen(tmp_path):
+def test_lines_are_appended_and_replaced(tmp_path):
     path = tmp_path / "x.jsonl"
     for number in range(3):
         append_line(path, {"number": number, "value": math.nan})
     assert read_lines(path) == [{"number": number, "value": None} for number in range(3)]
-    keep_lines_(path, lambda line: line["number"] != 1)
-    assert [line["number"] for line in read_lines(path)] == [0, 2]
     write_lines(path, [{"a": 1}])
-    assert path.read_text() == '{"a": 1}\n'
+    assert path.read_text() == '{"a": 1, "seal": "015abd7f5cc57a2d"}\n'
+
+
+def test_a_record_that_was_changed_is_refused(tmp_path):
+    path = write_json(tmp_path / "x.json", {"loss": 3.25, "of": [1, math.nan]})
+    assert read_json(path) == {"loss": 3.25, "of": [1, None]}
+    path.write_text(path.read_text().replace("3.25", "3.26"))
+    with pytest.raises(InputError, match=r"x.json was changed or damaged: its entries have SHA-256 .*, its seal says"):
+        read_json(path)
+    path.write_text('{"loss": 3.26}')  # as an earlier version wrote it
+    assert read_json(path) == {"loss": 3.26}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b, c: [a, b.replace("1.5", "1.6"), c], "line 2, was changed or damaged: its entries"),
+        (lambda a, b, c: [a, '{"update": 2}', c], "line 2, was changed or damaged: it has no seal"),
+        (lambda a, b, c: [a, b, b, c], "line 3, is line 2 again"),
+        (lambda a, b, c: [b, a, c], "line 2, is out of order: update 1 comes after 2"),
+        (lambda a, b, c: ["{}", b, c], "line 1, must have a whole number 'update'; got None"),
+        (lambda a, b, c: [a, "[" * 100_000, c], "line 2, is not valid JSON"),
+    ],
+)
+def test_lines_that_were_changed_are_refused(tmp_path, change, message):
+    path = write_lines(tmp_path / "x.jsonl", [{"update": n, "loss": 1.5} for n in (1, 2, 3)])
+    assert read_lines(path, by="update")[-1] == {"update": 3, "loss": 1.5}
+    path.write_text("\n".join(change(*path.read_text().splitlines())) + "\n")
+    with pytest.raises(InputError, match=rf"x.jsonl, {message}"):
+        read_lines(path, by="update")
+
+
+def test_lines_of_an_earlier_version_may_stand_twice_and_before_newer_ones(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"update": 2}\n{"update": 1}\n{"update": 1}\n')
+    append_line(path, {"update": 2})
+    assert [line["update"] for line in read_lines(path, by="update")] == [2, 1, 1, 2]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from saf.evaluate.tokens import TokenLosses
+from saf.records.files import read_json
 
 WINDOWS_HASH = hashlib.sha256(b"windows").hexdigest()
 
@@ -100,7 +101,7 @@ def write(path: Path, record: Any) -> None:
 
 def edit(path: Path, **changes: Any) -> None:
     """Change values of a JSON file; dots in a name (as `__`) go into nested objects."""
-    record = json.loads(path.read_text())
+    record = read_json(path)
     for name, value in changes.items():
         *parents, last = name.split("__")
         at = record

@@ -2,6 +2,7 @@
 
 import math
 import re
+from importlib.resources import files
 from itertools import pairwise
 
 import pytest
@@ -92,3 +93,9 @@ def test_every_class_in_use_has_a_colour_in_both_schemes():
         for name in re.findall('class="(.*?)"', "".join(used)):
             assert all(f".{part}{{" in rules for part in name.split() if part != "small")
     assert "a &amp; b" in used[1]
+
+
+def test_both_ways_to_a_dark_page_have_the_same_colours():
+    sheet = files("saf.report").joinpath("assets", "page.css").read_text(encoding="utf-8")
+    first, second = re.findall(r"@media screen[^{]*\{ :root[^{]*\{(.*?)\n\} \}", sheet, re.DOTALL)
+    assert first == second

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from saf.data import prepare
-from saf.train import TrainConfig
+from saf.train import TrainConfig, pretrain
 
 WORDS = ["the", "of", "head", "freeze", "pattern", "window", "token", "loss", "update", "rate", "layer", "model"]
 
@@ -81,3 +81,18 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """Return a function that trains settings once for all tests and returns the run's folder."""
+    done = {}
+
+    def run(config, key):
+        if key not in done:
+            config.out = str(tmp_path_factory.mktemp("finished") / key)
+            pretrain(config)
+            done[key] = config.out
+        return Path(done[key])
+
+    return run

@@ -23,7 +23,7 @@ RESULT_KEYS = {
     "unigram_entropy", "update_seconds", "peak_memory_bytes", "time", "lacks", "intervention", "provenance",
 }  # fmt: skip
 PROVENANCE_KEYS = {
-    "source_hash", "checkpoints", "data", "config_hash", "patterns_hash", "heads", "pruned", "seed",
+    "source_hash", "checkpoints", "data", "config_hash", "patterns_hash", "heads", "pruned", "seed", "files",
     "versions", "device", "commit", "command", "date",
 }  # fmt: skip
 
@@ -79,7 +79,7 @@ def test_run_folder(settings):
     result = pretrain(config)
     assert result.keys() >= RESULT_KEYS
     assert result["provenance"].keys() == PROVENANCE_KEYS
-    assert json.loads(path(config, "result.json").read_text()) == json.loads(json.dumps(result))
+    assert read_json(path(config, "result.json")) == json.loads(json.dumps(result))
     assert result["tokens"] == 12 * 4 * 2 * 32
     assert result["provenance"]["heads"] == result["intervention"]["heads"] == read_events(config.out)[0].heads
     assert len(result["provenance"]["heads"]) == 2

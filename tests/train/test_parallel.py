@@ -124,6 +124,7 @@ def process(rank: int, folder: str, port: int, settings: dict) -> None:
             Watching(patch, at_update(9, lambda run: rank == 0 and os.kill(os.getpid(), signal.SIGTERM)))
             told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
         told["resumed"] = pretrain(config("begun", freeze=LAYER), resume=True)["report_loss"]
+        pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16"))
         told["trained"] = raised(
             lambda: pretrain(config("trained", freeze=FreezeConfig(rate=0.5, trainable=True), parallel="fsdp"))
         )
@@ -299,6 +300,14 @@ def test_shards_go_on_where_one_process_stopped_and_replicas_where_shards_did(st
     assert numbers(folder / "begun") == pytest.approx(numbers(whole), rel=LOSSES)
     assert first["resumed"] == second["resumed"]
     assert read_events(folder / "begun")[0].heads == read_events(whole)[0].heads == [list(head) for head in LAYER.heads]
+
+
+def test_shards_in_bf16_lose_what_one_process_does(stories):
+    folder, _, config = stories
+    alone = config("low-alone", freeze=LAYER, precision="bf16")
+    pretrain(alone)
+    assert numbers(folder / "low") == pytest.approx(numbers(Path(alone.out)), rel=2e-3)
+    assert numbers(folder / "low") != numbers(Path(alone.out))
 
 
 def test_what_cannot_be_shared_out_is_refused_by_all(stories):

@@ -25,7 +25,7 @@ from saf.tasks import TASKS
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 from saf.train.run import Run
 from tests.surgery.test_prune import Small, rows_of
-from tests.train.killed import Killed, die_at
+from tests.train.killed import killed_and_resumed, told
 from tests.train.test_events import Listed
 
 PRUNE = FreezeConfig(operation="prune", rate=0.5)
@@ -34,35 +34,6 @@ FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
 
 def pruned(checkpoint) -> list[list[int]]:
     return adapter_for(load_model(checkpoint)).heads("pruned").to_list()
-
-
-def told(folder):
-    return [
-        (event.number, event.kind, event.update, len(event.heads), event.undone_by) for event in read_events(folder)
-    ]
-
-
-def killed_and_resumed(config, monkeypatch, module, name, call):
-    with monkeypatch.context() as patch:
-        die_at(patch, module, name, call)
-        with pytest.raises(Killed):
-            pretrain(config)
-    return pretrain(config, resume=True)
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
-    """Return a function that trains settings once for all tests and returns the run's folder."""
-    done = {}
-
-    def run(config, key):
-        if key not in done:
-            config.out = str(tmp_path_factory.mktemp("pruning") / key)
-            pretrain(config)
-            done[key] = config.out
-        return Path(done[key])
-
-    return run
 
 
 def test_a_run_prunes_what_it_would_freeze_and_says_so(settings, finished):

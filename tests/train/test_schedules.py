@@ -19,40 +19,11 @@ from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget, train_l
 from saf.schedules.train_loss import TrainLossProposer
 from saf.train import continue_from, load_model, pretrain
 from saf.train.run import Run
-from tests.train.killed import Killed, die_at
+from tests.train.killed import killed_and_resumed, told
 
 FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
 GRADUAL = Gradual(begin=0.25, end=0.75, groups=2)
 CHECKS = ValidationBudget(begin=0.5, every=0.25)
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
-    """Return a function that trains settings once for all tests and returns the run's folder."""
-    done = {}
-
-    def run(config, key):
-        if key not in done:
-            config.out = str(tmp_path_factory.mktemp("schedules") / key)
-            pretrain(config)
-            done[key] = config.out
-        return Path(done[key])
-
-    return run
-
-
-def killed_and_resumed(config, monkeypatch, module, name, call):
-    with monkeypatch.context() as patch:
-        die_at(patch, module, name, call)
-        with pytest.raises(Killed):
-            pretrain(config)
-    return pretrain(config, resume=True)
-
-
-def told(folder):
-    return [
-        (event.number, event.kind, event.update, len(event.heads), event.undone_by) for event in read_events(folder)
-    ]
 
 
 def test_gradual_freezes_the_chosen_heads_in_groups_and_patterns_installed_stay(settings, finished):

@@ -1,5 +1,7 @@
 """Freezing by scores that read more than attention statistics: averages of gradients, held-out sequences, gates."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -103,6 +105,15 @@ def test_too_few_heldout_sequences_are_refused_before_training(settings):
         pretrain(settings(freeze=freeze, heldout_sequences=10**5))
     with pytest.raises(InputError, match="heldout_sequences must be at least 1"):
         settings(heldout_sequences=0)
+
+
+def test_a_tail_that_the_length_does_not_have_is_refused_before_training(settings):
+    """The constant tail of key logits must begin in the first quarter of the 32 tokens."""
+    freeze = FreezeConfig(rate=0.25, fitter_options={"alpha_constant_after": 8})
+    config = settings(freeze=freeze)
+    with pytest.raises(InputError, match=r"alpha_constant_after must lie in \[0, T/4\), T = 32; got 8: give 7 or less"):
+        pretrain(config)
+    assert not (Path(config.out) / "config.json").exists()
 
 
 def test_memory_is_stated_before_the_event_measures(settings, capsys):

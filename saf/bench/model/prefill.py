@@ -1,6 +1,7 @@
 """`saf bench prefill`: forward passes over whole prompts, with the output layer on the last token alone."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -84,24 +85,37 @@ class PrefillSubject:
         tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
         self._tokens = tokens[0][0].contiguous()
         self._model = model
-        self._forward = self._execution.callable(LastToken(model), fullgraph=adapter_for(model).one_graph)
         self._calls: dict[str, tuple[Call, int, int]] = {}
+        if self._execution.compile:
+            torch._dynamo.reset()  # what an earlier point compiled
 
-    def _call(self) -> Tensor:
-        with torch.no_grad(), self._execution.autocast():
-            return self._forward(self._tokens)
+    def _call(self) -> Call:
+        """Return what runs the model once, a program of its own where it is compiled."""
+        last = LastToken(self._model)
+        one_graph = adapter_for(self._model).one_graph
+        forward = last.compiled(fullgraph=one_graph) if self._execution.compile else last
+
+        def call() -> Tensor:
+            with torch.no_grad(), self._execution.autocast():
+                return forward(self._tokens)
+
+        return call
 
     def warm_up(self) -> None:
-        """Compile, run untimed, check that the outcome is finite, capture the graph if one is timed."""
-        for _ in range(self._settings.warmup):
-            self._call()
-        if not bool(self._call().isfinite().all()):
-            raise InputError("the logits are not finite")
+        """Compile, run untimed, check that the outcome is finite, capture the graph if one is timed.
+
+        Calls and the graph are a program each, as they are for a user who makes a `saf.Prefill` of a model and calls
+        the model too.
+        """
         for variant in ways_of(self._settings.graphs, self._device):
-            call = self._call
-            if variant == GRAPH:
-                with for_graphs(self._model):
-                    call = GraphReplay(self._call, device=self._device, pool=self._pool)
+            call = self._call()
+            with for_graphs(self._model) if variant == GRAPH else nullcontext():
+                for _ in range(self._settings.warmup):
+                    call()
+                if not bool(call().isfinite().all()):
+                    raise InputError("the logits are not finite")
+                if variant == GRAPH:
+                    call = GraphReplay(call, device=self._device, pool=self._pool)
             once = wall_block(call, repeats=2, device=self._device)
             repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
             self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once, self._device)

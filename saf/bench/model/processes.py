@@ -85,7 +85,7 @@ class Children:
 
 
 class _Child:
-    """A process of its own that measures one arm, told by a file what to do and answering in another."""
+    """Run a process of its own that measures one arm: a file tells it what to do, another takes its answer."""
 
     def __init__(self, specification: dict[str, Any], folder: Path, number: int):
         root = Path(saf.__file__).parents[1]

@@ -191,6 +191,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         check_editable(model, optimizer)
         tokenizer = self._tokenizer or given.get("processing_class")
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
+        self.config.check_length(task.batches[0].shape[-1])
         stored = _stored(state) if state.global_step else None
         if stored is not None and stored["settings"] != self._settings():
             raise InputError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Tables
+from saf.ops.backend import Backend, Call, Tables
 from saf.ops.heads import dense_product, projected, put_together, read_heads, take_heads
 from saf.ops.inference.one_launch import FEW, OneLaunch, compiled_launch, few_tables, serves
 from saf.ops.inference.operator import inference
@@ -85,29 +85,23 @@ class Toeplitz(Backend):
         """Return whether every head is convolved, by a kernel: elsewhere one operator gains nothing."""
         return uses_triton(device, dtype) and not tables["stored"]
 
-    def infer(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        live_heads: tuple[int, ...],
-        frozen_heads: tuple[int, ...],
-        tables: Tables,
-        scale: float | None,
-        kernel: str,
-        projection: Tensor | None,
-        *,
-        replayed: bool,
-    ) -> Tensor:
+    def infer(self, call: Call, tables: Tables) -> Tensor:
         """Return all heads of a layer, projected where asked: from `saf::inference`, or a launch compiled in."""
-        launch = OneLaunch.of(tables if kernel == "auto" else {})
-        read = read_heads(value, live_heads, frozen_heads)
-        heads = compiled_launch(query, key, read, launch, scale, replayed=replayed)
+        assert call.frozen is not None
+        value, replayed = call.value, call.frozen.replayed
+        query, key = (
+            call.query.to(value.dtype),
+            call.key.to(value.dtype),
+        )  # they may be wider, as for SDPA
+        launch = OneLaunch.of(tables if call.kernel == "auto" else {})
+        read = read_heads(value, call.live_slots, call.frozen_slots)
+        heads = compiled_launch(query, key, read, launch, call.scale, replayed=replayed)
         if heads is not None:
-            return projected(heads, projection)
-        slots = list(live_heads), list(frozen_heads)
+            return projected(heads, call.projection)
+        slots = list(call.live_slots), list(call.frozen_slots)
         own = tables["table"], tables["key_scale"], tables["row_scale"]
-        return inference(query, key, value, *slots, *own, *launch, scale, kernel, projection, replayed)
+        how = call.scale, call.kernel, call.projection, replayed
+        return inference(query, key, value, *slots, *own, *launch, *how)
 
     def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         """Return why logits `[F, T]` cannot be trained here; None when they can."""

@@ -125,7 +125,7 @@ def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
 
 
 class _TrainableProduct(torch.autograd.Function):
-    """The product P V with gradients for the values and for both logits, alpha and rho."""
+    """Give the product P V gradients for the values and for both logits, alpha and rho."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops.toeplitz.backend import Toeplitz
+from saf.records.files import read_json
 from saf.surgery import install_
 
 
@@ -80,7 +81,7 @@ def test_a_wrong_product_is_named_and_ends_the_command(tmp_path, monkeypatch, ca
     assert "7 of 9 rows: layer toeplitz fp32 output: " in printed.err
     assert "operator toeplitz fp32 value: 1.00e-03 above" in printed.err
     assert "above" in printed.out
-    record = json.loads(path.read_text())
+    record = read_json(path)
     assert record["kind"] == "errors"
     assert record["finished"]
     assert record["provenance"]["device"].startswith("cpu")
@@ -93,7 +94,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert "a layer of live and frozen heads, toeplitz, bf16" in printed
     assert "Left out: fused fp32; fused bf16: it needs a CUDA device" in printed
     assert main(["bench", "errors", "--out", str(tmp_path / "two.json"), *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "two.json").read_text())
+    assert json.loads(capsys.readouterr().out) == read_json(tmp_path / "two.json")
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path):

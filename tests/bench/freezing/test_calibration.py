@@ -1,6 +1,5 @@
 """The benchmark of interventions: what it records, that it changes nothing, and when it refuses to compare."""
 
-import json
 import os
 import statistics
 from pathlib import Path
@@ -26,6 +25,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.machine.execution import Execution
 from saf.models import GPT, GPTConfig, preset
 from saf.patterns import CompactPattern
+from saf.records.files import read_json
 from saf.statistics import AttentionStatistics
 
 STAGES = ["capture", "statistics", "score", "select", "fit", "install", "other"]
@@ -54,7 +54,7 @@ def record(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "calibration.json"
     said: list[str] = []
     record = measure(settings(rates=(0.25, 0.5), dense_layers=3), out=path, say=said.append)
-    assert json.loads(path.read_text()) == record
+    assert read_json(path) == record
     return record, said
 
 
