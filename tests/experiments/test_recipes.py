@@ -1,5 +1,4 @@
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from saf.experiments.measuring import Given, plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import SCALES, open_recipes
 from saf.freezing.config import FreezeConfig
-from saf.records.files import read_json
 from saf.schedules import SCHEDULES
 from saf.train.config import TrainConfig
 
@@ -127,49 +125,9 @@ def _in_seconds(number: str) -> str | None:
     return r"\pm".join(f"{int(part) / 1e3:.3f}" for part in parts) if all(p.isdigit() for p in parts) else None
 
 
-def test_the_smoke_scale_runs_from_end_to_end(tmp_path, capsys):
-    store = tmp_path / "store"
-    asked = ["run", "timing", "--scale", "smoke", "--store", str(store), "--seeds", "7", "--out", str(tmp_path / "out")]
-    assert main(asked) == 0
-    shown = capsys.readouterr()
-    assert "3 of 3 runs" in shown.err
-    assert "at 50%" in shown.out
-    configs = {path.parent.name: path for path in store.glob("runs/*/config.json")}
-    assert len(configs) == 3
-    parents = {
-        read_json(path)["parent"]["path"].split("/")[-1] for path in configs.values() if read_json(path)["parent"]
-    }
-    assert parents == {"step-4", "step-8"}
-    assert main(asked) == 0
-    assert "training" not in capsys.readouterr().err, "nothing is trained twice"
-    assert main(["run", "--scale", "smoke", "--store", str(store), "--data", str(store / "data"), "--seeds", "7"]) == 0
-    assert re.search(r"timing.*3 │ +3", capsys.readouterr().out)
-    shutil.rmtree(store / "runs")
-    asked = ["report", "timing", "--scale", "smoke", "--store", str(store), "--out", str(tmp_path / "again")]
-    assert main([*asked, "--seeds", "7"]) == 0
-    for path in (tmp_path / "out").iterdir():
-        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), "made of the records alone"
-    assert main(["report", "timin", "--scale", "smoke"]) == 2
-    assert "did you mean timing" in capsys.readouterr().err
-
-
 def test_what_cannot_run_is_said_before_anything_runs(tmp_path, capsys):
     assert main(["run", "timing", "--store", str(tmp_path)]) == 2
     assert "needs --data" in capsys.readouterr().err
     assert main(["run", "timing", "--scale", "paper", "--dry-run"]) == 0
     assert "21 runs" in capsys.readouterr().out
     assert main(["run", "timing", "--jobs", "0", "--scale", "smoke", "--store", str(tmp_path / "s")]) == 2
-
-
-def test_the_smoke_scale_measures_what_it_trained(tmp_path, capsys):
-    store = tmp_path / "store"
-    asked = ["run", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]
-    assert main(asked) == 0
-    shown = capsys.readouterr()
-    assert "1 of 1 measurements" in shown.err
-    assert re.search(r"heads in both +│ +\d\.\d │ 30 to 31 of 36", shown.out)
-    assert main([*asked, "--dry-run"]) == 0
-    assert "saf analyze stability" in capsys.readouterr().out
-    shutil.rmtree(store / "runs")
-    assert main(["report", "stability", "--scale", "smoke", "--store", str(store), "--seeds", "7"]) == 0
-    assert "expected by chance" in capsys.readouterr().out

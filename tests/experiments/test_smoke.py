@@ -1,0 +1,84 @@
+"""Every recipe at the smoke scale, trained, measured and rendered by one command in this process."""
+
+import json
+import re
+import shutil
+import time
+from contextlib import redirect_stdout
+from io import StringIO
+
+import pytest
+
+from saf.cli import main
+from saf.experiments.recipe import open_recipes
+from saf.records.files import read_json
+
+RECIPES = open_recipes()
+SEED = ["--scale", "smoke", "--seeds", "7"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of a store and its tables, and what the command said of them."""
+    folder = tmp_path_factory.mktemp("smoke")
+    began, shown = time.process_time(), StringIO()
+    words = ["run", *RECIPES, *SEED, "--store", str(folder / "store"), "--out", str(folder / "out"), "--json"]
+    with redirect_stdout(shown):
+        assert main(words) == 0
+    return folder, json.loads(shown.getvalue()), time.process_time() - began
+
+
+def test_all_recipes_run_in_one_command(made):
+    folder, said, seconds = made
+    assert not said["failed"]
+    assert not said["left"]
+    # A minute on a machine with nothing else to do; time of the processor grows where caches are shared.
+    assert seconds < 90
+    records = list((folder / "store" / "records").glob("*.json"))
+    assert len(records) + len(list((folder / "store" / "measurements").glob("*.json"))) == len(said["ended"])
+    for name, recipe in RECIPES.items():
+        (table,) = (path for path in (folder / "out").glob("*.json") if path.name.startswith(f"{name}-smoke"))
+        run = {arm.name for arm in recipe.arms if arm.smoke} | {each.name for each in recipe.measurements if each.smoke}
+        assert not run & set(read_json(table)["not_run"]), name
+    assert len(list((folder / "out").iterdir())) == 5 * len(RECIPES)
+
+
+def test_what_is_there_is_not_made_again_and_is_listed(made, capsys):
+    store = made[0] / "store"
+    assert main(["run", "timing", "stability", *SEED, "--store", str(store)]) == 0
+    shown = capsys.readouterr()
+    assert "training" not in shown.err
+    assert "measuring" not in shown.err
+    assert "at 50%" in shown.out
+    assert main(["run", *SEED, "--store", str(store), "--data", str(store / "data")]) == 0
+    assert re.search(r"timing.*3 │ +3", capsys.readouterr().out)
+
+
+def test_arms_go_on_from_their_parents_checkpoints(made):
+    store = made[0] / "store"
+    parents = {read_json(path)["parent"]["path"] for path in store.glob("runs/*/config.json") if _parent(path)}
+    assert {path.split("/")[-1] for path in parents} >= {"step-2", "step-4", "step-8"}
+
+
+def _parent(path):
+    return read_json(path)["parent"]
+
+
+def test_tables_are_made_of_the_records_alone(made, tmp_path, capsys):
+    folder, store = made[0], tmp_path / "store"
+    for part in ("records", "measurements"):
+        shutil.copytree(folder / "store" / part, store / part)
+    shutil.copy(folder / "store" / "store.json", store)
+    chosen = ["timing", "matched_time", "stability"]
+    assert main(["report", *chosen, *SEED, "--store", str(store), "--out", str(tmp_path / "again")]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"heads in both +│ +\d\.\d │ 30 to 31 of 36", shown)
+    again = list((tmp_path / "again").iterdir())
+    assert len(again) == 15
+    for path in again:
+        assert path.read_bytes() == (folder / "out" / path.name).read_bytes(), path.name
+
+
+def test_a_misspelt_recipe_is_named(capsys):
+    assert main(["report", "timin", "--scale", "smoke"]) == 2
+    assert "did you mean timing" in capsys.readouterr().err
