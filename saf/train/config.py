@@ -16,7 +16,7 @@ from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, sche
 from saf.settings import OneKindOf, OneOf, documented
 from saf.tasks import TASKS, Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
-from saf.train.parallel import ParallelKind
+from saf.train.sharing import ParallelKind
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
@@ -91,6 +91,9 @@ class TrainConfig:
     compile: Compile = "auto"
     """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
     for all of one layout, which later events take up again: they compile only layouts that are new."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
+    less memory and more time."""
     parallel: ParallelKind = "auto"
     """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
     saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
@@ -264,18 +267,8 @@ _ARITHMETIC = (
 """Settings that decide what an update computes: both arms of a comparison must share them."""
 _FREE_ON_RESUME = frozenset(
     (
-        "out",
-        "data",
-        "device",
-        "parallel",
-        "eval_every",
-        "save_every",
-        "save_at",
-        "keep",
-        "log_every",
-        "token_losses",
-        "tensorboard",
-        "quiet",
+        *("out", "data", "device", "activation_checkpointing", "parallel", "eval_every", "save_every", "save_at"),
+        *("keep", "log_every", "token_losses", "tensorboard", "quiet"),
     )
 )
 """Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""
