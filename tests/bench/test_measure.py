@@ -211,7 +211,6 @@ def test_activation_checkpointing_is_compared_with_keeping_everything():
     assert [(row["role"], row["baseline"], row["arm"]) for row in record["rows"]] == [
         ("control", "ordinary auto", "control auto"),
         ("frozen", "ordinary auto", "50% toeplitz auto"),
-        ("free", "ordinary auto", "50% free auto"),
         ("keeping", "ordinary auto", "ordinary keeping auto"),
     ]
     plain = [str(part) for part in BENCHMARKS["update"].tables(record, brief=True)]
