@@ -37,6 +37,9 @@ class TrainConfig:
     """What the run trains on and is judged by: text is pretraining on every token."""
     parent: str | None = None
     """Checkpoint of another run to start from: weights, optimiser, place in the data and among the updates."""
+    fresh: bool = False
+    """Take nothing but weights and heads of the parent: optimiser, updates, clock and place in the data begin anew, as
+    for another task."""
     model: Annotated[str, OneOf(PRESETS)] = "tiny"
     """Preset of the model's shape."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
@@ -156,6 +159,7 @@ class TrainConfig:
             (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
             'a positive number with lr_by="elapsed" and None otherwise',
         )
+        self._require("fresh", self.parent is not None or not self.fresh, "False without a parent")
         self._check_matching()
         if self.schedule is not None:
             self.schedule.first_update(self.updates)
@@ -181,6 +185,7 @@ class TrainConfig:
             return
         self._require("match_time", self.parent is not None, "left out without a parent, where the seconds begin")
         self._require("time_budget_seconds", self.time_budget_seconds is None, "None with match_time, which sets it")
+        self._require("fresh", not self.fresh, "False with match_time, whose reference went through the parent")
 
     def _require(self, name: str, usable: bool, expected: str) -> None:
         if not usable:
@@ -234,9 +239,10 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as `TrainConfig.to_dict` gives them now, from a run of any age.
 
     Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
-    task, when text was the only one, and no operation, when there was freezing alone.
+    task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
+    weights alone, when none did.
     """
-    values = {"task": "text", **settings}
+    values = {"task": "text", "fresh": False, **settings}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = {"operation": "freeze", **freeze}
     if "freeze_at" in values:
@@ -386,11 +392,18 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
     if unknown := sorted(changes.keys() - settings.keys()):
         raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
     freeze = changes.get("freeze")
-    schedule = {} if freeze is None else {"schedule": OneTime(at=checkpoint.update)}
-    settings |= {"out": str(out), "parent": str(checkpoint.path), "freeze": None, "track_gradients": False}
+    begins = 0 if changes.get("fresh") else checkpoint.update
+    schedule = {} if freeze is None else {"schedule": OneTime(at=begins)}
+    settings |= {
+        "out": str(out),
+        "parent": str(checkpoint.path),
+        "freeze": None,
+        "track_gradients": False,
+        "fresh": False,
+    }
     config = TrainConfig.from_dict({**settings, **schedule, **changes})
     first = config.freeze_update
-    if freeze is not None and first is not None and first < checkpoint.update:
+    if freeze is not None and first is not None and first < begins:
         raise InputError(
             f"{config.schedule} freezes after update {first}, before the parent's {checkpoint.update}; "
             "choose a later moment (freeze_at) or an earlier parent"
