@@ -94,8 +94,9 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
 def _weights(clock: str, reference_seconds: float) -> dict[str, float]:
     """Return the weights of a clock.
 
-    The scaled one charges what does not grow with the updates (compilation, events, the losses around them, checkpoints)
-    as if the reference took as long as the paper's, where these cost the same seconds; loading it leaves out.
+    The scaled one charges what does not grow with the updates (compilation, events, the losses around them, and
+    checkpoints) as if the reference took as long as the paper's, where these cost the same seconds; loading it leaves
+    out.
     """
     share = reference_seconds / PAPER_SECONDS
     fixed = {part: share for part in PARTS if part != "training"}
