@@ -251,4 +251,4 @@ def test_a_run_of_recall_needs_no_data_and_prints_its_accuracy_by_tokens_and_pai
     printed = capsys.readouterr().out
     assert "queries answered" in printed
     assert "nats per query" in printed
-    assert re.search(r"16\s+3\s+\d+\.\d\d", printed)
+    assert re.search(r"16\W+3\W+\d+\.\d\d", printed)
