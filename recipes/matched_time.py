@@ -107,8 +107,9 @@ RECIPE = Recipe(
         "compile, the ordinary one too. Pruned arms have exactly the heads of the frozen arm of their rate; they "
         "measure as it does, so that choosing is charged to them too. The difference is from the frozen arm of that "
         "rate.",
-        "The clock charges compilation, events, losses and checkpoints as seconds of the paper's 187.65 minutes; the raw "
-        "clock charges all as they are. Extra tokens are those of the whole run beside the ordinary arm's at matched time.",
+        "The clock charges compilation, events, losses and checkpoints as seconds of the paper's 187.65 minutes; the "
+        "raw clock charges all as they are. Extra tokens are those of the whole run beside the ordinary arm's at "
+        "matched time.",
         "With tokens at a rate: the change at matched tokens less the rate times the extra tokens. 0.14 is the paper's "
         "regime; the measured rate is that of the ordinary run with 3% more tokens, beside the reference.",
     ),
