@@ -8,7 +8,7 @@ SHARED_MEMORY = 232448
 SPILLED = {
     "fused keys": 128,
     "fused grouped": 128,
-    "fused grouped bf16 D96": 512,
+    "fused grouped bf16 D96": 520,
     "fused grouped bf16 D128": 512,
     "fused forward fp32 D192": 16,
     "toeplitz bf16": 64,
