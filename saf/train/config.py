@@ -14,7 +14,7 @@ from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
 from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, schedule_to_dict
 from saf.settings import OneKindOf, OneOf, documented
-from saf.tasks import TASKS, Task
+from saf.tasks import TASKS, MQARSettings, MQARTask, Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
 from saf.train.sharing import ParallelKind
 
@@ -34,7 +34,9 @@ class TrainConfig:
     out: str
     """Folder of the run; new, or the one to resume."""
     task: Annotated[str, OneOf(TASKS)] = "text"
-    """What the run trains on and is judged by: text is pretraining on every token."""
+    """What the run trains on and is judged by: text is pretraining on every token, mqar associative recall."""
+    mqar: MQARSettings = field(default_factory=MQARSettings)
+    """The examples of associative recall, where that is the task."""
     parent: str | None = None
     """Checkpoint of another run to start from: weights, optimiser, place in the data and among the updates."""
     fresh: bool = False
@@ -70,7 +72,7 @@ class TrainConfig:
     the learning rate following the time, and stop before an update that would exceed it."""
     match_clock: MatchClock = "everything"
     """Which seconds are matched: everything, as the paper; warm, without loading and compilation; or scaled, which
-    charges compilation and events as if the reference took the paper's 187.65 minutes."""
+    charges compilation, events, losses and checkpoints as if the reference took the paper's 187.65 minutes."""
     match_speed: float | None = None
     """Instead of this run's own clock: updates that the arm does while the reference does one, measured as a pair."""
     match_speed_source: str = ""
@@ -164,6 +166,8 @@ class TrainConfig:
         if self.schedule is not None:
             self.schedule.first_update(self.updates)
         self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
+        recalls = self.task == MQARTask.name
+        self._require("mqar", recalls or self.mqar == MQARSettings(), f"left out without task={MQARTask.name!r}")
         alone = self.freeze is None or self.freeze.backend != "fused"
         self._require("kernel", self.kernel == "auto" or alone, "auto with backend='fused', which has its own")
 
@@ -214,6 +218,7 @@ class TrainConfig:
         values["save_at"] = list(self.save_at)
         values["freeze"] = self.freeze and self.freeze.to_dict()
         values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
+        values["mqar"] = self.mqar.to_dict()
         return values
 
     @classmethod
@@ -223,6 +228,8 @@ class TrainConfig:
         try:
             if isinstance(schedule := values.get("schedule"), dict):
                 values["schedule"] = schedule_from_dict(schedule)
+            if isinstance(mqar := values.get("mqar"), dict):
+                values["mqar"] = MQARSettings.from_dict(mqar)
             freeze = values.get("freeze")
             return cls(**{**values, "freeze": FreezeConfig(**freeze) if isinstance(freeze, dict) else freeze})
         except TypeError as error:
@@ -242,7 +249,7 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
     weights alone, when none did.
     """
-    values = {"task": "text", "fresh": False, **settings}
+    values = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, **settings}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = {"operation": "freeze", **freeze}
     if "freeze_at" in values:
