@@ -401,6 +401,8 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
     freeze = changes.get("freeze")
     begins = 0 if changes.get("fresh") else checkpoint.update
     schedule = {} if freeze is None else {"schedule": OneTime(at=begins)}
+    if freeze is None and changes.get("fresh"):  # the parent's may be an update that this run does not have
+        schedule = {"schedule": OneTime()}
     settings |= {
         "out": str(out),
         "parent": str(checkpoint.path),
@@ -408,6 +410,9 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
         "track_gradients": False,
         "fresh": False,
     }
+    if changes.get("fresh"):  # another task may have other tokens, the model keeps its own
+        vocabulary = {"vocab_size": checkpoint.state["model"]["vocab_size"]}
+        settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
     config = TrainConfig.from_dict({**settings, **schedule, **changes})
     first = config.freeze_update
     if freeze is not None and first is not None and first < begins:
