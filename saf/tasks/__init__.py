@@ -2,10 +2,17 @@
 
 from collections.abc import Callable
 
+from saf.tasks.finetuning import BoolQTask, FinetuneSettings, FinetuneTask, OwnTask, QualityTask, SST2Task
 from saf.tasks.task import MicroBatches, Task, TaskSettings
 from saf.tasks.text import TextTask
 
-TASKS: dict[str, Callable[..., Task]] = {TextTask.name: TextTask}
+TASKS: dict[str, Callable[..., Task]] = {
+    TextTask.name: TextTask,
+    SST2Task.name: SST2Task,
+    BoolQTask.name: BoolQTask,
+    QualityTask.name: QualityTask,
+    OwnTask.name: OwnTask,
+}
 """What opens a task, by its name: called with a run's settings and `length=`, the tokens of a sequence."""
 
-__all__ = ["TASKS", "MicroBatches", "Task", "TaskSettings", "TextTask"]
+__all__ = ["TASKS", "FinetuneSettings", "FinetuneTask", "MicroBatches", "Task", "TaskSettings", "TextTask"]

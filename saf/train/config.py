@@ -13,8 +13,8 @@ from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
 from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, schedule_to_dict
-from saf.settings import OneKindOf, OneOf, documented
-from saf.tasks import TASKS, Task
+from saf.settings import FLAT, OneKindOf, OneOf, documented
+from saf.tasks import TASKS, FinetuneSettings, Task, TextTask
 from saf.train.checkpoint import Checkpoint, open_checkpoint
 from saf.train.parallel import ParallelKind
 
@@ -30,11 +30,14 @@ class TrainConfig:
     """Hold the settings of one arm; raises InputError naming the field that cannot be used."""
 
     data: str
-    """Folder made by `saf data prepare`."""
+    """Folder made by `saf data prepare`; to finetune, the file of training examples."""
     out: str
     """Folder of the run; new, or the one to resume."""
     task: Annotated[str, OneOf(TASKS)] = "text"
-    """What the run trains on and is judged by: text is pretraining on every token."""
+    """What the run trains on and is judged by: text is pretraining on every token, the others are questions with
+    choices (docs/tasks.md)."""
+    finetuning: Annotated[FinetuneSettings | None, FLAT] = None
+    """What finetuning on questions with choices adds; None for another task."""
     parent: str | None = None
     """Checkpoint of another run to start from: weights, optimiser, place in the data and among the updates."""
     fresh: bool = False
@@ -156,6 +159,8 @@ class TrainConfig:
             (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
             'a positive number with lr_by="elapsed" and None otherwise',
         )
+        text = self.task == TextTask.name
+        self._require("finetuning", self.finetuning is None or not text, "left out with task='text'")
         self._require("fresh", self.parent is not None or not self.fresh, "False without a parent")
         self._check_matching()
         if self.schedule is not None:
@@ -209,6 +214,7 @@ class TrainConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["betas"] = list(self.betas)
         values["save_at"] = list(self.save_at)
+        values["finetuning"] = self.finetuning and asdict(self.finetuning)
         values["freeze"] = self.freeze and self.freeze.to_dict()
         values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
         return values
@@ -220,6 +226,8 @@ class TrainConfig:
         try:
             if isinstance(schedule := values.get("schedule"), dict):
                 values["schedule"] = schedule_from_dict(schedule)
+            if isinstance(finetuning := values.get("finetuning"), dict):
+                values["finetuning"] = FinetuneSettings(**finetuning)
             freeze = values.get("freeze")
             return cls(**{**values, "freeze": FreezeConfig(**freeze) if isinstance(freeze, dict) else freeze})
         except TypeError as error:
@@ -239,7 +247,7 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
     weights alone, when none did.
     """
-    values = {"task": "text", "fresh": False, **settings}
+    values = {"task": "text", "fresh": False, "finetuning": None, **settings}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = {"operation": "freeze", **freeze}
     if "freeze_at" in values:
