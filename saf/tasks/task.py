@@ -36,6 +36,7 @@ class TaskSettings(Protocol):
     heldout_sequences: int
     token_losses: bool
     finetuning: Any
+    mqar: Any
 
 
 class Task(Protocol):

@@ -14,9 +14,9 @@ from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
 from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, schedule_to_dict
 from saf.settings import FLAT, OneKindOf, OneOf, documented
-from saf.tasks import TASKS, FinetuneSettings, Task, TextTask
+from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask, Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
-from saf.train.parallel import ParallelKind
+from saf.train.sharing import ParallelKind
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
@@ -34,10 +34,12 @@ class TrainConfig:
     out: str
     """Folder of the run; new, or the one to resume."""
     task: Annotated[str, OneOf(TASKS)] = "text"
-    """What the run trains on and is judged by: text is pretraining on every token, the others are questions with
-    choices (docs/tasks.md)."""
+    """What the run trains on and is judged by: text is pretraining on every token, mqar associative recall, the others
+    questions with choices (docs/tasks.md)."""
     finetuning: Annotated[FinetuneSettings | None, FLAT] = None
     """What finetuning on questions with choices adds; None for another task."""
+    mqar: MQARSettings = field(default_factory=MQARSettings)
+    """The examples of associative recall, where that is the task."""
     parent: str | None = None
     """Checkpoint of another run to start from: weights, optimiser, place in the data and among the updates."""
     fresh: bool = False
@@ -97,6 +99,9 @@ class TrainConfig:
     compile: Compile = "auto"
     """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
     for all of one layout, which later events take up again: they compile only layouts that are new."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
+    less memory and more time."""
     parallel: ParallelKind = "auto"
     """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
     saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
@@ -159,13 +164,16 @@ class TrainConfig:
             (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
             'a positive number with lr_by="elapsed" and None otherwise',
         )
-        text = self.task == TextTask.name
-        self._require("finetuning", self.finetuning is None or not text, "left out with task='text'")
+        kind = TASKS[self.task]
+        asks = isinstance(kind, type) and issubclass(kind, FinetuneTask)
+        self._require("finetuning", self.finetuning is None or asks, f"left out with task={self.task!r}")
         self._require("fresh", self.parent is not None or not self.fresh, "False without a parent")
         self._check_matching()
         if self.schedule is not None:
             self.schedule.first_update(self.updates)
         self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
+        recalls = self.task == MQARTask.name
+        self._require("mqar", recalls or self.mqar == MQARSettings(), f"left out without task={MQARTask.name!r}")
         alone = self.freeze is None or self.freeze.backend != "fused"
         self._require("kernel", self.kernel == "auto" or alone, "auto with backend='fused', which has its own")
 
@@ -217,6 +225,7 @@ class TrainConfig:
         values["finetuning"] = self.finetuning and asdict(self.finetuning)
         values["freeze"] = self.freeze and self.freeze.to_dict()
         values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
+        values["mqar"] = self.mqar.to_dict()
         return values
 
     @classmethod
@@ -228,6 +237,8 @@ class TrainConfig:
                 values["schedule"] = schedule_from_dict(schedule)
             if isinstance(finetuning := values.get("finetuning"), dict):
                 values["finetuning"] = FinetuneSettings(**finetuning)
+            if isinstance(mqar := values.get("mqar"), dict):
+                values["mqar"] = MQARSettings.from_dict(mqar)
             freeze = values.get("freeze")
             return cls(**{**values, "freeze": FreezeConfig(**freeze) if isinstance(freeze, dict) else freeze})
         except TypeError as error:
@@ -247,7 +258,7 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
     weights alone, when none did.
     """
-    values = {"task": "text", "fresh": False, "finetuning": None, **settings}
+    values = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, **settings}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = {"operation": "freeze", **freeze}
     if "freeze_at" in values:
@@ -278,18 +289,8 @@ _ARITHMETIC = (
 """Settings that decide what an update computes: both arms of a comparison must share them."""
 _FREE_ON_RESUME = frozenset(
     (
-        "out",
-        "data",
-        "device",
-        "parallel",
-        "eval_every",
-        "save_every",
-        "save_at",
-        "keep",
-        "log_every",
-        "token_losses",
-        "tensorboard",
-        "quiet",
+        *("out", "data", "device", "activation_checkpointing", "parallel", "eval_every", "save_every", "save_at"),
+        *("keep", "log_every", "token_losses", "tensorboard", "quiet"),
     )
 )
 """Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""

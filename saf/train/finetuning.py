@@ -9,7 +9,7 @@ from saf.errors import InputError
 from saf.records.files import read_json, write_json
 from saf.records.result import result_header
 from saf.schedules import OneTime
-from saf.tasks import TASKS, FinetuneTask
+from saf.tasks import TASKS, FinetuneTask, MQARSettings
 from saf.train.checkpoint import Checkpoint, checkpoint_hash, latest
 from saf.train.config import TrainConfig, context_length, recorded_config, settings_after
 from saf.train.loop import pretrain
@@ -38,6 +38,7 @@ DEFAULTS: Mapping[str, Any] = {
     "eval_every": 0,
     "save_at": (),
     "schedule": OneTime(),
+    "mqar": MQARSettings(),
 }
 """The paper's settings, and what is not taken over from a parent. The rate is constant, so that an epoch is the same
 whatever the number of epochs; batches have many lengths, so nothing is compiled unless asked for."""

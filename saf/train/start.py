@@ -29,8 +29,8 @@ from saf.train.config import TrainConfig, check_same_run, context_length, model_
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
-from saf.train.parallel import micro_batches_of_one, parallel_of
 from saf.train.run import RECORDS, Run
+from saf.train.sharing import micro_batches_of_one, parallel_of
 from saf.train.updater import Updater
 
 
@@ -47,7 +47,12 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     own_share = micro_batches_of_one(config.accumulation, group_place()[1], batch_size=config.batch_size)
     with agreed():  # what one process cannot start, none does; and all have looked before the first one writes
         lock = _lock_run(folder, config, resume=resume)
-        execution = Execution.of(config.device, precision=config.precision, compile=config.compile)
+        execution = Execution.of(
+            config.device,
+            precision=config.precision,
+            compile=config.compile,
+            activation_checkpointing=config.activation_checkpointing,
+        )
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
     freeze = config.freeze
