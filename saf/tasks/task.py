@@ -37,6 +37,7 @@ class TaskSettings(Protocol):
     calibration_source: Any
     heldout_sequences: int
     token_losses: bool
+    finetuning: Any
     mqar: Any
 
 
