@@ -10,6 +10,7 @@ from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
+from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.compare import compare_evaluations, compare_runs
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
@@ -22,8 +23,9 @@ from saf.records.table import Table
 class Compare(Command):
     """Tell what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
-    Refuses runs that differ in more than the freezing. Of models that no run trained, such as those of transformers,
-    it takes what `saf evaluate --out` wrote of each.
+    Of two finetuned runs it tells what they answer differently, paired by question. Refuses runs that differ in more
+    than the freezing. Of models that no run trained, such as those of transformers, it takes what `saf evaluate --out`
+    wrote of each.
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional]
@@ -46,6 +48,8 @@ class Compare(Command):
         if kind_of(self.ordinary) is Kind.EVALUATION and kind_of(self.frozen) is Kind.EVALUATION:
             return self._evaluations()
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
+        if all(map(has_answers, runs)):
+            return self._compare_answers(ordinary, frozen)
         record = compare_runs(
             ordinary,
             frozen,
@@ -73,6 +77,13 @@ class Compare(Command):
             "windows": f"{record['windows']:,}",
         }
         show(record, Table.facts(f"{self.frozen} against {self.ordinary}", rows), as_json=self.json)
+        return record
+
+    def _compare_answers(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
+        """Compare two finetuned runs, write compare.json, show and return it."""
+        out = self.out or self.frozen
+        record = compare_answers(ordinary, frozen, out=out, allow_differences=self.allow_differences)
+        show(record, answers_table(record), as_json=self.json)
         return record
 
 
