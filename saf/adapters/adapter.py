@@ -154,7 +154,7 @@ class LanguageModel(ABC):
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return log p of every target, `[B, T]` float32, in nats."""
 
-    def compiled_by_layer(self) -> CompiledByLayer:
+    def compiled_by_layer(self, *, activation_checkpointing: bool = False) -> CompiledByLayer:
         """Return what computes the training loss of the model as it is now, its decoder layers compiled by themselves.
 
         Raises UnsupportedError for a family whose layers are another library's.

@@ -125,9 +125,9 @@ class GPTAdapter(Adapter):
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`."""
         return self.model(input_ids, targets)
 
-    def compiled_by_layer(self) -> CompiledByLayer:
+    def compiled_by_layer(self, *, activation_checkpointing: bool = False) -> CompiledByLayer:
         """Return what computes the training loss, one program for all layers of one layout of heads."""
-        return CompiledByLayer(self.model)
+        return CompiledByLayer(self.model, activation_checkpointing=activation_checkpointing)
 
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return log p of every target, `[B, T]` float32, in nats."""

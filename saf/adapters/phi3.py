@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from saf.adapters.documents import Documents
 from saf.adapters.family import SETTINGS, Family
 from saf.adapters.transformers_attention import attend, state_of
 
@@ -12,7 +13,7 @@ def forward(
     module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Documents | None = None,
     past_key_values: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters.adapter import Removed, Sink
+from saf.adapters.documents import Documents
 from saf.adapters.family import Family
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
@@ -18,7 +19,6 @@ from saf.ops.heads import join_heads, live_keys, take_heads
 from saf.ops.positions import assert_later, first_real, left_padding
 
 NAME = "saf"
-NO_WEIGHTS = "attention weights are not kept once heads are frozen; leave output_attentions out"
 
 
 class HeadState(TellsLayout):
@@ -64,12 +64,12 @@ def padding_mask(
     mask_function: Any,
     attention_mask: Tensor | None = None,
     **rest: Any,
-) -> Tensor | None:
-    """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it.
+) -> Tensor | Documents | None:
+    """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it; or packed documents.
 
     Raises UnsupportedError for what the frozen heads would not see: keys beyond the tokens seen so far, which a cache
-    of fixed size has, and attention that is not plainly causal, as of several sequences in one row. Raises InputError
-    for padding between real tokens.
+    of fixed size has, and attention that is not causal within each document. Raises InputError for padding between
+    real tokens.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -78,12 +78,18 @@ def padding_mask(
             "with frozen heads the keys must end where the tokens end; use a cache that grows (the default: leave "
             "cache_implementation out), and an attention_mask as long as the input"
         )
-    # While compiling, transformers takes any row for several sequences; that and windows are for `attend` to check.
-    plain = mask_function is causal_mask_function or torch.compiler.is_compiling() or "local_size" in rest
-    if not plain:
+    # While compiling, transformers takes any row for several documents; that and windows are for `attend` to check.
+    plain = mask_function is causal_mask_function or torch.compiler.is_compiling()
+    window = rest.get("local_size") is not None
+    if not plain and attention_mask is None and kv_length == q_length:
+        device = torch.device(rest.get("device") or "cpu")
+        documents = Documents.of(mask_function, rest["batch_size"], q_length, device)
+        if documents is not None:
+            return None if documents.longest == q_length else documents
+    if not (plain or window):
         raise UnsupportedError(
-            "frozen heads attend to one sequence a row, causally; position_ids that start again, or another mask, "
-            "cannot be followed: give every sequence a row of its own, padded at its ends"
+            "with frozen heads attention is causal, within each document that position_ids tell of; another mask "
+            "cannot be followed: leave it out, and give every sequence a row of its own, padded at its ends"
         )
     if attention_mask is None:
         return None
@@ -102,7 +108,7 @@ def attach_state(attention: Any, family: Family) -> HeadState:
     if (state := state_of(attention)) is not None:
         return state
     attention.saf = HeadState(layout_of(attention), family)
-    attention.register_forward_pre_hook(check_function, with_kwargs=True)
+    attention.register_forward_pre_hook(check_function)
     attention.register_load_state_dict_pre_hook(check_layout)
     return attention.saf
 
@@ -113,7 +119,7 @@ def detach_idle_state(attention: Any) -> None:
         del attention.saf
         for number, hook in list(attention._forward_pre_hooks.items()):
             if hook is check_function:
-                del attention._forward_pre_hooks[number], attention._forward_pre_hooks_with_kwargs[number]
+                del attention._forward_pre_hooks[number]
         for number, wrapped in list(attention._load_state_dict_pre_hooks.items()):
             if wrapped.hook is check_layout:
                 del attention._load_state_dict_pre_hooks[number]
@@ -127,10 +133,8 @@ def layout_of(attention: Any) -> HeadLayout:
     return HeadLayout(config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
 
 
-def check_function(module: Any, _: Any, options: dict[str, Any]) -> None:
-    """Raise UnsupportedError where a layer with frozen heads would use another function, or keep attention weights."""
-    if options.get("output_attentions"):
-        raise UnsupportedError(NO_WEIGHTS)
+def check_function(module: Any, _: Any) -> None:
+    """Raise UnsupportedError where a layer with frozen heads is about to attend through another function."""
     name = module.config._attn_implementation
     if not module.saf.layout.ordinary and name != NAME:
         raise UnsupportedError(
@@ -149,7 +153,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Documents | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -161,11 +165,12 @@ def attend(
     """Attend with live and frozen heads in slot order, as transformers calls it.
 
     `query [B, L, Tq, D]` of the live heads, `key [B, K, T, D]` and `value` of the KV heads kept, cached tokens first;
-    `attention_mask [B, T]` is True for real tokens; `position_ids [B or 1, Tq]`. Returns `[B, Tq, H, D]`.
+    `attention_mask [B, T]` is True for real tokens, or is the documents packed into the rows; `position_ids
+    [B or 1, Tq]`. Returns `[B, Tq, H, D]`.
 
     Raises:
-        UnsupportedError: Dropout or output of attention weights, a mask of pairs; with frozen heads, or while it is
-            measured, a window shorter than the sequence.
+        UnsupportedError: Dropout or output of attention weights, a mask of pairs, positions that start again beside a
+            cache or an attention_mask; with frozen heads, or while it is measured, a window shorter than the sequence.
         InputError: Inputs longer than the patterns.
         RuntimeError: In compiled code, several sequences in one row.
     """
@@ -174,35 +179,43 @@ def attend(
     if dropout:
         raise UnsupportedError(no_dropout(dropout, None if state is None else state.family))
     if output_attentions:
-        raise UnsupportedError(NO_WEIGHTS)
-    looked_at = state is not None and (state.frozen is not None or bool(state.sinks))
-    if looked_at and sliding_window is not None and value.shape[-2] > sliding_window:
+        raise UnsupportedError("attention weights are not kept once heads are frozen; leave output_attentions out")
+    documents, mask = (attention_mask, None) if isinstance(attention_mask, Documents) else (None, attention_mask)
+    positions = value.shape[-2] if documents is None else documents.longest
+    beyond = sliding_window is not None and positions > sliding_window
+    if beyond and state is not None and (state.frozen is not None or state.sinks):
         raise UnsupportedError(
-            f"{value.shape[-2]} positions exceed the sliding window of {sliding_window}; measured or with frozen "
+            f"{positions} positions exceed the sliding window of {sliding_window}; measured or with frozen "
             "heads, this model takes inputs up to its window"
         )
     for sink in () if state is None else state.sinks.values():
         sink(query, key)
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if mask is not None and mask.dim() != 2:
         raise UnsupportedError(
-            f"frozen heads know no mask but of padding, [B, T]; got {list(attention_mask.shape)}, leave it out"
+            f"frozen heads know no mask but of padding, [B, T]; got {list(mask.shape)}, leave it out"
         )
-    start = None if attention_mask is None else first_real(attention_mask)
-    if torch.compiler.is_compiling() and position_ids is not None and module.layer_idx == 0:
-        _assert_one_sequence_a_row(position_ids, attention_mask, value.shape[-2])
-    options: dict[str, Any] = {"scale": scaling, "start": start}
-    ordinary = options | {"window": sliding_window, "soft_cap": softcap}
-    if state is None:
-        output = live_attention(query, key, value, **ordinary)
-    elif state.frozen is None or softcap is not None:
-        output = _attend_apart(query, key, value, state, ordinary)
-    else:
-        output = mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
+    if position_ids is not None and documents is None and (module.layer_idx == 0 or beyond):
+        _check_one_sequence_a_row(position_ids, mask, value.shape[-2])
+    start = None if mask is None else first_real(mask)
+    mix = partial(_mixed, state, {"scale": scaling, "start": start}, {"window": sliding_window, "soft_cap": softcap})
+    output = mix(query, key, value) if documents is None else documents.apart(mix, query, key, value)
     return output.transpose(1, 2), None
 
 
+def _mixed(state: HeadState | None, options: dict[str, Any], ordinary: dict[str, Any], *inputs: Tensor) -> Tensor:
+    """Return the output `[B, H, Tq, D]` of a layer's query, key and value, one sequence a row.
+
+    The window and the soft cap, in `ordinary`, are for live heads; the seam does not know them.
+    """
+    if state is None:
+        return live_attention(*inputs, **options, **ordinary)
+    if state.frozen is None or ordinary["soft_cap"] is not None:
+        return _attend_apart(*inputs, state, options | ordinary)
+    return mixed_attention(*inputs, state.frozen, **options, kernel=state.kernel)
+
+
 def _attend_apart(query: Tensor, key: Tensor, value: Tensor, state: HeadState, options: dict[str, Any]) -> Tensor:
-    """Return live heads, whose window and soft cap the seam does not know, and frozen ones by themselves, joined."""
+    """Return live heads and frozen ones, computed each by themselves, joined."""
     parts = []
     if state.layout.num_live:
         key, slots = live_keys(key, state.layout.kv_head[: state.layout.num_live])
@@ -224,7 +237,7 @@ def forward_without_queries(
     module: Any,
     hidden_states: Tensor,
     *,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Documents | None = None,
     past_key_values: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
@@ -287,13 +300,34 @@ def check_generated_length(model: Any, generation_config: Any, *rest: Any, **opt
     type(model)._validate_generated_length(model, generation_config, *rest, **options)
 
 
-def _assert_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
-    """Let the device raise where positions do not count up by one between real tokens, of `length` with cached ones."""
+def _check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
+    """Raise UnsupportedError where the positions of real tokens start again, of `length` tokens with cached ones.
+
+    In compiled code the device raises instead, a RuntimeError, also where they do not count up by one. What CUDA graphs
+    capture goes unchecked, as do the single tokens of decoding.
+    """
+    compiling = torch.compiler.is_compiling()
+    if position_ids.shape[-1] < 2 or (not compiling and _capturing(position_ids)):
+        return
     counts = position_ids.diff(dim=-1) == 1
     if attention_mask is not None:
         real = attention_mask.bool()[:, length - 1 - counts.shape[-1] :]
         counts = counts | ~(real[:, 1:] & real[:, :-1])
-    assert_later(
-        counts.all(),
-        "frozen heads attend to one sequence a row: give every sequence a row of its own, padded at its ends",
-    )
+    elif not compiling:
+        # Padding on the right is not told of here. It has one position throughout; a document goes on from 0 to 1.
+        counts = (position_ids[:, 1:-1] != 0) | (position_ids[:, 2:] != 1)
+    if compiling:
+        assert_later(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_APART}")
+    elif not counts.all():
+        raise UnsupportedError(
+            "position_ids start again within a row, which tells of packed documents where neither attention_mask nor "
+            f"a cache is given: leave attention_mask out and pass use_cache=False, or {_APART}"
+        )
+
+
+_APART = "give every sequence a row of its own, padded at its ends"
+
+
+def _capturing(x: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured, where the host cannot look at values."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -13,6 +13,7 @@ from saf.cli.command import Command, build_groups, given_values
 from saf.cli.freeze import check_budget
 from saf.cli.output import show
 from saf.errors import InputError
+from saf.evaluate.recall import recall_table
 from saf.freezing.config import BUDGETS
 from saf.machine.processes import is_first, joined
 from saf.records.quantities import seconds
@@ -70,7 +71,8 @@ class Pretrain(Command):
                 )
             raise SystemExit(EXIT_STOPPED)
         if prints:
-            show(result, _table(result), as_json=self.json)
+            recall = [recall_table(result["recall"]["tests"], title="queries answered")] if "recall" in result else []
+            show(result, _table(result), *recall, as_json=self.json)
         return result
 
 
@@ -117,7 +119,9 @@ def _table(result: dict[str, Any]) -> Table:
     timing, event = result["update_seconds"], result["intervention"] or {}
     rows = {
         "perplexity, report": (perplexity := result.get("report_perplexity")) and f"{perplexity:.4f}",
-        "loss, report": f"{result['report_loss']:.5f} nats per token",
+        "loss, report": f"{result['report_loss']:.5f} nats per {'query' if 'recall' in result else 'token'}",
+        "development queries answered": (recall := result.get("recall"))
+        and f"{100 * recall['development']['accuracy']:.2f}%",
         "unigram entropy": (entropy := result.get("unigram_entropy")) and f"{entropy:.4f} nats",
         "loss, training": result["train_loss"] and f"{result['train_loss']:.4f} nats per token",
         "update, median": timing

@@ -36,16 +36,25 @@ TorchDevice = Annotated[torch.device | str, Where("that PyTorch knows", _is_devi
 
 @dataclass(frozen=True)
 class Execution:
-    """Hold a resolved device, precision ("fp32" or "bf16") and whether models are compiled."""
+    """Hold a resolved device, precision ("fp32" or "bf16"), whether models are compiled, and what updates keep."""
 
     device: torch.device
     precision: str
     compile: bool
     by_layer: bool = False
     """Whether each decoder layer compiles by itself, one program a layout of heads, in place of the whole model."""
+    activation_checkpointing: bool = False
+    """Whether updates keep only what enters each decoder layer, and compute the rest again in the backward pass."""
 
     @classmethod
-    def of(cls, device: str = "auto", *, precision: str = "auto", compile: str = "auto") -> "Execution":
+    def of(
+        cls,
+        device: str = "auto",
+        *,
+        precision: str = "auto",
+        compile: str = "auto",
+        activation_checkpointing: bool = False,
+    ) -> "Execution":
         """Resolve every "auto": CUDA where there is one, bf16 autocast and compiled there, fp32 and eager on a CPU.
 
         `compile` is "auto", "on" (the whole model), "layers" (see `by_layer`) or "off".
@@ -54,7 +63,8 @@ class Execution:
         """
         chosen = pick_device(device)
         switch = {"on": True, "layers": True, "off": False, "auto": chosen.type == "cuda"}
-        return cls(chosen, resolve_precision(chosen, precision), switch[compile], by_layer=compile == "layers")
+        resolved, by_layer = resolve_precision(chosen, precision), compile == "layers"
+        return cls(chosen, resolved, switch[compile], by_layer, activation_checkpointing)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass."""

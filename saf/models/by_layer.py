@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from saf.machine.execution import own_program
 from saf.models.attention import Attention
-from saf.models.gpt import GPT, DecoderLayer
+from saf.models.gpt import GPT, DecoderLayer, recomputed
 from saf.ops.decoder.loss import linear_cross_entropy
 
 _programs: dict[Hashable, Callable[..., Any]] = {}
@@ -26,17 +26,15 @@ _programs: dict[Hashable, Callable[..., Any]] = {}
 class CompiledByLayer:
     """Compute the loss of a GPT as it is now, its layers compiled; the model itself is left alone.
 
-    Make another after heads were frozen or made live: it takes up what was compiled for this one.
+    Make another after heads were frozen or made live: it takes up what was compiled for this one. With
+    `activation_checkpointing` the programs of a layer run again in the backward pass, which finds only their input.
     """
 
-    def __init__(self, model: GPT):
+    def __init__(self, model: GPT, *, activation_checkpointing: bool = False):
         known = len(_programs)
         self._model = model
-        self._parts = []
-        """Each part of each layer: its program, its norm, the module, and whether that takes the rotation."""
-        for layer in cast(Iterable[DecoderLayer], model.blocks):
-            for norm, module in ((layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)):
-                self._parts.append((_program(_add, norm, module), norm, module, isinstance(module, Attention)))
+        self._recomputes = activation_checkpointing
+        self._layers = [_Layer(layer) for layer in cast(Iterable[DecoderLayer], model.blocks)]
         self._loss = _program(_loss, model.norm, model.embed)
         self.new = len(_programs) - known
         """How many programs the first call compiles: those of layouts that were not met before."""
@@ -45,9 +43,24 @@ class CompiledByLayer:
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, nats per token, as the model does."""
         x, rotation = self._model.embedded(input_ids)
         change = _nothing_to_add(x)
-        for program, norm, module, rotates in self._parts:
-            x, change = program(norm, module, x, change, *((rotation, None) if rotates else ()))
+        for layer in self._layers:
+            x, change = recomputed(layer, x, change, rotation) if self._recomputes else layer(x, change, rotation)
         return self._loss(self._model.norm, self._model.embed.weight, x, change, targets)
+
+
+class _Layer:
+    """Run a layer's two programs: that of its attention and that of its MLP, each with the norm before it."""
+
+    def __init__(self, layer: DecoderLayer):
+        attention, mlp = (layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)
+        self._attention, self._mlp = ((_program(_add, *part), *part) for part in (attention, mlp))
+
+    def __call__(self, x: Tensor, change: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and what is added to it next, given both; all `[B, T, C]`."""
+        program, *attention = self._attention
+        x, change = program(*attention, x, change, rotation, None)
+        program, *mlp = self._mlp
+        return program(*mlp, x, change)
 
 
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:

@@ -1,10 +1,13 @@
 """The paper's decoder: pre-LayerNorm, no biases, GELU MLP, tied embeddings, rotary or learned positions."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from saf.arguments import check, checked, shown
 from saf.errors import InputError
@@ -112,11 +115,13 @@ class GPT(nn.Module):
             x = x + self.position(positions)
         return x, None if self.rotary is None else self.rotary(positions)
 
-    def hidden(self, input_ids: Tensor, start: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, start: Tensor | None = None, *, activation_checkpointing: bool = False
+    ) -> Tensor:
         """Return the normalised final hidden states `[B, T, C]` of `input_ids [B, T]`."""
         x, rotation = self.embedded(input_ids, start)
         for layer in self.blocks:
-            x = layer(x, rotation, start)
+            x = recomputed(layer, x, rotation, start) if activation_checkpointing else layer(x, rotation, start)
         return self.norm(x)
 
     def forward(
@@ -126,11 +131,13 @@ class GPT(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         start: Tensor | None = None,
+        activation_checkpointing: bool = False,
     ) -> Tensor:
         """Return logits `[B, T, V]`, or with `targets [B, T]` the mean loss in nats per token (float32).
 
         `attention_mask [B, T]` (1 for real tokens) may mark padding at the ends of rows; `start [B]` says the same
-        as first real positions. Targets of -100 are left out of the loss.
+        as first real positions. Targets of -100 are left out of the loss. With `activation_checkpointing` the backward
+        pass finds only what entered each layer, and computes the layer again.
         """
         if attention_mask is not None:
             if not isinstance(attention_mask, Tensor):
@@ -145,7 +152,7 @@ class GPT(nn.Module):
             check("targets", targets, Tensor)
         if targets is not None and targets.is_floating_point():
             raise InputError(f"targets must be whole numbers; got {shown(targets)}")
-        hidden = self.hidden(input_ids, start)
+        hidden = self.hidden(input_ids, start, activation_checkpointing=activation_checkpointing)
         if targets is None:
             return F.linear(hidden, self.embed.weight)
         return linear_cross_entropy(hidden, self.embed.weight, targets)
@@ -155,3 +162,11 @@ class GPT(nn.Module):
         """Return the log-probability of every target token, `[B, T]` float32, in nats."""
         check("targets", targets, Tensor)
         return linear_log_probs(self.hidden(input_ids), self.embed.weight, targets)
+
+
+def recomputed(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Return what a layer computes of its inputs, keeping these alone: the backward pass computes the layer again.
+
+    The layer must draw no random numbers; this decoder has no dropout.
+    """
+    return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)

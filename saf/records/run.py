@@ -169,7 +169,8 @@ class RecordedRun:
             )
         gone = [name for name in _recorded(self.result) if not (self.folder / name).is_file()]
         lacking += [f"{name}: the file is missing" for name in gone if name != EVENTS]
-        if self.edited_heads and not self.events:
+        inherited = "weights_of_update" in (self.config.get("parent") or {})
+        if self.edited_heads and not self.events and not inherited:
             lacking.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
         return lacking
 

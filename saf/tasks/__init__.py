@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+from saf.tasks.mqar import MQARSettings, MQARSource, MQARTask
 from saf.tasks.task import MicroBatches, Task, TaskSettings
 from saf.tasks.text import TextTask
 
-TASKS: dict[str, Callable[..., Task]] = {TextTask.name: TextTask}
+TASKS: dict[str, Callable[..., Task]] = {TextTask.name: TextTask, MQARTask.name: MQARTask}
 """What opens a task, by its name: called with a run's settings and `length=`, the tokens of a sequence."""
 
-__all__ = ["TASKS", "MicroBatches", "Task", "TaskSettings", "TextTask"]
+__all__ = ["TASKS", "MQARSettings", "MQARSource", "MQARTask", "MicroBatches", "Task", "TaskSettings", "TextTask"]

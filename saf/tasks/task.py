@@ -35,6 +35,7 @@ class TaskSettings(Protocol):
     calibration_source: Any
     heldout_sequences: int
     token_losses: bool
+    mqar: Any
 
 
 class Task(Protocol):

@@ -14,9 +14,9 @@ from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
 from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, schedule_to_dict
 from saf.settings import OneKindOf, OneOf, documented
-from saf.tasks import TASKS, Task
+from saf.tasks import TASKS, MQARSettings, MQARTask, Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
-from saf.train.parallel import ParallelKind
+from saf.train.sharing import ParallelKind
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
@@ -34,9 +34,14 @@ class TrainConfig:
     out: str
     """Folder of the run; new, or the one to resume."""
     task: Annotated[str, OneOf(TASKS)] = "text"
-    """What the run trains on and is judged by: text is pretraining on every token."""
+    """What the run trains on and is judged by: text is pretraining on every token, mqar associative recall."""
+    mqar: MQARSettings = field(default_factory=MQARSettings)
+    """The examples of associative recall, where that is the task."""
     parent: str | None = None
     """Checkpoint of another run to start from: weights, optimiser, place in the data and among the updates."""
+    fresh: bool = False
+    """Take nothing but weights and heads of the parent: optimiser, updates, clock and place in the data begin anew, as
+    for another task."""
     model: Annotated[str, OneOf(PRESETS)] = "tiny"
     """Preset of the model's shape."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +96,9 @@ class TrainConfig:
     compile: Compile = "auto"
     """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
     for all of one layout, which later events take up again: they compile only layouts that are new."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
+    less memory and more time."""
     parallel: ParallelKind = "auto"
     """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
     saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
@@ -153,10 +161,13 @@ class TrainConfig:
             (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
             'a positive number with lr_by="elapsed" and None otherwise',
         )
+        self._require("fresh", self.parent is not None or not self.fresh, "False without a parent")
         self._check_matching()
         if self.schedule is not None:
             self.schedule.first_update(self.updates)
         self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
+        recalls = self.task == MQARTask.name
+        self._require("mqar", recalls or self.mqar == MQARSettings(), f"left out without task={MQARTask.name!r}")
         alone = self.freeze is None or self.freeze.backend != "fused"
         self._require("kernel", self.kernel == "auto" or alone, "auto with backend='fused', which has its own")
 
@@ -178,6 +189,7 @@ class TrainConfig:
             return
         self._require("match_time", self.parent is not None, "left out without a parent, where the seconds begin")
         self._require("time_budget_seconds", self.time_budget_seconds is None, "None with match_time, which sets it")
+        self._require("fresh", not self.fresh, "False with match_time, whose reference went through the parent")
 
     def _require(self, name: str, usable: bool, expected: str) -> None:
         if not usable:
@@ -206,6 +218,7 @@ class TrainConfig:
         values["save_at"] = list(self.save_at)
         values["freeze"] = self.freeze and self.freeze.to_dict()
         values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
+        values["mqar"] = self.mqar.to_dict()
         return values
 
     @classmethod
@@ -215,6 +228,8 @@ class TrainConfig:
         try:
             if isinstance(schedule := values.get("schedule"), dict):
                 values["schedule"] = schedule_from_dict(schedule)
+            if isinstance(mqar := values.get("mqar"), dict):
+                values["mqar"] = MQARSettings.from_dict(mqar)
             freeze = values.get("freeze")
             return cls(**{**values, "freeze": FreezeConfig(**freeze) if isinstance(freeze, dict) else freeze})
         except TypeError as error:
@@ -231,9 +246,10 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as `TrainConfig.to_dict` gives them now, from a run of any age.
 
     Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
-    task, when text was the only one, and no operation, when there was freezing alone.
+    task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
+    weights alone, when none did.
     """
-    values = {"task": "text", **settings}
+    values = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, **settings}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = {"operation": "freeze", **freeze}
     if "freeze_at" in values:
@@ -264,18 +280,8 @@ _ARITHMETIC = (
 """Settings that decide what an update computes: both arms of a comparison must share them."""
 _FREE_ON_RESUME = frozenset(
     (
-        "out",
-        "data",
-        "device",
-        "parallel",
-        "eval_every",
-        "save_every",
-        "save_at",
-        "keep",
-        "log_every",
-        "token_losses",
-        "tensorboard",
-        "quiet",
+        *("out", "data", "device", "activation_checkpointing", "parallel", "eval_every", "save_every", "save_at"),
+        *("keep", "log_every", "token_losses", "tensorboard", "quiet"),
     )
 )
 """Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""
@@ -393,11 +399,18 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
     if unknown := sorted(changes.keys() - settings.keys()):
         raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
     freeze = changes.get("freeze")
-    schedule = {} if freeze is None else {"schedule": OneTime(at=checkpoint.update)}
-    settings |= {"out": str(out), "parent": str(checkpoint.path), "freeze": None, "track_gradients": False}
+    begins = 0 if changes.get("fresh") else checkpoint.update
+    schedule = {} if freeze is None else {"schedule": OneTime(at=begins)}
+    settings |= {
+        "out": str(out),
+        "parent": str(checkpoint.path),
+        "freeze": None,
+        "track_gradients": False,
+        "fresh": False,
+    }
     config = TrainConfig.from_dict({**settings, **schedule, **changes})
     first = config.freeze_update
-    if freeze is not None and first is not None and first < checkpoint.update:
+    if freeze is not None and first is not None and first < begins:
         raise InputError(
             f"{config.schedule} freezes after update {first}, before the parent's {checkpoint.update}; "
             "choose a later moment (freeze_at) or an earlier parent"

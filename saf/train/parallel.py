@@ -11,8 +11,9 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -23,16 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from saf.adapters import adapter_for, rows_of
-from saf.errors import InputError, UnsupportedError
+from saf.errors import UnsupportedError
 from saf.machine.execution import Execution
-from saf.machine.processes import PATIENCE, group_place, in_group
+from saf.machine.processes import PATIENCE, group_place
 from saf.models.gpt import DecoderLayer
-from saf.records.quantities import gibibytes
 
-ParallelKind = Literal["auto", "none", "ddp", "fsdp"]
 Value = TypeVar("Value")
-STATE_BYTES = 16
-"""Bytes of a parameter's float32 weight, gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,8 @@ class Shards(_Several):
         own = dict(zip(model.parameters(), sharded.parameters(), strict=True))
         shares = _sharded_optimizer(optimizer, own, self._mesh)
         self._model, self._optimizer = model, optimizer
-        self._engine = Engine(sharded, sharded, shares, compiles=False, gradients=self._gradients)
+        forward, compiles = _called(sharded, execution)
+        self._engine = Engine(forward, sharded, shares, compiles, gradients=self._gradients)
         self._let_go_()
         return self._engine
 
@@ -333,10 +331,12 @@ class _Calling(nn.Module):
 
 def _called(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any], bool]:
     """Return the model as updates call it, compiled as `execution` says, and whether the first call compiles."""
+    recomputes = execution.activation_checkpointing
     if execution.by_layer:
-        by_layer = adapter_for(model).compiled_by_layer()
+        by_layer = adapter_for(model).compiled_by_layer(activation_checkpointing=recomputes)
         return by_layer, by_layer.new > 0
-    return execution.callable(model, fullgraph=True), execution.compile
+    called = execution.callable(model, fullgraph=True)
+    return partial(called, activation_checkpointing=True) if recomputes else called, execution.compile
 
 
 def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
@@ -345,66 +345,3 @@ def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
         raise UnsupportedError("parallel='fsdp' runs uncompiled: pass compile='off', or train with parallel='ddp'")
     if trained_patterns:
         raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")
-
-
-def parallel_of(
-    kind: ParallelKind, *, parameters: int, execution: Execution, trained_patterns: bool
-) -> tuple[Parallel, str]:
-    """Return how this process trains a model of so many `parameters` beside others, and why so, in words.
-
-    "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
-    more than half of a GPU's memory: then "fsdp".
-
-    Raises:
-        InputError: "none" in a group of several processes, or another kind without a group.
-        UnsupportedError: Shards of what cannot be sharded.
-    """
-    processes = group_place()[1]
-    if kind == "none" and processes > 1:
-        raise InputError(
-            f"parallel='none' trains in one process, and {processes} were started, which would all do the same; start "
-            "one, or leave it out"
-        )
-    if kind in ("ddp", "fsdp") and not in_group():
-        raise InputError(
-            f"parallel={kind!r} trains in a group of processes, and there is none: start "
-            "`torchrun --nproc-per-node N -m saf pretrain ...`"
-        )
-    why = "as asked"
-    if kind == "auto":
-        kind, why = _picked(parameters, execution.device) if processes > 1 else ("none", "one process")
-    if kind == "fsdp":
-        check_shards(execution, trained_patterns=trained_patterns)
-        return Shards(execution.device), why
-    return (Replicas() if kind == "ddp" else Alone()), why
-
-
-def _picked(parameters: int, device: torch.device) -> tuple[ParallelKind, str]:
-    """Return the kind for several processes and the reason."""
-    needed = STATE_BYTES * parameters
-    if device.type != "cuda":
-        return "ddp", "the model is whole in every process"
-    memory = torch.cuda.get_device_properties(device).total_memory
-    told = f"weights, gradients and moments take {gibibytes(needed)} of {gibibytes(memory)}"
-    return ("ddp", told) if needed <= memory / 2 else ("fsdp", f"{told}, more than half")
-
-
-def micro_batches_of_one(accumulation: int, processes: int, *, batch_size: int) -> int:
-    """Return how many of an update's micro-batches each process takes; raise InputError when they cannot be shared out.
-
-    >>> micro_batches_of_one(8, 4, batch_size=2)
-    2
-    """
-    if accumulation % processes:
-        windows = accumulation * batch_size
-        raise InputError(
-            f"an update has accumulation={accumulation} micro-batches of batch_size={batch_size} windows, which "
-            f"{processes} processes cannot share evenly; its {windows} windows can be shared where accumulation is a "
-            f"multiple of {processes}"
-            + (
-                f", such as accumulation={processes} and batch_size={windows // processes}"
-                if windows % processes == 0
-                else ": choose another number of processes"
-            )
-        )
-    return accumulation // processes

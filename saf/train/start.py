@@ -29,8 +29,8 @@ from saf.train.config import TrainConfig, check_same_run, context_length, model_
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
-from saf.train.parallel import micro_batches_of_one, parallel_of
 from saf.train.run import RECORDS, Run
+from saf.train.sharing import micro_batches_of_one, parallel_of
 from saf.train.updater import Updater
 
 
@@ -47,7 +47,12 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     own_share = micro_batches_of_one(config.accumulation, group_place()[1], batch_size=config.batch_size)
     with agreed():  # what one process cannot start, none does; and all have looked before the first one writes
         lock = _lock_run(folder, config, resume=resume)
-        execution = Execution.of(config.device, precision=config.precision, compile=config.compile)
+        execution = Execution.of(
+            config.device,
+            precision=config.precision,
+            compile=config.compile,
+            activation_checkpointing=config.activation_checkpointing,
+        )
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
     freeze = config.freeze
@@ -62,15 +67,16 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         with pinned(config.kernel, execution.device):
             pass  # raises now what it would raise in the first update
         own = latest(folder / "checkpoints") if resume else None
-        checkpoint = _open(own or config.parent, shape, task)
-        state, update = (checkpoint.state, checkpoint.update) if checkpoint else (None, 0)
+        fresh = config.fresh and own is None
+        checkpoint = _open(own or config.parent, shape, task, fresh=fresh)
+        state, update = (checkpoint.state, checkpoint.update) if checkpoint and not fresh else (None, 0)
         parent = _parent_record(config, folder, checkpoint, resumed=own is not None)
-        model, optimizer = _build(config, shape, execution, checkpoint)
+        model, optimizer = _build(config, shape, execution, checkpoint, fresh=fresh)
         for site in adapter_for(model).sites():
             site.pin(config.kernel)
         matched = _matched(config, folder, checkpoint, resumed=own is not None)
         allowance = allowance_of(config, matched)
-        if checkpoint:
+        if checkpoint and not fresh:
             (clock.go_on if own else clock.start_from)(seconds_until(checkpoint))
         layouts = [site.layout for site in adapter_for(model).sites()]
         left = state["schedule"] if own and state else None
@@ -168,8 +174,11 @@ def _inherited(event: EventRecord, config: TrainConfig) -> bool:
     return event.values.get("inherited", config.freeze is None)
 
 
-def _open(path: str | Path | None, shape: GPTConfig, task: Task) -> Checkpoint | None:
-    """Open the checkpoint that training goes on from, if there is one, and take over its random state."""
+def _open(path: str | Path | None, shape: GPTConfig, task: Task, *, fresh: bool) -> Checkpoint | None:
+    """Open the checkpoint that training goes on from, if there is one, and take over its random state.
+
+    A `fresh` run takes no more than weights and heads of it, and its tokenizer must be the task's, if that has one.
+    """
     if not path:
         return None
     checkpoint = open_checkpoint(path)
@@ -177,6 +186,14 @@ def _open(path: str | Path | None, shape: GPTConfig, task: Task) -> Checkpoint |
         raise CheckpointError(
             f"{checkpoint.path} holds a model of shape {checkpoint.state['model']}; the settings ask for {shape}"
         )
+    if fresh:
+        before, now = (state.get("tokenizer") for state in (checkpoint.state, task.state(0)))
+        if before and now and before != now:
+            raise CheckpointError(
+                f"{checkpoint.path} was trained with another tokenizer ({before[:16]}) than the task's ({now[:16]}); "
+                "give the one that it was trained with"
+            )
+        return checkpoint
     task.check_continues(checkpoint.state, checkpoint.path)
     restore_random_state(checkpoint.state["random"])
     return checkpoint
@@ -191,6 +208,8 @@ def _parent_record(
     if resumed:
         return read_run_config(folder)["parent"]
     assert checkpoint is not None
+    if config.fresh:
+        return {"path": config.parent, "hash": checkpoint.hash, "update": 0, "weights_of_update": checkpoint.update}
     ended = checkpoint.update >= config.updates if config.freeze is None else checkpoint.update > config.updates
     if ended and config.time_budget_seconds is None and config.match_time is None:
         raise InputError(
@@ -215,13 +234,18 @@ def _matched(
 
 
 def _build(
-    config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoint: Checkpoint | None
+    config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoint: Checkpoint | None, *, fresh: bool
 ) -> tuple[GPT, AdamW]:
-    """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed."""
+    """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed.
+
+    The optimiser of a `fresh` run is a new one.
+    """
     if checkpoint:
         # "auto" chose at the event; what it chose goes on, so that resuming is exact.
         named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
         model = checkpoint.model(execution.device, backend=named)
+        if fresh:
+            return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
         return model, checkpoint.optimizer(model)
     model = GPT.undrawn(shape)
     model.reset_parameters(torch.Generator().manual_seed(config.seed))

@@ -2,6 +2,7 @@ import pytest
 
 from saf.bench import OpSettings, PrefillSettings, UpdateSettings, measure
 from saf.bench.harness.runner import PointRunner
+from saf.bench.kinds import BENCHMARKS
 from saf.errors import InputError, UnsupportedError
 from saf.records.files import read_json
 
@@ -193,3 +194,25 @@ def test_unknown_models_are_refused_before_anything_is_written(settings, tmp_pat
     with pytest.raises(InputError, match=r"unknown model '124n'; expected one of .*qwen3-4b"):
         measure(settings, out=tmp_path / "bench.json")
     assert not (tmp_path / "bench.json").exists()
+
+
+def test_activation_checkpointing_is_compared_with_keeping_everything():
+    settings = UpdateSettings(
+        model="tiny",
+        points=("16x1x1",),
+        rates=(0.5,),
+        free=False,
+        profile=False,
+        activation_checkpointing=True,
+        **SMALL,
+    )
+    record = measure(settings)
+    assert record["left_out"] == []
+    assert [(row["role"], row["baseline"], row["arm"]) for row in record["rows"]] == [
+        ("control", "ordinary auto", "control auto"),
+        ("frozen", "ordinary auto", "50% toeplitz auto"),
+        ("keeping", "ordinary auto", "ordinary keeping auto"),
+    ]
+    plain = [str(part) for part in BENCHMARKS["update"].tables(record, brief=True)]
+    assert any("ordinary, every activation kept" in part for part in plain)
+    assert any("computed again in the backward pass" in part for part in plain)

@@ -1,9 +1,11 @@
 import json
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 
+from saf.cli import main
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
@@ -238,3 +240,15 @@ def test_resuming_where_no_run_is_says_so(tmp_path):
     with pytest.raises(InputError, match="holds no run to resume"):
         parse("--out", tmp_path / "nowhere", "--resume")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_run_of_recall_needs_no_data_and_prints_its_accuracy_by_tokens_and_pairs(tmp_path, capsys):
+    words = "--task mqar --data none --length 16 --batch-size 2 --updates 2 --device cpu --no-tensorboard --quiet"
+    shape = "--model-overrides num_layers 1 num_heads 2 hidden_size 16"
+    tests = "--mqar.length 8 --mqar.pairs 2 --mqar.vocabulary 32 --mqar.test-lengths 8 16 --mqar.test-pairs 2 3"
+    few = "--mqar.test-examples 2 --mqar.development 2"
+    assert main(["pretrain", *f"{words} {shape} {tests} {few}".split(), "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    assert "queries answered" in printed
+    assert "nats per query" in printed
+    assert re.search(r"16\W+3\W+\d+\.\d\d", printed)

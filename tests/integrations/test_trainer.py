@@ -111,7 +111,8 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, hf, tmp_path):
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    heldout = {"heldout": [tokens(2, seed=5)]}
+    # Their loss rises by freezing, in the order in which accelerate shuffles rows and in that of its stand-in.
+    heldout = {"heldout": [tokens(2, seed=11)]}
     first = callback(SCHEDULES[schedule], **heldout)
     whole = trainer(hf, tmp_path / "whole", first, **options)
     whole.train()

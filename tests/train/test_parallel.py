@@ -24,8 +24,8 @@ from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, read_tensors
 from saf.schedules import ValidationBudget
 from saf.train import TrainConfig, latest, pretrain
-from saf.train.parallel import micro_batches_of_one, parallel_of
 from saf.train.run import Run
+from saf.train.sharing import micro_batches_of_one, parallel_of
 
 CPU, WORLD = Execution.of("cpu"), 2
 LOSSES = 2e-6

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from saf.ops.backends import BACKENDS
 
-Role = Literal["control", "kernel", "frozen", "free", "pruned"]
+Role = Literal["control", "kernel", "keeping", "frozen", "free", "pruned"]
 FREE = "free"
 """The backend whose frozen heads cost nothing."""
 PRUNED = "pruned"
@@ -24,12 +24,14 @@ class Arm:
     rate: float = 0.0
     control: bool = False
     """A second, independent ordinary model."""
+    keeping: bool = False
+    """An ordinary model that keeps every activation where the other arms compute them again."""
 
     @property
     def name(self) -> str:
         """Return a short label."""
         if self.backend is None:
-            return f"{'control' if self.control else 'ordinary'} {self.kernel}"
+            return f"{'control' if self.control else 'ordinary'}{' keeping' * self.keeping} {self.kernel}"
         return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
 
     @property

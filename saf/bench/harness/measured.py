@@ -15,6 +15,7 @@ _WAYS = {
     "call": "called",
     "graph": "replayed as a CUDA graph",
 }
+KEEPING = "ordinary, every activation kept"
 NEAR_ONE = 0.005
 """A bound this close to 1 leaves nothing to take a share of."""
 
@@ -40,7 +41,7 @@ class Measured:
     def name(self) -> str:
         """Say what the arm is: a share of frozen heads with their backend, or another attention kernel."""
         if self.row["backend"] is None:
-            return f"ordinary, {kernel_name(self.row['kernel'])}"
+            return KEEPING if self.row["role"] == "keeping" else f"ordinary, {kernel_name(self.row['kernel'])}"
         return edited_name(self.row)
 
     @property

@@ -2,7 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from saf.bench.harness.measured import Group, Measured, Record, baseline_name, edited_name, kernel_name, shape
+from saf.bench.harness.measured import (
+    KEEPING,
+    Group,
+    Measured,
+    Record,
+    baseline_name,
+    edited_name,
+    kernel_name,
+    shape,
+)
 from saf.bench.harness.recorder import UNFINISHED, left_out
 from saf.bench.harness.timing import REST_MS, SETTLE_MS
 from saf.records.paper import Quoted
@@ -120,7 +129,7 @@ def memory_arm(record: Record, entry: Record) -> str:
     kernels = {each["arm"].split()[-1] for each in record["memory"]}
     kernel = kernel_name(entry["arm"].split()[-1])
     if entry["backend"] is None:
-        return f"ordinary, {kernel}"
+        return KEEPING if " keeping " in entry["arm"] else f"ordinary, {kernel}"
     return edited_name(entry) + f", live heads on {kernel}" * (len(kernels) > 1)
 
 
@@ -199,10 +208,13 @@ def compiled(record: Record) -> str:
     """Say whether a benchmark compiled its models, by default where there is a GPU, or which arms of an operator's."""
     if any("ran" in row for row in record["rows"]):
         return _compiled_arms(record["rows"])
-    asked = record["settings"]["compile"]
+    asked, again = record["settings"]["compile"], ""
+    if record["settings"].get("activation_checkpointing"):
+        again = ", layers computed again in the backward pass"
     if asked == "layers":
-        return "compiled by decoder layers"
-    return "compiled" if asked == "on" or (asked == "auto" and record["provenance"]["driver"]) else "not compiled"
+        return f"compiled by decoder layers{again}"
+    whole = asked == "on" or (asked == "auto" and record["provenance"]["driver"])
+    return ("compiled" if whole else "not compiled") + again
 
 
 def _compiled_arms(rows: Sequence[Record]) -> str:

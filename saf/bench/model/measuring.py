@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from saf.bench.harness.arms import Arm, arms_of
+from saf.bench.harness.arms import Arm, Comparison, arms_of
 from saf.bench.harness.environment import clean_process
 from saf.bench.harness.kind import SpeedKind
 from saf.bench.harness.runner import Context, Subject
@@ -41,6 +41,10 @@ class ModelKind(SpeedKind[Asked]):
         """Return the points with everything that varies filled in."""
         return list(points)
 
+    def compared(self, settings: Asked, comparisons: list[Comparison]) -> list[Comparison]:
+        """Return what is compared: the usual arms, and what the settings of a kind add to them."""
+        return comparisons
+
     def check_shape(self, settings: Asked) -> None:
         """Raise InputError for an unknown model."""
         shape_of(settings.model, 1)
@@ -70,6 +74,7 @@ class ModelKind(SpeedKind[Asked]):
         """Measure the memory, then the speed, of every arm at one point."""
         plan = ModelPlan.of(settings, point.length)
         comparisons = context.plan(plan.own_rate or self.rates(settings), pruned=settings.pruned)
+        comparisons = self.compared(settings, comparisons)
         arms = [arm for arm in arms_of(comparisons) if not arm.control]
         if settings.memory:
             _measure_memory(context, settings, point, arms, children)

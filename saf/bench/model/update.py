@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from saf.bench.harness.arms import FREE, PRUNED, Arm
+from saf.bench.harness.arms import FREE, PRUNED, Arm, Comparison
 from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.measured import Record
 from saf.bench.harness.runner import Subject
@@ -48,6 +48,9 @@ class UpdateSettings(ModelSettings):
     """Untimed updates of each arm."""
     repeats: int = 2
     """Updates in a timed block, timed as one; its time is their mean."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each decoder layer and compute it again in the backward pass, in all arms; one more
+    ordinary arm keeps everything, and shows what that costs."""
 
 
 class Preloaded:
@@ -65,7 +68,9 @@ class Preloaded:
 
 def execution_of(settings: UpdateSettings) -> Execution:
     """Resolve device, precision and compilation as the trainer does."""
-    return Execution.of(settings.device, compile=settings.compile)
+    return Execution.of(
+        settings.device, compile=settings.compile, activation_checkpointing=settings.activation_checkpointing
+    )
 
 
 class UpdateSubject:
@@ -74,6 +79,8 @@ class UpdateSubject:
     def __init__(self, settings: UpdateSettings, point: Point, arm: Arm):
         self._settings = settings
         execution = execution_of(settings)
+        if arm.keeping:
+            execution = replace(execution, activation_checkpointing=False)
         accumulation = point.accumulation or 1
         plan = ModelPlan.of(settings, point.length)
         vocabulary = plan.config.vocab_size
@@ -159,6 +166,13 @@ class UpdateKind(ModelKind[UpdateSettings]):
     def variants(self, settings: UpdateSettings, device: torch.device) -> tuple[str, ...]:
         """Return the one thing that is timed of each arm."""
         return ("update",)
+
+    def compared(self, settings: UpdateSettings, comparisons: list[Comparison]) -> list[Comparison]:
+        """Return what is compared; with activation checkpointing an ordinary model without it, too."""
+        if not settings.activation_checkpointing:
+            return comparisons
+        first = comparisons[0].baseline
+        return [*comparisons, Comparison(first, replace(first, keeping=True), "keeping")]
 
     def build(self, settings: UpdateSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm ready to be warmed up in this process."""

@@ -1,0 +1,84 @@
+"""Documents packed into one row, told by positions that start again: each is computed as it is alone."""
+
+import pytest
+import torch
+
+import saf
+from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadSet
+from tests.transformers_models import HEADS, LENGTH, freeze, make, tokens
+
+WHOLE_LAYER = HeadSet([*HEADS, (2, 0), (2, 1), (2, 2)])
+"""A layer without any live head among them."""
+SIZES = ((1, 7, 12, 8, 12), (25, 3, 12), (40 - LENGTH, LENGTH))
+"""Tokens of the documents of each row: 40 in all, more than the patterns cover."""
+
+
+def packed():
+    """Rows of tokens `[3, 40]` and their positions."""
+    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in SIZES])
+    return tokens(len(SIZES), 40, seed=9), positions
+
+
+def alone(model, ids):
+    """Return the logits of every document by itself, put back into rows."""
+    rows = zip(ids, SIZES, strict=True)
+    return torch.stack(
+        [torch.cat([model(one[None], use_cache=False).logits[0] for one in row.split(sizes)]) for row, sizes in rows]
+    )
+
+
+@pytest.mark.parametrize("operation", ["freeze", "prune"])
+def test_each_document_is_computed_as_it_is_alone(family, operation):
+    model, (ids, positions) = make(family, max_position_embeddings=64).double(), packed()
+    if operation == "freeze":
+        freeze(model, WHOLE_LAYER)
+    else:
+        saf.prune_(model, HEADS)
+    with torch.no_grad():
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(logits, alone(model, ids), rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_are_those_of_the_documents_alone(family):
+    model, (ids, positions) = make(family).double(), packed()
+    freeze(model, WHOLE_LAYER)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+    wanted = torch.autograd.grad(alone(model, ids).square().sum(), weights, allow_unused=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    came = torch.autograd.grad(
+        model(ids, position_ids=positions, use_cache=False).logits.square().sum(), weights, allow_unused=True
+    )
+    for one, other in zip(came, wanted, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_window_as_long_as_the_documents_is_none_and_a_shorter_one_is_refused():
+    ids, positions = packed()
+    model = make("mistral").double()
+    freeze(model, WHOLE_LAYER)
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions, use_cache=False).logits
+        model.config.sliding_window = LENGTH
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = LENGTH
+        torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, expected)
+        model.config.sliding_window = LENGTH - 1
+        with pytest.raises(UnsupportedError, match="exceed the sliding window"):
+            model(ids, position_ids=positions, use_cache=False)
+
+
+def test_what_cannot_work_raises_before_anything_is_computed(family):
+    model, (ids, positions) = make(family), packed()
+    freeze(model)
+    reached = []
+    model.model.layers[1].register_forward_pre_hook(lambda *_: reached.append(1))
+    for options in ({"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):
+        with pytest.raises(UnsupportedError, match="start again within a row"):
+            model(ids, position_ids=positions, **{"use_cache": False} | options)
+    long = torch.cat([torch.arange(LENGTH + 1), torch.arange(39 - LENGTH)])[None]
+    with pytest.raises(InputError, match=f"{LENGTH}"):
+        model(ids, position_ids=long, use_cache=False)
+    assert not reached

@@ -1,0 +1,220 @@
+"""Associative recall: what its examples are, who answers them, and what a run asks of the task."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from saf.errors import CheckpointError, InputError, SafWarning
+from saf.machine.execution import Execution
+from saf.models import GPT, preset
+from saf.records.files import read_json
+from saf.tasks import TASKS, MQARSettings, MQARSource, MQARTask
+from saf.train import TrainConfig
+
+CPU = torch.device("cpu")
+SMALL = MQARSettings(
+    length=24, pairs=3, vocabulary=64, test_lengths=(24, 32), test_pairs=(4, 3), test_examples=6, development=8
+)
+
+
+def looked_up(inputs: torch.Tensor, pairs: int) -> torch.Tensor:
+    """The value of every token that is a key of its own example's pairs, -100 for others and for the pairs."""
+    found = torch.full_like(inputs, -100)
+    for row, tokens in enumerate(inputs.tolist()):
+        values = dict(zip(tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2], strict=True))
+        for at in range(2 * pairs, len(tokens)):
+            found[row, at] = values.get(tokens[at], -100)
+    return found
+
+
+@pytest.mark.parametrize(("length", "pairs"), [(512, 8), (512, 64), (4_096, 8), (16, 4)])
+@pytest.mark.parametrize("random_fill", [True, False], ids=["random", "empty"])
+def test_every_query_is_answered_by_a_lookup(length, pairs, random_fill):
+    source = MQARSource(seed=3, length=length, pairs=pairs, random_fill=random_fill)
+    inputs, targets = source.examples(0, range(20))
+    asked = targets != -100
+    assert (asked.sum(1) == pairs).all()
+    assert torch.equal(looked_up(inputs, pairs)[asked], targets[asked])
+    keys, values = inputs[:, 0 : 2 * pairs : 2], inputs[:, 1 : 2 * pairs : 2]
+    for row in range(len(inputs)):
+        assert len(set(keys[row].tolist())) == len(set(values[row].tolist())) == pairs
+        assert sorted(inputs[row, asked[row]].tolist()) == sorted(keys[row].tolist()), "each key is asked once"
+        assert (asked[row].nonzero() % 2 == 0).all()
+        assert int(asked[row].nonzero().min()) >= 2 * pairs
+    assert int(keys.min()) >= 1
+    assert int(keys.max()) < 4_096 <= int(values.min())
+    assert int(values.max()) < 8_192
+    others = ~asked
+    others[:, : 2 * pairs] = False
+    if not random_fill:
+        assert not inputs[others].any()
+        assert torch.equal(looked_up(inputs, pairs), targets), "nothing else is a key"
+    elif int(others.sum()) > 1_000:
+        # Uniform over all tokens: its mean has a standard error of 8192 / sqrt(12 n).
+        filled = inputs[others].double()
+        assert float(filled.mean()) == pytest.approx(4_095.5, abs=5 * 8_192 / math.sqrt(12 * len(filled)))
+
+
+def drawn_without_replacement(weights: np.ndarray, count: int, examples: int) -> np.ndarray:
+    """Numbers drawn one after the other, each by the weights of those that are left, `[examples, count]`."""
+    rng, found = np.random.default_rng(5), np.empty((examples, count), dtype=int)
+    for row in found:
+        left = weights.copy()
+        for at in range(count):
+            row[at] = np.searchsorted(np.cumsum(left / left.sum()), rng.random())
+            left[row[at]] = 0
+    return found
+
+
+@pytest.mark.parametrize("power", [0.01, 1.0])
+def test_distances_have_the_distribution_of_the_definition(power):
+    length, pairs, examples = 64, 4, 3_000
+    source = MQARSource(seed=1, length=length, pairs=pairs, power=power, random_fill=False)
+    inputs, _ = source.examples(0, range(examples))
+    keys = inputs[:, 0 : 2 * pairs : 2]
+    at = (inputs[:, None, 2 * pairs :] == keys[:, :, None]).int().argmax(2)
+    assert (at % 2 == 0).all()
+    gaps = (at // 2).numpy()
+    weights = np.arange(1, (length - 2 * pairs) // 2 + 1) ** (power - 1.0)
+    # The first key's distance is a single draw by the weights; chi-square with 27 degrees of freedom, p = 1e-4.
+    counts = np.bincount(gaps[:, 0], minlength=len(weights))
+    expected = examples * weights / weights.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 63
+    # Later ones are drawn from what is left: the same means as drawing one after the other, within 5 standard errors.
+    plain = drawn_without_replacement(weights, pairs, examples)
+    for key in range(pairs):
+        error = math.hypot(gaps[:, key].std(), plain[:, key].std()) / math.sqrt(examples)
+        assert abs(gaps[:, key].mean() - plain[:, key].mean()) < 5 * error
+    if power < 1:
+        assert gaps[:, 0].mean() < gaps[:, -1].mean(), "near places are taken by the first keys"
+
+
+def test_an_example_is_a_function_of_seed_stream_and_number_alone():
+    source = MQARSource(seed=7, length=32, pairs=3, vocabulary=64)
+    inputs, targets = source.examples(0, range(9))
+    for number in (8, 2):
+        one = source.examples(0, [number])
+        assert torch.equal(one[0][0], inputs[number])
+        assert torch.equal(one[1][0], targets[number])
+    assert len({tuple(row) for row in inputs.tolist()}) == 9
+    assert not torch.equal(source.examples(1, range(9))[0], inputs)
+    assert not torch.equal(replace(source, seed=8).examples(0, range(9))[0], inputs)
+    state = torch.get_rng_state()
+    np.random.seed(0)
+    assert torch.equal(source.examples(0, range(9))[0], inputs), "global generators play no part"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pairs": 9}, "32 tokens of mqar cannot hold 9 pairs: with their queries they take 36; ask for 8 pairs"),
+        ({"length": 31}, "an even length; got 3 pairs, 31 tokens"),
+        ({"pairs": 0}, "at least 1 pair"),
+        ({"vocabulary": 32}, "must be larger than the length, 32"),
+        ({"power": 0.0}, "mqar.power must be a finite number above 0"),
+        ({"seed": -1}, "a seed of mqar must be at least 0"),
+    ],
+)
+def test_what_a_sequence_cannot_hold_is_refused_by_name(changes, message):
+    with pytest.raises(InputError, match=message):
+        MQARSource(**{"seed": 0, "length": 32, "pairs": 3, "vocabulary": 64, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"test_pairs": (4, 9)}, "32 tokens of mqar cannot hold 9 pairs"),
+        ({"test_pairs": (4,)}, "must name equally many tests; got 2 and 1"),
+        ({"test_lengths": (24, 24), "test_pairs": (3, 3)}, "each test of mqar must be named once"),
+        ({"gate": 1.5}, "mqar.gate must be a share"),
+        ({"development": 0}, "mqar.development must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_by_name(changes, message):
+    with pytest.raises(InputError, match=message):
+        replace(SMALL, **changes)
+
+
+@pytest.fixture
+def settings():
+    return TrainConfig(
+        data="none", out="unused", task="mqar", mqar=SMALL, batch_size=2, accumulation=3, calibration_sequences=3,
+        heldout_sequences=2, eval_windows=5, seed=3,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def task(settings):
+    return TASKS[settings.task](settings, length=33)
+
+
+@pytest.fixture
+def model():
+    return GPT(preset("tiny", vocab_size=64, num_layers=1, hidden_size=32, max_length=33))
+
+
+def test_the_papers_settings_are_the_defaults():
+    assert MQARSettings().tests == (*((512, pairs) for pairs in (8, 16, 24, 32, 48, 64)), (2_048, 8), (4_096, 8))
+
+
+def test_micro_batches_go_on_where_updates_ended_and_are_shared_out(task):
+    whole = task.training(0, CPU)
+    batches = [whole.take() for _ in range(12)]
+    assert all(inputs.shape == targets.shape == (2, 24) for inputs, targets in batches)
+    later = task.training(2, CPU)
+    for inputs, targets in batches[6:]:
+        again = later.take()
+        assert torch.equal(again[0], inputs)
+        assert torch.equal(again[1], targets)
+    shares = [task.training(1, CPU, first=rank, every=3) for rank in range(3)]
+    together = [share.take()[0] for _ in range(3) for share in shares]
+    assert all(torch.equal(one, inputs) for one, (inputs, _) in zip(together, batches[3:], strict=True))
+    assert task.targets_per_update == 2 * 3 * 24
+
+
+def test_calibration_fills_the_context_and_never_sees_training_or_tests(task, settings):
+    assert [tuple(batch.shape) for batch in task.calibration()] == [(2, 32), (1, 32)]
+    assert [tuple(batch.shape) for batch in task.heldout()] == [(2, 32)]
+    other = MQARTask(replace(settings, seed=4), length=33)
+    assert all(torch.equal(*both) for both in zip(task.calibration(), other.calibration(), strict=True))
+    assert not torch.equal(task.training(0, CPU).take()[0], other.training(0, CPU).take()[0])
+    for inputs, targets in task.calibration_pairs():
+        assert torch.equal(looked_up(inputs, 3)[targets != -100], targets[targets != -100])
+    assert not torch.equal(task.calibration()[0], task.heldout()[0])
+
+
+def test_the_report_has_every_test_and_the_gate(task, model, tmp_path):
+    execution = Execution.of("cpu")
+    with pytest.warns(SafWarning, match=r"of the development queries are answered, 80% are asked of the ordinary arm"):
+        report = task.report(model, execution, folder=tmp_path, checkpoints={})
+    assert report["recall"]["gate_passed"] is False
+    assert [(one["length"], one["pairs"], one["queries"]) for one in report["recall"]["tests"]] == [
+        (24, 4, 24),
+        (32, 3, 18),
+    ]
+    written = read_json(tmp_path / "recall.json")
+    assert [len(one["hits"]) for one in written["tests"]] == [6, 6]
+    assert written["tests"][0]["accuracy"] == report["recall"]["tests"][0]["accuracy"]
+    # An untrained model knows nothing: every one of 64 tokens is as likely.
+    assert report["report_loss"] == pytest.approx(math.log(64), abs=0.3)
+    assert task.controller_loss(model, execution, batches=4) == report["report_loss"]
+    assert task.controller_loss(model, execution) != report["report_loss"]
+
+
+def test_goes_on_only_from_its_own_examples_and_updates_of_its_size(task, settings, tmp_path):
+    state = {"update": 4, **task.state(4)}
+    assert state["sampler_position"] == 24
+    task.check_continues(state, tmp_path)
+    with pytest.raises(CheckpointError, match="was not trained on these examples"):
+        MQARTask(replace(settings, seed=4), length=33).check_continues(state, tmp_path)
+    with pytest.raises(InputError, match=r"used 6 sequences an update, this run 5 x 3; keep their product"):
+        MQARTask(replace(settings, batch_size=5), length=33).check_continues(state, tmp_path)
+
+
+def test_sequences_longer_than_the_context_are_refused(settings):
+    with pytest.raises(InputError, match="mqar has sequences of 32 tokens, the model's context is 24"):
+        MQARTask(settings, length=24)
