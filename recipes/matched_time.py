@@ -1,7 +1,7 @@
 """Controls at matched time: tab:equal-time-controls, and its exchange rate.
 
 Every arm, the ordinary one too, restarts from the reference's checkpoint halfway and gets the time that it had left, on
-the clock that charges compilation and events as seconds of the paper's 187.65 minutes. Beside each stand the same arm
+the clock that charges all but training as seconds of the paper's 187.65 minutes. Beside each stand the same arm
 at matched tokens and, at 25 and 50%, on the raw clock. One more ordinary run has a few percent more tokens.
 """
 
@@ -107,8 +107,9 @@ RECIPE = Recipe(
         "compile, the ordinary one too. Pruned arms have exactly the heads of the frozen arm of their rate; they "
         "measure as it does, so that choosing is charged to them too. The difference is from the frozen arm of that "
         "rate.",
-        "The clock charges compilation and events as seconds of the paper's 187.65 minutes; the raw clock charges them "
-        "as they are. Extra tokens are those of the whole run beside the ordinary arm's at matched time.",
+        "The clock charges compilation, events, losses and checkpoints as seconds of the paper's 187.65 minutes; the "
+        "raw clock charges all as they are. Extra tokens are those of the whole run beside the ordinary arm's at "
+        "matched time.",
         "With tokens at a rate: the change at matched tokens less the rate times the extra tokens. 0.14 is the paper's "
         "regime; the measured rate is that of the ordinary run with 3% more tokens, beside the reference.",
     ),

@@ -191,10 +191,10 @@ def stale_results() -> list[str]:
     if not (ROOT / "results").is_dir():
         return []
     sys.path.insert(0, str(ROOT))
+    from saf.experiments.document import render_document
     from saf.report.collection import find, superseded
-    from saf.report.results import render_results
 
-    made = render_results(ROOT / "results", ROOT / "docs")
+    made = render_document(ROOT / "results", ROOT / "docs")
     stale = [name for name, text in made.items() if _read(ROOT / "docs" / name) != text]
     advice = "run `saf report --results results --out docs/results.md`"
     found = [f"docs/{name}: not what results/ renders to; {advice}" for name in stale]

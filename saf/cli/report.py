@@ -10,6 +10,7 @@ from saf.cli.command import Command
 from saf.cli.output import show
 from saf.data import TokenData
 from saf.errors import InputError
+from saf.experiments.document import write_document
 from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import open_recipes, read_tokens, scale_named
@@ -18,7 +19,6 @@ from saf.experiments.store import Store
 from saf.records.paths import Kind, expect
 from saf.report.benchmarks.bars import write_bars
 from saf.report.benchmarks.page import read_records, write_bench_report
-from saf.report.results import write_results
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
 
@@ -70,7 +70,7 @@ class Report(Command):
             raise InputError("--results stands for itself: leave out runs and --picture, its pictures are always made")
         if self.out is None:
             raise InputError("--results needs --out, the Markdown file to write (docs/results.md)")
-        document, *pictures = write_results(results, self.out)
+        document, *pictures = write_document(results, self.out)
         result = {"document": str(document), "pictures": [str(path) for path in pictures]}
         show(result, str(document), *result["pictures"], as_json=self.json)
         return result

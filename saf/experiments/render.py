@@ -7,13 +7,13 @@ of a change in perplexity is the paired bootstrap over held-out windows. What wa
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from saf.evaluate.paired import mean_and_standard_error
 from saf.experiments.columns import COLUMNS, Column, Record
-from saf.experiments.measurement import Number, tables_of
+from saf.experiments.measurement import Measurement, Number, tables_of
 from saf.experiments.measuring import Measurements
 from saf.experiments.plan import Plan
 from saf.experiments.recipe import Arm, Recipe
@@ -42,13 +42,15 @@ class Rendered:
     """Why this is no final table: runs of a tree that no commit holds."""
     origin: tuple[str, ...]
     """Sentences about where the runs come from."""
+    whole: bool = True
+    """Whether arms and measurements that were not run have rows, which say so."""
 
     def parts(self) -> list[Part]:
         """Return the table of arms, that of measured numbers beside the paper's, and each measurement's own tables."""
-        parts: list[Part] = [self.table()] if self.recipe.columns else []
-        if any(each.numbers for each in self.recipe.measurements):
+        parts: list[Part] = [self.table()] if self.recipe.columns and (self.whole or self._arms) else []
+        if any(each.numbers for each in self._measurements):
             parts.append(self.numbers())
-        for each in self.recipe.measurements:
+        for each in self._measurements:
             records = self.measured.get(each.name)
             if not records:
                 parts.append(f"{each.name}, `saf {each.does}`: {NOT_RUN}.")
@@ -56,15 +58,34 @@ class Rendered:
                 parts += [each.name + ("" if seed is None else f", seed {seed}"), *tables_of(record)]
         return parts
 
+    def done(self) -> "Rendered":
+        """Return the same with the arms and measurements that were run alone; a sentence says how many were not."""
+        return replace(self, whole=False)
+
+    @property
+    def _arms(self) -> list[Arm]:
+        return [arm for arm in self.recipe.arms if self.whole or arm.name in self.values]
+
+    @property
+    def _measurements(self) -> list[Measurement]:
+        return [each for each in self.recipe.measurements if self.whole or each.name in self.measured]
+
+    @property
+    def _left_out(self) -> list[str]:
+        """Return what is said of arms and measurements that have no rows."""
+        arms, measurements = self.recipe.arms, self.recipe.measurements
+        left = len(arms) + len(measurements) - len(self._arms) - len(self._measurements)
+        return [f"Not run: {left} other arms and measurements of the recipe."] if left else []
+
     def numbers(self) -> Table:
         """Return what measurements found beside the paper's numbers, a row each."""
         rows = []
-        for each in self.recipe.measurements:
+        for each in self._measurements:
             for number in each.numbers:
                 value = self._number(each.name, number)
                 ours = _written(number, value) if each.name in self.measured else NOT_RUN
                 rows.append([Cell(text=number.title), ours, number.paper])
-        sources = dict.fromkeys(each.source or self.recipe.source for each in self.recipe.measurements if each.numbers)
+        sources = dict.fromkeys(each.source or self.recipe.source for each in self._measurements if each.numbers)
         notes = [f"Paper, `{source.label}`: {source.conditions}." for source in sources]
         notes = notes if self.recipe.columns else [*self.recipe.notes, *notes]
         title = f"{self.recipe.title}, measured ({self.scale})"
@@ -84,12 +105,12 @@ class Rendered:
         columns = [COLUMNS[name] for name in self.recipe.columns]
         quoted = [any(name in arm.paper for arm in self.recipe.arms) for name in self.recipe.columns]
         heads = [head for column, has in zip(columns, quoted, strict=True) for head in _heads(column, quoted=has)]
-        rows = [[Cell(text=arm.name), *self._cells(arm, quoted)] for arm in self.recipe.arms]
+        rows = [[Cell(text=arm.name), *self._cells(arm, quoted)] for arm in self._arms]
         notes = [*self.recipe.notes, f"Paper, `{self.recipe.source.label}`: {self.recipe.source.conditions}."]
         notes.append(
             "± is the standard error over seeds; an interval in brackets is 95% over held-out windows, one seed."
         )
-        notes += self.origin
+        notes += [*self.origin, *self._left_out]
         title = f"{'DRAFT: ' if self.drafts else ''}{self.recipe.title} ({self.scale})"
         return Table.of(title, ["arm", *heads], rows, [*self.drafts, *notes])
 

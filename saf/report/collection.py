@@ -15,6 +15,8 @@ from saf.records.text import natural_order
 
 LISTS = ("rows", "memory")
 """Entries of a benchmark that hold measurements."""
+STORE = "store.json"
+"""What marks a folder of records of recipes: they are read as tables of arms, not each for itself."""
 _Order = tuple[bool, str, int]
 """Of measurements of the same thing: accepted ones after refused ones, then by date, then by the files' order."""
 
@@ -43,7 +45,7 @@ class File:
 
 
 def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
-    """Return the runs by the folder that holds them, and every other JSON record, in order.
+    """Return the runs by the folder that holds them, and every other JSON record, in order; those of stores left out.
 
     Raises InputError when `results` is no folder, or holds a JSON file that cannot be read.
     """
@@ -51,11 +53,13 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
         raise InputError(
             f"{results} is not a folder of results; expected one with runs or what `--out` of commands wrote"
         )
-    folders = sorted({path.parent for path in results.rglob("config.json")}, key=_by_name)
+    apart = stores(results)
+    found = [path for path in results.rglob("*.json") if not any(folder in path.parents for folder in apart)]
+    folders = sorted({path.parent for path in found if path.name == "config.json"}, key=_by_name)
     trainings: dict[Path, list[RecordedRun]] = {}
     for folder in folders:
         trainings.setdefault(folder.parent, []).append(RecordedRun.open(folder))
-    paths = [path for path in results.rglob("*.json") if not any(folder in path.parents for folder in folders)]
+    paths = [path for path in found if not any(folder in path.parents for folder in folders)]
     stems = [path.stem for path in paths]
     files = []
     for path in sorted(paths, key=_by_name):
@@ -63,6 +67,11 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
         name = path.stem if stems.count(path.stem) == 1 else path.relative_to(results).with_suffix("").as_posix()
         files.append(File(path, with_header(record) if is_result(record) else record, name))
     return trainings, files
+
+
+def stores(results: Path) -> list[Path]:
+    """Return the folders that `saf run` keeps its records in, in order."""
+    return sorted((path.parent for path in results.rglob(STORE)), key=_by_name)
 
 
 def newest(files: Sequence[File]) -> list[File]:

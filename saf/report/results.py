@@ -1,6 +1,6 @@
 """The document of all results: the newest of each point, a section a kind, every number read from the files."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 from saf.bench.harness.recorder import lacking
 from saf.bench.kinds import KINDS
 from saf.errors import InputError
-from saf.records.files import write_atomically
 from saf.records.table import Cell, Table, markdown_of
 from saf.records.text import markdown
 from saf.report.analyses import FIGURES, analysis_figure
@@ -24,23 +23,17 @@ _DRAWN = ("update", "prefill")
 """Sections that begin with bars of speedup."""
 
 
-def write_results(results: Path, out: Path) -> list[Path]:
-    """Write the document and its pictures, which lie in `images` beside it; return the paths."""
-    if out.suffix != ".md":
-        raise InputError(f"tables are written as Markdown; expected --out to end in .md, got {out.name}")
-    return [
-        write_atomically(out.parent / name, content.encode())
-        for name, content in render_results(results, out.parent, name=out.name).items()
-    ]
-
-
-def render_results(results: Path, beside: Path, *, name: str = "results.md") -> dict[str, str]:
+def render_results(
+    results: Path, beside: Path, *, name: str = "results.md", more: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, str]:
     """Return what files in the folder `beside` should hold: the document `name`, and its pictures.
+
+    `more` are sections of Markdown that stand after those of runs, by title.
 
     Raises InputError when `results` is no folder, holds no result, or holds a JSON file that cannot be read.
     """
     trainings, every = find(results)
-    if not trainings and not every:
+    if not trainings and not every and not more:
         raise InputError(f"{results} holds no results: no run folder and no JSON record")
     files = newest(every)
     pictures: dict[str, str] = {}
@@ -57,6 +50,8 @@ def render_results(results: Path, beside: Path, *, name: str = "results.md") -> 
     for folder, runs in trainings.items():
         content, commands = training(folder, runs, beside)
         parts += [f"### {markdown(_name(folder, results))}", *content, _folded("commands", [commands])]
+    for title, content in (more or {}).items():
+        parts += [f"## {markdown(title)}", *content]
     for title, chosen in sections.items():
         parts += [f"## {markdown(title)}", *_section(chosen, beside, pictures)]
     return {name: "\n\n".join(parts) + "\n", **pictures}

@@ -14,7 +14,7 @@ from saf.errors import CheckpointError, InputError
 from saf.records.files import read_lines
 from saf.records.run import RecordedRun
 from saf.train.checkpoint import Checkpoint
-from saf.train.clock import AFTERWARDS, LOG, UNTOLD, seconds_until
+from saf.train.clock import AFTERWARDS, LOG, PARTS, UNTOLD, seconds_until
 from saf.train.config import TrainConfig
 
 PAPER_SECONDS = 187.65 * 60
@@ -94,14 +94,16 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
 def _weights(clock: str, reference_seconds: float) -> dict[str, float]:
     """Return the weights of a clock.
 
-    The scaled one charges compilation and intervention as if the reference took as long as the paper's, whose events
-    and compilation are as dear as those of a run of minutes; loading it leaves out.
+    The scaled one charges what does not grow with the updates (compilation, events, the losses around them, and
+    checkpoints) as if the reference took as long as the paper's, where these cost the same seconds; loading it leaves
+    out.
     """
     share = reference_seconds / PAPER_SECONDS
+    fixed = {part: share for part in PARTS if part != "training"}
     return {
         "everything": {},
         "warm": {"loading": 0.0, "compilation": 0.0},
-        "scaled": {"loading": 0.0, "compilation": share, "intervention": share},
+        "scaled": {**fixed, "loading": 0.0},
     }[clock]
 
 

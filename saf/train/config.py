@@ -72,7 +72,7 @@ class TrainConfig:
     the learning rate following the time, and stop before an update that would exceed it."""
     match_clock: MatchClock = "everything"
     """Which seconds are matched: everything, as the paper; warm, without loading and compilation; or scaled, which
-    charges compilation and events as if the reference took the paper's 187.65 minutes."""
+    charges compilation, events, losses and checkpoints as if the reference took the paper's 187.65 minutes."""
     match_speed: float | None = None
     """Instead of this run's own clock: updates that the arm does while the reference does one, measured as a pair."""
     match_speed_source: str = ""

@@ -82,6 +82,7 @@ class Trainer:
         log_probs = -losses[:, None].expand(-1, 4).contiguous()
         header = result_header("run", {}, device="cpu")
         header["provenance"] |= {"heads": [], "commit": "0" * 40, "checkpoints": {"final": f"{len(self.calls)}-8"}}
+        header["provenance"]["data"] = {"train": "data"}
         loss = float(-log_probs.mean(dtype=torch.float64))
         numbers = {
             "report_loss": loss,

@@ -10,10 +10,11 @@ from markdown_it import MarkdownIt
 
 from saf.cli.output import show
 from saf.evaluate.side_by_side import arm_names, arms_table, compare_all
+from saf.experiments.document import write_document
 from saf.records.run import RecordedRun
 from saf.records.text import plain
 from saf.report.benchmarks.page import write_bench_report
-from saf.report.results import render_results, write_results
+from saf.report.results import render_results
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
 from tests.report.benchmark_records import record
@@ -81,7 +82,7 @@ def of_picture(runs, tmp_path, capsys, monkeypatch):
 
 def of_document(runs, tmp_path, capsys, monkeypatch):
     write_pair(tmp_path / "results" / HOSTILE, Shape(updates=40, freeze_update=20))
-    write_results(tmp_path / "results", tmp_path / "docs" / "results.md")
+    write_document(tmp_path / "results", tmp_path / "docs" / "results.md")
     return read_markdown((tmp_path / "docs" / "results.md").read_text())
 
 

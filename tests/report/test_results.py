@@ -9,7 +9,8 @@ import pytest
 
 from saf.bench.harness.settings import Point
 from saf.errors import InputError
-from saf.report.results import render_results, write_results
+from saf.experiments.document import write_document
+from saf.report.results import render_results
 from tests.report.benchmark_records import TIMES, record
 from tests.report.synthetic import Shape, edit, write_pair
 
@@ -160,7 +161,7 @@ def test_a_folder_without_results_and_a_damaged_file_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"broken\.json is not valid JSON"):
         render_results(tmp_path, tmp_path)
     with pytest.raises(InputError, match=r"end in \.md"):
-        write_results(tmp_path, tmp_path / "results.html")
+        write_document(tmp_path, tmp_path / "results.html")
 
 
 def check_docs():
@@ -182,7 +183,7 @@ def test_a_stale_document_is_told(tmp_path, monkeypatch):
     stale = tool.stale_results()
     assert [line.split(":")[0] for line in stale] == ["docs/results.md", "docs/images/bench-update.svg"]
     assert "saf report --results results --out docs/results.md" in stale[0]
-    write_results(tmp_path / "results", tmp_path / "docs" / "results.md")
+    write_document(tmp_path / "results", tmp_path / "docs" / "results.md")
     assert tool.stale_results() == []
     edit(path, seconds=1.0, finished=False)
     assert [line.split(":")[0] for line in tool.stale_results()] == ["docs/results.md"]

@@ -94,6 +94,8 @@ def test_the_scaled_clock_charges_an_event_as_the_papers_run_would(reference, no
     # The reference took 12 updates of 2 s and one checkpoint: 25 s stand for the paper's 187.65 minutes.
     assert matched["allowance"]["weights"]["intervention"] == pytest.approx(25 / PAPER_SECONDS)
     assert matched["allowance"]["weights"]["loading"] == 0.0
+    alike = {matched["allowance"]["weights"][part] for part in ("compilation", "monitoring", "checkpoints")}
+    assert alike == {matched["allowance"]["weights"]["intervention"]}, "none of them grows with the updates"
 
 
 def test_a_measured_speed_gives_updates_instead_of_seconds(reference, now):

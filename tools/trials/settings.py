@@ -30,8 +30,8 @@ SETTINGS: tuple[type, ...] = (
 )
 REQUIRED: dict[str, Any] = {
     **dict.fromkeys(("num_layers", "num_heads"), 2),
-    **{"hidden_size": 8, "max_length": 12, "data": "data", "config": FreezeConfig()},
-    **dict.fromkeys(("checkpoint", "model", "first", "second", "one_head"), Path("nowhere")),
+    **{"hidden_size": 8, "max_length": 12, "data": "data", "config": FreezeConfig(), "runs": (Path("nowhere"),)},
+    **dict.fromkeys(("checkpoint", "model", "first", "second", "one_head", "ordinary"), Path("nowhere")),
 }
 """What settings without a default are given; `out` is a path in some classes and text in others."""
 

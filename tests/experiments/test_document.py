@@ -1,0 +1,35 @@
+from saf.experiments.document import render_document
+from saf.experiments.execution import execute
+from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.store import Store
+from tests.experiments.conftest import SOURCE
+
+
+def made(recipes, tmp_path, trainer, plan) -> str:
+    """Carry out a plan in a store among the results, and return the document."""
+    store = Store(tmp_path / "results" / "experiments").open(write=True)
+    execute(plan, store, store.folder, say=lambda text: None, launch=trainer)
+    return render_document(tmp_path / "results", tmp_path / "docs", recipes=recipes)["results.md"]
+
+
+def test_stores_are_tables_of_the_arms_that_were_run(recipe, make_plan, trainer, tmp_path):
+    plan = make_plan(arms=("a",))
+    trainer.losses = {plan.arms["made_up", "a", 1]: [3.01, 3.21]}
+    text = made({"made_up": recipe}, tmp_path, trainer, plan)
+    assert "### made_up, smoke" in text
+    assert "| a | 22.42" in text
+    assert "| b |" not in text
+    assert "Not run: 1 other arms and measurements of the recipe." in text
+    assert "saf run made_up --scale smoke --store results/experiments --data DATA --seeds 1" in text
+    assert plan.arms["made_up", "a", 1] not in text, "a record is no result of its own"
+
+
+def test_a_parent_alone_is_no_table(recipe, make_plan, trainer, tmp_path):
+    plan = make_plan(arms=("a",))
+    other = Recipe(
+        title="Another", source=SOURCE, columns=("perplexity",),
+        arms=(Arm(name="ordinary", reference=None), Arm(name="c", parent="ordinary", settings={"freeze.rate": 0.1})),
+    )  # fmt: skip
+    text = made({"made_up": recipe, "another": other}, tmp_path, trainer, plan)
+    assert "### made_up, smoke" in text
+    assert "### another" not in text
