@@ -202,16 +202,23 @@ def attend(
     return output.transpose(1, 2), None
 
 
-def _mixed(state: HeadState | None, options: dict[str, Any], ordinary: dict[str, Any], *inputs: Tensor) -> Tensor:
+def _mixed(
+    state: HeadState | None,
+    options: dict[str, Any],
+    ordinary: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
     """Return the output `[B, H, Tq, D]` of a layer's query, key and value, one sequence a row.
 
     The window and the soft cap, in `ordinary`, are for live heads; the seam does not know them.
     """
     if state is None:
-        return live_attention(*inputs, **options, **ordinary)
+        return live_attention(query, key, value, **options, **ordinary)
     if state.frozen is None or ordinary["soft_cap"] is not None:
-        return _attend_apart(*inputs, state, options | ordinary)
-    return mixed_attention(*inputs, state.frozen, **options, kernel=state.kernel)
+        return _attend_apart(query, key, value, state, options | ordinary)
+    return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
 
 
 def _attend_apart(query: Tensor, key: Tensor, value: Tensor, state: HeadState, options: dict[str, Any]) -> Tensor:
