@@ -39,6 +39,23 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     return ids
 
 
+def read_targets(batches: Sequence[Batch], ids: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the `targets` of batches whose ids are `ids`, for losses that are not of every next token; None without.
+
+    Raises InputError unless all batches have them or none, integers of the shape of the ids, and every sequence has one
+    that counts: -100 does not.
+    """
+    given = [batch.get("targets") if isinstance(batch, Mapping) else None for batch in batches]
+    targets = [target.long().cpu() for target in given if isinstance(target, Tensor) and target.dtype in _INTEGERS]
+    if not targets and all(target is None for target in given):
+        return None
+    if [target.shape for target in targets] != [tokens.shape for tokens in ids]:
+        raise InputError("targets must be integers of the shape of input_ids, in every batch or in none")
+    if not all(bool((target != -100).any(1).all()) for target in targets):
+        raise InputError("every sequence needs a target that counts; one has none but -100")
+    return targets
+
+
 def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
     """Raise InputError for a token id that the model has no embedding of; on a device that would be an assertion."""
     known = adapter.vocab_size

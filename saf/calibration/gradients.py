@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from saf.adapters import Adapter, Rows, Site, adapter_for, rows_of
 from saf.arguments import checked
-from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
+from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches, read_targets
 from saf.errors import CheckpointError, InputError
 
 BETA = 0.9
@@ -122,24 +122,37 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
 
     Args:
         model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
-        batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`. Sequences are run one by one,
-            since the absolute value is taken of each one's gradient.
-        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; that of the next token if not given.
+        batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`, and `targets` of the same shape where
+            the loss is of other tokens than every next one (-100 is no target). Sequences are run one by one, since
+            the absolute value is taken of each one's gradient.
+        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; that of the targets, or of the next token,
+            if not given.
 
     Raises:
-        InputError: Batches that cannot be used, as in `calibrate`.
+        InputError: Batches that cannot be used, as in `calibrate`; targets in some batches, of another shape or of no
+            token that counts; targets beside a loss.
     """
     adapter = adapter_for(model)
+    kept = batches if isinstance(batches, Tensor | Mapping) else list(batches)
+    ids = read_batches(kept)
+    targets = read_targets(kept, ids) if isinstance(kept, list) else None
+    if loss is not None and targets is not None:
+        raise InputError("targets have no effect beside loss=; leave one of them out")
     sites = adapter.sites()
     weights = [site.projections()["output"][0] for site in sites]
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
     count = 0
     with torch.enable_grad(), evaluation_mode(model), requiring_gradients(weights):
-        ids = read_batches(batches)
         check_vocabulary(adapter, ids)
-        for batch in ids:
-            for sequence in batch.to(adapter.device).split(1):
-                value = _next_token_loss(adapter, sequence) if loss is None else loss(adapter.model, sequence)
+        for number, batch in enumerate(ids):
+            counted = None if targets is None else targets[number].to(adapter.device)
+            for row, sequence in enumerate(batch.to(adapter.device).split(1)):
+                if loss is not None:
+                    value = loss(adapter.model, sequence)
+                elif counted is not None:
+                    value = adapter.next_token_loss(sequence, counted[row : row + 1])
+                else:
+                    value = _next_token_loss(adapter, sequence)
                 gradients = torch.autograd.grad(value, weights)
                 total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
                 count += 1

@@ -9,6 +9,7 @@ import tyro
 from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
+from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.compare import compare_runs
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
@@ -19,7 +20,8 @@ from saf.records.run import RecordedRun
 class Compare(Command):
     """Tell what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
-    Refuses runs that differ in more than the freezing.
+    Of two finetuned runs it tells what they answer differently, paired by question. Refuses runs that differ in more
+    than the freezing.
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional]
@@ -40,6 +42,8 @@ class Compare(Command):
     def run(self) -> dict[str, Any]:
         """Compare, write compare.json, show and return it."""
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
+        if all(map(has_answers, runs)):
+            return self._compare_answers(ordinary, frozen)
         record = compare_runs(
             ordinary,
             frozen,
@@ -51,6 +55,13 @@ class Compare(Command):
         names = arm_names(runs)
         table = arms_table(runs, names, [Comparison(names[1], ordinary, frozen, record)], brief=True)
         show(record, table, as_json=self.json)
+        return record
+
+    def _compare_answers(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
+        """Compare two finetuned runs, write compare.json, show and return it."""
+        out = self.out or self.frozen
+        record = compare_answers(ordinary, frozen, out=out, allow_differences=self.allow_differences)
+        show(record, answers_table(record), as_json=self.json)
         return record
 
 
