@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Site
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
 
 Batch = Tensor | Mapping[str, Tensor]
@@ -82,11 +82,21 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def check_heads(adapter: Adapter, heads: Iterable[Head] | None) -> HeadSet:
-    """Return the heads to measure, all live ones for None; raise InputError for one that is not live."""
-    live = adapter.live_heads()
-    chosen = live if heads is None else HeadSet(heads)
+    """Return the heads to measure, for None all live ones of layers that can be frozen.
+
+    Raises InputError for a head that is not live, UnsupportedError for one whose layer stays ordinary, or where all do.
+    """
+    live, sites = adapter.live_heads(), adapter.sites()
+    reasons = {layer: reason for layer, site in enumerate(sites) if (reason := site.stays_ordinary) is not None}
+    if reasons and len(reasons) == len(sites):
+        raise UnsupportedError(f"no head of this model can be frozen: {reasons[0]}")
+    ordinary = HeadSet(head for head in live if head[0] in reasons)
+    chosen = live - ordinary if heads is None else HeadSet(heads)
     if len(missing := chosen - live):
         raise InputError(f"only live heads can be measured; these are frozen or do not exist: {missing.to_list()}")
+    if len(found := chosen & ordinary):
+        layer, _ = next(iter(found))
+        raise UnsupportedError(f"heads {found.to_list()} cannot be measured: {reasons[layer]}")
     return chosen
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Adapter, Site, adapter_for
+from saf.adapters import Adapter, Rows, Site, adapter_for, rows_of
 from saf.arguments import checked
 from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches, read_targets
 from saf.errors import CheckpointError, InputError
@@ -91,24 +91,24 @@ def head_norms(site: Site) -> Tensor:
 
     With grouped queries a query head takes the key gradient of its group.
     """
-    layout, projections = site.layout, site.projections()
-    missing = torch.full((), torch.nan, dtype=torch.float64, device=projections["query"][0].device)
+    layout, parts = site.layout, [rows_of(site, role) for role in ("query", "key")]
+    missing = torch.full((), torch.nan, dtype=torch.float64, device=parts[0].parameter.device)
     query, key = [missing] * layout.num_heads, [missing] * layout.num_heads
     if layout.live:
-        by_slot, by_group = (_block_norms(*projections[role], site.head_dim).unbind() for role in ("query", "key"))
+        by_slot, by_group = (_block_norms(part, site.head_dim).unbind() for part in parts)
         for slot, head in enumerate(layout.live):
             query[head], key[head] = by_slot[slot], by_group[layout.key_head[slot]]
     # Stacked rather than indexed: an index would be copied to the device and waited for.
     return torch.stack(query) + torch.stack(key)
 
 
-def _block_norms(parameter: Tensor, dimension: int, head_dim: int) -> Tensor:
-    """Return the norm of each head's block of a parameter's gradient; raise InputError when there is none."""
-    if parameter.grad is None:
+def _block_norms(rows: Rows, head_dim: int) -> Tensor:
+    """Return the norm of each head's block of a role's gradient; raise InputError when there is none."""
+    if rows.parameter.grad is None:
         raise InputError(
             "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"
         )
-    blocks = parameter.grad.movedim(dimension, 0).unflatten(0, (-1, head_dim))
+    blocks = rows.of(rows.parameter.grad).movedim(rows.dimension, 0).unflatten(0, (-1, head_dim))
     wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=wide).double()
 
