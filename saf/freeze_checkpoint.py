@@ -1,74 +1,29 @@
 """Freezing heads of a checkpoint on disk: the whole recipe, from its run's data to a new checkpoint beside it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from torch import Tensor
 
-from saf.arguments import above, at_least, check_fields
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
 from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
-from saf.errors import CheckpointError, InputError
+from saf.errors import InputError
 from saf.estimates import collect_for
+from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.freezing.choice import scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
 from saf.freezing.report import FreezeReport
-from saf.machine.execution import Device, Precision, autocast, pick_device
+from saf.machine.execution import autocast, pick_device
 from saf.models import GPT
 from saf.opening import ModelFolder, find_model, open_data, trained_data
-from saf.settings import FLAT, documented
 from saf.surgery import finalize_
 from saf.tasks.text import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
 from saf.train.clock import seconds_until, with_intervention
 from saf.train.events import recorded_gradient
-
-
-@documented
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFreezing:
-    """Say which checkpoint's heads are frozen, how, on what text, and where the new checkpoint goes."""
-
-    checkpoint: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint (step-N); a run means its newest one."""
-    config: Annotated[FreezeConfig, FLAT]
-    """How heads are frozen."""
-    out: Path
-    """The new checkpoint; the event is recorded among its files, in events.jsonl."""
-    data: Path | None = None
-    """Folder made by `saf data prepare`; the one it was trained on when None."""
-    sequences: Annotated[int, at_least(1)] = 32
-    """Calibration sequences."""
-    length: Annotated[int | None, at_least(1)] = None
-    """Their length in tokens; the run's when None."""
-    allow_shorter: bool = False
-    """Accept a length below the run's; the model then takes no longer input."""
-    batch_size: Annotated[int, at_least(1)] = 8
-    """Sequences in a forward pass."""
-    heldout_sequences: Annotated[int, at_least(1)] = 32
-    """Sequences of the controller partition that output-aware scores read."""
-    calibration_seed: Annotated[int | None, at_least(0)] = None
-    """Of the choice of calibration sequences; the run's when None."""
-    calibration: Path | None = None
-    """Keep each layer's measurement in this folder once it is finished, and go on from those found there."""
-    capture_gb: Annotated[float | None, above(0)] = None
-    """Most memory for queries and keys kept at once, GB; half of what is free when None."""
-    finalize: bool = False
-    """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
-    device: Device = "auto"
-    """Where to compute; auto is CUDA if there is one."""
-    precision: Precision = "auto"
-    """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
-
-    def __post_init__(self):
-        """Raise InputError naming the first field that cannot be used."""
-        check_fields(self)
 
 
 def freeze_checkpoint(
@@ -129,8 +84,7 @@ def _open(settings: CheckpointFreezing) -> Checkpoint:
         raise InputError(
             f"{settings.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
         )
-    if settings.out.exists():
-        raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
+    check_new(settings)
     return found.checkpoint
 
 
@@ -139,12 +93,7 @@ def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list
     found = ModelFolder(checkpoint.path, checkpoint)
     data = open_data(settings.data, found)
     trained = found.settings.get("length") or checkpoint.state["model"]["max_length"]
-    length = trained if settings.length is None else settings.length
-    if length < trained and not settings.allow_shorter:
-        raise InputError(
-            f"patterns of {length} tokens do not cover the {trained} tokens that the model was trained on; leave "
-            "length out, or set allow_shorter to have a model that takes no longer input"
-        )
+    length = check_length(settings, trained, "that the model was trained on")
     _check_separate(data, found, settings.config)
     seed = found.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")

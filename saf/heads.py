@@ -102,8 +102,17 @@ EDITED = tuple(kind for kind in KINDS if kind != "live")
 
 
 def role_of(name: str) -> str:
-    """Return the role of a parameter by its name: `query` of `query` and of `query_bias`."""
+    """Return what projection a parameter belongs to by its name: `query` for `query` and for `query_bias`."""
     return name.removesuffix(BIAS)
+
+
+def roles_of(name: str) -> tuple[str, ...]:
+    """Return the roles whose rows a parameter holds one after another, by its name.
+
+    >>> roles_of("query_bias"), roles_of("query_key_value")
+    (('query',), ('query', 'key', 'value'))
+    """
+    return tuple(role_of(name).split("_"))
 
 
 def _are_heads(heads: Iterable[Head]) -> bool:
@@ -183,6 +192,14 @@ class HeadLayout:
         if self.grouped:
             held |= {role: tuple(sorted(set(map(self.kv_of, held[role])))) for role in ("key", "value")}
         return held
+
+    def rows_in(self, name: str) -> tuple[tuple[str, int], ...]:
+        """Return `(role, whose)` of every row block of a parameter, in order: of a fused projection role after role.
+
+        >>> HeadLayout(2, 2, frozen=(1,)).rows_in("query_value")
+        (('query', 0), ('value', 0), ('value', 1))
+        """
+        return tuple((role, one) for role in roles_of(name) for one in self.rows[role])
 
     def kv_of(self, head: int) -> int:
         """Return the KV head of a query head, by the original model's numbers."""

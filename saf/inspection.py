@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from saf.adapters.transformers_folder import folder_hash, weight_files
 from saf.data import TokenData
 from saf.errors import CheckpointError
 from saf.freezing.storage import storage_report
@@ -38,7 +39,7 @@ def inspect(path: Path) -> dict[str, Any]:
         CheckpointError: A checkpoint or saved model is damaged.
         DataError: A data folder is damaged.
     """
-    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.DATA, Kind.MODEL, Kind.HEADS)
+    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.DATA, Kind.MODEL, Kind.HEADS, Kind.TRANSFORMERS)
     return _INSPECTED[kind](path)
 
 
@@ -125,12 +126,33 @@ def _saved(path: Path) -> dict[str, Any]:
     return result | {"storage": _storage(path, result)}
 
 
+def _of_transformers(path: Path) -> dict[str, Any]:
+    """Return what a folder of a model of transformers tells of it, with its frozen heads where it has some."""
+    config, weights = read_json(path / "config.json", error=CheckpointError), weight_files(path)
+    if not weights:
+        raise CheckpointError(
+            f"{path} has a config.json, but no weights beside it; expected model.safetensors or shards"
+        )
+    layers, heads = int(config.get("num_hidden_layers", 0)), int(config.get("num_attention_heads", 0))
+    ordinary = {"frozen": [], "pruned": [], "num_heads": layers * heads, "patterns": [], "sha256": {}, "undoable": 0}
+    found = _saved(path) if (path / "saf.json").is_file() else {"verified": False, **ordinary}
+    return {
+        **found,
+        "kind": "transformers",
+        "path": str(path),
+        "architecture": (config.get("architectures") or [config["model_type"]])[0],
+        "hash": folder_hash(path),
+        "weights": {file.name: file.stat().st_size for file in weights},
+    }
+
+
 _INSPECTED: dict[Kind, Callable[[Path], dict[str, Any]]] = {
     Kind.CHECKPOINT: _checkpoint,
     Kind.RUN: _run,
     Kind.DATA: _data,
     Kind.MODEL: _saved,
     Kind.HEADS: _saved,
+    Kind.TRANSFORMERS: _of_transformers,
 }
 
 

@@ -60,6 +60,8 @@ def find_model(path: Path | str, *, optimizer: bool = False) -> ModelFolder:
             f"{path} holds the frozen heads of a model of another library; the commands run this project's GPT, "
             "saf.load(model, folder) takes the others"
         )
+    if kind_of(path) is Kind.TRANSFORMERS:
+        raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
     if expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL) is Kind.MODEL:
         return ModelFolder(path, None)
     checkpoint = find_checkpoint(path)

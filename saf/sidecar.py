@@ -81,7 +81,7 @@ def load(
         model, source = model_or_folder, Path(folder)
     else:
         model, source = None, Path(model_or_folder)
-    expect(source, Kind.MODEL, Kind.HEADS, Kind.CHECKPOINT, Kind.RUN, error=CheckpointError)
+    expect(source, Kind.MODEL, Kind.HEADS, Kind.CHECKPOINT, Kind.RUN, Kind.TRANSFORMERS, error=CheckpointError)
     if found := find_checkpoint(source):
         checkpoint = open_checkpoint(found, optimizer=False)
         if model is None:

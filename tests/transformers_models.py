@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import saf
+from saf.adapters import adapter_for, rows_of
 from saf.estimates import dense_pattern
 from saf.heads import HeadSet
 
@@ -21,6 +22,16 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+WINDOW = 8
+GEMMA = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+}
+"""Heads of the last layer stay ordinary: it attends within a window."""
 FAMILIES = {
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
     "llama": ("Llama", {"num_key_value_heads": 4}),
@@ -28,20 +39,37 @@ FAMILIES = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
     "llama-biases": ("Llama", {"num_key_value_heads": 4, "attention_bias": True}),
     "mistral": ("Mistral", {"num_key_value_heads": 1, "sliding_window": None}),
+    "gpt2": ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", GEMMA),
 }
+CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
+"""Where they are not called as the others are."""
 HEADS = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (2, 3)])
 """In layer 1 the whole first group of two."""
 
 
 def make(family: str, **changes):
     name, more = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(SIZES | more | changes))
+    of_config, of_model = CLASSES.get(name, (f"{name}Config", f"{name}ForCausalLM"))
+    config = getattr(transformers, of_config)(**(SIZES | more | changes))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        model = getattr(transformers, of_model)(config).eval()
         for parameter in model.parameters():
             parameter.data.normal_(std=0.3 if parameter.dim() > 1 else 1.0)
     return model
+
+
+def weight_of(model, layer: int, role: str = "value") -> torch.Tensor:
+    """Rows of a role, those of an output along its own dimension, as a view."""
+    rows = rows_of(adapter_for(model).sites()[layer], role)
+    return rows.of(rows.parameter.detach()).movedim(rows.dimension, 0)
+
+
+def freezable(model) -> list[int]:
+    return [layer for layer, site in enumerate(adapter_for(model).sites()) if site.stays_ordinary is None]
 
 
 def tokens(rows: int = 4, length: int = LENGTH, seed: int = 1) -> torch.Tensor:

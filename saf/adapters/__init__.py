@@ -1,19 +1,34 @@
 """What the project asks of a model, answered for each family: `adapter` says what, a file a family answers.
 
-Nothing else tests the class of a model. A new family is one file here and one entry of `ADAPTERS`.
+Nothing else tests the class of a model. A new family of transformers is a `Family`, one entry of `FAMILIES`.
 """
 
 from torch import nn
 
-from saf.adapters.adapter import Adapter, LanguageModel, Removed, Site
+from saf.adapters.adapter import Adapter, LanguageModel, Removed, Rows, Site, find_rows, rows_of
 from saf.adapters.gpt import GPTAdapter
-from saf.adapters.llama import LlamaAdapter
+from saf.adapters.transformers_adapter import FAMILIES, TransformersAdapter
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 
-ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter, LlamaAdapter)
+ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter, TransformersAdapter)
+HOW_TO_ADD = 'docs/huggingface.md, "How to add a family"'
+"""Where it is said how a family is added."""
 
-__all__ = ["ADAPTERS", "Adapter", "LanguageModel", "Removed", "Site", "adapter_for", "language_model", "unwrap"]
+__all__ = [
+    "ADAPTERS",
+    "FAMILIES",
+    "Adapter",
+    "LanguageModel",
+    "Removed",
+    "Rows",
+    "Site",
+    "adapter_for",
+    "find_rows",
+    "language_model",
+    "rows_of",
+    "unwrap",
+]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -30,7 +45,10 @@ def adapter_for(model: nn.Module) -> Adapter:
     inner = unwrap(model)
     if (found := _known(inner)) is None:
         names = ", ".join(adapter.family for adapter in ADAPTERS)
-        raise UnsupportedError(f"{type(inner).__name__} is not a supported model; families known here: {names}")
+        raise UnsupportedError(
+            f"{type(inner).__name__} is not a supported model; families known here: {names}. "
+            f"{HOW_TO_ADD} of the project's repository, tells how one more is added"
+        )
     return found
 
 

@@ -7,13 +7,13 @@ An adapter only looks: making one, asking it and measuring through it leave the 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from saf.errors import UnsupportedError
-from saf.heads import HeadLayout, HeadSet
+from saf.heads import BIAS, HeadLayout, HeadSet, role_of, roles_of
 from saf.models.by_layer import CompiledByLayer
 from saf.ops import FrozenHeads
 
@@ -48,8 +48,30 @@ class Site(Protocol):
     def projections(self) -> dict[str, tuple[Tensor, int]]:
         """Return parameters named `query`, `key`, `value`, `output`, each with the dimension along which heads lie.
 
-        A bias whose entries belong to heads follows as `query_bias`, `key_bias`, `value_bias`.
+        A bias whose entries belong to heads follows as `query_bias`, `key_bias`, `value_bias`. A fused projection is
+        named by the roles whose rows it holds one after another: `query_key_value`, `query_key_value_bias`. `rows_of`
+        finds the rows of a role in either.
         """
+        ...
+
+    @property
+    def scale(self) -> float | None:
+        """Return what products of queries and keys are multiplied by; None for `head_dim ** -0.5`."""
+        ...
+
+    @property
+    def soft_cap(self) -> float | None:
+        """Return c of `c * tanh(logit / c)`, which softmax takes in the place of scaled logits; None without a cap."""
+        ...
+
+    @property
+    def stays_ordinary(self) -> str | None:
+        """Return why no head of this layer can be measured and frozen; None where they can."""
+        ...
+
+    @property
+    def norm_after(self) -> bool:
+        """Return whether a norm of what the layer puts out comes before the residual stream."""
         ...
 
     def check(self, layout: HeadLayout) -> None:
@@ -67,6 +89,38 @@ class Site(Protocol):
     def capture(self, sink: Sink) -> AbstractContextManager[None]:
         """Call `sink(query, key)` with the rotated `[B, L, T, D]` and `[B, K, T, D]` of every pass while it is open."""
         ...
+
+
+class Rows(NamedTuple):
+    """Say where a role's rows lie: `count` of them from `first` on, along a dimension of a parameter, with its name."""
+
+    name: str
+    parameter: Tensor
+    dimension: int
+    first: int
+    count: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the rows of a tensor of the parameter's shape (itself, its gradient), as a view."""
+        return tensor.narrow(self.dimension, self.first, self.count)
+
+
+def find_rows(site: Site, role: str) -> Rows | None:
+    """Return where the rows of a role (`query`, `query_bias`, …) lie; None where the layer has no such parameter."""
+    for name, (parameter, dimension) in site.projections().items():
+        if name.endswith(BIAS) == role.endswith(BIAS) and role_of(role) in roles_of(name):
+            roles = [each for each, _ in site.layout.rows_in(name)]
+            before = roles_of(name)[: roles_of(name).index(role_of(role))]
+            first, count = (sum(map(roles.count, some)) * site.head_dim for some in (before, [role_of(role)]))
+            return Rows(name, parameter, dimension, first, count)
+    return None
+
+
+def rows_of(site: Site, role: str) -> Rows:
+    """Return where the rows of a role lie, of a role that the layer has."""
+    found = find_rows(site, role)
+    assert found is not None, role
+    return found
 
 
 class LanguageModel(ABC):
@@ -150,7 +204,7 @@ class Adapter(LanguageModel):
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the attention weights: that of queries and keys outside autocast."""
-        return self.sites()[0].projections()["query"][0].dtype
+        return rows_of(self.sites()[0], "query").parameter.dtype
 
     def heads(self, *kinds: str) -> HeadSet:
         """Return the heads of some of the kinds in `KINDS`."""

@@ -46,6 +46,26 @@ class GPTSite:
         """Return parameters by role with the dimension along which heads lie."""
         return {role: (weight, int(role == "output")) for role, weight in self.attention.weights().items()}
 
+    @property
+    def scale(self) -> None:
+        """Return None: queries are scaled by the square root of their channels."""
+        return None
+
+    @property
+    def soft_cap(self) -> None:
+        """Return None: logits have no cap."""
+        return None
+
+    @property
+    def stays_ordinary(self) -> None:
+        """Return None: every layer is plainly causal."""
+        return None
+
+    @property
+    def norm_after(self) -> bool:
+        """Return False: the output is added as it is."""
+        return False
+
     def check(self, layout: HeadLayout) -> None:
         """Accept every layout: all of them can be executed."""
 

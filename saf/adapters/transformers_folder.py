@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from saf.adapters.adapter import Adapter
-from saf.adapters.description import SCHEMA, described_beside, write_description
+from saf.adapters.description import SCHEMA, STATE, TENSORS, described_beside, write_description
 from saf.heads import HeadLayout
-from saf.records.files import write_atomically
+from saf.records.files import entries_hash, file_hash, write_atomically
 from saf.records.folders import new_files
 
 OPENS = "import saf.integrations.transformers"
@@ -20,6 +20,18 @@ CARD = "README.md"
 _BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
 _FRONT = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n"
 _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights, by name; none where the folder has none."""
+    names = (*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin"))
+    return sorted(names)
+
+
+def folder_hash(folder: Path) -> str:
+    """Return one SHA-256 for a model's configuration, weights and description of heads, each by its own sum."""
+    files = [folder / "config.json", *weight_files(folder), folder / STATE, folder / TENSORS]
+    return entries_hash({path.name: file_hash(path) for path in files if path.is_file()})
 
 
 def mark_of(config: Any) -> dict[str, Any] | None:

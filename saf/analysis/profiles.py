@@ -15,6 +15,7 @@ from saf.calibration import latter_half
 from saf.calibration.capture import Batch, evaluation_mode, read_batches
 from saf.errors import InputError
 from saf.heads import HEADS, Head, HeadSet
+from saf.ops.live import capped
 from saf.records import paper
 from saf.records.quantities import MISSING
 from saf.records.table import Part, Table
@@ -79,8 +80,9 @@ def attention_profiles(
 ) -> dict[str, Tensor]:
     """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for frozen heads.
 
-    `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `local` keys,
-    the query's own included, `largest` the largest weight, `first_token` the first key's.
+    It is NaN for heads of layers that stay ordinary, too. `entropy` is divided by the logarithm of the number of keys,
+    `local_mass` is the weight of the last `local` keys, the query's own included, `largest` the largest weight,
+    `first_token` the first key's.
 
     Args:
         model: A supported model, run in evaluation mode and left as it was.
@@ -104,13 +106,13 @@ def attention_profiles(
     total = blank(sites).repeat(len(PROFILES), 1, 1)
 
     def sink(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
-        found = torch.stack(
-            [_profile(q, k, site.layout.key_head, rows, local) for q, k in zip(query, key, strict=True)]
-        )
+        found = torch.stack([_profile(q, k, site, rows, local) for q, k in zip(query, key, strict=True)])
         total[:, layer, list(site.layout.live)] += found.sum(0).cpu()
 
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer, site in enumerate(sites):
+            if site.stays_ordinary is not None:
+                continue
             stack.enter_context(site.capture(lambda query, key, layer=layer, site=site: sink(layer, site, query, key)))
         for number, batch in enumerate(ids, 1):
             adapter.run(batch.to(adapter.device))
@@ -120,18 +122,20 @@ def attention_profiles(
 
 
 def blank(sites: Sequence[Site]) -> Tensor:
-    """Return 0 for live heads and NaN for frozen ones, `[L, H]` float64."""
+    """Return 0 for live heads and NaN for frozen ones and layers that stay ordinary, `[L, H]` float64."""
     values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
     for layer, site in enumerate(sites):
-        values[layer, list(site.layout.live)] = 0.0
+        if site.stays_ordinary is None:
+            values[layer, list(site.layout.live)] = 0.0
     return values
 
 
-def _profile(query: Tensor, key: Tensor, kv_index: Sequence[int], rows: Sequence[int], local: int) -> Tensor:
+def _profile(query: Tensor, key: Tensor, site: Site, rows: Sequence[int], local: int) -> Tensor:
     """Return the profiles of one sequence summed over `rows`, `[4, live heads]` float64."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     with torch.autocast(query.device.type, enabled=False):
-        logits = query[:, rows].to(wide) @ key[list(kv_index)].to(wide).mT * query.shape[-1] ** -0.5
+        scale = query.shape[-1] ** -0.5 if site.scale is None else site.scale
+        logits = capped(query[:, rows].to(wide) @ key[list(site.layout.key_head)].to(wide).mT * scale, site.soft_cap)
         last = torch.tensor(rows, device=query.device)[:, None]
         keys = torch.arange(key.shape[1], device=query.device)
         pattern = logits.masked_fill_(keys > last, -torch.inf).softmax(-1).double()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Site
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
 
 Batch = Tensor | Mapping[str, Tensor]
@@ -39,6 +39,23 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     return ids
 
 
+def read_targets(batches: Sequence[Batch], ids: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the `targets` of batches whose ids are `ids`, for losses that are not of every next token; None without.
+
+    Raises InputError unless all batches have them or none, integers of the shape of the ids, and every sequence has one
+    that counts: -100 does not.
+    """
+    given = [batch.get("targets") if isinstance(batch, Mapping) else None for batch in batches]
+    targets = [target.long().cpu() for target in given if isinstance(target, Tensor) and target.dtype in _INTEGERS]
+    if not targets and all(target is None for target in given):
+        return None
+    if [target.shape for target in targets] != [tokens.shape for tokens in ids]:
+        raise InputError("targets must be integers of the shape of input_ids, in every batch or in none")
+    if not all(bool((target != -100).any(1).all()) for target in targets):
+        raise InputError("every sequence needs a target that counts; one has none but -100")
+    return targets
+
+
 def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
     """Raise InputError for a token id that the model has no embedding of; on a device that would be an assertion."""
     known = adapter.vocab_size
@@ -65,11 +82,21 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def check_heads(adapter: Adapter, heads: Iterable[Head] | None) -> HeadSet:
-    """Return the heads to measure, all live ones for None; raise InputError for one that is not live."""
-    live = adapter.live_heads()
-    chosen = live if heads is None else HeadSet(heads)
+    """Return the heads to measure, for None all live ones of layers that can be frozen.
+
+    Raises InputError for a head that is not live, UnsupportedError for one whose layer stays ordinary, or where all do.
+    """
+    live, sites = adapter.live_heads(), adapter.sites()
+    reasons = {layer: reason for layer, site in enumerate(sites) if (reason := site.stays_ordinary) is not None}
+    if reasons and len(reasons) == len(sites):
+        raise UnsupportedError(f"no head of this model can be frozen: {reasons[0]}")
+    ordinary = HeadSet(head for head in live if head[0] in reasons)
+    chosen = live - ordinary if heads is None else HeadSet(heads)
     if len(missing := chosen - live):
         raise InputError(f"only live heads can be measured; these are frozen or do not exist: {missing.to_list()}")
+    if len(found := chosen & ordinary):
+        layer, _ = next(iter(found))
+        raise UnsupportedError(f"heads {found.to_list()} cannot be measured: {reasons[layer]}")
     return chosen
 
 

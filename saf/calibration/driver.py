@@ -48,7 +48,8 @@ def calibrate(
         model: A supported model; weights, gradients, training mode and random states are left as they were.
         batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`; one T.
         collect: What to keep beside the statistics, names of `saf.statistics.COLLECTIONS`.
-        heads: The heads to measure; all live heads if not given. Others are NaN.
+        heads: The heads to measure; if not given, all live heads of layers that can be frozen (none of those that
+            attend within a sliding window). Others are NaN.
         positions: Query positions of `mean_rows`, `rows` and `logit_rows`; 64, evenly over the latter half of T, if
             not given.
         collect_limit: Most bytes that `collect` may keep (on the CPU); computed and checked before the model runs.
@@ -66,6 +67,7 @@ def calibrate(
         InputError: No sequences, unequal lengths, or ids that are not a `[B, T]` integer tensor; heads that are
             not live, unknown names to collect, more to collect than `collect_limit`, or more to hold than fits.
         CheckpointError: `folder` holds something else, other inputs' layers, or a damaged file.
+        UnsupportedError: Heads of a layer that stays ordinary, or a model all of whose layers do.
         DivergenceError: Queries or keys that are not finite.
     """
     adapter = adapter_for(model)
@@ -124,7 +126,14 @@ def _measure(
         for layer in group:
             with watch("statistics"):
                 query, key = captured.pop(layer)
-                found = measure_layer(query, key, kv_head=wanted[layer].kv_head, take=kept.layer(layer))
+                found = measure_layer(
+                    query,
+                    key,
+                    kv_head=wanted[layer].kv_head,
+                    scale=sites[layer].scale,
+                    soft_cap=sites[layer].soft_cap,
+                    take=kept.layer(layer),
+                )
                 measured = {name: values.cpu() for name, values in found._asdict().items()}
                 del query, key
             if not all(bool(values.isfinite().all()) for values in measured.values()):

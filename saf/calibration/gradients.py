@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Adapter, Site, adapter_for
+from saf.adapters import Adapter, Rows, Site, adapter_for, rows_of
 from saf.arguments import checked
-from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
+from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches, read_targets
 from saf.errors import CheckpointError, InputError
 
 BETA = 0.9
@@ -91,24 +91,24 @@ def head_norms(site: Site) -> Tensor:
 
     With grouped queries a query head takes the key gradient of its group.
     """
-    layout, projections = site.layout, site.projections()
-    missing = torch.full((), torch.nan, dtype=torch.float64, device=projections["query"][0].device)
+    layout, parts = site.layout, [rows_of(site, role) for role in ("query", "key")]
+    missing = torch.full((), torch.nan, dtype=torch.float64, device=parts[0].parameter.device)
     query, key = [missing] * layout.num_heads, [missing] * layout.num_heads
     if layout.live:
-        by_slot, by_group = (_block_norms(*projections[role], site.head_dim).unbind() for role in ("query", "key"))
+        by_slot, by_group = (_block_norms(part, site.head_dim).unbind() for part in parts)
         for slot, head in enumerate(layout.live):
             query[head], key[head] = by_slot[slot], by_group[layout.key_head[slot]]
     # Stacked rather than indexed: an index would be copied to the device and waited for.
     return torch.stack(query) + torch.stack(key)
 
 
-def _block_norms(parameter: Tensor, dimension: int, head_dim: int) -> Tensor:
-    """Return the norm of each head's block of a parameter's gradient; raise InputError when there is none."""
-    if parameter.grad is None:
+def _block_norms(rows: Rows, head_dim: int) -> Tensor:
+    """Return the norm of each head's block of a role's gradient; raise InputError when there is none."""
+    if rows.parameter.grad is None:
         raise InputError(
             "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"
         )
-    blocks = parameter.grad.movedim(dimension, 0).unflatten(0, (-1, head_dim))
+    blocks = rows.of(rows.parameter.grad).movedim(rows.dimension, 0).unflatten(0, (-1, head_dim))
     wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=wide).double()
 
@@ -122,24 +122,37 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
 
     Args:
         model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
-        batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`. Sequences are run one by one,
-            since the absolute value is taken of each one's gradient.
-        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; that of the next token if not given.
+        batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`, and `targets` of the same shape where
+            the loss is of other tokens than every next one (-100 is no target). Sequences are run one by one, since
+            the absolute value is taken of each one's gradient.
+        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; that of the targets, or of the next token,
+            if not given.
 
     Raises:
-        InputError: Batches that cannot be used, as in `calibrate`.
+        InputError: Batches that cannot be used, as in `calibrate`; targets in some batches, of another shape or of no
+            token that counts; targets beside a loss.
     """
     adapter = adapter_for(model)
+    kept = batches if isinstance(batches, Tensor | Mapping) else list(batches)
+    ids = read_batches(kept)
+    targets = read_targets(kept, ids) if isinstance(kept, list) else None
+    if loss is not None and targets is not None:
+        raise InputError("targets have no effect beside loss=; leave one of them out")
     sites = adapter.sites()
     weights = [site.projections()["output"][0] for site in sites]
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
     count = 0
     with torch.enable_grad(), evaluation_mode(model), requiring_gradients(weights):
-        ids = read_batches(batches)
         check_vocabulary(adapter, ids)
-        for batch in ids:
-            for sequence in batch.to(adapter.device).split(1):
-                value = _next_token_loss(adapter, sequence) if loss is None else loss(adapter.model, sequence)
+        for number, batch in enumerate(ids):
+            counted = None if targets is None else targets[number].to(adapter.device)
+            for row, sequence in enumerate(batch.to(adapter.device).split(1)):
+                if loss is not None:
+                    value = loss(adapter.model, sequence)
+                elif counted is not None:
+                    value = adapter.next_token_loss(sequence, counted[row : row + 1])
+                else:
+                    value = _next_token_loss(adapter, sequence)
                 gradients = torch.autograd.grad(value, weights)
                 total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
                 count += 1

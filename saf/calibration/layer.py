@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError
+from saf.ops.live import capped
 from saf.ops.operator import TRITON_DTYPES, has_triton
 from saf.statistics import FLOOR
 
@@ -59,6 +60,7 @@ def measure_layer(
     *,
     kv_head: Sequence[int],
     scale: float | None = None,
+    soft_cap: float | None = None,
     rows: int = ROWS,
     strip_elements: int | None = None,
     take: Take | None = None,
@@ -66,13 +68,15 @@ def measure_layer(
 ) -> LayerStatistics:
     """Measure heads from rotated `query [N, heads, T, D]` and `key [N, K, T, D]`; head h reads key `kv_head[h]`.
 
+    Logits are products times `scale`, `D ** -0.5` by default, then within the `soft_cap` c as `c * tanh(logit / c)`.
+
     A strip of `rows` query rows holds the patterns of all N sequences, so deviations from the mean are taken
     directly: no difference of large sums. Strips are computed in float32 (float64 for float64 inputs), summed in
     float64. Results do not depend on `rows` or `strip_elements` beyond rounding. `take` sees every strip once.
     Where the Triton kernels can run, `backend="auto"` takes them instead, "strips" does not, and "triton" raises
-    UnsupportedError where they cannot: they hold no strip for `take`.
+    UnsupportedError where they cannot: they hold no strip for `take`, and know no soft cap.
     """
-    if _uses_kernels(query, key, backend, strips_wanted=take is not None):
+    if _uses_kernels(query, key, backend, strips_wanted=take is not None, soft_cap=soft_cap):
         from saf.calibration.tiles import measure_by_kernel
 
         return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
@@ -84,11 +88,11 @@ def measure_layer(
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, heads, together):
             at = slice(first, min(first + together, heads))
-            parts.append(_measure(query[:, at], key[:, list(kv_head[at])], factor, rows, at, take))
+            parts.append(_measure(query[:, at], key[:, list(kv_head[at])], factor, soft_cap, rows, at, take))
     return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _uses_kernels(query: Tensor, key: Tensor, backend: str, *, strips_wanted: bool) -> bool:
+def _uses_kernels(query: Tensor, key: Tensor, backend: str, *, strips_wanted: bool, soft_cap: float | None) -> bool:
     """Return whether the Triton kernels measure these queries and keys; "auto" says yes wherever they can.
 
     Raises:
@@ -99,13 +103,21 @@ def _uses_kernels(query: Tensor, key: Tensor, backend: str, *, strips_wanted: bo
         raise InputError(f"backend must be one of {BACKENDS}, got {backend!r}")
     if backend == "strips":
         return False
-    reason = obstacle(query.device, (query.dtype, key.dtype), query.shape[-1], strips_wanted=strips_wanted)
+    dtypes = query.dtype, key.dtype
+    reason = obstacle(query.device, dtypes, query.shape[-1], strips_wanted=strips_wanted, soft_cap=soft_cap)
     if reason and backend == "triton":
         raise UnsupportedError(f"the calibration kernels cannot measure this layer: {reason}; use backend='strips'")
     return not reason
 
 
-def obstacle(device: torch.device, dtypes: Sequence[torch.dtype], dim: int, *, strips_wanted: bool) -> str:
+def obstacle(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    dim: int,
+    *,
+    strips_wanted: bool,
+    soft_cap: float | None = None,
+) -> str:
     """Return why the kernels cannot measure queries and keys of these dtypes with `dim` channels, or nothing."""
     if device.type != "cuda" or not has_triton():
         return f"they need CUDA tensors and Triton, the queries are on {device}"
@@ -115,6 +127,8 @@ def obstacle(device: torch.device, dtypes: Sequence[torch.dtype], dim: int, *, s
         return f"queries and keys must be both bfloat16, float16 or float32, got {' and '.join(map(str, dtypes))}"
     if dim > MAX_DIM:
         return f"they take at most {MAX_DIM} channels a head, got {dim}"
+    if soft_cap is not None:
+        return f"they know no soft cap of logits, got {soft_cap:g}"
     return "whole rows are to be collected, and they hold none" if strips_wanted else ""
 
 
@@ -137,7 +151,9 @@ def _cut(count: int, length: int, rows: int, limit: int) -> tuple[int, int]:
     return rows, max(1, limit // (count * rows * length))
 
 
-def _measure(query: Tensor, key: Tensor, scale: float, rows: int, at: slice, take: Take | None) -> LayerStatistics:
+def _measure(
+    query: Tensor, key: Tensor, scale: float, soft_cap: float | None, rows: int, at: slice, take: Take | None
+) -> LayerStatistics:
     """Measure heads that share strips, `[N, heads, T, D]` each, strip by strip."""
     count, heads, length, _ = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -148,7 +164,7 @@ def _measure(query: Tensor, key: Tensor, scale: float, rows: int, at: slice, tak
     for start in range(0, length, rows):
         end = min(start + rows, length)
         causal = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
-        logits = (query[:, :, start:end] @ key[:, :, :end].mT).masked_fill_(~causal, -torch.inf)
+        logits = capped(query[:, :, start:end] @ key[:, :, :end].mT, soft_cap).masked_fill_(~causal, -torch.inf)
         pattern = logits.softmax(-1)
         mean = pattern.mean(0)
         if take is not None:

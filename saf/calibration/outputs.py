@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Site, adapter_for, unwrap
+from saf.adapters import Site, adapter_for, find_rows, rows_of, unwrap
 from saf.arguments import checked
 from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
 from saf.errors import InputError, UnsupportedError
+from saf.ops.live import capped
 from saf.scores.outputs import HeadOutputs
 from saf.statistics import AttentionStatistics
 
@@ -65,11 +66,10 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
 
 
 class _Modules(NamedTuple):
-    """Hold the attention module with the output projection, the decoder layer around it, and the values' bias."""
+    """Hold the attention module with the output projection, and the decoder layer around it."""
 
     attention: nn.Module
     layer: nn.Module
-    value_bias: Tensor | None
 
 
 def _modules_of(model: nn.Module, site: Site) -> _Modules:
@@ -78,15 +78,18 @@ def _modules_of(model: nn.Module, site: Site) -> _Modules:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), name)
-    value, dimension = site.projections()["value"]
-    output = site.projections()["output"][0]
+    value, output = (rows_of(site, role).parameter for role in ("value", "output"))
     if id(value) not in owners or id(output) not in owners:
         raise UnsupportedError("this attention layer keeps values or output projection in no parameter of their own")
     path = owners[id(output)].split(".")
-    bias = getattr(model.get_submodule(owners[id(value)]), "bias", None)
-    if len(path) < 3 or (bias is not None and bias.shape != value.shape[dimension : dimension + 1]):
+    if len(path) < 3:
         raise UnsupportedError(f"expected layer.attention.projection with its own values; got {'.'.join(path)}")
-    return _Modules(model.get_submodule(".".join(path[:-1])), model.get_submodule(".".join(path[:-2])), bias)
+    if site.norm_after:
+        raise UnsupportedError(
+            "what heads write into the residual stream cannot be told apart where a norm follows the attention layer "
+            "(Gemma 2 and 3); use a score of attention patterns, such as 'variance'"
+        )
+    return _Modules(model.get_submodule(".".join(path[:-1])), model.get_submodule(".".join(path[:-2])))
 
 
 class _Seen(NamedTuple):
@@ -163,15 +166,17 @@ class _Layer:
 
     def _values(self, normed: Tensor) -> Tensor:
         """Return the values `[H_kv, T, D]` of the projections' input, in at least float32."""
-        weight, dimension = self.site.projections()["value"]
-        values = normed.to(self.wide) @ weight.movedim(dimension, 0).to(self.wide).T
-        if self.modules.value_bias is not None:
-            values = values + self.modules.value_bias.to(self.wide)
+        rows, bias = rows_of(self.site, "value"), find_rows(self.site, "value_bias")
+        weight = rows.of(rows.parameter).movedim(rows.dimension, 0)
+        values = normed.to(self.wide) @ weight.to(self.wide).T
+        if bias is not None:
+            values = values + bias.of(bias.parameter).to(self.wide)
         return values.unflatten(-1, (-1, self.site.head_dim)).transpose(0, 1)
 
     def _add(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
         """Add one sequence: contributions of every live head at the sampled rows, and their changes."""
-        logits = query @ key.mT * query.shape[-1] ** -0.5
+        scale = query.shape[-1] ** -0.5 if self.site.scale is None else self.site.scale
+        logits = capped(query @ key.mT * scale, self.site.soft_cap)
         position = torch.arange(key.shape[1], device=key.device)
         future = position > torch.tensor(self.rows, device=key.device)[:, None]
         pattern = logits.masked_fill_(future, -torch.inf).softmax(-1)

@@ -127,7 +127,7 @@ def plan_for(
     widest = max((len(chosen.in_layer(layer)) for layer in layers), default=0)
     forward = _forward_bytes(sites[0], max(map(len, ids)) * length, dtype)
     dim = sites[0].head_dim
-    if obstacle(device, (dtype, dtype), dim, strips_wanted=bool(collect)):
+    if obstacle(device, (dtype, dtype), dim, strips_wanted=bool(collect), soft_cap=sites[0].soft_cap):
         statistics = strip_bytes(sequences, widest, length, dim, dtype=dtype, device=device)
     else:
         statistics = TILE_SUMS + 4 * sequences * widest * length

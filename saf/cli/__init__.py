@@ -15,6 +15,7 @@ from saf.records.provenance import invocation
 COMMANDS = {
     "data": "prepare text as token shards (data prepare), or look into such a folder (data info)",
     "pretrain": "train one arm: ordinary, frozen, or continued from a checkpoint",
+    "finetune": "train a checkpoint on questions with choices, and measure its accuracy",
     "freeze": "freeze heads of a checkpoint and write a new checkpoint",
     "evaluate": "held-out perplexity of a checkpoint or run",
     "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",

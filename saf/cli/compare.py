@@ -9,25 +9,31 @@ import tyro
 from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
-from saf.evaluate.compare import compare_runs
+from saf.errors import InputError
+from saf.evaluate.answers import answers_table, compare_answers, has_answers
+from saf.evaluate.compare import compare_evaluations, compare_runs
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
+from saf.records.paths import Kind, kind_of
 from saf.records.run import RecordedRun
+from saf.records.table import Table
 
 
 @dataclass(kw_only=True)
 class Compare(Command):
     """Tell what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
-    Refuses runs that differ in more than the freezing.
+    Of two finetuned runs it tells what they answer differently, paired by question. Refuses runs that differ in more
+    than the freezing. Of models that no run trained, such as those of transformers, it takes what `saf evaluate --out`
+    wrote of each.
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional]
-    """Folder of the finished run without frozen heads."""
+    """Folder of the finished run without frozen heads, or of an evaluation."""
     frozen: Annotated[Path, tyro.conf.Positional]
-    """Folder of the finished run with frozen heads."""
+    """Folder of the finished run with frozen heads, or of an evaluation."""
     out: Path | None = None
-    """Folder for compare.json; the frozen run's if not given."""
+    """Folder for compare.json; the frozen run's if not given, none for evaluations."""
     allow_differences: bool = False
     """Compare all the same, listing what differs; the held-out windows must still be the same."""
     resamples: Annotated[int, at_least(1)] = RESAMPLES
@@ -39,7 +45,11 @@ class Compare(Command):
 
     def run(self) -> dict[str, Any]:
         """Compare, write compare.json, show and return it."""
+        if kind_of(self.ordinary) is Kind.EVALUATION and kind_of(self.frozen) is Kind.EVALUATION:
+            return self._evaluations()
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
+        if all(map(has_answers, runs)):
+            return self._compare_answers(ordinary, frozen)
         record = compare_runs(
             ordinary,
             frozen,
@@ -51,6 +61,29 @@ class Compare(Command):
         names = arm_names(runs)
         table = arms_table(runs, names, [Comparison(names[1], ordinary, frozen, record)], brief=True)
         show(record, table, as_json=self.json)
+        return record
+
+    def _evaluations(self) -> dict[str, Any]:
+        """Compare two evaluations; raise InputError for a flag that is of runs."""
+        if self.allow_differences:
+            raise InputError("--allow-differences is of runs; evaluations must be of the same windows and precision")
+        draws = {"resamples": self.resamples, "seed": self.seed}
+        record = compare_evaluations(self.ordinary, self.frozen, out=self.out, **draws)
+        low, high = record["ci95"]
+        rows = {
+            "perplexity, ordinary": f"{record['ppl_ordinary']:.4f}",
+            "perplexity, frozen": f"{record['ppl_frozen']:.4f}",
+            "change": f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})",
+            "windows": f"{record['windows']:,}",
+        }
+        show(record, Table.facts(f"{self.frozen} against {self.ordinary}", rows), as_json=self.json)
+        return record
+
+    def _compare_answers(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
+        """Compare two finetuned runs, write compare.json, show and return it."""
+        out = self.out or self.frozen
+        record = compare_answers(ordinary, frozen, out=out, allow_differences=self.allow_differences)
+        show(record, answers_table(record), as_json=self.json)
         return record
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from saf.adapters import FAMILIES
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.machine.survey import compilers, devices, package_version
@@ -25,7 +26,7 @@ OPTIONAL = {
 
 @dataclass(kw_only=True)
 class Doctor(Command):
-    """Show versions, devices, compilers, and which backend frozen heads would run on here and why."""
+    """Show versions, devices, compilers, families of models, which backend frozen heads would run on, and why."""
 
     json: bool = False
     """Print JSON instead of tables."""
@@ -41,6 +42,7 @@ class Doctor(Command):
             "compilers": compilers(),
             "backends": backends(),
             "live_kernels": live_kernels(),
+            "families": [family.name for family in FAMILIES],
         }
         show(result, *_tables(result), as_json=self.json)
         return result
@@ -86,6 +88,7 @@ def _tables(result: dict[str, Any]) -> list[Any]:
     tables.append(Table.facts("compilers", compiled))
     kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
     tables.append(Table.facts("attention kernels of live heads", kernels))
+    tables.append(f"\nmodels of transformers that freeze: {', '.join(result['families'])}")
     for asked in result["backends"]:
         tables.append(f"\nfrozen heads on {asked['device']}, {asked['dtype']}:")
         tables += [f"  {line}" for line in asked["lines"]]

@@ -8,11 +8,11 @@ import tyro
 
 from saf.arguments import at_least
 from saf.cli.command import Command
+from saf.cli.models import open_model
 from saf.cli.output import show
+from saf.data.text_data import TextData
 from saf.errors import InputError
 from saf.evaluate.perplexity import WRITTEN, evaluate_perplexity
-from saf.machine.execution import pick_device
-from saf.opening import find_model, open_data
 from saf.records.table import Table
 
 
@@ -21,9 +21,11 @@ class Evaluate(Command):
     """Measure the perplexity of a model on held-out text it was neither trained nor tuned on."""
 
     model: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
+    """A checkpoint (step-N), a run (its newest checkpoint), a folder written by saf.save, or a model of transformers:
+    its folder, or its name on the hub."""
     data: Path | None = None
-    """Folder made by `saf data prepare`; the one it was trained on if not given."""
+    """Folder made by `saf data prepare`; the one it was trained on if not given. For a model of transformers its
+    tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
     out: Path | None = None
     """Write evaluation.json and log_probs.safetensors into this folder, which may hold nothing else."""
     partition: Literal["report", "controller", "calibration", "train"] = "report"
@@ -45,28 +47,29 @@ class Evaluate(Command):
         """Evaluate, show and return the record of evaluation.json; raise InputError for an `out` of something else."""
         if self.out is not None:
             _check_own(self.out)
-        found = find_model(self.model)
-        data = open_data(self.data, found)
+        model, data, folder, identity, longest = open_model(self.model, self.data, self.device)
+        if isinstance(data, TextData) and self.partition != "report":
+            raise InputError(f"{self.data} is text, all of which is read; leave --partition out")
         record = evaluate_perplexity(
-            found.model(pick_device(self.device)),
+            model,
             data,
             partition=self.partition,
-            length=self.length,
+            length=self.length or longest,
             batch_size=self.batch_size,
             limit=self.limit,
             precision=self.precision,
             out=self.out,
-            checkpoints={"model": found.checkpoint.hash if found.checkpoint else None},
+            checkpoints={"model": identity},
         )
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",
             "loss, nats per token": f"{record['loss']:.5f}",
-            "partition": f"{record['partition']} of {data.folder}",
+            "partition": f"{'all' if isinstance(data, TextData) else record['partition']} of {data.folder}",
             "windows": f"{record['windows']:,} of {record['length']:,} tokens",
             "precision": record["precision"],
             "written to": self.out,
         }
-        show({"model": found.folder, **record}, Table.facts(str(found.folder), rows), as_json=self.json)
+        show({"model": folder, **record}, Table.facts(str(folder), rows), as_json=self.json)
         return record
 
 

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from saf.cli.command import Command, build, given_values
+from saf.cli.models import transformers_folders
 from saf.cli.output import LayerProgress, show
 from saf.errors import InputError
-from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
+from saf.freeze_checkpoint import freeze_checkpoint
+from saf.freeze_settings import CheckpointFreezing
 from saf.freezing.config import BUDGETS
+from saf.records.paths import means_transformers
 from saf.settings import FLAT
 
 
@@ -16,7 +19,8 @@ from saf.settings import FLAT
 class Freeze(Command):
     """Calibrate, choose, fit and install frozen heads in a checkpoint, or prune them; write the result as a new one.
 
-    The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there.
+    The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there. Of a model of
+    transformers OUT is a folder that from_pretrained opens.
     """
 
     settings: Annotated[CheckpointFreezing, FLAT]
@@ -33,11 +37,14 @@ class Freeze(Command):
 
     def run(self) -> dict[str, Any]:
         """Freeze, write the checkpoint, show and return the report with the checkpoint's hash."""
+        freeze, kind = freeze_checkpoint, "checkpoint"
+        if means_transformers(self.settings.checkpoint):
+            freeze, kind = transformers_folders().freeze_folder, "model"
         with LayerProgress() as progress:
-            report, written, parent = freeze_checkpoint(self.settings, say=progress.say, progress=progress)
+            report, written, parent = freeze(self.settings, say=progress.say, progress=progress)
         out = self.settings.out
         result = {"checkpoint": str(out), "hash": written, "parent": parent, **report.to_dict()}
-        show(result, report.table(), f"checkpoint {out}", f"hash {written}", as_json=self.json)
+        show(result, report.table(), f"{kind} {out}", f"hash {written}", as_json=self.json)
         return result
 
 

@@ -21,7 +21,7 @@ class Inspect(Command):
     """Show what a checkpoint, run, data folder or saved model holds, checking every recorded sum."""
 
     path: Annotated[Path, tyro.conf.Positional]
-    """A folder written by saf."""
+    """A folder written by saf, or of a model of transformers."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -95,16 +95,30 @@ def _saved_tables(found: Mapping[str, Any]) -> list[Part]:
     kinds: Counter[str] = Counter()
     for layer in found["patterns"]:
         kinds.update(layer["kinds"])
+    of = (
+        {}
+        if found["kind"] == "saved"
+        else {
+            "model": found["architecture"],
+            "weights": ", ".join(f"{name} {readable(size)}" for name, size in found["weights"].items()),
+            "hash": found["hash"],
+        }
+    )
     rows = {
+        **of,
         "heads": _head_words(found),
         "patterns": _kind_words(kinds),
         "can be undone": f"{found['undoable']} of {len(found['frozen']) + len(found['pruned'])} heads",
         **{f"SHA-256 of {name}": value for name, value in found["sha256"].items()},
     }
-    return [Table.facts(f"saved model {found['path']}", rows), *_layer_table(found)]
+    return [
+        Table.facts(f"{'saved model' if not of else 'model of transformers'} {found['path']}", rows),
+        *_layer_table(found),
+    ]
 
 
 _TABLES = {"checkpoint": _checkpoint_tables, "run": _run_tables, "data": _data_tables, "saved": _saved_tables}
+_TABLES["transformers"] = _saved_tables
 
 
 def _shape_words(model: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ class Pretrain(Command):
         before, settings = start.before()
         given = given_values(cls, words, prog=prog, base={"settings": before} if before else None)
         own = given.pop("settings", {})
-        _check_freeze(own.get("freeze", {}), before)
+        check_freeze_words(own.get("freeze", {}), before)
         own |= build_groups(TrainConfig, own, before)
         if before and before.parent and start.parent and start.parent.resolve() == Path(before.parent).resolve():
             own["parent"] = before.parent  # however the path is written
@@ -72,7 +72,7 @@ class Pretrain(Command):
             raise SystemExit(EXIT_STOPPED)
         if prints:
             recall = [recall_table(result["recall"]["tests"], title="queries answered")] if "recall" in result else []
-            show(result, _table(result), *recall, as_json=self.json)
+            show(result, result_table(result), *recall, as_json=self.json)
         return result
 
 
@@ -101,11 +101,17 @@ class _Start:
         return None, TrainConfig
 
 
-def _check_freeze(given: Mapping[str, Any], before: TrainConfig | None) -> None:
+def check_freeze_words(given: Mapping[str, Any], before: TrainConfig | None) -> None:
     """Raise InputError for words about freezing none of which, nor the settings before, say how many heads."""
     check_budget(given)
     if given and not given.keys() & set(BUDGETS) and not (before and before.freeze):
         raise InputError(f"--freeze.{next(iter(given)).replace('_', '-')} needs --freeze.rate beside it")
+
+
+def _accuracy(result: dict[str, Any]) -> str:
+    """Return a finetuned run's accuracy in words, with its standard error over questions."""
+    words = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} {result['judged_by']} questions"
+    return f"{words} (standard error {100 * result['standard_error']:.2f} points)"
 
 
 def _whole_run(time: dict[str, Any]) -> str:
@@ -114,10 +120,12 @@ def _whole_run(time: dict[str, Any]) -> str:
     return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}"
 
 
-def _table(result: dict[str, Any]) -> Table:
+def result_table(result: dict[str, Any]) -> Table:
     """Return the table of a run's result; a row without a value is not shown."""
     timing, event = result["update_seconds"], result["intervention"] or {}
     rows = {
+        "accuracy": (result.get("accuracy") is not None and _accuracy(result)) or None,
+        "taken, by choice": result.get("taken") and ", ".join(f"{k}: {n:,}" for k, n in result["taken"].items()),
         "perplexity, report": (perplexity := result.get("report_perplexity")) and f"{perplexity:.4f}",
         "loss, report": f"{result['report_loss']:.5f} nats per {'query' if 'recall' in result else 'token'}",
         "development queries answered": (recall := result.get("recall"))

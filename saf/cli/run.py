@@ -21,6 +21,7 @@ from saf.experiments.plan import Plan, PlannedRun, events_of, plan
 from saf.experiments.rates import Measured, Rates
 from saf.experiments.recipe import Scale, open_recipes, read_tokens, scale_named
 from saf.experiments.render import render
+from saf.experiments.scaling import Interconnect, scaling_table
 from saf.experiments.store import Store
 from saf.records.table import Table
 from saf.settings import FLAT
@@ -64,6 +65,10 @@ class Run(Command):
     only what fits is begun. Folders of runs may be lost after it, records are to be kept."""
     gpus: Annotated[int | None, at_least(1)] = None
     """How many GPUs --dry-run counts with; those of this machine when not given."""
+    nodes: Annotated[int | None, at_least(1)] = None
+    """With --dry-run, foretell updates that are shared by --gpus GPUs on each of so many machines."""
+    links: Annotated[Interconnect, FLAT] = field(default_factory=Interconnect)
+    """What is assumed of those GPUs."""
     jobs: Annotated[int, at_least(1)] = 1
     """Runs at a time on one GPU, but for those whose time matters, which have it for themselves."""
     quality_only: bool = False
@@ -82,6 +87,10 @@ class Run(Command):
         super().__post_init__()
         if self.gpus is not None and not self.dry_run:
             raise InputError("gpus is for a dry run; CUDA_VISIBLE_DEVICES chooses those that a plan uses")
+        if self.nodes is not None and not (self.dry_run and self.gpus):
+            raise InputError("nodes is for a dry run that counts with GPUs; add --dry-run and --gpus")
+        if self.nodes is None and self.links != Interconnect():
+            raise InputError("what is said of an interconnect has no effect without nodes; add --nodes")
         if self.quality_only and self.jobs == 1:
             raise InputError("quality_only has no effect without jobs above 1, which lets runs share a GPU")
 
@@ -214,7 +223,7 @@ class Run(Command):
     def _foretell(self, made: Plan, measured: Measurements, store: Store) -> dict[str, Any]:
         """Show what is missing, packed into budgets and commands, with predicted minutes and memory."""
         rates, missing = self._rates(made, store), _missing(made, store, lost_inputs(measured, store))
-        lanes = self.gpus or len(self._lanes(made).devices)
+        lanes = len(self._lanes(made).devices) if self.nodes or not self.gpus else self.gpus
         packing = self._packing(made, store, rates, lanes=lanes)
         stays = packing.stays(missing, made, _once(store.lacks))
         runs, seconds = [run for stay in stays for run in stay.runs], sum(stay.seconds for stay in stays)
@@ -243,6 +252,10 @@ class Run(Command):
             ],
         }
         tables = [table] * bool(made.runs)
+        if self.nodes and self.gpus:
+            shared, told = scaling_table(missing, rates, gpus=self.gpus, nodes=self.nodes, links=self.links)
+            tables += [shared] * bool(missing)
+            result["many_gpus"] = {key: each.to_dict() for key, each in told.items()}
         tables += [Table.of("Measurements, afterwards", ["", "command"], others)] * bool(others)
         show(result, *tables, as_json=self.json)
         return result

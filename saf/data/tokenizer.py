@@ -113,6 +113,10 @@ class Tokenizer:
         """Cut a UTF-8 text into pieces whose tokens are those of the whole; raise DataError where none can be found."""
         return self._cutter.pieces(data)
 
+    def same(self, other: "Tokenizer") -> bool:
+        """Return whether another one makes the same tokens of every text, however its file is laid out."""
+        return self._backend.to_str(pretty=False) == other._backend.to_str(pretty=False)
+
     def encode(self, text: str) -> list[int]:
         """Return a text's token ids, no end-of-text added."""
         return self._backend.encode(text, add_special_tokens=False).ids

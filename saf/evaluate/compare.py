@@ -103,6 +103,38 @@ def compare_runs(
     return comparison
 
 
+def compare_evaluations(
+    ordinary: Path | str, frozen: Path | str, *, out: Path | str | None, resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, Any]:
+    """Return delta-PPL with its interval of two folders that `saf evaluate --out` wrote, of models as they are.
+
+    Written to `out`/compare.json if given.
+
+    Raises:
+        CompareError: They are of other windows, or computed in another precision.
+        InputError: A file is missing or damaged.
+    """
+    (record_o, losses_o), (record_f, losses_f) = read_evaluation(ordinary), read_evaluation(frozen)
+    for name in ("length", "data_fingerprint", "windows_hash", "precision"):
+        if record_o[name] != record_f[name]:
+            raise CompareError(
+                f"the evaluations differ in {name}: {record_o[name]} in {ordinary}, {record_f[name]} in {frozen}; "
+                "evaluate both models on the same data, partition, length and limit, in one precision"
+            )
+    models = (record["provenance"]["checkpoints"].get("model") for record in (record_o, record_f))
+    head = result_header(
+        "comparison",
+        {"resamples": resamples, "seed": seed},
+        checkpoints=dict(zip(("ordinary", "frozen"), models, strict=True)),
+        data={record_o["partition"]: record_o["data_fingerprint"]},
+    )
+    delta = delta_of_windows(losses_o.windows, losses_f.windows, resamples=resamples, seed=seed)
+    comparison = {**head, "ordinary": str(ordinary), "frozen": str(frozen), **delta}
+    if out is not None:
+        write_json(Path(out) / "compare.json", comparison)
+    return comparison
+
+
 def _opened(run: RecordedRun | Path | str) -> RecordedRun:
     return run if isinstance(run, RecordedRun) else RecordedRun.open(run)
 

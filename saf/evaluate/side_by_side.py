@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saf.errors import SafError
+from saf.evaluate.answers import has_answers
 from saf.evaluate.compare import compare_runs, timing_is_clear
 from saf.records import paper
 from saf.records.paper import Quoted, footnotes
@@ -60,6 +61,9 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Compa
     for run, name in zip(runs, names, strict=True):
         if run.arm == "ordinary":
             continue
+        if has_answers(ordinary) and has_answers(run):
+            found.append(Comparison(name, ordinary, run, None))  # a table of their answers is made elsewhere
+            continue
         try:
             record, reason = compare_runs(ordinary, run, allow_differences=True), None
         except SafError as error:
@@ -78,6 +82,8 @@ def recorded(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any] | Non
     if not path.is_file():
         return None
     record = read_result(path)
+    if "ppl_ordinary" not in record:  # of finetuned runs, which are compared by their answers
+        return None
     for arm, run in (("ordinary", ordinary), ("frozen", frozen)):
         if not math.isclose(record[f"ppl_{arm}"], run.finished_result()["report_perplexity"], rel_tol=1e-9):
             return None

@@ -144,8 +144,9 @@ class Plan:
     def add(self, name: str, arm: Arm, seed: int, *, compiled: bool) -> None:
         """Add the run of one arm and seed; its parent must be there."""
         parent = None if arm.parent is None else self.runs[self.arms[name, arm.parent, seed]]
+        own = merged(arm.settings, arm.scaled.get(self.scale.name, {}))
         if parent is None:
-            flags = merged(self.scale.flags(arm.context), arm.settings)
+            flags = merged(self.scale.flags(arm.context), own)
             flags |= {"seed": seed, "save_at": self.scale.save_at, **({} if compiled else {"compile": "off"})}
             if arm.more:
                 flags["updates"] += round(arm.more * flags["updates"])
@@ -155,7 +156,7 @@ class Plan:
             longer = (
                 {"updates": parent.updates + round(arm.more * parent.updates), "lr_start": step} if arm.more else {}
             )
-            flags = merged(longer, arm.settings)
+            flags = merged(longer, own)
             settings = merged(parent.settings, flags)
         match, heads = (None if other is None else self.arms[name, other, seed] for other in (arm.match, arm.heads))
         key = run_key(flags, data=self.data, parent=parent and parent.key, step=step, match=match, heads=heads)

@@ -30,6 +30,8 @@ class Arm:
     """By which other arms and `--arms` name it."""
     settings: Flags = field(default_factory=dict)
     """What it changes: of the scale's settings, or of its parent's."""
+    scaled: Mapping[str, Flags] = field(default_factory=dict)
+    """What it changes further at single scales, by their names."""
     parent: str | None = None
     """The arm whose run it goes on from; None starts from initialisation."""
     at: float = 0.5

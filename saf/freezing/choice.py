@@ -83,7 +83,7 @@ def _collect_for_score(name: str | Score, given: Mapping[str, Any]) -> tuple[str
 
 def gather(
     model: nn.Module,
-    ids: list[Tensor],
+    batches: Iterable[Batch],
     statistics: AttentionStatistics,
     name: str | Score,
     *,
@@ -92,7 +92,7 @@ def gather(
 ) -> dict[str, Any]:
     """Return what a score needs: from `given`, or measured here where sequences suffice.
 
-    `gates` are taken on the calibration sequences (paper, appendix C), `outputs` on `heldout` ones. What only training
+    `gates` are taken on the calibration `batches` (paper, appendix C), `outputs` on `heldout` ones. What only training
     can measure, and `outputs` without held-out sequences, is left to `score` to miss.
     """
     found: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def gather(
         if key in given:
             found[key] = given[key].scores() if isinstance(given[key], QKGradient) else given[key]
         elif key == "gates":
-            found[key] = gate_gradients(model, ids)
+            found[key] = gate_gradients(model, batches)
         elif key == "outputs" and heldout is not None:
             found[key] = head_outputs(model, heldout, statistics)
     return found

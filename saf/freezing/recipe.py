@@ -55,7 +55,9 @@ def freeze_(
     Args:
         model: The project's `GPT` or another supported causal language model.
         batches: Calibration sequences: LongTensors `[B, T]` or mappings with `input_ids`. Patterns cover T
-            positions, so longer inputs are refused afterwards; a T below the model's own limit warns.
+            positions, so longer inputs are refused afterwards; a T below the model's own limit warns. A score that
+            reads gates takes its loss at the mappings' `targets` `[B, T]` where they have them (-100 is none), at
+            every next token otherwise.
         config: Settings; the paper's recipe at 25% by default.
         optimizer: The optimiser that trains the model: its state follows the retained rows, and it takes on the
             logits of trainable patterns.
@@ -127,7 +129,8 @@ def _decide(
     **options: Any,
 ) -> FreezeReport:
     """Measure, score, select and fit; the model stays as it is."""
-    ids = read_batches(batches)
+    kept = batches if isinstance(batches, Tensor | Mapping) else list(batches)
+    ids = read_batches(kept)
     _warn_if_shorter(ids[0].shape[-1], longest)
     adapter = adapter_for(model)
     layouts = [site.layout for site in adapter.sites()]
@@ -138,7 +141,7 @@ def _decide(
     statistics = calibrate(model, ids, collect=collect, **options, progress=progress, watch=watch)
     with watch("score"):
         scores = {
-            name: score(statistics, name, **gather(model, ids, statistics, name, given=given, heldout=heldout))
+            name: score(statistics, name, **gather(model, kept, statistics, name, given=given, heldout=heldout))
             if name != "random"
             else score(statistics, name, seed=config.seed)
             for name in names

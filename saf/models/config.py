@@ -38,6 +38,14 @@ class GPTConfig:
         """Return the channels of one head."""
         return self.hidden_size // self.num_heads
 
+    @property
+    def num_parameters(self) -> int:
+        """Return the trained parameters of a model whose heads are all live; the tied embedding counts once."""
+        width = self.hidden_size
+        layers = self.num_layers * ((4 + 2 * self.mlp_ratio) * width**2 + 2 * width)
+        positions = self.max_length if self.position == "learned" else 0
+        return layers + (self.vocab_size + positions + 1) * width
+
     @checked
     def flops_per_token(self, length: Annotated[int, at_least(0)]) -> float:
         """Return FLOPs of forward and backward per token of a model whose heads are all live, at so many tokens.

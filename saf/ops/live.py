@@ -128,14 +128,19 @@ def check_kernel(kernel: str) -> None:
         raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}{near}")
 
 
-def causal_mask(rows: int, columns: int, start: Tensor | None, device: torch.device) -> Tensor:
+def causal_mask(
+    rows: int, columns: int, start: Tensor | None, device: torch.device, window: int | None = None
+) -> Tensor:
     """Return which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with per-row starts.
 
-    Queries are the last `rows` of `columns` positions. A padded query sees itself alone, so that no row is empty.
+    Queries are the last `rows` of `columns` positions, and see the last `window` keys up to their own. A padded query
+    sees itself alone, so that no row is empty.
     """
     keys = torch.arange(columns, device=device)
     queries = keys[columns - rows :, None]
     visible = keys <= queries
+    if window is not None:
+        visible = visible & (keys > queries - window)
     if start is None:
         return visible
     first = start.to(device)[:, None, None, None]
@@ -150,25 +155,66 @@ def live_attention(
     scale: float | None = None,
     start: Tensor | None = None,
     kernel: str = "auto",
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Return causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
 
     `L` must be a multiple of `K` (consecutive query heads share a key head); queries are the last `Tq` positions.
-    `start [B]` is the first real position of each row (left padding); outputs before it are zero. Raises InputError for
-    an unknown kernel, UnsupportedError for one that cannot run here.
+    `start [B]` is the first real position of each row (left padding); outputs before it are zero. With a `window`
+    queries see only so many keys, their own included. With a `soft_cap` c softmax takes `c * tanh(logit / c)`, which no
+    SDPA kernel computes: patterns are held then, in float32 at least. Raises InputError for an unknown kernel,
+    UnsupportedError for one that cannot run here or knows no soft cap.
     """
     rows, columns = query.shape[-2], key.shape[-2]
     grouped = query.shape[1] != key.shape[1]
     mask, causal = None, False
-    if start is not None or (rows != columns and rows != 1):
-        mask = causal_mask(rows, columns, start, query.device)
+    windowed = window is not None and columns > window
+    if start is not None or windowed or soft_cap is not None or (rows != columns and rows != 1):
+        mask = causal_mask(rows, columns, start, query.device, window)
     elif rows > 1:  # decided here: with lengths left open by the compiler, the comparison itself is no bool
         causal = True
+    if soft_cap is not None:
+        return _capped_attention(query, key, value, mask, scale, soft_cap, start, kernel)
     with pinned(kernel, query.device):
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
+    return _without_padding(output, start, columns)
+
+
+def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    """Return `c * tanh(logits / c)` for a soft cap c; the logits themselves without one."""
+    return logits if soft_cap is None else (logits / soft_cap).tanh() * soft_cap
+
+
+def _capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    soft_cap: float,
+    start: Tensor | None,
+    kernel: str,
+) -> Tensor:
+    """Return attention with soft-capped logits: products in the tensors' dtype, softmax in float32 at least."""
+    check_kernel(kernel)
+    if kernel not in ("auto", "math"):
+        raise UnsupportedError(f"attention kernel {kernel!r} knows no soft cap; use 'auto'")
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, 1) if group > 1 else each for each in (key, value))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = capped(query @ key.mT * factor, soft_cap)
+    assert mask is not None
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    pattern = logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(value.dtype)
+    return _without_padding(pattern @ value, start, key.shape[-2])
+
+
+def _without_padding(output: Tensor, start: Tensor | None, columns: int) -> Tensor:
+    """Return attention `[B, L, Tq, D]` of the last of `columns` positions with zeros before each row's start."""
     if start is None:
         return output
-    position = torch.arange(columns - rows, columns, device=query.device)
-    return output * (position >= start.to(query.device)[:, None])[:, None, :, None]
+    position = torch.arange(columns - output.shape[-2], columns, device=output.device)
+    return output * (position >= start.to(output.device)[:, None])[:, None, :, None]

@@ -1,5 +1,7 @@
-"""What a path means to `saf`: a checkpoint, a run, prepared data, a saved model, frozen heads alone, or a result."""
+"""What a path means to `saf`: a checkpoint, a run, data, a model saved here or by transformers, heads, or a result."""
 
+import json
+import re
 from enum import StrEnum
 from pathlib import Path
 
@@ -16,6 +18,8 @@ class Kind(StrEnum):
     DATA = "data"
     MODEL = "model"
     HEADS = "heads"
+    TRANSFORMERS = "transformers"
+    EVALUATION = "evaluation"
     RESULT = "result"
 
 
@@ -25,6 +29,8 @@ _WORDS = {
     Kind.DATA: "a folder made by `saf data prepare`",
     Kind.MODEL: "a folder written by saf.save",
     Kind.HEADS: "the frozen heads of a model that keeps its own weights",
+    Kind.TRANSFORMERS: "a model of transformers (save_pretrained)",
+    Kind.EVALUATION: "an evaluation (`saf evaluate --out`)",
     Kind.RESULT: "a result (.json)",
 }
 
@@ -40,6 +46,8 @@ def kind_of(path: Path | str) -> Kind | None:
     if path.is_file():
         return Kind.RESULT if path.suffix == ".json" else None
     finish_files_(path)
+    if _of_transformers(path):
+        return Kind.TRANSFORMERS
     saved = Kind.MODEL if (path / "model.safetensors").is_file() else Kind.HEADS
     # What saf.save wrote has sums in its saf.json, and stays what it is beside anything else, such as a trainer's
     # checkpoints; a checkpoint has a saf.json without sums. Files of saf.save from before there were sums come last.
@@ -55,7 +63,25 @@ def kind_of(path: Path | str) -> Kind | None:
     if state.is_file():
         return saved
     # A finished run may have been copied without its checkpoints; models of other libraries have a config.json too.
-    return Kind.RUN if (path / "config.json").is_file() and saved is Kind.HEADS else None
+    if (path / "config.json").is_file() and saved is Kind.HEADS:
+        return Kind.RUN
+    return Kind.EVALUATION if (path / "evaluation.json").is_file() else None
+
+
+def means_transformers(path: Path | str) -> bool:
+    """Return whether a path is a folder of a model of transformers, or has the form of a name on the hub."""
+    named = not Path(path).exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) is not None
+    return named or kind_of(path) is Kind.TRANSFORMERS
+
+
+def _of_transformers(folder: Path) -> bool:
+    """Return whether a folder's config.json is one of transformers, and not of a model whose heads lie beside alone."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    known = isinstance(config, dict) and "model_type" in config
+    return known and ("saf" in config or not (folder / "saf.json").is_file())
 
 
 def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -> Kind:

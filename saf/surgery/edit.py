@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from saf.adapters import Adapter, Removed, Site, adapter_for
+from saf.adapters import Adapter, Removed, Site, adapter_for, rows_of
 from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, HeadLayout, HeadSet, role_of
 from saf.ops import FrozenHeads
@@ -119,7 +119,7 @@ def plan_edit(
             [patterns[head] for head in layout.frozen],
             backend=backend,
             dtype=value_dtypes(site),
-            device=site.projections()["value"][0].device,
+            device=rows_of(site, "value").parameter.device,
             kv_head=layout.kv_head,
         )
     before, after = (trained_logits(heads.patterns if heads is not None else ()) for heads in (site.frozen, frozen))
@@ -136,7 +136,7 @@ def carry_out_(edits: Iterable[LayerEdit], optimizer: torch.optim.Optimizer | No
         if optimizer is not None and edit.leaving:
             drop_logits_(optimizer, edit.leaving)
         if optimizer is not None and edit.joining:
-            add_logits_(optimizer, edit.joining, edit.site.projections()["value"][0])
+            add_logits_(optimizer, edit.joining, rows_of(edit.site, "value").parameter)
 
 
 def patterns_of(site: Site) -> dict[int, Pattern]:
@@ -151,14 +151,18 @@ def absent_rows(before: HeadLayout, after: HeadLayout) -> dict[str, list[int]]:
 
 
 def _move_rows_(site: Site, layout: HeadLayout, optimizer: torch.optim.Optimizer | None) -> Removed:
-    """Rearrange the rows of every projection to a layout; return those kept for undoing, on the CPU."""
+    """Rearrange the rows of every projection to a layout; return those kept for undoing, on the CPU.
+
+    What is kept lies by role, whether a projection holds the rows of one role or, fused, of several.
+    """
     removed = {role: dict(rows) for role, rows in site.removed.items()}
-    leaving = absent_rows(site.layout, layout)
-    for role, (parameter, dimension) in site.projections().items():
-        old, kept = site.layout.rows[role_of(role)], removed.setdefault(role, {})
-        for one in leaving.get(role_of(role), ()):
-            kept[one] = take_rows(parameter, dimension, old.index(one), site.head_dim, optimizer)
-        plan = [old.index(one) if one in old else kept.pop(one) for one in layout.rows[role_of(role)]]
+    for name, (parameter, dimension) in site.projections().items():
+        old, new = site.layout.rows_in(name), layout.rows_in(name)
+        suffix = name.removeprefix(role_of(name))
+        for role, one in (row for row in old if row not in new):
+            rows = take_rows(parameter, dimension, old.index((role, one)), site.head_dim, optimizer)
+            removed.setdefault(role + suffix, {})[one] = rows
+        plan = [old.index(row) if row in old else removed[row[0] + suffix].pop(row[1]) for row in new]
         if plan != list(range(len(old))):
             rearrange_(parameter, dimension, plan, site.head_dim, optimizer)
     return {role: rows for role, rows in removed.items() if rows}
@@ -166,5 +170,5 @@ def _move_rows_(site: Site, layout: HeadLayout, optimizer: torch.optim.Optimizer
 
 def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
     """Return the dtypes that values may have: the weights' own, and bfloat16 when autocast may lower float32."""
-    dtype = site.projections()["value"][0].dtype
+    dtype = rows_of(site, "value").parameter.dtype
     return (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,)

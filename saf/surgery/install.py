@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from saf.adapters import Site, adapter_for
+from saf.adapters import Site, adapter_for, rows_of
 from saf.arguments import checked
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
@@ -59,7 +59,7 @@ def install_(
             raise InputError("a TrainablePattern trains: pass trainable=True, or pattern.compact() to keep it fixed")
         if trainable:
             new = {head: _trainable(pattern, site) for head, pattern in new.items()}
-            check_group(optimizer, site.projections()["value"][0])
+            check_group(optimizer, rows_of(site, "value").parameter)
         together = patterns_of(site) | new
         layout = site.layout.changed(new, "frozen")
         edits.append(plan_edit(site, layout, together, backend=backend, optimizer=optimizer))
@@ -75,5 +75,5 @@ def _trainable(pattern: Pattern, site: Site) -> Pattern:
     """Return a pattern as one that is trained, beside the layer's value weights."""
     if pattern.trainable:
         return pattern
-    weight = site.projections()["value"][0]
+    weight = rows_of(site, "value").parameter
     return TrainablePattern.of(pattern, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Removed, Site, adapter_for
+from saf.adapters import Removed, Site, adapter_for, rows_of
 from saf.adapters.description import SCHEMA, Sums, described, weight_sum
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import BIAS, EDITED, HeadLayout, role_of
@@ -76,7 +76,7 @@ def adopt_(
 def _resize_(site: Site, layout: HeadLayout) -> None:
     """Cut a layer's weights to the shapes that a layout has; which of their rows are left says nothing."""
     for name, (parameter, dimension) in site.projections().items():
-        rows = len(layout.rows[role_of(name)]) * site.head_dim
+        rows = len(layout.rows_in(name)) * site.head_dim
         replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
 
 
@@ -151,7 +151,7 @@ def recorded_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dic
     """
     found, missed = {}, {}
     for number, site, layer in layers:
-        name, device = layer.get("backend") or "auto", site.projections()["value"][0].device
+        name, device = layer.get("backend") or "auto", rows_of(site, "value").parameter.device
         trainable = bool(layer.get("trainable"))
         try:
             found[number] = choose_backend(name, device=device, dtypes=value_dtypes(site), trainable=trainable)
@@ -168,13 +168,13 @@ def recorded_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dic
 
 
 def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
-    """Return the roles in which a layer's rows are not those kept for undoing; CheckpointError for another shape."""
+    """Return the projections whose rows are not those kept for undoing; CheckpointError for another shape."""
     found = set()
     for role, rows in saved.items():
-        weight, dimension = site.projections()[role]
+        at = rows_of(site, role)
         for head, tensors in rows.items():
             kept = tensors["weight"]
-            own = weight.detach().narrow(dimension, head * site.head_dim, site.head_dim).cpu()
+            own = at.of(at.parameter.detach()).narrow(at.dimension, head * site.head_dim, site.head_dim).cpu()
             if own.shape != kept.shape:
                 raise CheckpointError(
                     f"layer {number}: the frozen heads have {role} rows {list(kept.shape)}, this model's are "
@@ -182,7 +182,7 @@ def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
                 )
             narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
             if not torch.equal(own.to(narrower), kept.to(narrower)):
-                found.add(role_of(role))
+                found.add(role_of(at.name))
     return found
 
 

@@ -248,13 +248,13 @@ class MQARTask:
         position = update * self.windows_per_update + first * size
         return MQARBatches(self._training_source, size=size, position=position, step=every * size, device=device)
 
-    def calibration(self) -> list[Tensor]:
-        """Return sequences of the model's context, LongTensors `[<= batch_size, context]`, the same for every arm."""
-        return [inputs for inputs, _ in self.calibration_pairs()]
+    def calibration(self) -> list[Mapping[str, Tensor]]:
+        """Return sequences of the model's context, `[<= batch_size, context]`, the same for every arm.
 
-    def calibration_pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the calibration sequences with their targets, which gates on heads are measured by."""
-        return self._batches(_Stream.CALIBRATION, self.settings.calibration_sequences)
+        Their `targets`, at queries alone, are what gates on heads are measured by.
+        """
+        batches = self._batches(_Stream.CALIBRATION, self.settings.calibration_sequences)
+        return [{"input_ids": inputs, "targets": targets} for inputs, targets in batches]
 
     def heldout(self) -> list[Tensor]:
         """Return the sequences that output-aware scores read, as LongTensors `[<= batch_size, context]`."""

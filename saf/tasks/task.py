@@ -4,12 +4,14 @@ Nothing of a run assumes text: where it stands in the data, what must be the sam
 loss is of are the task's to say.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from saf.calibration.capture import Batch
 from saf.machine.execution import Execution
 from saf.models import GPT
 
@@ -35,6 +37,7 @@ class TaskSettings(Protocol):
     calibration_source: Any
     heldout_sequences: int
     token_losses: bool
+    finetuning: Any
     mqar: Any
 
 
@@ -76,8 +79,11 @@ class Task(Protocol):
         """
         ...
 
-    def calibration(self) -> list[Tensor]:
-        """Return the calibration sequences as LongTensors `[<= batch_size, length]`, the same for every arm."""
+    def calibration(self) -> Sequence[Batch]:
+        """Return the calibration sequences as LongTensors `[<= batch_size, length]`, the same for every arm.
+
+        Mappings with `input_ids` and `targets` where the loss is not of every next token.
+        """
         ...
 
     def heldout(self) -> list[Tensor]:

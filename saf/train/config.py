@@ -13,8 +13,8 @@ from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
 from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, schedule_to_dict
-from saf.settings import OneKindOf, OneOf, documented
-from saf.tasks import TASKS, MQARSettings, MQARTask, Task
+from saf.settings import FLAT, OneKindOf, OneOf, documented
+from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask, Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
 from saf.train.sharing import ParallelKind
 
@@ -30,11 +30,14 @@ class TrainConfig:
     """Hold the settings of one arm; raises InputError naming the field that cannot be used."""
 
     data: str
-    """Folder made by `saf data prepare`."""
+    """Folder made by `saf data prepare`; to finetune, the file of training examples."""
     out: str
     """Folder of the run; new, or the one to resume."""
     task: Annotated[str, OneOf(TASKS)] = "text"
-    """What the run trains on and is judged by: text is pretraining on every token, mqar associative recall."""
+    """What the run trains on and is judged by: text is pretraining on every token, mqar associative recall, the others
+    questions with choices (docs/tasks.md)."""
+    finetuning: Annotated[FinetuneSettings | None, FLAT] = None
+    """What finetuning on questions with choices adds; None for another task."""
     mqar: MQARSettings = field(default_factory=MQARSettings)
     """The examples of associative recall, where that is the task."""
     parent: str | None = None
@@ -161,6 +164,9 @@ class TrainConfig:
             (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
             'a positive number with lr_by="elapsed" and None otherwise',
         )
+        kind = TASKS[self.task]
+        asks = isinstance(kind, type) and issubclass(kind, FinetuneTask)
+        self._require("finetuning", self.finetuning is None or asks, f"left out with task={self.task!r}")
         self._require("fresh", self.parent is not None or not self.fresh, "False without a parent")
         self._check_matching()
         if self.schedule is not None:
@@ -216,6 +222,7 @@ class TrainConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["betas"] = list(self.betas)
         values["save_at"] = list(self.save_at)
+        values["finetuning"] = self.finetuning and asdict(self.finetuning)
         values["freeze"] = self.freeze and self.freeze.to_dict()
         values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
         values["mqar"] = self.mqar.to_dict()
@@ -228,6 +235,8 @@ class TrainConfig:
         try:
             if isinstance(schedule := values.get("schedule"), dict):
                 values["schedule"] = schedule_from_dict(schedule)
+            if isinstance(finetuning := values.get("finetuning"), dict):
+                values["finetuning"] = FinetuneSettings(**finetuning)
             if isinstance(mqar := values.get("mqar"), dict):
                 values["mqar"] = MQARSettings.from_dict(mqar)
             freeze = values.get("freeze")
@@ -249,7 +258,7 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
     weights alone, when none did.
     """
-    values = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, **settings}
+    values = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, **settings}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = {"operation": "freeze", **freeze}
     if "freeze_at" in values:
@@ -401,6 +410,8 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
     freeze = changes.get("freeze")
     begins = 0 if changes.get("fresh") else checkpoint.update
     schedule = {} if freeze is None else {"schedule": OneTime(at=begins)}
+    if freeze is None and changes.get("fresh"):  # the parent's may be an update that this run does not have
+        schedule = {"schedule": OneTime()}
     settings |= {
         "out": str(out),
         "parent": str(checkpoint.path),
@@ -408,6 +419,9 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
         "track_gradients": False,
         "fresh": False,
     }
+    if changes.get("fresh"):  # another task may have other tokens, the model keeps its own
+        vocabulary = {"vocab_size": checkpoint.state["model"]["vocab_size"]}
+        settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
     config = TrainConfig.from_dict({**settings, **schedule, **changes})
     first = config.freeze_update
     if freeze is not None and first is not None and first < begins:

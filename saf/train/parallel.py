@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from saf.adapters import adapter_for
+from saf.adapters import adapter_for, rows_of
 from saf.errors import UnsupportedError
 from saf.machine.execution import Execution
 from saf.machine.processes import PATIENCE, group_place
@@ -272,7 +272,9 @@ class Shards(_Several):
     def _gradients(self) -> Iterator[None]:
         """Let the model's query and key weights have their gradients, in every process."""
         shares = dict(self._shares())
-        read = [site.projections()[role][0] for site in adapter_for(self._model).sites() for role in ("query", "key")]
+        sites = adapter_for(self._model).sites()
+        held = [rows_of(site, role).parameter for site in sites for role in ("query", "key")]
+        read = list({id(parameter): parameter for parameter in held}.values())
         for parameter in read:
             gradient = shares[cast(nn.Parameter, parameter)].grad
             parameter.grad = torch.zeros_like(parameter) if gradient is None else _full(gradient)

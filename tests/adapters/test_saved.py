@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from safetensors.torch import load_model
 
 import saf
+from saf.adapters import adapter_for, rows_of
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.heads import HeadSet
+from saf.heads import HeadSet, role_of
 from saf.records.files import read_json
-from tests.transformers_models import freeze, make, tokens
+from tests.transformers_models import freeze, make, tokens, weight_of
 
 
 def test_a_sidecar_freezes_the_same_weights_alike(family, tmp_path):
@@ -30,7 +32,8 @@ def test_a_sidecar_freezes_the_same_weights_alike(family, tmp_path):
         other = make(family)
         for parameter in other.parameters():
             parameter.mul_(1.5)
-        with pytest.warns(UserWarning, match="weights differ .*layer 0: key, output, query, value; .*load the state"):
+        names = ", ".join(sorted({role_of(name) for name in adapter_for(other).sites()[0].projections()}))
+        with pytest.warns(UserWarning, match=f"weights differ .*layer 0: {names}; .*load the state"):
             saf.load(other, tmp_path)
         assert not torch.allclose(other(ids, use_cache=False).logits, expected, atol=1e-2)
         other.load_state_dict(model.state_dict())
@@ -46,8 +49,12 @@ def test_another_rotation_is_told(family, tmp_path):
     freeze(model)
     saf.save(model, tmp_path)
     other = make(family)
-    other.config.rope_parameters = dict(other.config.rope_parameters, rope_theta=5e5)
-    with pytest.warns(SafWarning, match=r"attend otherwise .*rope_parameters: .*500000"):
+    if family == "gpt2":
+        other.config.scale_attn_by_inverse_layer_idx, told = True, "scale_attn_by_inverse_layer_idx"
+    else:
+        other.config.rope_parameters = dict(other.config.rope_parameters, rope_theta=5e5)
+        told = "rope_parameters: .*500000"
+    with pytest.warns(SafWarning, match=f"attend otherwise .*{told}"):
         saf.load(other, tmp_path)
 
 
@@ -60,18 +67,18 @@ def test_what_was_final_when_it_was_saved_cannot_be_undone(family, tmp_path):
         saf.uninstall_(saf.load(make(family), tmp_path))
 
 
-@pytest.mark.parametrize("role", ["q", "k", "v", "o"])
+@pytest.mark.parametrize("role", ["query", "value", "output"])
 def test_weights_trained_after_freezing_are_missed_by_name_until_they_are_loaded(role, family, tmp_path):
     model, ids = make(family, tie_word_embeddings=True), tokens(2, seed=6)
     freeze(model)
-    weight = getattr(model.model.layers[1].self_attn, f"{role}_proj").weight
+    weight = weight_of(model, 1, role)
     with torch.no_grad():
-        weight.view(-1)[-1] += 1
+        weight[-1, -1] += 1
         expected = model(ids, use_cache=False).logits
     saf.save(model, tmp_path)
     model.save_pretrained(tmp_path / "trained")
     fresh = make(family, tie_word_embeddings=True)
-    named = {"q": "query", "k": "key", "v": "value", "o": "output"}[role]
+    named = rows_of(adapter_for(model).sites()[1], role).name
     with pytest.warns(UserWarning, match=rf"weights differ from those saved .*\(layer 1: {named}\)"):
         saf.load(fresh, tmp_path)
     load_model(fresh, tmp_path / "trained" / "model.safetensors")
@@ -117,18 +124,16 @@ def test_weights_of_other_heads_are_refused_by_layer_and_heads(family, strict):
     model, other, ordinary = make(family), make(family), make(family)
     freeze(model)
     freeze(other, HeadSet([(0, 0), (0, 2), (1, 0), (1, 1), (2, 3)]))
-    with pytest.raises(
-        CheckpointError, match=r"layers\.0\.self_attn: .* heads \[1, 2\], this one has frozen heads \[0, 2\]"
-    ):
+    attention = adapter_for(model).sites()[0].attention
+    path = next(re.escape(name) for name, module in model.named_modules() if module is attention)
+    with pytest.raises(CheckpointError, match=rf"{path}: .* heads \[1, 2\], this one has frozen heads \[0, 2\]"):
         other.load_state_dict(model.state_dict(), strict=strict)
-    with pytest.raises(
-        CheckpointError, match=r"layers\.0\.self_attn: .* heads none, this one has frozen heads \[1, 2\]"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{path}: .* heads none, this one has frozen heads \[1, 2\]"):
         model.load_state_dict(ordinary.state_dict(), strict=strict)
-    with pytest.raises(RuntimeError, match=r"model\.layers\.0\.self_attn"):
+    with pytest.raises(RuntimeError, match=path):
         ordinary.load_state_dict(model.state_dict(), strict=strict)
     copy.deepcopy(model).load_state_dict(model.state_dict())
     saf.uninstall_(model)
     assert model.state_dict().keys() == ordinary.state_dict().keys()
-    assert not model.model.layers[0].self_attn._load_state_dict_pre_hooks
+    assert not attention._load_state_dict_pre_hooks
     ordinary.load_state_dict(model.state_dict())

@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
     def weights(self):
         names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-        return {role: getattr(self, name).weight for role, name in names.items()}
+        return {role: getattr(self, name).weight for role, name in names.items()} | {"value_bias": self.v_proj.bias}
 
     def forward(self, x, gates):
         query, key, value = (

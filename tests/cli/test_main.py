@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -171,6 +172,15 @@ def test_doctor_names_backend_packages_and_devices(saf, saf_json):
     code, out, _ = saf("doctor")
     assert code == 0
     assert "frozen heads on cpu, float32:" in out
+
+
+def test_doctor_readme_and_docs_name_the_same_families(saf, saf_json):
+    names, root = saf_json("doctor")["families"], Path(__file__).resolve().parents[2]
+    assert {"Llama", "GPT-2", "Phi-3", "Gemma 3"} <= set(names)
+    assert ", ".join(names) in " ".join(saf("doctor")[1].split())
+    assert f"| {', '.join(names)} of transformers" in (root / "README.md").read_text()
+    section = (root / "docs" / "huggingface.md").read_text().split("## Families")[1].split("## How to add a family")[0]
+    assert [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][1:] == names
 
 
 def test_doctor_says_what_is_missing(saf, saf_json, monkeypatch):

@@ -83,6 +83,42 @@ def test_a_loss_of_ones_own(model, ids):
         gate_gradients(model, [ids[:, :1]])
 
 
+def test_targets_say_at_which_tokens_the_loss_is_taken(model, ids):
+    targets = torch.full_like(ids, -100)
+    targets[:, 5], targets[0, 9] = ids[:, 2], 1
+
+    def at_targets(model, sequence):
+        row = int((ids == sequence).all(1).nonzero()[0, 0])
+        return model(sequence, targets[row : row + 1])
+
+    batches = [{"input_ids": ids[:2], "targets": targets[:2]}, {"input_ids": ids[2:], "targets": targets[2:]}]
+    found = gate_gradients(model, batches)
+    torch.testing.assert_close(found, gate_gradients(model, [ids], loss=at_targets), rtol=1e-10, atol=0)
+    # Next tokens as targets give the loss that is taken without any, but for the last token, which has none.
+    after = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+    plain = gate_gradients(model, [{"input_ids": ids, "targets": after}])
+    torch.testing.assert_close(plain, gate_gradients(model, [ids]), rtol=1e-4, atol=1e-10)
+    config = {"count": 1, "score": "gate_taylor", "operation": "prune"}
+    report = saf.freeze_(model, iter(batches), saf.FreezeConfig(**config))
+    torch.testing.assert_close(report.scores, found / found.norm(dim=1, keepdim=True), rtol=1e-10, atol=0)
+
+
+def test_targets_that_cannot_be_used_are_refused(model, ids):
+    targets = torch.full_like(ids, -100)
+    with pytest.raises(InputError, match="every sequence needs a target that counts"):
+        gate_gradients(model, [{"input_ids": ids, "targets": targets}])
+    targets[:, 3] = 1
+    for batches in (
+        [{"input_ids": ids, "targets": targets[:, 1:]}],
+        [{"input_ids": ids, "targets": targets}, ids],
+        [{"input_ids": ids, "targets": targets.float()}],
+    ):
+        with pytest.raises(InputError, match="targets must be integers of the shape of input_ids, in every batch"):
+            gate_gradients(model, batches)
+    with pytest.raises(InputError, match="targets have no effect beside loss="):
+        gate_gradients(model, [{"input_ids": ids, "targets": targets}], loss=lambda model, ids: model(ids).sum())
+
+
 def test_the_score_is_normalised_by_layer(model, ids, statistics):
     gates = torch.tensor([[3.0, 4.0, torch.nan], [0.0, 0.0, 0.0]])
     variance = torch.tensor([[1.0, 1.0, torch.nan], [1.0, 1.0, 1.0]], dtype=torch.float64)

@@ -15,7 +15,7 @@ from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
 from saf.surgery import finalize_, install_, prune_, restore_, state_of, uninstall_
-from tests.adapters.test_llama import by_hand as dense_reference
+from tests.adapters.test_families import by_hand as dense_reference
 from tests.surgery.test_install import LENGTH, SHAPE, assert_equal, broken, by_hand, make, patterns, snapshot, update
 from tests.transformers_models import LENGTH as LONG
 from tests.transformers_models import freeze, tokens

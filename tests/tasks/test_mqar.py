@@ -177,14 +177,17 @@ def test_micro_batches_go_on_where_updates_ended_and_are_shared_out(task):
 
 
 def test_calibration_fills_the_context_and_never_sees_training_or_tests(task, settings):
-    assert [tuple(batch.shape) for batch in task.calibration()] == [(2, 32), (1, 32)]
+    calibration, again = task.calibration(), MQARTask(replace(settings, seed=4), length=33).calibration()
+    assert [tuple(batch["input_ids"].shape) for batch in calibration] == [(2, 32), (1, 32)]
     assert [tuple(batch.shape) for batch in task.heldout()] == [(2, 32)]
     other = MQARTask(replace(settings, seed=4), length=33)
-    assert all(torch.equal(*both) for both in zip(task.calibration(), other.calibration(), strict=True))
+    for one, same in zip(calibration, again, strict=True):
+        assert torch.equal(one["input_ids"], same["input_ids"])
     assert not torch.equal(task.training(0, CPU).take()[0], other.training(0, CPU).take()[0])
-    for inputs, targets in task.calibration_pairs():
-        assert torch.equal(looked_up(inputs, 3)[targets != -100], targets[targets != -100])
-    assert not torch.equal(task.calibration()[0], task.heldout()[0])
+    for batch in calibration:
+        targets = batch["targets"]
+        assert torch.equal(looked_up(batch["input_ids"], 3)[targets != -100], targets[targets != -100])
+    assert not torch.equal(calibration[0]["input_ids"], task.heldout()[0])
 
 
 def test_the_report_has_every_test_and_the_gate(task, model, tmp_path):

@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
-from saf.adapters.llama_attention import state_of
+from saf.adapters.transformers_attention import state_of
 from saf.adapters.transformers_folder import mark_of
 from saf.errors import CheckpointError, UnsupportedError
 from saf.ops.frozen_layout import LAYOUT, compare_told

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from saf.errors import InputError
+from saf.errors import InputError, SafError
+from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.side_by_side import Comparison, arm_colours, arm_names, arms_table, compare_all
 from saf.records.events import EventRecord
 from saf.records.files import write_atomically
@@ -107,8 +108,28 @@ def _sections(
         )
     table = arms_table(runs, names, comparisons).html()
     parts.append(section("arms", "Cost and saving", table + _costs(data["freezes"], runs)))
+    if answered := [(run, name) for run, name in zip(runs, names, strict=True) if has_answers(run)]:
+        parts.append(section("answers", "Answers", _answers(answered, comparisons)))
     parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
     return "\n".join(parts)
+
+
+def _answers(runs: Sequence[tuple[RecordedRun, str]], comparisons: Sequence[Comparison]) -> str:
+    """Return the accuracy of finetuned runs, and what each pair of them answers differently."""
+    rows = []
+    for run, name in runs:
+        found = run.finished_result()
+        share, error = (f"{100 * found[part]:.2f}" for part in ("accuracy", "standard_error"))
+        rows.append([name, f"{share}% ± {error}", found["questions"], found["judged_by"], found["shortened"]])
+    columns = ("run", "accuracy ± standard error", "questions", "judged by", "text shortened")
+    tables = [Table.of("Accuracy", columns, rows)]
+    for pair in comparisons:
+        if has_answers(pair.ordinary) and has_answers(pair.frozen):
+            try:
+                tables.append(answers_table(compare_answers(pair.ordinary, pair.frozen, allow_differences=True)))
+            except SafError as error:
+                tables.append(Table.facts(pair.name, {"not compared": str(error)}))
+    return "".join(table.html() for table in tables)
 
 
 def events_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:

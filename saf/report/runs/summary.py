@@ -212,6 +212,9 @@ def _single(run: RecordedRun) -> list[str]:
     """Return the key figures of a run that is not compared with another."""
     result = run.result or {}
     parts = []
+    if result.get("accuracy") is not None:
+        note = f"of {result['questions']:,} {result['judged_by']} questions"
+        parts.append(key_figure("Accuracy", f"{100 * result['accuracy']:.2f}%", note))
     if result.get("report_perplexity"):
         note = f"{result['report_loss']:.4f} nats a token on held-out text"
         parts.append(key_figure("Perplexity", number(result["report_perplexity"]), note))

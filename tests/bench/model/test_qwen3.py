@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.adapters import llama_attention
+from saf.adapters import transformers_attention
 from saf.bench.harness import shape as shapes
 from saf.bench.harness.arms import Arm
 from saf.bench.harness.baselines import free_backend
@@ -122,12 +122,12 @@ def test_the_paper_s_grid():
 def test_ordinary_models_attend_through_the_seam_too(monkeypatch):
     model = build_model(ModelPlan.of(settings(), LENGTH), Arm("math"), device=CPU)
     calls = []
-    real = llama_attention.live_attention
+    real = transformers_attention.live_attention
 
     def counted(*inputs, **options):
         calls.append(options["kernel"])
         return real(*inputs, **options)
 
-    monkeypatch.setattr(llama_attention, "live_attention", counted)
+    monkeypatch.setattr(transformers_attention, "live_attention", counted)
     model(torch.zeros(1, LENGTH, dtype=torch.long))
     assert calls == ["math"] * SMALL.num_layers

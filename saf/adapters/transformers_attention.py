@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
+from saf.adapters.family import Family
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
-from saf.ops import FrozenHeads, live_attention, mixed_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_layout import LAYOUT, TellsLayout
-from saf.ops.heads import live_keys, take_heads
+from saf.ops.heads import join_heads, live_keys, take_heads
 from saf.ops.positions import assert_later, first_real, left_padding
 
 NAME = "saf"
@@ -23,9 +24,9 @@ NAME = "saf"
 class HeadState(TellsLayout):
     """Hold which heads of one attention layer are frozen, and what is known of them."""
 
-    def __init__(self, layout: HeadLayout):
+    def __init__(self, layout: HeadLayout, family: Family):
         super().__init__()
-        self.layout = layout
+        self.layout, self.family = layout, family
         self.frozen: FrozenHeads | None = None
         self.removed: Removed = {}
         self.sinks: OrderedDict[int, Sink] = OrderedDict()
@@ -102,11 +103,11 @@ def state_of(attention: nn.Module) -> HeadState | None:
     return getattr(attention, "saf", None)
 
 
-def attach_state(attention: Any) -> HeadState:
+def attach_state(attention: Any, family: Family) -> HeadState:
     """Return the state of an attention layer, given to it as submodule `saf` if it has none yet."""
     if (state := state_of(attention)) is not None:
         return state
-    attention.saf = HeadState(layout_of(attention))
+    attention.saf = HeadState(layout_of(attention), family)
     attention.register_forward_pre_hook(check_function)
     attention.register_load_state_dict_pre_hook(check_layout)
     return attention.saf
@@ -127,7 +128,9 @@ def detach_idle_state(attention: Any) -> None:
 def layout_of(attention: Any) -> HeadLayout:
     """Return the order of an attention layer's heads."""
     state, config = state_of(attention), attention.config
-    return HeadLayout(config.num_attention_heads, config.num_key_value_heads) if state is None else state.layout
+    if state is not None:
+        return state.layout
+    return HeadLayout(config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
 
 
 def check_function(module: Any, _: Any) -> None:
@@ -154,6 +157,7 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     output_attentions: bool = False,
     position_ids: Tensor | None = None,
     **_: Any,
@@ -165,20 +169,21 @@ def attend(
     [B or 1, Tq]`. Returns `[B, Tq, H, D]`.
 
     Raises:
-        UnsupportedError: Dropout or output of attention weights, a window shorter than the sequence, a mask of pairs,
-            positions that start again beside a cache or an attention_mask.
+        UnsupportedError: Dropout or output of attention weights, a mask of pairs, positions that start again beside a
+            cache or an attention_mask; with frozen heads, or while it is measured, a window shorter than the sequence.
         InputError: Inputs longer than the patterns.
         RuntimeError: In compiled code, several sequences in one row.
     """
     # Models built from one config share the choice of this function; the others have no state of ours.
     state = state_of(module)
     if dropout:
-        raise UnsupportedError(no_dropout(dropout))
+        raise UnsupportedError(no_dropout(dropout, None if state is None else state.family))
     if output_attentions:
         raise UnsupportedError("attention weights are not kept once heads are frozen; leave output_attentions out")
     documents, mask = (attention_mask, None) if isinstance(attention_mask, Documents) else (None, attention_mask)
     positions = value.shape[-2] if documents is None else documents.longest
-    if sliding_window is not None and positions > sliding_window:
+    beyond = sliding_window is not None and positions > sliding_window
+    if beyond and state is not None and (state.frozen is not None or state.sinks):
         raise UnsupportedError(
             f"{positions} positions exceed the sliding window of {sliding_window}; measured or with frozen "
             "heads, this model takes inputs up to its window"
@@ -189,35 +194,50 @@ def attend(
         raise UnsupportedError(
             f"frozen heads know no mask but of padding, [B, T]; got {list(mask.shape)}, leave it out"
         )
-    if position_ids is not None and documents is None and module.layer_idx == 0:
+    if position_ids is not None and documents is None and (module.layer_idx == 0 or beyond):
         _check_one_sequence_a_row(position_ids, mask, value.shape[-2])
     start = None if mask is None else first_real(mask)
-    mix = partial(_mixed, state, scaling, start)
+    mix = partial(_mixed, state, {"scale": scaling, "start": start}, {"window": sliding_window, "soft_cap": softcap})
     output = mix(query, key, value) if documents is None else documents.apart(mix, query, key, value)
     return output.transpose(1, 2), None
 
 
 def _mixed(
-    state: HeadState | None, scaling: float | None, start: Tensor | None, query: Tensor, key: Tensor, value: Tensor
+    state: HeadState | None,
+    options: dict[str, Any],
+    ordinary: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 ) -> Tensor:
-    """Return the output `[B, H, Tq, D]` of a layer's live and frozen heads, one sequence a row."""
+    """Return the output `[B, H, Tq, D]` of a layer's query, key and value, one sequence a row.
+
+    The window and the soft cap, in `ordinary`, are for live heads; the seam does not know them.
+    """
     if state is None:
-        return live_attention(query, key, value, scale=scaling, start=start)
-    if not state.layout.slots:
+        return live_attention(query, key, value, **options, **ordinary)
+    if state.frozen is None or ordinary["soft_cap"] is not None:
+        return _attend_apart(query, key, value, state, options | ordinary)
+    return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
+
+
+def _attend_apart(query: Tensor, key: Tensor, value: Tensor, state: HeadState, options: dict[str, Any]) -> Tensor:
+    """Return live heads and frozen ones, computed each by themselves, joined."""
+    parts = []
+    if state.layout.num_live:
+        key, slots = live_keys(key, state.layout.kv_head[: state.layout.num_live])
+        parts.append(live_attention(query, key, take_heads(value, slots), **options, kernel=state.kernel))
+    if state.frozen is not None:
+        parts.append(frozen_attention(value, state.frozen, start=options["start"], rows=query.shape[-2]))
+    if not parts:
         return query  # of no heads
-    if state.frozen is None:
-        key, slots = live_keys(key, state.layout.kv_head)
-        value = take_heads(value, slots)
-        return live_attention(query, key, value, scale=scaling, start=start, kernel=state.kernel)
-    return mixed_attention(query, key, value, state.frozen, scale=scaling, start=start, kernel=state.kernel)
+    return parts[0] if len(parts) == 1 else join_heads(*parts)
 
 
-def no_dropout(rate: float) -> str:
-    """Say that attention dropout cannot be, and how to switch it off."""
-    return (
-        f"with frozen heads there is no attention dropout, this model has {rate:g}: set attention_dropout of its "
-        "attention layers to 0 (layer.self_attn.attention_dropout = 0.0), or build it with attention_dropout=0"
-    )
+def no_dropout(rate: float, family: Family | None) -> str:
+    """Say that attention dropout cannot be, and how to switch it off in a family, Llama's way if it is not known."""
+    advice = Family.no_dropout if family is None else family.no_dropout
+    return f"with frozen heads there is no attention dropout, this model has {rate:g}: {advice}"
 
 
 def forward_without_queries(
@@ -233,30 +253,34 @@ def forward_without_queries(
     A cache holds the values in the place of keys, by which it counts its tokens, and nothing in the place of values. Of
     a layer without any heads it holds one number a token.
     """
-    heads = len(module.saf.layout.rows["value"])
-    value = module.v_proj(hidden_states).unflatten(-1, (heads, module.head_dim)).transpose(1, 2)
+    heads, family = len(module.saf.layout.rows["value"]), module.saf.family
+    # Of a fused projection the rows of values are all that is left.
+    value = family.module(module, "value")(hidden_states).unflatten(-1, (heads, module.head_dim)).transpose(1, 2)
     rows = value.shape[-2]
     if past_key_values is not None:
         counted = value if heads else hidden_states[:, None, :, :1]
         counted, _ = past_key_values.update(counted, counted[:, :0], module.layer_idx)
         value = counted if heads else counted[:, :0].expand(-1, -1, -1, module.head_dim)
-    dropout = float(module.attention_dropout) if module.training else 0.0
+    dropout = float(family.dropout(module)) if module.training else 0.0
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     query, key = value[:, :0, :rows], value[:, :0]
     mixed, _ = attend(module, query, key, value, attention_mask, dropout, sliding_window=window, **rest)
-    return module.o_proj(mixed.flatten(2)), None
+    flat = mixed.flatten(2)
+    return family.module(module, "output")(flat) if family.output is None else family.output(module, flat), None
 
 
-def choose_forward(attention: Any) -> None:
-    """Let an attention layer without live heads compute as above, and any other one as its class does.
+def choose_forward(attention: Any, family: Family) -> None:
+    """Let a layer without live heads compute as above, one with edited heads as its family, or else its class, does.
 
     Their own forward pass reads the number of heads off a projection's size, which does not work for none.
     """
-    if layout_of(attention).num_live:
-        if replaced_forward(attention) is forward_without_queries:
-            del attention.forward
-    else:
+    layout = layout_of(attention)
+    if not layout.num_live:
         attention.forward = partial(forward_without_queries, attention)
+    elif family.forward is not None and not layout.ordinary:
+        attention.forward = partial(family.forward, attention)
+    elif (own := replaced_forward(attention)) is not None and own in (forward_without_queries, family.forward):
+        del attention.forward
 
 
 def replaced_forward(attention: Any) -> Any:

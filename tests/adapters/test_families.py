@@ -6,23 +6,28 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for
+from saf.adapters import adapter_for, rows_of
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 
 transformers = pytest.importorskip("transformers")
 
-from tests.transformers_models import HEADS, LENGTH, VOCAB, freeze, make, tokens  # noqa: E402
+from tests.transformers_models import HEADS, LENGTH, freezable, freeze, make, tokens, weight_of  # noqa: E402
 
 
 def by_hand(model, patterns, ids):
     """Logits of the untouched model with some heads' rows of attention replaced, through transformers' own hooks."""
 
-    def attend(module, query, key, value, mask, scaling=None, **_):
+    def attend(module, query, key, value, mask, scaling=None, softcap=None, sliding_window=None, **_):
         group = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(group, 1).double() for each in (key, value))
         scores = query.double() @ key.mT * scaling
-        weights = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf")).softmax(-1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        unseen = torch.ones(scores.shape[-2:]).triu(1)
+        if sliding_window is not None:
+            unseen += torch.ones(scores.shape[-2:]).tril(-sliding_window)
+        weights = scores.masked_fill(unseen.bool(), float("-inf")).softmax(-1)
         for (layer, head), pattern in patterns.items():
             if layer == module.layer_idx:
                 weights[:, head] = pattern[: weights.shape[-1], : weights.shape[-1]].double()
@@ -43,13 +48,13 @@ def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family):
         found = model(ids, use_cache=False).logits
     torch.testing.assert_close(found, by_hand(untouched, patterns, ids), rtol=2e-4, atol=2e-4)
     assert not torch.allclose(found, by_hand(make(family), {}, ids), atol=1e-2)
-    layer = model.model.layers[0].self_attn
-    assert layer.q_proj.weight.shape[0] == 2 * layer.head_dim
-    grouped = model.config.num_key_value_heads < 4
-    assert layer.k_proj.weight.shape[0] == (model.config.num_key_value_heads if grouped else 2) * layer.head_dim
-    assert layer.q_proj.out_features == layer.q_proj.weight.shape[0]
+    site = adapter_for(model).sites()[0]
+    assert weight_of(model, 0, "query").shape[0] == 2 * site.head_dim
+    keys = site.layout.num_kv_heads if site.layout.grouped else 2
+    assert weight_of(model, 0, "key").shape[0] == keys * site.head_dim
     saf.uninstall_(model)
     assert [parameter.shape for parameter in model.parameters()] == before
+    assert str(model) == str(make(family)), "projections tell their sizes"
     with torch.no_grad():
         found = model(ids, use_cache=False).logits
     torch.testing.assert_close(found, by_hand(make(family), {}, ids), rtol=2e-4, atol=2e-4)
@@ -70,12 +75,14 @@ def test_calibration_leaves_the_model_as_it_was(family):
     model = make(family)
     before = copy.deepcopy(model.state_dict())
     statistics = saf.calibrate(model, [tokens()])
-    assert statistics.variance.shape == (3, 4)
-    assert model.config._attn_implementation == "sdpa"
+    assert statistics.variance.shape == (model.config.num_hidden_layers, 4)
+    assert model.config._attn_implementation == make(family).config._attn_implementation
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
     seen = by_hand_variance(make(family))
-    torch.testing.assert_close(statistics.variance, seen.to(statistics.variance.dtype), rtol=1e-4, atol=1e-9)
+    measured = freezable(model)
+    torch.testing.assert_close(statistics.variance[measured], seen[measured], rtol=1e-4, atol=1e-9)
+    assert statistics.variance.isnan().sum() == 4 * (len(seen) - len(measured))
 
 
 def by_hand_variance(model):
@@ -124,13 +131,16 @@ def test_right_padding_changes_nothing_before_it(family):
         torch.testing.assert_close(right, alone[:2], rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(both[:2, :9], alone[:2], rtol=1e-10, atol=1e-10)
         # Elsewhere in the row: rotations are computed in float32.
-        torch.testing.assert_close(both[2, 2:11], model(ids[2:, 2:11]).logits[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            both[2, 2:11], model(ids[2:, 2:11], position_ids=torch.arange(2, 11)[None]).logits[0], rtol=1e-5, atol=1e-5
+        )
     predicted = both[:, :-1][mask[:, 1:].bool() & mask[:, :-1].bool()]
     wanted = ids[:, 1:][mask[:, 1:].bool() & mask[:, :-1].bool()]
     expected = torch.nn.functional.cross_entropy(torch.cat([predicted, both[2, 1:2]]), torch.cat([wanted, ids[2, 2:3]]))
     torch.testing.assert_close(loss, expected.float(), rtol=1e-6, atol=0)
     loss.backward()
-    assert all(layer.self_attn.v_proj.weight.grad.isfinite().all() for layer in model.model.layers)
+    sites = adapter_for(model).sites()
+    assert all(rows_of(site, "value").parameter.grad.isfinite().all() for site in sites)
     mask[0, 4] = 0
     with pytest.raises(InputError, match="at the ends of each row only"):
         model(ids, attention_mask=mask, use_cache=False)
@@ -143,7 +153,7 @@ def test_generation_beyond_the_calibrated_length_is_refused_before_its_first_tok
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
     freeze(model)
     passes = []
-    model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
     whole = model.generate(ids, max_new_tokens=LENGTH - 7, **options)
     assert whole.shape[1] == LENGTH + 1, "the last token is not read any more"
     passes.clear()
@@ -155,7 +165,8 @@ def test_generation_beyond_the_calibrated_length_is_refused_before_its_first_tok
     assert not passes
     twin = copy.deepcopy(model)
     saf.uninstall_(model)
-    assert model.generate(ids, max_new_tokens=LENGTH - 6, **options).shape[1] == LENGTH + 2
+    if family != "gpt2":  # which has no position beyond
+        assert model.generate(ids, max_new_tokens=LENGTH - 6, **options).shape[1] == LENGTH + 2
     with pytest.raises(InputError, match="may reach"):
         twin.generate(ids, max_new_tokens=LENGTH - 6, **options)
 
@@ -164,12 +175,12 @@ def test_a_cache_of_fixed_size_is_refused_and_works_again_once_heads_are_unfroze
     model, ids = make(family), tokens(2, 8, seed=3)
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "disable_compile": True}
     options |= {"attention_mask": torch.ones_like(ids), "cache_implementation": "static"}
-    before = model.generate(ids, **options)
+    before, function = model.generate(ids, **options), model.config._attn_implementation
     freeze(model)
     with pytest.raises(UnsupportedError, match="leave cache_implementation out"):
         model.generate(ids, **options)
     saf.uninstall_(model)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == function
     assert torch.equal(model.generate(ids, **options), before)
 
 
@@ -184,12 +195,17 @@ def test_masks_of_pairs_and_other_lengths_are_refused(family):
             model(ids, attention_mask=torch.zeros(2, 1, 8, 8), use_cache=False)
         with pytest.raises(UnsupportedError, match="as long as the input"):
             model(ids, attention_mask=torch.ones(2, 10, dtype=torch.long), use_cache=False)
+        if family == "gpt2":  # its layers are not told
+            assert not any(w is not None for w in model(ids, output_attentions=True, use_cache=False).attentions or ())
+            return
         with pytest.raises(UnsupportedError, match="leave output_attentions out"):
             model(ids, output_attentions=True, use_cache=False)
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_another_attention_function_is_refused_while_heads_are_frozen(family, name):
+    if (family, name) == ("gemma2", "sdpa"):
+        pytest.skip("transformers does not offer SDPA for Gemma 2")
     model, ids = make(family), tokens(2, 8, seed=3)
     # One live head: its weights would be taken for every head's.
     freeze(model, HeadSet((layer, head) for layer in range(3) for head in range(3)))
@@ -233,10 +249,11 @@ def test_a_frozen_model_trains_and_its_optimiser_follows(family):
         if update == 2:
             config = saf.FreezeConfig(rate=0.25, max_fit_kl=9, max_per_layer=3)
             report = saf.freeze_(model, [ids], config, optimizer=optimizer)
-            assert len(report.heads) == 3
+            assert len(report.heads) == model.config.num_hidden_layers
+            assert {layer for layer, _ in report.heads} <= {*freezable(model)}
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        gradients = [layer.self_attn.v_proj.weight.grad for layer in model.model.layers]
+        gradients = [rows_of(site, "value").parameter.grad for site in adapter_for(model).sites()]
         assert all(gradient.abs().sum() > 0 for gradient in gradients)
         optimizer.step()
         optimizer.zero_grad()
@@ -295,7 +312,7 @@ def test_what_cannot_be_frozen_says_so_and_changes_nothing():
     assert model.config._attn_implementation == "sdpa"
     assert all(map(torch.equal, model.parameters(), make("llama").parameters()))
     windowed = make("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    with pytest.raises(UnsupportedError, match="sliding window"):
+    with pytest.raises(UnsupportedError, match="no head of this model can be frozen: layer 0 attends within a sliding"):
         saf.calibrate(windowed, [tokens()])
     dropping = make("llama", attention_dropout=0.1)
     for refused in (lambda: freeze(dropping), lambda: saf.freeze_(dropping, [tokens()])):
@@ -310,9 +327,51 @@ def test_what_cannot_be_frozen_says_so_and_changes_nothing():
     dropping.model.layers[0].self_attn.attention_dropout = 0.2
     with pytest.raises(UnsupportedError, match=r"this model has 0\.2"):
         dropping.train()(tokens(), use_cache=False)
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCAB))
-    with pytest.raises(UnsupportedError, match="GPT2LMHeadModel is not a supported model"):
-        adapter_for(gpt2)
+    with pytest.raises(UnsupportedError, match=r"0\.1: set attn_dropout\.p of its attention layers"):
+        freeze(make("gpt2", attn_pdrop=0.1))
+    other = transformers.GPTNeoForCausalLM(
+        transformers.GPTNeoConfig(num_layers=1, num_heads=2, hidden_size=8, attention_types=[[["global"], 1]])
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"GPTNeoForCausalLM is not .*, Gemma 3 of .*huggingface\.md, \"How to add"
+    ):
+        adapter_for(other)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_layers_with_a_sliding_window_stay_ordinary(family):
+    model, last = make(family), HeadSet([(3, 1)])
+    with pytest.raises(
+        UnsupportedError, match=r"heads \[\[3, 1\]\] cannot be measured: layer 3 attends within a sliding"
+    ):
+        saf.calibrate(model, [tokens()], heads=last)
+    with pytest.raises(UnsupportedError, match="sliding window of 8 positions, which frozen heads do not know; leave"):
+        saf.install_(model, last, saf.CompactPattern.from_parameters(*torch.zeros(2, 1, LENGTH)))
+    report = saf.freeze_(model, [tokens()], saf.FreezeConfig(count=12, max_fit_kl=99))
+    assert {layer for layer, _ in report.heads} == {0, 1, 2}
+    with pytest.raises(UnsupportedError, match="where a norm follows the attention layer"):
+        saf.head_outputs(make(family), [tokens()], saf.calibrate(make(family), [tokens()], collect=("mean_rows",)))
+
+
+def test_pruned_heads_of_any_layer_compute_what_they_would_with_outputs_of_zero(family):
+    model = make(family).double()
+    untouched, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    layers = model.config.num_hidden_layers
+    gone = HeadSet([*((0, head) for head in range(4)), (1, 0), *((layers - 1, head) for head in (1, 2))])
+    saf.prune_(model, gone)
+    patterns = freeze(model, HeadSet([(1, 1), (1, 3)]))
+    ids = tokens(2, LENGTH - 5, seed=2)
+    expected = by_hand(untouched, patterns | dict.fromkeys(gone, torch.zeros(LENGTH, LENGTH)), ids)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-10, atol=1e-10)
+        cache, steps = None, []
+        for part in (ids[:, :20], ids[:, 20:23], *ids[:, 23:].split(1, 1)):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-10, atol=1e-10)
+    saf.uninstall_(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.slow

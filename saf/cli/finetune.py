@@ -1,0 +1,179 @@
+"""`saf finetune`: train a checkpoint on questions with choices, and measure its accuracy."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import tyro
+
+from saf.arguments import at_least
+from saf.cli.command import Command, build_groups, given_values
+from saf.cli.output import show
+from saf.cli.pretrain import check_freeze_words, result_table
+from saf.errors import InputError
+from saf.machine.processes import is_first, joined
+from saf.settings import FLAT
+from saf.tasks import FinetuneSettings
+from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint
+from saf.train.checkpoint import find_checkpoint
+from saf.train.config import recorded_config
+from saf.train.finetuning import finetune, finetune_defaults, settings_like
+
+
+@dataclass(kw_only=True)
+class Finetune(Command):
+    """Finetune a checkpoint on a task with choices, in a folder of its own, and measure accuracy on a test file.
+
+    --task is sst2, boolq or quality with --data and --test, or a JSONL of training examples with --test. The ordinary
+    model chooses the number of epochs, from 1 to 5, on a share of the training file; other arms are finetuned
+    --like it.
+    Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
+    """
+
+    settings: Annotated[TrainConfig, FLAT]
+    """Of the run."""
+    epochs: Annotated[int | None, at_least(1)] = None
+    """Passes over the training examples, instead of a choice by the ordinary model."""
+    like: Path | None = None
+    """Finetuned run of the ordinary arm whose files, settings and updates are taken over."""
+    resume: bool = False
+    """Go on from the newest checkpoint in --out, with the run's own settings."""
+    json: bool = False
+    """Print the result as JSON instead of a table."""
+
+    @classmethod
+    def from_words(cls, words: Sequence[str], *, prog: str | None = None) -> Self:
+        """Return the command; what the words leave out is the paper's, the task's or the parent's.
+
+        Raises:
+            CheckpointError: The parent is no whole checkpoint.
+            InputError: A setting that cannot be used, or no parent, task or test file.
+        """
+        words = _task_named(words)
+        start, _ = tyro.cli(_Start, args=list(words), add_help=False, return_unknown_args=True)
+        base = {} if {"-h", "--help"} & set(words) and not start.starts else start.base()
+        given = given_values(cls, words, prog=prog, base={"settings": _Shown(base)} if base else None)
+        own = given.pop("settings", {})
+        check_freeze_words(own.get("freeze", {}), None)
+        if "updates" in own:
+            raise InputError("updates follow from the examples and the epochs; give epochs")
+        examples = {**base, **own.pop("finetuning", {})}
+        named = {each.name for each in fields(FinetuneSettings)}
+        if missing := [name for name in ("test", "data") if not ({**examples, **own}).get(name)]:
+            raise InputError(
+                f"finetuning on {base['task']!r} needs files of examples; name --{' and --'.join(missing)}"
+            )
+        finetuning = FinetuneSettings(**{name: examples[name] for name in named & examples.keys()})
+        plain = {name: value for name, value in base.items() if name not in named}
+        own |= build_groups(TrainConfig, own)
+        settings = TrainConfig(**{**plain, **own, "parent": base["parent"], "finetuning": finetuning})
+        return cls(settings=settings, **given)
+
+    def run(self) -> dict[str, Any]:
+        """Finetune, print the result and return it; exits with code 75 when a signal stopped the run."""
+        if self.like is not None and self.epochs is not None:
+            raise InputError("epochs has no effect beside like, whose updates are taken over; leave one of them out")
+        with joined(self.settings.device):
+            result = self._finetuned()
+            prints = is_first()
+        if "stopped_at" in result:
+            if prints:
+                print(
+                    f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
+                    "Go on with the same command and --resume",
+                    file=sys.stderr,
+                )
+            raise SystemExit(EXIT_STOPPED)
+        if prints:
+            show(result, result_table(result), as_json=self.json)
+        return result
+
+    def _finetuned(self) -> dict[str, Any]:
+        """Train for the updates of the run that this one is like, or of its epochs."""
+        from saf.train import pretrain
+
+        if self.like is not None:
+            return pretrain(self.settings, resume=self.resume and _began(self.settings.out))
+        return finetune(self.settings, epochs=self.epochs, resume=self.resume)
+
+
+COMMAND = Finetune
+
+
+def _began(out: Path | str) -> bool:
+    return (Path(out) / "config.json").exists()
+
+
+def _task_named(words: Sequence[str]) -> list[str]:
+    """Return the words with `--task FILE.jsonl` written as the task jsonl and its file of training examples."""
+    found: list[str] = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        named = value if flag == "--task" and equals else word if found[-1:] == ["--task"] else None
+        if named is not None and named.endswith((".jsonl", ".jsonl.gz")):
+            if found[-1:] == ["--task"]:
+                found.pop()
+            found += ["--task", "jsonl", "--data", named]
+        else:
+            found.append(word)
+    return found
+
+
+@dataclass(kw_only=True)
+class _Start:
+    """Hold the flags that say where the other settings' defaults come from."""
+
+    out: Path | None = None
+    parent: Path | None = None
+    task: str | None = None
+    like: Path | None = None
+    resume: bool = False
+
+    @property
+    def starts(self) -> bool:
+        """Return whether the words say what to begin with, and where."""
+        return self.out is not None and (self.parent is not None or self.resume)
+
+    def recorded(self) -> TrainConfig | None:
+        """Return the settings of the run to resume; None where it has not begun."""
+        return recorded_config(self.out) if self.resume and self.out and _began(self.out) else None
+
+    def base(self) -> dict[str, Any]:
+        """Return the settings that words change; none where the words do not say what begins."""
+        if (recorded := self.recorded()) is not None:
+            return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
+        if not self.starts:
+            raise InputError(
+                "finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out"
+            )
+        assert self.out is not None
+        if self.parent is None:
+            raise InputError(f"{self.out} holds no run to resume; check --out, or start a new run with --parent")
+        found = find_checkpoint(self.parent)
+        checkpoint = open_checkpoint(self.parent if found is None else found)
+        if self.like is not None:
+            base = settings_like(self.like, parent=checkpoint, out=self.out)
+        elif self.task is None:
+            raise InputError("finetuning needs a task; name --task sst2, boolq, quality, or a FILE.jsonl")
+        else:
+            base = {**finetune_defaults(checkpoint, task=self.task, out=self.out), "data": ""}
+        return {**base, "parent": str(checkpoint.path)}
+
+
+class _Shown:
+    """Hold settings as defaults that the help shows."""
+
+    def __init__(self, values: dict[str, Any]):
+        named = {each.name for each in fields(FinetuneSettings)}
+        self.__dict__ |= {name: value for name, value in values.items() if name not in named}
+        shown = {each.name: values.get(each.name, "") for each in fields(FinetuneSettings) if each.name in values}
+        self.finetuning = _Values(shown)
+
+
+class _Values:
+    """Hold values by name."""
+
+    def __init__(self, values: dict[str, Any]):
+        self.__dict__ |= values

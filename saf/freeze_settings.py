@@ -1,0 +1,72 @@
+"""The settings of freezing heads of a model on disk, whoever made the model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from saf.arguments import above, at_least, check_fields
+from saf.errors import CheckpointError, InputError
+from saf.freezing.config import FreezeConfig
+from saf.machine.execution import Device, Precision
+from saf.settings import FLAT, documented
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFreezing:
+    """Say which checkpoint's heads are frozen, how, on what text, and where the new checkpoint goes."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint (step-N), a run (its newest one), or a model of transformers: its folder, or its name on the hub."""
+    config: Annotated[FreezeConfig, FLAT]
+    """How heads are frozen."""
+    out: Path
+    """The new checkpoint or model's folder; the event is recorded among its files, in events.jsonl."""
+    data: Path | None = None
+    """Folder made by `saf data prepare`; the one it was trained on when None. For a model of transformers its
+    tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
+    sequences: Annotated[int, at_least(1)] = 32
+    """Calibration sequences."""
+    length: Annotated[int | None, at_least(1)] = None
+    """Their length in tokens; when None the run's, or as many as a model of transformers takes."""
+    allow_shorter: bool = False
+    """Accept a length below that; the model then takes no longer input."""
+    batch_size: Annotated[int, at_least(1)] = 8
+    """Sequences in a forward pass."""
+    heldout_sequences: Annotated[int, at_least(1)] = 32
+    """Sequences of the controller partition that output-aware scores read."""
+    calibration_seed: Annotated[int | None, at_least(0)] = None
+    """Of the choice of calibration sequences; the run's, or 0, when None."""
+    calibration: Path | None = None
+    """Keep each layer's measurement in this folder once it is finished, and go on from those found there."""
+    capture_gb: Annotated[float | None, above(0)] = None
+    """Most memory for queries and keys kept at once, GB; half of what is free when None."""
+    finalize: bool = False
+    """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
+    device: Device = "auto"
+    """Where to compute; auto is CUDA if there is one."""
+    precision: Precision = "auto"
+    """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
+
+    def __post_init__(self):
+        """Raise InputError naming the first field that cannot be used."""
+        check_fields(self)
+
+
+def check_new(settings: CheckpointFreezing) -> None:
+    """Raise CheckpointError where something is at the place of what is to be written."""
+    if settings.out.exists():
+        raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
+
+
+def check_length(settings: CheckpointFreezing, longest: int, whose: str) -> int:
+    """Return the length of calibration sequences; raise InputError for one that is not all of `longest`, unmeant."""
+    length = longest if settings.length is None else settings.length
+    if length < longest and not settings.allow_shorter:
+        raise InputError(
+            f"patterns of {length} tokens do not cover the {longest} tokens {whose}; leave length out, or set "
+            "allow_shorter to have a model that takes no longer input"
+        )
+    return length

@@ -1,0 +1,233 @@
+"""Folders of models of transformers as the commands take them: opened, frozen and measured beside their tokenizer."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils.hub import cached_file
+
+from saf.adapters import adapter_for, language_model
+from saf.adapters.transformers_folder import folder_hash, weight_files
+from saf.calibration import plan_calibration
+from saf.data import TokenData, calibration_windows
+from saf.data.text_data import TextData
+from saf.data.tokenizer import Tokenizer
+from saf.errors import CheckpointError, DataError, InputError
+from saf.freeze_settings import CheckpointFreezing, check_length, check_new
+from saf.freezing.choice import scores_collect
+from saf.freezing.recipe import freeze_
+from saf.freezing.report import FreezeReport
+from saf.machine.execution import autocast, device_name, pick_device
+from saf.records.files import read_json, write_json
+from saf.records.folders import new_folder, no_room
+from saf.records.paths import Kind, kind_of
+from saf.records.result import result_header
+from saf.surgery import finalize_
+from saf.tasks.text import heldout_batches
+
+RECORD = "freezing.json"
+"""What `saf freeze` writes beside a model: settings and provenance."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""What `saf freeze` copies from one folder into the other, bytes as they are."""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+@dataclass(frozen=True)
+class TransformersFolder:
+    """Hold where a causal language model of transformers is: `name` opens it, `folder` holds its files."""
+
+    name: str
+    folder: Path
+
+    @classmethod
+    def find(cls, path: Path) -> "TransformersFolder":
+        """Return the model in a folder, or of a name on the Hugging Face hub.
+
+        Raises:
+            InputError: The hub has no such model, or it is not there; the folder has no weights, or they are of a
+                model that does something else than predict the next token.
+        """
+        if path.is_dir():
+            if not weight_files(path):
+                raise InputError(
+                    f"{path} has a config.json, but no weights beside it; expected model.safetensors, or shards with "
+                    "model.safetensors.index.json, as save_pretrained writes them"
+                )
+            found = cls(str(path), path)
+        else:
+            try:
+                file = cached_file(str(path), "config.json")
+            except (OSError, ValueError) as error:
+                raise InputError(
+                    f"{path} is no folder here, and transformers finds no model of that name ({_first(error)}); "
+                    "expected a checkpoint (step-N), a run, a folder written by saf.save or by save_pretrained, or "
+                    "the name of a model on the Hugging Face hub"
+                ) from error
+            found = cls(str(path), Path(str(file)).parent)
+        made = read_json(found.folder / "config.json").get("architectures") or []
+        if made and not any(name.endswith(_CAUSAL) for name in made):
+            raise InputError(
+                f"{path} holds a {made[0]}; expected a causal language model (...ForCausalLM), which predicts the next "
+                "token"
+            )
+        return found
+
+    @property
+    def hash(self) -> str:
+        """Return the SHA-256 that stands for configuration, weights and heads."""
+        return folder_hash(self.folder)
+
+    def model(self, device: torch.device) -> nn.Module:
+        """Open the model with its frozen heads; raise CheckpointError where weights are missing from its files."""
+        try:
+            opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"transformers cannot open {self.name}: {_first(error)}") from error
+        model, told = opened
+        if missing := sorted(told["missing_keys"]):
+            raise CheckpointError(
+                f"{self.name} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}"
+                f"{' and others' if len(missing) > 3 else ''}; expected all of them, as save_pretrained writes them"
+            )
+        return model.to(device).eval()
+
+    def data(self, path: Path | None) -> TokenData:
+        """Open prepared data whose tokenizer is the model's, or plain text, which that tokenizer reads.
+
+        Raises:
+            InputError: No data given, or neither a prepared folder nor a file of text.
+            DataError: The data were made with another tokenizer, or the model's folder has none.
+        """
+        advice = f"`saf data prepare TEXT --tokenizer {self.folder} --out DATA`"
+        if path is None:
+            raise InputError(f"{self.name} does not tell its data; give --data, a file of text, or a folder: {advice}")
+        try:
+            own = Tokenizer.load(self.folder)
+        except DataError as error:
+            raise DataError(
+                f"{error}; text is read by the model's own tokenizer: save it beside the model "
+                "(tokenizer.save_pretrained)"
+            ) from error
+        if path.is_file():
+            return TextData([path], own)
+        if kind_of(path) is not Kind.DATA:
+            what = "holds no prepared data" if path.exists() else "does not exist"
+            raise InputError(f"{path} {what}; expected a file of text, or a folder made by {advice}")
+        data = TokenData.open(path)
+        if not own.same(data.tokenizer()):
+            raise DataError(
+                f"{path} was made with another tokenizer ({data.index.tokenizer.sha256[:12]}) than that of {self.name} "
+                f"({own.fingerprint[:12]}); prepare the text again with {advice}"
+            )
+        return data
+
+
+def longest_input(model: nn.Module) -> int:
+    """Return the most tokens that a model takes: positions of its configuration, or fewer that its patterns cover."""
+    sites = adapter_for(model).sites() if _frozen(model) else []
+    known = language_model(model).max_length
+    lengths = [site.frozen.max_length for site in sites if site.frozen is not None]
+    if known is None and not lengths:
+        raise InputError(f"the configuration of {type(model).__name__} does not tell how many positions it has")
+    return min([*lengths, *([] if known is None else [known])])
+
+
+def freeze_folder(
+    settings: CheckpointFreezing,
+    *,
+    say: Callable[[str], Any] = lambda text: None,
+    progress: Callable[[int, int], Any] | None = None,
+) -> tuple[FreezeReport, str, str]:
+    """Freeze heads of a model in a folder and write another folder; return the report and the hashes of both.
+
+    The new folder has what `save_pretrained` writes, the tokenizer's files, the event and `RECORD`.
+
+    Raises:
+        CheckpointError: The model's files are damaged, or `out` exists.
+        InputError: No model is there, or settings that it cannot be frozen with.
+        UnsupportedError: A model of a family without an adapter.
+    """
+    config = settings.config
+    check_new(settings)
+    if "gradient" in config.needs:
+        raise InputError("a model's folder holds no average of Q/K gradients, which this score reads; choose another")
+    found = TransformersFolder.find(settings.checkpoint)
+    device, data = pick_device(settings.device), found.data(settings.data)
+    if "outputs" in config.needs and isinstance(data, TextData):
+        raise InputError(
+            "this score reads held-out text apart from the calibration text; give --data a folder made by `saf data "
+            f"prepare --tokenizer {found.folder}`"
+        )
+    parent, model = found.hash, found.model(device)
+    adapter_for(model)
+    length = check_length(settings, longest_input(model), "that the model takes")
+    seed = settings.calibration_seed or 0
+    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")
+    batches, heldout = list(windows.split(settings.batch_size)), None
+    if "outputs" in config.needs:
+        count = settings.heldout_sequences
+        heldout = heldout_batches(data, length=length, count=count, batch_size=settings.batch_size)
+    limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
+    with autocast(device, settings.precision):
+        say(str(plan_calibration(model, batches, collect=scores_collect(config, {}), capture_bytes=limit)))
+        report = freeze_(
+            model,
+            batches,
+            config,
+            heldout=heldout,
+            folder=settings.calibration,
+            capture_bytes=limit,
+            progress=progress,
+        )
+    if settings.finalize:
+        finalize_(model)
+    head = result_header(
+        "freezing",
+        {name: getattr(settings, name) for name in ("checkpoint", "data", "sequences", "batch_size", "precision")}
+        | {"config": config.to_dict(), "length": length, "calibration_seed": seed, "finalize": settings.finalize},
+        device=device_name(device),
+        checkpoints={"parent": parent},
+        data={"calibration": data.fingerprint},
+    )
+    try:
+        with new_folder(settings.out) as folder:
+            _save_pretrained(model, folder)
+            for name in TOKENIZER_FILES:
+                if (found.folder / name).is_file():
+                    shutil.copyfile(found.folder / name, folder / name)
+            report.save(folder)
+            write_json(
+                folder / RECORD, {**head, "model": folder_hash(folder), **report.to_dict(), "schema": head["schema"]}
+            )
+    except OSError as error:
+        if (reason := no_room(error)) is None:
+            raise
+        raise CheckpointError(f"{reason}: {settings.out} was not written; free some space") from error
+    return report, folder_hash(settings.out), parent
+
+
+def _save_pretrained(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+def _frozen(model: Any) -> bool:
+    return getattr(model.config, "saf", None) is not None
+
+
+def _first(error: Exception) -> str:
+    """Return the first line of a message."""
+    return next(iter(str(error).splitlines()), type(error).__name__).strip()

@@ -1,0 +1,173 @@
+"""Finetuning as a run: its settings from a parent's checkpoint, and how many epochs, as the ordinary model chooses."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from saf.errors import InputError
+from saf.records.files import read_json, write_json
+from saf.records.result import result_header
+from saf.schedules import OneTime
+from saf.tasks import TASKS, FinetuneTask, MQARSettings
+from saf.train.checkpoint import Checkpoint, checkpoint_hash, latest
+from saf.train.config import TrainConfig, context_length, recorded_config, settings_after
+from saf.train.loop import pretrain
+
+MOST_EPOCHS = 5
+"""The paper's ordinary model chooses one to five."""
+CHOICE = "epochs"
+"""Folder in a run's own of the runs that chose its epochs, one an epoch, and of choice.json."""
+DEFAULTS: Mapping[str, Any] = {
+    "peak_lr": 2e-5,
+    "min_lr_ratio": 1.0,
+    "warmup": 0,
+    "weight_decay": 0.01,
+    "batch_size": 16,
+    "accumulation": 1,
+    "clip": 1.0,
+    "lr_by": "update",
+    "lr_start": 0,
+    "time_budget_seconds": None,
+    "match_time": None,
+    "match_clock": "everything",
+    "match_speed": None,
+    "match_speed_source": "",
+    "match_charge_seconds": 0.0,
+    "compile": "off",
+    "eval_every": 0,
+    "save_at": (),
+    "schedule": OneTime(),
+    "mqar": MQARSettings(),
+}
+"""The paper's settings, and what is not taken over from a parent. The rate is constant, so that an epoch is the same
+whatever the number of epochs; batches have many lengths, so nothing is compiled unless asked for."""
+OF_TASKS: Mapping[str, Mapping[str, Any]] = {
+    "jsonl": {},
+    "sst2": {"max_tokens": 128},
+    "boolq": {"max_tokens": 512, "too_long": "shorten"},
+    "quality": {"max_tokens": 8_192, "too_long": "shorten", "batch_size": 4, "accumulation": 4},
+}
+"""Tasks that can be finetuned on, and the paper's settings of each."""
+
+
+def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> dict[str, Any]:
+    """Return the settings of a run that finetunes a checkpoint, without its files.
+
+    They are the parent's, over them the paper's, and over these the task's. Those of finetuning itself are among
+    them by their own names.
+    """
+    if task not in OF_TASKS:
+        raise InputError(f"task must be one of {', '.join(OF_TASKS)}, or a FILE.jsonl, to finetune; got {task!r}")
+    before = settings_after(checkpoint, out=out)
+    own = {name: getattr(before, name) for name in vars(before)}
+    tokenizer = before.finetuning.tokenizer if before.finetuning else before.data
+    return {**own, **DEFAULTS, "tokenizer": tokenizer, "task": task, "fresh": True, **OF_TASKS[task]}
+
+
+def epochs_in(config: TrainConfig, epochs: int) -> int:
+    """Return how many updates so many epochs of a run's training examples have."""
+    return _task(config).updates_of(epochs)
+
+
+def _task(config: TrainConfig) -> FinetuneTask:
+    """Open the task of a run; raise InputError for one without examples."""
+    task = TASKS[config.task](config, length=context_length(config))
+    if not isinstance(task, FinetuneTask):
+        raise InputError(f"task {config.task!r} has no epochs; give the number of updates")
+    return task
+
+
+def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = False) -> dict[str, Any]:
+    """Finetune as the settings say, but for their updates: those of `epochs`, and return result.json.
+
+    Without `epochs` the ordinary model chooses them, see `choose_epochs`. As `pretrain`, it returns `{"stopped_at":
+    ...}` after a signal, and goes on with `resume`.
+
+    Raises:
+        InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned.
+    """
+    if resume and (Path(config.out) / "config.json").exists():
+        return pretrain(config, resume=True)
+    if epochs is None:
+        chosen = choose_epochs(config, resume=resume)
+        if "stopped_at" in chosen:
+            return chosen
+        epochs = int(chosen["epochs"])
+    return pretrain(replace(config, updates=epochs_in(config, epochs)))
+
+
+def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool = False) -> dict[str, Any]:
+    """Finetune an ordinary model up to `most` epochs and return, and write, which number of them it chooses.
+
+    The number is that of the largest accuracy on the development share, the smallest such number. Each epoch is a run
+    that goes on from the one before it, in the folder `epochs` of the run's own; `choice.json` there has all.
+
+    Raises:
+        InputError: A model or settings that freeze or prune heads, or a learning rate that depends on the updates.
+    """
+    if config.freeze is not None:
+        raise InputError("epochs are chosen by the ordinary model alone; finetune it first, then this arm --like it")
+    if config.min_lr_ratio != 1 or config.warmup != 0:
+        raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
+    folder = Path(config.out) / CHOICE
+    if (Path(config.out) / "config.json").exists():
+        raise InputError(f"{config.out} holds a run already; resume it, or choose another folder")
+    parent, tried = config.parent, []
+    assert config.finetuning is not None, "the task was opened"
+    judged = replace(config.finetuning, judge="development")
+    for epoch in range(1, most + 1):
+        out = folder / f"epoch-{epoch}"
+        one = replace(
+            config,
+            out=str(out),
+            parent=parent,
+            fresh=epoch == 1,
+            updates=epochs_in(config, epoch),
+            finetuning=judged,
+            schedule=None,
+            keep=1,
+        )
+        result = _finished(out) if resume else None
+        if result is None:
+            result = pretrain(one, resume=resume and (out / "config.json").exists())
+        if "stopped_at" in result:
+            return result
+        if result["arm"] != "ordinary":
+            raise InputError(
+                f"{config.parent} has {result['arm']} heads; epochs are chosen by the ordinary model alone: finetune "
+                "it first, then this one --like it, or give epochs"
+            )
+        tried.append({"epochs": epoch, "accuracy": result["accuracy"], "loss": result["report_loss"]})
+        parent = str(latest(out / "checkpoints"))
+    best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
+    checkpoints = {"parent": checkpoint_hash(Path(str(config.parent)))}
+    head = result_header("epochs", config.to_dict(), checkpoints=checkpoints)
+    record = {**head, "epochs": best["epochs"], "tried": tried}
+    write_json(folder / "choice.json", record)
+    return record
+
+
+def _finished(folder: Path) -> dict[str, Any] | None:
+    """Return the result of a run that has ended; None for another one."""
+    path = folder / "result.json"
+    return read_json(path) if path.is_file() else None
+
+
+def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> dict[str, Any]:
+    """Return the settings of a finetuned ordinary run for another parent: the same examples, order and updates.
+
+    Raises:
+        InputError: No finetuned run.
+    """
+    like = recorded_config(run)
+    if like.finetuning is None:
+        raise InputError(f"{run} was not finetuned; name the finetuned run of the ordinary arm")
+    own = finetune_defaults(parent, task=like.task, out=out)
+    kept = ("out", "parent", "model", "model_overrides", "length", "freeze")
+    return {
+        **own,
+        **{name: getattr(like, name) for name in vars(like) if name not in kept},
+        **vars(like.finetuning),
+        "fresh": True,
+    }

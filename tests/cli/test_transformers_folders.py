@@ -1,0 +1,145 @@
+"""Folders of models of transformers on the command line: frozen, measured, compared, looked into, or refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
+
+import saf.integrations.transformers  # noqa: F401
+from saf.cli import main
+from saf.data.tokenizer import Tokenizer, train_bpe
+from saf.evaluate.perplexity import read_evaluation
+from saf.records.paths import Kind, kind_of
+from tests.transformers_models import LENGTH, make
+
+FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu")
+TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model of transformers with its tokenizer, a file of text, and data prepared with that tokenizer."""
+    root = tmp_path_factory.mktemp("transformers")
+    text = root / "text.txt"
+    text.write_text(TEXT)
+    make("llama-grouped", vocab_size=300).save_pretrained(root / "model")
+    train_bpe([TEXT], vocab_size=300).save(root / "model" / "tokenizer.json")
+    (root / "lines.jsonl").write_text("\n".join(json.dumps({"text": f"{n}. {TEXT[n : n + 300]}"}) for n in range(80)))
+    words = ["data", "prepare", root / "lines.jsonl", "--tokenizer", root / "model", "--heldout-fraction", 0.5]
+    assert main([*map(str, words), "--out", str(root / "data"), "--workers", "1"]) == 0
+    return root
+
+
+@pytest.fixture(scope="module")
+def frozen(base):
+    """The model with a quarter of its heads frozen by the command."""
+    words = ["freeze", base / "model", "--data", base / "data", "--rate", 0.25, "--max-fit-kl", 100, *FLAGS]
+    assert main([*map(str, words), "--out", str(base / "frozen")]) == 0
+    return base / "frozen"
+
+
+def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, frozen, saf_json):
+    model = AutoModelForCausalLM.from_pretrained(frozen)
+    assert kind_of(frozen) is kind_of(base / "model") is Kind.TRANSFORMERS
+    found = saf_json("inspect", frozen)
+    assert len(found["frozen"]) == 3
+    assert found["num_heads"] == 12
+    assert found["architecture"] == "LlamaForCausalLM"
+    record = json.loads((frozen / "freezing.json").read_text())
+    assert record["heads"] == found["frozen"]
+    assert record["model"] == found["hash"]
+    before = saf_json("inspect", base / "model")
+    assert before["frozen"] == []
+    assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != found["hash"]
+    assert (frozen / "tokenizer.json").read_bytes() == (base / "model" / "tokenizer.json").read_bytes()
+    assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
+
+
+def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_json, tmp_path):
+    records = {}
+    for name, folder in (("ordinary", base / "model"), ("frozen", frozen)):
+        words = ("evaluate", folder, "--data", base / "data", "--limit", 6, "--device", "cpu")
+        records[name] = saf_json(*words, "--out", tmp_path / name)
+    model, windows = AutoModelForCausalLM.from_pretrained(frozen), []
+    tokens = saf_tokens(base / "data")
+    for row in range(6):
+        ids = tokens[row * LENGTH : (row + 1) * LENGTH + 1]
+        with torch.no_grad():
+            logits = model(ids[None, :-1], use_cache=False).logits[0].float()
+        windows.append(torch.nn.functional.cross_entropy(logits, ids[1:]).double())
+    _, losses = read_evaluation(tmp_path / "frozen")
+    torch.testing.assert_close(losses.windows, torch.stack(windows), rtol=1e-5, atol=1e-5)
+    assert losses.log_probs.shape == (6, LENGTH)
+    record = saf_json("compare", tmp_path / "ordinary", tmp_path / "frozen", "--out", tmp_path)
+    ratio = records["frozen"]["perplexity"] / records["ordinary"]["perplexity"]
+    assert record["delta_ppl_percent"] == pytest.approx(100 * (ratio - 1))
+    assert record["provenance"]["checkpoints"]["frozen"] == saf_json("inspect", frozen)["hash"]
+    assert saf_json("evaluate", base / "model", "--data", base / "text.txt", "--out", tmp_path / "text")["windows"] > 2
+    code, _, told = saf("compare", tmp_path / "text", tmp_path / "frozen")
+    assert code == 2
+    assert "differ in data_fingerprint" in told
+
+
+def saf_tokens(data):
+    """The tokens of the report partition `[N]`."""
+    from saf.data import TokenData
+
+    return torch.tensor(TokenData.open(data).tokens("report")[:])
+
+
+def test_text_calibrates_by_the_folders_own_tokenizer(base, saf_json, tmp_path):
+    words = ("freeze", base / "model", "--data", base / "text.txt", "--max-fit-kl", 100, *FLAGS)
+    short = ("--length", 16, "--allow-shorter", "--out", tmp_path / "out")
+    assert saf_json(*words, *short)["length"] == 16
+    evaluated = saf_json("evaluate", tmp_path / "out", "--data", base / "text.txt")
+    assert evaluated["length"] == 16, "what the patterns cover"
+    tokenizer = Tokenizer.load(base / "model")
+    assert evaluated["windows"] == len(tokenizer.encode(TEXT)) // 16
+
+
+def test_another_tokenizer_is_refused_by_name(base, saf, tmp_path):
+    shutil.copytree(base / "model", tmp_path / "model")
+    train_bpe([TEXT.upper()], vocab_size=280).save(tmp_path / "model" / "tokenizer.json")
+    code, _, told = saf("evaluate", tmp_path / "model", "--data", base / "data")
+    assert code == 2
+    assert "was made with another tokenizer" in told
+    assert f"saf data prepare TEXT --tokenizer {tmp_path / 'model'}" in told
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    code, _, told = saf("evaluate", tmp_path / "model", "--data", base / "data")
+    assert code == 2
+    assert "no tokenizer there" in told
+
+
+@pytest.mark.parametrize("command", ["freeze", "evaluate"])
+def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, saf, tmp_path, monkeypatch):
+    out = ("--out", tmp_path / "out")
+
+    def told(path, *words):
+        code, _, error = saf(command, path, "--data", base / "text.txt", *words, *out)
+        assert code == 2
+        assert not (tmp_path / "out").exists()
+        return error
+
+    shutil.copytree(base / "model", tmp_path / "model")
+    (tmp_path / "model" / "config.json").unlink()
+    assert "expected a checkpoint (step-N)" in told(tmp_path / "model")
+    shutil.copytree(base / "model", tmp_path / "weightless")
+    (tmp_path / "weightless" / "model.safetensors").unlink()
+    assert "no weights beside it; expected model.safetensors" in told(tmp_path / "weightless")
+    config = make("llama-grouped").config
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
+    wrong = told(tmp_path / "classes")
+    assert "holds a LlamaForSequenceClassification; expected a causal language model (...ForCausalLM)" in wrong
+
+    def missing(name, file):
+        raise OSError(f"{name} is not a local folder and is not a valid model identifier\nmore")
+
+    monkeypatch.setattr("saf.integrations.transformers.folders.cached_file", missing)
+    wrong = told("someone/model")
+    assert "someone/model is no folder here, and transformers finds no model of that name" in wrong
+    assert "expected a checkpoint (step-N)" in wrong

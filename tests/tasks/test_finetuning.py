@@ -1,0 +1,231 @@
+"""Examples of tasks with choices: how they are read, checked, split, made tokens and batches, and judged."""
+
+import gzip
+import json
+import warnings
+
+import pytest
+import torch
+
+from saf.data.tokenizer import train_bpe
+from saf.errors import DataError, InputError, SafWarning
+from saf.evaluate.answers import answer, loss_of, mcnemar, padded, summary
+from saf.models import GPT, GPTConfig
+from saf.tasks import TASKS, FinetuneSettings
+from saf.tasks.examples import encode_examples, read_examples, stratified
+from saf.tasks.finetuning import ExampleBatches
+from saf.train import TrainConfig
+from tests.conftest import SHARED
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe(["a good film, a bad film: yes or no"] * 4, vocab_size=270)
+
+
+def lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def own(number, answer="yes", **more):
+    return {"id": f"q{number}", "text": f"film {number}", "choices": ["yes", "no"], "answer": answer, **more}
+
+
+def test_only_the_answers_tokens_are_targets_as_written_out_by_hand(tmp_path, tokenizer):
+    path = lines(tmp_path / "x.jsonl", [{"text": "ab", "question": "?", "choices": ["xyz", "w"], "answer": "xyz"}])
+    (example,) = encode_examples(read_examples(path, "jsonl"), tokenizer, limit=20, shorten=False).examples
+    a, b, q, x, y, z, w = (tokenizer.encode(letter)[0] for letter in "ab?xyzw")
+    end = tokenizer.eot_id
+    assert example.prompt == (end, a, b, q)
+    assert example.choices == ((x, y, z), (w,))
+    inputs, targets = padded([(example.sequence, 4), ((end, a, w), 2)], padding=end)
+    assert inputs.tolist() == [[end, a, b, q, x, y], [end, a, end, end, end, end]]
+    assert targets.tolist() == [[-100, -100, -100, x, y, z], [-100, w, -100, -100, -100, -100]]
+    assert example.longest == 6
+
+
+def test_examples_that_cannot_be_used_are_named_by_reason(tmp_path):
+    bad = [
+        own(0),
+        {**own(1), "text": "  "},
+        own(2, answer="maybe"),
+        own(0, answer="no"),
+        {**own(3), "choices": ["yes"]},
+        own(4, answer=True),
+        own(5, answer=1),
+        {**own(6), "choices": ["yes", "yes"]},
+    ]
+    found = read_examples(lines(tmp_path / "x.jsonl", bad), "jsonl")
+    assert [(each.id, each.answer) for each in found.examples] == [("q0", 0), ("q5", 1)]
+    assert found.left_out == {
+        "empty": ["q1"],
+        "answer not among the choices": ["q2", "q4"],
+        "duplicate id": ["q0"],
+        "fewer than two different choices": ["q3", "q6"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "told"), [("{", "line 1: not JSON"), ("[]", "lacks"), ('{"text": "a"}', r"lacks \['choices', 'answer'\]")]
+)
+def test_a_line_that_is_no_example_is_refused_with_its_number(tmp_path, line, told):
+    (tmp_path / "x.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match=told):
+        read_examples(tmp_path / "x.jsonl", "jsonl")
+
+
+def test_long_examples_lose_text_and_nothing_else_or_are_left_out(tmp_path, tokenizer):
+    record = {"id": "long", "text": "x" * 30, "question": "why", "choices": ["ab", "c"], "answer": "c"}
+    found = read_examples(lines(tmp_path / "x.jsonl", [record]), "jsonl")
+    (cut,) = encode_examples(found, tokenizer, limit=10, shorten=True).examples
+    question = tuple(tokenizer.encode("why"))
+    assert cut.shortened
+    assert cut.longest == 10
+    assert cut.prompt[-len(question) :] == question
+    assert cut.choices == (tuple(tokenizer.encode("ab")), tuple(tokenizer.encode("c")))
+    assert encode_examples(found, tokenizer, limit=10, shorten=False).left_out == {"too long": ["long"]}
+    assert encode_examples(found, tokenizer, limit=5, shorten=True).left_out == {"too long": ["long"]}
+
+
+def test_the_development_share_has_that_share_of_every_label():
+    labels = [0] * 70 + [1] * 30 + [2] * 7
+    chosen = stratified(labels, 0.1, seed=0)
+    assert len(chosen) == len(set(chosen)) == 11
+    assert [sum(labels[place] == label for place in chosen) for label in (0, 1, 2)] == [7, 3, 1]
+    assert chosen == stratified(labels, 0.1, seed=0)
+    assert chosen != stratified(labels, 0.1, seed=1)
+
+
+@pytest.fixture
+def task(tmp_path, tokenizer):
+    """A function that opens a task of 20 examples, 2 of which are development."""
+    tokenizer.save(tmp_path / "tokenizer.json")
+    train = lines(tmp_path / "train.jsonl", [own(n, answer=["yes", "no"][n % 2]) for n in range(20)])
+    test = lines(tmp_path / "test.jsonl", [own(n) for n in range(100, 106)])
+
+    def make(**changes):
+        finetuning = FinetuneSettings(test=str(test), tokenizer=str(tmp_path), **changes)
+        config = TrainConfig(
+            data=str(train), out="unused", task="jsonl", finetuning=finetuning, batch_size=3, accumulation=2, seed=5,
+            calibration_sequences=2, heldout_sequences=1,
+        )  # fmt: skip
+        return TASKS[config.task](config, length=64)
+
+    return make
+
+
+def test_every_epoch_has_every_example_once_in_an_order_of_its_own(task):
+    task = task()
+    assert (len(task.examples), len(task.development), len(task.test)) == (18, 2, 6)
+    assert (task.updates_of(1), task.updates_of(2)) == (3, 6)
+    batches = ExampleBatches(task.examples, seed=5, size=18, position=0, step=18, padding=0, device=CPU)
+    orders = []
+    for _ in range(2):
+        orders.append(batches.numbers())
+        batches.take()
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(18))
+
+
+def test_micro_batches_go_on_where_updates_ended_and_processes_share_them(task):
+    task = task()
+    whole = task.training(0, CPU)
+    batches = [whole.take() for _ in range(8)]
+    for position, taken in ((4, task.training(2, CPU)), (1, task.training(0, CPU, first=1, every=2))):
+        assert torch.equal(taken.take()[0], batches[position][0])
+    shared = task.training(0, CPU, first=1, every=2)
+    shared.take()
+    assert torch.equal(shared.take()[1], batches[3][1])
+
+
+def test_calibration_is_on_the_tasks_own_training_text_without_padding(task):
+    task = task()
+    (batch,) = task.calibration()
+    assert batch.shape == (2, task.length)
+    told = [list(each.sequence) for each in task.examples]
+    row, begin = batch[0].tolist(), None
+    begin = row.index(task.tokenizer.eot_id, 1) if task.tokenizer.eot_id in row[1:] else len(row)
+    assert any(sequence[:begin] == row[:begin] for sequence in told)
+    assert not {tuple(each.sequence) for each in task.development} & {tuple(row[:begin])}
+
+
+def test_too_few_tokens_to_calibrate_on_are_refused_before_training(task):
+    task = task()
+    task.settings.calibration_sequences = 1000
+    with pytest.raises(DataError, match="calibration_sequences=1000 sequences"):
+        task.check(calibrates=True, scores_outputs=False)
+
+
+def test_what_is_left_out_is_told_and_refused_where_asked(task, tmp_path):
+    lines(tmp_path / "test.jsonl", [own(1), own(1), {**own(2), "text": "long " * 80}])
+    with pytest.warns(SafWarning, match=r"1 duplicate id \(q1\); 1 too long \(q2\) left out of 3 examples"):
+        opened = task(max_tokens=40)
+    assert opened.description()["left_out"]["test"] == {"duplicate id": ["q1"], "too long": ["q2"]}
+    with pytest.raises(DataError, match="cannot be used"):
+        task(max_tokens=40, too_long="refuse")
+    with pytest.warns(SafWarning, match="1 of 1 examples are in"):
+        task(max_tokens=40)
+
+
+def test_settings_that_cannot_be_used_are_refused(task):
+    with pytest.raises(InputError, match="development must be a share above 0 and below 1"):
+        task(development=1.0)
+    with pytest.raises(InputError, match="finetuning must be left out with task='text'"):
+        TrainConfig(data="d", out="o", finetuning=FinetuneSettings(test="t", tokenizer="d"))
+
+
+def test_answers_are_those_of_each_question_alone_in_float64(task):
+    task = task()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(num_layers=1, num_heads=2, hidden_size=16, vocab_size=320, max_length=64)).double()
+    torch.nn.init.normal_(model.embed.weight)
+    records = answer(model, task.test, padding=0, batch_size=5, precision="fp32")
+    for each, record in zip(task.test, records, strict=True):
+        for choice, found in zip(each.choices, record["log_probs"], strict=True):
+            ids = torch.tensor([each.prompt + choice])
+            log_probs = model(ids).log_softmax(-1)[0]
+            places = range(len(each.prompt) - 1, ids.shape[1] - 1)
+            expected = sum(float(log_probs[place, ids[0, place + 1]]) for place in places)
+            assert found == pytest.approx(expected, rel=1e-6)
+        assert record["taken"] == max((0, 1), key=record["log_probs"].__getitem__)
+    said = summary(records)
+    assert said["questions"] == 6
+    assert said["answers"].get("0") == 6
+    assert said["accuracy"] == sum(record["taken"] == 0 for record in records) / 6
+    tokens = sum(record["answer_tokens"] for record in records)
+    assert loss_of(records) == pytest.approx(-sum(record["log_probs"][0] for record in records) / tokens)
+
+
+def test_mcnemar_is_the_binomial_sum_written_out():
+    assert mcnemar(2, 8) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert mcnemar(3, 3) == 1.0
+
+
+@pytest.mark.skipif(not (SHARED / "data" / "tasks").exists(), reason="the public task files are not here")
+@pytest.mark.parametrize(
+    ("form", "file", "count", "choices"),
+    [
+        ("sst2", "sst2/dev.tsv", 436, (" negative", " positive")),
+        ("boolq", "boolq/val.jsonl.gz", 1_635, (" no", " yes")),
+        ("quality", "quality/quality.htmlstripped.jsonl.gz", 129, (" A", " B", " C", " D")),
+    ],
+)
+def test_the_public_files_are_read_whole(form, file, count, choices):
+    found = read_examples(SHARED / "data" / "tasks" / file, form)
+    assert len(found.examples) + sum(map(len, found.left_out.values())) == count
+    assert found.examples[0].choices == choices
+    assert found.examples[0].question.endswith((":",))
+
+
+def test_a_gzipped_file_is_read_and_a_damaged_one_refused(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with gzip.open(tmp_path / "x.jsonl.gz", "wt") as stream:
+            stream.write(json.dumps(own(0)) + "\n")
+    assert len(read_examples(tmp_path / "x.jsonl.gz", "jsonl").examples) == 1
+    (tmp_path / "y.jsonl.gz").write_bytes((tmp_path / "x.jsonl.gz").read_bytes()[:20])
+    with pytest.raises(DataError, match="cannot be read"):
+        read_examples(tmp_path / "y.jsonl.gz", "jsonl")

@@ -1,0 +1,175 @@
+"""Finetuning from end to end: a user's own task, its arms, epochs, resumption and comparison."""
+
+import json
+import random
+
+import pytest
+
+from saf.cli import main
+from saf.errors import CompareError, InputError
+from saf.evaluate.answers import compare_answers
+from saf.freezing.config import FreezeConfig
+from saf.records.files import read_json, read_lines
+from saf.records.run import RecordedRun
+from saf.train import latest, pretrain
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Training and test examples: whether a text has the word head."""
+    folder, rng = tmp_path_factory.mktemp("own-task"), random.Random(0)
+    for name, count in (("train", 60), ("test", 20)):
+        with open(folder / f"{name}.jsonl", "w") as stream:
+            for number in range(count):
+                words = [rng.choice(["the", "of", "loss", "rate"]) for _ in range(rng.randint(2, 6))]
+                if number % 2:
+                    words[rng.randrange(len(words))] = "head"
+                record = {"id": f"{name}-{number}", "text": " ".join(words), "choices": [" yes", " no"]}
+                stream.write(json.dumps({**record, "answer": [" no", " yes"][number % 2]}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parents(data, tmp_path_factory):
+    """Last checkpoints of an ordinary, a frozen and a pruned run."""
+    from saf.train import TrainConfig
+
+    found = {}
+    for name in ("ordinary", "freeze", "prune"):
+        freeze = {
+            "ordinary": None,
+            "freeze": FreezeConfig(rate=0.25, max_fit_kl=10.0),
+            "prune": FreezeConfig(rate=0.25, operation="prune"),
+        }[name]
+        config = TrainConfig(
+            data=str(data), out=str(tmp_path_factory.mktemp("parents") / name), length=64, batch_size=4, updates=4,
+            model_overrides={"num_layers": 2, "num_heads": 4, "hidden_size": 32}, calibration_sequences=4,
+            tensorboard=False, quiet=True, device="cpu", freeze=freeze,
+        )  # fmt: skip
+        pretrain(config)
+        found[name] = latest(f"{config.out}/checkpoints")
+    return found
+
+
+@pytest.fixture(scope="module")
+def command(files, parents, tmp_path_factory):
+    """Return a function that runs `saf finetune` on the own task and returns the run; once for equal names."""
+    folder, done = tmp_path_factory.mktemp("finetuned"), {}
+
+    def run(name, *words, parent="ordinary", task=True):
+        if name not in done:
+            named = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl")] if task else []
+            start = ["finetune", *named, "--parent", str(parents[parent]), "--out", str(folder / name)]
+            assert main([*start, "--no-tensorboard", "--quiet", *words]) == 0
+            done[name] = RecordedRun.open(folder / name)
+        return done[name]
+
+    return run
+
+
+def order_of(run):
+    """What every update was, however it went."""
+    return [(line["update"], line["tokens"]) for line in run.metrics]
+
+
+def test_a_users_own_task_in_three_commands(command, capsys, tmp_path):
+    ordinary = command("chosen", "--peak-lr", "1e-3")
+    choice = read_json(ordinary.folder / "epochs" / "choice.json")
+    assert [one["epochs"] for one in choice["tried"]] == [1, 2, 3, 4, 5]
+    assert choice["epochs"] == max(choice["tried"], key=lambda one: (one["accuracy"], -one["epochs"]))["epochs"]
+    assert ordinary.finished_result()["updates"] == -(-choice["epochs"] * 54 // 16)
+    frozen = command("like", "--like", str(ordinary.folder), parent="freeze", task=False)
+    capsys.readouterr()
+    assert main(["compare", str(ordinary.folder), str(frozen.folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "McNemar" in shown
+    record = read_json(frozen.folder / "compare.json")
+    assert record["questions"] == 20
+    assert record["heads"] == [0, 2]
+    pairs = zip(*(read_lines(run.folder / "answers.jsonl") for run in (ordinary, frozen)), strict=True)
+    changes = [two["right"] - one["right"] for one, two in pairs]
+    assert (record["gained"], record["lost"]) == (changes.count(1), changes.count(-1))
+    accuracies = [run.finished_result()["accuracy"] for run in (ordinary, frozen)]
+    assert record["difference"] == pytest.approx(accuracies[1] - accuracies[0])
+    assert order_of(ordinary) == order_of(frozen)
+    assert frozen.lacks == ordinary.lacks == []
+    assert main(["report", str(ordinary.folder), str(frozen.folder), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Answers to the same 20 questions" in page
+    assert "Accuracy" in page
+
+
+def test_all_arms_see_the_same_examples_and_heads_can_be_frozen_or_pruned_during_finetuning(command):
+    one = ("--epochs", "2", "--save-every", "1")
+    ordinary = command("epochs-2", *one)
+    arms = [
+        command("pruned", "--like", str(ordinary.folder), parent="prune", task=False),
+        command("during", *one, "--calibration-sequences", "2", "--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"),
+    ]
+    assert [run.arm for run in arms] == ["pruned", "frozen"]
+    assert arms[1].events[0].update == round(0.5 * ordinary.finished_result()["updates"])
+    for run in arms:
+        assert order_of(run) == order_of(ordinary)
+        assert run.config["train"] == ordinary.config["train"]
+        assert run.config["data"]["fingerprint"] == ordinary.config["data"]["fingerprint"]
+    # Until its event the arm is the ordinary model on the same examples: its losses are the same numbers.
+    before = arms[1].events[0].update
+    losses = [[line["loss"] for line in run.metrics[:before]] for run in (ordinary, arms[1])]
+    assert losses[0] == losses[1]
+
+
+def test_epochs_are_chosen_by_the_ordinary_arm_alone(capsys, files, parents, tmp_path):
+    words = ["finetune", "--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl")]
+    for parent, more in (("freeze", []), ("ordinary", ["--freeze.rate", "0.25"])):
+        out = str(tmp_path / f"refused-{parent}")
+        assert main([*words, "--parent", str(parents[parent]), "--out", out, *more]) == 2
+        assert "epochs are chosen by the ordinary model alone" in capsys.readouterr().err
+
+
+def test_training_goes_on_exactly_inside_an_epoch(command, outcome, monkeypatch):
+    whole = command("epochs-2", "--epochs", "2", "--save-every", "1")
+    from saf.train import loop
+
+    real, done = loop.run_update, []
+
+    def killed(run):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(run.update)
+        return real(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "run_update", killed)
+        with pytest.raises(AssertionError):
+            command("again", "--epochs", "2", "--save-every", "1")
+    assert done == [0, 1]  # an epoch has more than three updates
+    again = command("again", "--resume", task=False)
+    assert outcome(whole.folder) == outcome(again.folder)
+    read = [(run.folder / "answers.jsonl").read_bytes() for run in (whole, again)]
+    assert read[0] == read[1]
+
+
+def test_runs_that_were_finetuned_differently_are_not_compared(command):
+    runs = [
+        command("epochs-2", "--epochs", "2", "--save-every", "1"),
+        command("epochs-1", "--epochs", "1"),
+    ]
+    with pytest.raises(CompareError, match="finetuned differently"):
+        compare_answers(*runs)
+    assert any("train.updates" in line for line in compare_answers(*runs, allow_differences=True)["differences"])
+
+
+def test_words_that_do_not_say_what_to_finetune_on_are_refused(parents, tmp_path, capsys):
+    start = ["finetune", "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "none")]
+    for words, told in (([], "needs a task"), (["--task", "sst2"], "needs files"), (["--task", "text"], "to finetune")):
+        assert main([*start, *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_changing_rate_cannot_choose_epochs(files, parents, tmp_path):
+    from saf.cli.finetune import Finetune
+
+    words = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl"), "--warmup", "0.1"]
+    given = Finetune.from_words([*words, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")])
+    with pytest.raises(InputError, match="constant rate"):
+        given.run()

@@ -1,0 +1,130 @@
+"""What else processes share: pruning, a gradual schedule, layers computed again, memory; four of them once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+import saf
+from saf.experiments.scaling import Interconnect, foretell
+from saf.freezing.config import FreezeConfig
+from saf.machine.execution import Execution
+from saf.models import GPT, preset
+from saf.records.events import read_events
+from saf.records.files import read_json, read_lines
+from saf.schedules import Gradual
+from saf.train import TrainConfig, pretrain
+from saf.train.optimizer import build_optimizer
+from saf.train.parallel import Shards
+from tests.train.group import together
+
+LOSSES = 2e-6
+"""Relative: losses and gradient norms of several processes are sums in another order, in float32."""
+HALF = FreezeConfig(rate=0.5, max_fit_kl=10.0)
+STORIES = {
+    "pruned": {"freeze": FreezeConfig(rate=0.5, operation="prune")},
+    "gradual": {"freeze": HALF, "schedule": Gradual(begin=0.25, end=0.75, groups=2)},
+}
+KINDS = ("ddp", "fsdp")
+SHAPE = {"num_layers": 2, "num_heads": 4, "hidden_size": 32}
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
+
+
+def config(folder: str, name: str, settings: dict, **changes) -> TrainConfig:
+    return TrainConfig(**{**settings, "out": f"{folder}/{name}", **changes})
+
+
+def two(rank: int, folder: str, settings: dict) -> None:
+    """Train every story both ways, once more with layers computed again, and tell what a process holds of a model."""
+    for kind in KINDS:
+        for name, story in STORIES.items():
+            pretrain(config(folder, f"{name} {kind}", settings, parallel=kind, **story))
+        again = {**STORIES["gradual"], "activation_checkpointing": True}
+        pretrain(config(folder, f"again {kind}", settings, parallel=kind, **again))
+    model = GPT(preset("tiny"))
+    optimizer = build_optimizer(model)
+    engine = Shards(torch.device("cpu")).engine(model, optimizer, Execution.of("cpu"))
+    engine.forward(*torch.zeros(2, 1, 8, dtype=torch.long)).backward()
+    held = [own(parameter.grad) + own(parameter) for parameter in engine.module.parameters()]
+    engine.optimizer.step()
+    held += [own(value) for of in engine.optimizer.state.values() for value in of.values() if value.dim()]
+    Path(folder, f"held {rank}.json").write_text(json.dumps({"bytes": sum(held)}))
+
+
+def own(tensor: torch.Tensor) -> int:
+    """Return the bytes that this process holds of a tensor in shards."""
+    local = tensor.to_local()
+    return local.numel() * local.element_size()
+
+
+def four(rank: int, folder: str, settings: dict) -> None:
+    """Train one story in four processes."""
+    pretrain(config(folder, "four", settings, parallel="fsdp", **STORIES["gradual"]))
+
+
+@pytest.fixture(scope="module")
+def stories(data, tmp_path_factory):
+    """The folder of the runs of two and four processes, and of one."""
+    folder = str(tmp_path_factory.mktemp("group"))
+    settings = {
+        "data": str(data),
+        "model_overrides": SHAPE,
+        "length": 32,
+        "batch_size": 2,
+        "accumulation": 4,
+        "updates": 4,
+        "peak_lr": 3e-3,
+        "eval_every": 0,
+        "eval_windows": 4,
+        "save_every": 0,
+        "calibration_sequences": 4,
+        "tensorboard": False,
+        "quiet": True,
+        "device": "cpu",
+    }
+    for name, story in STORIES.items():
+        pretrain(config(folder, name, settings, **story))
+    together(2, two, folder, settings)
+    together(4, four, folder, settings)
+    return Path(folder)
+
+
+def numbers(folder: Path) -> list[float]:
+    """Return the losses and gradient norms of a run."""
+    return [line[name] for line in read_lines(folder / "metrics.jsonl") for name in ("loss", "grad_norm")]
+
+
+def events(folder: Path) -> list[tuple]:
+    """Return what the events of a run did, and when."""
+    return [(event.kind, event.update, event.heads) for event in read_events(folder)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STORIES)
+def test_pruning_and_gradual_freezing_are_those_of_one_process(stories, name, kind):
+    assert events(stories / f"{name} {kind}") == events(stories / name)
+    assert len(events(stories / name)) == {"pruned": 1, "gradual": 2}[name]
+    assert numbers(stories / f"{name} {kind}") == pytest.approx(numbers(stories / name), rel=LOSSES)
+    report = [read_json(stories / of / "result.json")["report_loss"] for of in (name, f"{name} {kind}")]
+    assert report[1] == pytest.approx(report[0], rel=LOSSES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_computed_again_change_no_bit(stories, kind):
+    assert numbers(stories / f"again {kind}") == numbers(stories / f"gradual {kind}")
+
+
+def test_four_processes_train_as_one(stories):
+    assert events(stories / "four") == events(stories / "gradual")
+    assert numbers(stories / "four") == pytest.approx(numbers(stories / "gradual"), rel=LOSSES)
+
+
+def test_the_state_that_a_process_holds_is_what_is_foretold(stories):
+    told = foretell(
+        saf.preset("tiny"), batch_size=1, accumulation=2, flops=1e12, gpus=2, nodes=1, links=Interconnect(), kind="fsdp"
+    )
+    for rank in range(2):
+        assert read_json(stories / f"held {rank}.json")["bytes"] == told.state_bytes
