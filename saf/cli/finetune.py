@@ -18,8 +18,8 @@ from saf.settings import FLAT
 from saf.tasks import FinetuneSettings
 from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint
 from saf.train.checkpoint import find_checkpoint
-from saf.train.config import recorded_config
 from saf.train.finetuning import finetune, finetune_defaults, settings_like
+from saf.train.run_config import recorded_config
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from saf.records.quantities import seconds
 from saf.records.table import Table
 from saf.settings import FLAT
 from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint, pretrain
-from saf.train.config import recorded_config, settings_after
+from saf.train.run_config import recorded_config, settings_after
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,9 @@ from saf.records.result import result_header
 from saf.schedules import OneTime
 from saf.tasks import TASKS, FinetuneTask, MQARSettings
 from saf.train.checkpoint import Checkpoint, checkpoint_hash, latest
-from saf.train.config import TrainConfig, context_length, recorded_config, settings_after
+from saf.train.config import TrainConfig
 from saf.train.loop import pretrain
+from saf.train.run_config import context_length, recorded_config, settings_after
 
 MOST_EPOCHS = 5
 """The paper's ordinary model chooses one to five."""

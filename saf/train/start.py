@@ -25,11 +25,12 @@ from saf.tasks import TASKS, Task
 from saf.train.allowance import Allowance, allowance_of, match
 from saf.train.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
 from saf.train.clock import Clock, seconds_until
-from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
+from saf.train.config import TrainConfig
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
 from saf.train.run import RECORDS, Run
+from saf.train.run_config import check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.sharing import micro_batches_of_one, parallel_of
 from saf.train.updater import Updater
 

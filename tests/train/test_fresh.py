@@ -9,7 +9,7 @@ from saf.records.files import read_json
 from saf.records.run import RecordedRun
 from saf.train import latest, pretrain
 from saf.train.checkpoint import open_checkpoint
-from saf.train.config import settings_after
+from saf.train.run_config import settings_after
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import saf
 from saf.calibration import plan_calibration
 from saf.fit import accepted, certify, fit_variants, fit_with_certificate, marginals
 from saf.freezing.config import FreezeConfig
-from saf.train.config import continue_from
+from saf.train.run_config import continue_from
 from tools.trials.attempt import (
     BATCHES,
     DTYPE,
