@@ -30,9 +30,9 @@ from saf.train.optimizer import learning_rate, progress_by_share, progress_by_up
 from saf.train.updater import Updater
 
 GRADIENT = "qk_gradient"
+"""Name of the Q/K-gradient average in a checkpoint's state.json."""
 RECORDS = "records"
 """In a checkpoint's state.json, how many lines each log had and the SHA-256 of its file."""
-"""Name of the Q/K-gradient average in a checkpoint's state.json."""
 
 
 @dataclass(kw_only=True)

@@ -59,7 +59,7 @@ def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
     length = {} if config.length is None else {"max_length": config.length}
     shape = preset(config.model, **{"vocab_size": rounded, **length, **config.model_overrides})
     if shape.vocab_size < vocab_size:
-        raise InputError(f"vocab_size {shape.vocab_size} is less than the tokenizer's {vocab_size}")
+        raise InputError(f"vocab_size {shape.vocab_size} is less than the {vocab_size} tokens of the run's data")
     if config.length is not None and shape.max_length < config.length:
         raise InputError(f"max_length {shape.max_length} is less than the run's length {config.length}")
     return shape
