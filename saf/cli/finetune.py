@@ -53,8 +53,10 @@ class Finetune(Command):
         """
         words = _task_named(words)
         start, _ = tyro.cli(_Start, args=list(words), add_help=False, return_unknown_args=True)
-        base = {} if {"-h", "--help"} & set(words) and not start.starts else start.base()
-        given = given_values(cls, words, prog=prog, base={"settings": _Shown(base)} if base else None)
+        if not start.starts:
+            cls._check_words(words, prog)
+        base = start.base()
+        given = given_values(cls, words, prog=prog, base={"settings": _Shown(base)})
         own = given.pop("settings", {})
         check_freeze_words(own.get("freeze", {}), None)
         if "updates" in own:
@@ -70,6 +72,16 @@ class Finetune(Command):
         own |= build_groups(TrainConfig, own)
         settings = TrainConfig(**{**plain, **own, "parent": base["parent"], "finetuning": finetuning})
         return cls(settings=settings, **given)
+
+    @classmethod
+    def _check_words(cls, words: Sequence[str], prog: str | None) -> None:
+        """Show the help if asked for, and raise for a setting that no run can use; nothing else is known yet."""
+        if {"-h", "--help"} & set(words):
+            given_values(cls, words, prog=prog, base=None)
+        nowhere = {"data": "", "out": ""}
+        own = given_values(cls, words, prog=prog, base={"settings": _Shown(nowhere)}).get("settings", {})
+        own.pop("finetuning", None)
+        TrainConfig(**{**nowhere, **own, **build_groups(TrainConfig, own)})
 
     def run(self) -> dict[str, Any]:
         """Finetune, print the result and return it; exits with code 75 when a signal stopped the run."""
