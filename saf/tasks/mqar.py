@@ -26,7 +26,7 @@ from saf.models import GPT
 from saf.records.files import write_json
 from saf.records.result import result_header
 from saf.settings import documented
-from saf.tasks.task import TaskSettings
+from saf.tasks.task import FetchedAhead, TaskSettings
 
 RECALL = "recall.json"
 """Name of the file of accuracies by condition in a run's folder."""
@@ -242,11 +242,15 @@ class MQARTask:
         if calibrates or scores_outputs:
             self._fixed(_Stream.CALIBRATION, 1, length=self._whole_context)
 
-    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> "MQARBatches":
+    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> FetchedAhead:
         """Return the micro-batches that follow `update` updates; number `first`, and then each `every`."""
         size = self.settings.batch_size
         position = update * self.windows_per_update + first * size
-        return MQARBatches(self._training_source, size=size, position=position, step=every * size, device=device)
+
+        def make(place: int) -> Tensor:
+            return torch.stack(self._training_source.examples(_Stream.TRAINING, range(place, place + size)))
+
+        return FetchedAhead(make, _both, position=position, step=every * size, device=device)
 
     def calibration(self) -> list[Mapping[str, Tensor]]:
         """Return sequences of the model's context, `[<= batch_size, context]`, the same for every arm.
@@ -349,20 +353,6 @@ class MQARTask:
         return answer_queries(model, inputs, targets, batch_size=size, precision=execution.precision)
 
 
-class MQARBatches:
-    """Hand out the micro-batches that follow `position` (sequences consumed so far)."""
-
-    def __init__(self, source: MQARSource, *, size: int, position: int, step: int, device: torch.device):
-        """Begin at `position` with micro-batches of `size` sequences; the next one begins `step` later."""
-        self.source = source
-        self.size = size
-        self.step = step
-        self.device = device
-        self._position = position
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, each `[size, length]`, on the device."""
-        numbers = range(self._position, self._position + self.size)
-        self._position += self.step
-        inputs, targets = self.source.examples(_Stream.TRAINING, numbers)
-        return inputs.to(self.device), targets.to(self.device)
+def _both(examples: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of examples stacked as `[2, size, length]`."""
+    return examples[0], examples[1]

@@ -4,7 +4,7 @@ Nothing of a run assumes text: where it stands in the data, what must be the sam
 loss is of are the task's to say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -22,6 +22,44 @@ class MicroBatches(Protocol):
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the next inputs and targets, each `[sequences, length]`, on the device; -100 is no target."""
         ...
+
+
+class FetchedAhead:
+    """Hand out the micro-batches that follow a position (sequences consumed so far), one fetched ahead."""
+
+    def __init__(
+        self,
+        make: Callable[[int], Tensor],
+        part: Callable[[Tensor], tuple[Tensor, Tensor]],
+        *,
+        position: int,
+        step: int,
+        device: torch.device,
+    ):
+        """Fetch the first micro-batch: `make` gives what begins at a position, `part` its inputs and targets.
+
+        The next one begins `step` sequences later.
+        """
+        self.make = make
+        self.part = part
+        self.step = step
+        self.device = device
+        self._position = position
+        self._next = self._fetch()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, each `[size, length]`, on the device."""
+        inputs, targets = self._next
+        self._next = self._fetch()
+        return inputs, targets
+
+    def _fetch(self) -> tuple[Tensor, Tensor]:
+        """Return the next inputs and targets on the device, and move on."""
+        batch = self.make(self._position)
+        self._position += self.step
+        if self.device.type == "cuda":
+            batch = batch.pin_memory().to(self.device, non_blocking=True)
+        return self.part(batch)
 
 
 class TaskSettings(Protocol):

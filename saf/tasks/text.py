@@ -12,7 +12,7 @@ from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine.execution import Execution
 from saf.models import GPT
-from saf.tasks.task import TaskSettings
+from saf.tasks.task import FetchedAhead, TaskSettings
 
 SAMPLERS: dict[str, Any] = {"shuffled": ShuffledWindows, "random": RandomWindows}
 
@@ -69,13 +69,15 @@ class TextTask:
         for partition in ("controller", "report"):
             sequential_windows(self.data.tokens(partition), self.length, 1)
 
-    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> "PrefetchedWindows":
+    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> FetchedAhead:
         """Return the micro-batches of windows that follow `update` updates; number `first`, and then each `every`."""
         sampler = SAMPLERS[self.settings.sampler]
         windows = sampler(self.data.tokens("train"), length=self.length, seed=self.settings.seed)
         size = self.settings.batch_size
         position = update * self.windows_per_update + first * size
-        return PrefetchedWindows(windows, size=size, position=position, step=every * size, device=device)
+        return FetchedAhead(
+            lambda place: windows.batch(place, size), _next_tokens, position=position, step=every * size, device=device
+        )
 
     def calibration(self) -> list[Tensor]:
         """Return the calibration sequences as LongTensors `[<= batch_size, length]`, the same for every arm.
@@ -169,31 +171,9 @@ class TextTask:
             )
 
 
-class PrefetchedWindows:
-    """Hand out the micro-batches that follow `position` (windows consumed so far), one fetched ahead."""
-
-    def __init__(self, windows: Any, *, size: int, position: int, step: int, device: torch.device):
-        """Fetch the first micro-batch of `size` windows; the next one begins `step` windows later."""
-        self.windows = windows
-        self.size = size
-        self.step = step
-        self.device = device
-        self._position = position
-        self._next = self._fetch()
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, each `[size, length]`, on the device."""
-        inputs, targets = self._next
-        self._next = self._fetch()
-        return inputs, targets
-
-    def _fetch(self) -> tuple[Tensor, Tensor]:
-        """Return the next windows as inputs and targets on the device, and move on."""
-        batch = self.windows.batch(self._position, self.size)
-        self._position += self.step
-        if self.device.type == "cuda":
-            batch = batch.pin_memory().to(self.device, non_blocking=True)
-        return batch[:, :-1], batch[:, 1:]
+def _next_tokens(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return windows `[size, length + 1]` as inputs and, one token later, targets."""
+    return windows[:, :-1], windows[:, 1:]
 
 
 def heldout_batches(data: TokenData, *, length: int, count: int, batch_size: int) -> list[Tensor]:
