@@ -103,15 +103,15 @@ def prepare(
 
 
 def _check_enough(train: Sequence[Source], config: PrepareConfig):
-    """Raise DataError where files alone tell that there are fewer documents than partitions, before hours of reading."""
+    """Raise DataError where files alone tell of fewer documents than partitions, before hours of reading."""
     most = [source.most_documents for source in train]
     partitions = 1 + sum(share > 0 for share in config.shares)
     if config.fraction is None or config.split_characters is not None or None in most:
         return
     if (found := sum(count or 0 for count in most)) < partitions:
         raise DataError(
-            f"too few documents: {found} in all (a file of text is one document) for {partitions} partitions; give more "
-            f"files, held-out text of its own (heldout), or cut long documents with split_characters"
+            f"too few documents: {found} in all (a file of text is one document) for {partitions} partitions; give "
+            f"more files, held-out text of its own (heldout), or cut long documents with split_characters"
         )
 
 

@@ -30,8 +30,9 @@ _LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "encodings", "py
 class Source:
     """Say where documents come from: `read(advance)` yields them as UTF-8, `size` is their bytes on disk if known.
 
-    `most_documents` is how many there can be at most, where the files tell without being read. `has_fields` tells that its records have names, one of which is the text's; `left_out` which files were not read, or
-    not whole, and why, complete once all documents were read.
+    `most_documents` is how many there can be at most, where the files tell without being read. `has_fields` tells that
+    its records have names, one of which is the text's; `left_out` which files were not read, or not whole, and why,
+    complete once all documents were read.
     """
 
     name: str

@@ -53,7 +53,8 @@ def test_a_speed_lost_in_noise_is_not_a_headline(tmp_path):
     page = write_report(write_pair(tmp_path, speedup=1.005), tmp_path / "out").read_text()
     assert "as fast" not in re.search("<h1>.*</h1>", page)[0]
     assert "too noisy to tell" in page
-    assert "unclear" in page and "1.00×" not in page and "1.01×" not in page
+    assert "unclear" in page
+    assert not re.search("1\\.0[01]×", page)
 
 
 def test_nothing_is_asked_of_the_network(tmp_path):
