@@ -107,7 +107,7 @@ def rewrap_(trainer: Any) -> None:
         wrapper.parameters_to_ignore = {*own, *idle_tensors(wrapper.module)}
         state = wrapper.__getstate__()
         # The old buckets watch gradients of the old shapes until they are gone, and a graph may hold them in a cycle.
-        wrapper.reducer = wrapper.logger = None
+        del wrapper.reducer, wrapper.logger
         gc.collect()
         wrapper.__setstate__(state)
         if (handler := trainer.accelerator.ddp_handler) is not None:
