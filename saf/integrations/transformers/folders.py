@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from saf.adapters import adapter_for, longest_input
+from saf.adapters import TransformersAdapter, adapter_for, longest_input
 from saf.adapters.transformers_folder import folder_hash, weight_files
 from saf.calibration import plan_calibration
 from saf.data import TokenData, calibration_windows
@@ -105,6 +105,8 @@ class TransformersFolder:
                 f"{self.name} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}"
                 f"{' and others' if len(missing) > 3 else ''}; expected all of them, as save_pretrained writes them"
             )
+        if (known := TransformersAdapter.of(model)) is not None:
+            known.apply_caps()
         return model.to(device).eval()
 
     def encoder(self) -> Encoder:
