@@ -13,6 +13,7 @@ from saf.calibration.watch import Seen, modules_of, values_of, watch
 from saf.errors import InputError
 from saf.heads import Head
 from saf.ops import FrozenHeads, frozen_attention, live_attention
+from saf.ops.heads import flat_heads
 from saf.patterns import Pattern, pattern_for_each_head
 
 RIDGE = 1e-2
@@ -83,9 +84,9 @@ class _Layer:
             query = seen.query[:, self.live].to(wide)
             key = seen.key[:, [layout.key_head[slot] for slot in self.live]].to(wide)
             value = values_of(self.site, seen.normed, wide)[:, [layout.kv_head[slot] for slot in self.live]]
-            scaling = {"scale": self.site.scale, "soft_cap": self.site.soft_cap}
-            ordinary = live_attention(query, key, value, **scaling).transpose(1, 2).flatten(2).flatten(0, 1)
-            fixed = frozen_attention(value, self.frozen).transpose(1, 2).flatten(2).flatten(0, 1)
+            ordinary = live_attention(query, key, value, scale=self.site.scale, soft_cap=self.site.soft_cap)
+            fixed = frozen_attention(value, self.frozen)
+            ordinary, fixed = (flat_heads(heads).flatten(0, 1) for heads in (ordinary, fixed))
             self.gram += (fixed.T @ fixed).double()
             self.missed += (fixed.T @ (ordinary - fixed)).double()
 
