@@ -238,6 +238,12 @@ COLUMNS = {
         places=2,
     ),
     **{recall_name(*test): _recall(*test) for test in RECALL},
+    "rise": Column(
+        title="rise at the event, nats",
+        value=_own(lambda run: (run.get("intervention") or {}).get("loss_rise")),
+        places=4,
+        signed=True,
+    ),
     "heads": Column(title="heads", value=_own(_edited), places=0),
     "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
     "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),
