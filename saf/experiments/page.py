@@ -100,8 +100,7 @@ def _mark(rendered: "Rendered", arm: Arm, column: str) -> _Mark:
 
 
 def _colour(arm: Arm, arms: Mapping[str, Arm]) -> str:
-    """Return the colour of an arm: of pruned heads, of frozen ones, or of ordinary attention; a finetuned one has its
-    parent's heads."""
+    """Return the colour of an arm: of pruned heads, frozen ones or none; a finetuned arm has its parent's."""
     edits = any(name.startswith("freeze.") for name in arm.settings)
     if arm.task and not edits and arm.parent:
         return _colour(arms[arm.parent], arms)
