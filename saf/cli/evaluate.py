@@ -13,12 +13,16 @@ from saf.cli.output import show
 from saf.data.text_data import TextData
 from saf.errors import InputError
 from saf.evaluate.perplexity import WRITTEN, evaluate_perplexity
+from saf.machine.processes import agreed, is_first, joined
 from saf.records.table import Table
 
 
 @dataclass(kw_only=True)
 class Evaluate(Command):
-    """Measure the perplexity of a model on held-out text it was neither trained nor tuned on."""
+    """Measure the perplexity of a model on held-out text it was neither trained nor tuned on.
+
+    Several processes share the windows out when `torchrun --nproc-per-node N -m saf evaluate ...` starts them.
+    """
 
     model: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (step-N), a run (its newest checkpoint), a folder written by saf.save, or a model of transformers:
@@ -45,8 +49,14 @@ class Evaluate(Command):
 
     def run(self) -> dict[str, Any]:
         """Evaluate, show and return the record of evaluation.json; raise InputError for an `out` of something else."""
-        if self.out is not None:
-            _check_own(self.out)
+        with joined(self.device):
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
+        """Do what `run` does, in the group of processes that is there."""
+        with agreed():  # all have looked before the first one writes
+            if self.out is not None:
+                _check_own(self.out)
         model, data, folder, identity, longest = open_model(self.model, self.data, self.device)
         if isinstance(data, TextData) and self.partition != "report":
             raise InputError(f"{self.data} is text, all of which is read; leave --partition out")
@@ -69,7 +79,8 @@ class Evaluate(Command):
             "precision": record["precision"],
             "written to": self.out,
         }
-        show({"model": folder, **record}, Table.facts(str(folder), rows), as_json=self.json)
+        if is_first():
+            show({"model": folder, **record}, Table.facts(str(folder), rows), as_json=self.json)
         return record
 
 

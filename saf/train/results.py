@@ -3,12 +3,14 @@
 import hashlib
 import json
 import warnings
+from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
 from saf.adapters import adapter_for
 from saf.errors import InputError, SafWarning
 from saf.heads import EDITED
+from saf.machine.processes import done_once
 from saf.records.events import EVENTS, EventRecord, arm, heads_in_force
 from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
@@ -21,7 +23,7 @@ from saf.train.run import Run
 
 
 def finish(run: Run) -> dict[str, Any]:
-    """Evaluate the reporting partition, write result.json and return it.
+    """Evaluate the reporting partition, write result.json and return it; every process of a group calls this.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `time` has both clocks, each with what it
     includes, and the parts. `lacks` says in words what of the run is not known. A run whose time was over before its
@@ -39,12 +41,19 @@ def finish(run: Run) -> dict[str, Any]:
             f"{allowed} was over before the first update "
             f"({run.clock.everything:.1f} s went into setting the run up); allow more time, in another folder"
         )
-    report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
+    with run.updater.parallel.whole():
+        report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
+    return done_once(lambda: _written(run, final, report))
+
+
+def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Write result.json with what the task reported of the checkpoint `final`, and return it."""
+    folder = run.folder
     metrics = read_lines(folder / "metrics.jsonl", by="update")
     events = run.events
     intervention = intervention_record(events) if events else None
     if run.config.freeze is not None and intervention is None:
-        warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=3)
+        warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=6)
     last = metrics[-max(1, min(100, run.config.updates // 20)) :]
     frozen, pruned = (_heads(run, kind) for kind in EDITED)
     head = result_header(
