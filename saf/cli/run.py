@@ -12,6 +12,7 @@ import tyro
 from saf.arguments import above, at_least
 from saf.cli.command import Command
 from saf.cli.output import show
+from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.execution import Lanes, Outcome, Stop, execute, in_a_process
@@ -19,7 +20,7 @@ from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan
 from saf.experiments.packing import Lacks, Packing, packing_table
 from saf.experiments.plan import Plan, PlannedRun, events_of, plan
 from saf.experiments.rates import Measured, Rates
-from saf.experiments.recipe import Scale, open_recipes, read_tokens, scale_named
+from saf.experiments.recipe import Scale, open_recipes
 from saf.experiments.render import render
 from saf.experiments.scaling import Interconnect, scaling_table
 from saf.experiments.store import Store
@@ -43,11 +44,8 @@ class Run(Command):
 
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of recipes; `saf run` alone lists them."""
-    scale: str = "small"
-    """paper (its exact settings), small (any prepared folder), or smoke (seconds, on any machine)."""
-    tokens: str | None = None
-    """Shorter or longer runs at the small scale, such as 60M at its shortest context, others in proportion; they are
-    other runs, with keys and tables of their own."""
+    at: Annotated[AtScale, FLAT] = field(default_factory=AtScale)
+    """At which scale."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the smoke scale makes its own."""
     store: Path = Path("runs/recipes")
@@ -101,7 +99,7 @@ class Run(Command):
             SafError: A run failed; the table shows the others.
         """
         recipes = open_recipes(self.recipes, folder=self.folder)
-        scale = scale_named(self.scale).resized(None if self.tokens is None else read_tokens(self.tokens))
+        scale = self.at.chosen()
         data = self._data(scale, trains=any(recipe.arms for recipe in recipes.values()))
         made = plan(
             recipes,
@@ -119,6 +117,8 @@ class Run(Command):
         if data is None and made.runs:
             raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
         store = Store(self.store).open(write=True)
+        if scale.speeds is not None:
+            store.keep_speeds_(scale.speeds)
         for note in made.notes:
             _say(note)
         outcome = self._carry_out(made, measured, store, data.folder if data else Path())
@@ -168,7 +168,7 @@ class Run(Command):
     def _data(self, scale: Scale, *, trains: bool) -> TokenData | None:
         """Return the data; the smoke scale's are made where there are none."""
         folder = self.data
-        if folder is None and scale.name == "smoke" and trains and self.recipes and not self.dry_run:
+        if folder is None and scale.base == "smoke" and trains and self.recipes and not self.dry_run:
             folder = Store(self.store).open(write=True).folder / "data"
             if not folder.exists():
                 _say(f"preparing {folder}")
@@ -177,7 +177,7 @@ class Run(Command):
 
     def _here(self, made: Plan) -> bool:
         """Return whether runs are made in this process, where starting one would take longer than the run."""
-        return made.scale.name == "smoke" and self.jobs == 1
+        return made.scale.base == "smoke" and self.jobs == 1
 
     def _lanes(self, made: Plan) -> Lanes:
         """Return where runs are made: one at a time here, or on every GPU."""

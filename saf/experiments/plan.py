@@ -7,7 +7,7 @@ arms of two recipes are one run, and a run that is in the store is not made agai
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from saf.errors import InputError
@@ -22,8 +22,8 @@ from saf.train.config import TrainConfig
 
 SCHEMA = "saf.experiment/1"
 """Of keys and of the store; another version's runs are not this one's."""
-_FREE = ("log_every", "quiet", "tensorboard", "keep", "save_at", "token_losses")
-"""Settings that decide what is shown and kept, not what is computed."""
+_FREE = ("log_every", "quiet", "tensorboard", "keep", "save_at", "token_losses", "match_speed_source")
+"""Settings that decide what is told, shown and kept, not what is computed."""
 
 STATE_BYTES = 16
 """Bytes a parameter: float32 weight, gradient, and AdamW's two moments."""
@@ -130,6 +130,8 @@ class Plan:
     runs: dict[str, PlannedRun] = field(default_factory=dict)
     arms: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """Keys by recipe, arm and seed."""
+    left: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Why arms, by recipe and name, have no run: the scale's measured speeds tell nothing of them."""
     shown_times: set[str] = field(default_factory=set)
     """Keys of runs whose times a table shows."""
     notes: list[str] = field(default_factory=list)
@@ -143,8 +145,11 @@ class Plan:
 
     def add(self, name: str, arm: Arm, seed: int, *, compiled: bool) -> None:
         """Add the run of one arm and seed; its parent must be there."""
+        if left := [other for other in (arm.parent, arm.match, arm.heads) if (name, other) in self.left]:
+            self.left[name, arm.name] = f"it needs {left[0]}"
+            return
         parent = None if arm.parent is None else self.runs[self.arms[name, arm.parent, seed]]
-        own = merged(arm.settings, arm.scaled.get(self.scale.name, {}))
+        own = merged(arm.settings, arm.scaled.get(self.scale.base, {}))
         if parent is None:
             flags = merged(self.scale.flags(arm.context), own)
             flags |= {"seed": seed, "save_at": self.scale.save_at, **({} if compiled else {"compile": "off"})}
@@ -156,9 +161,15 @@ class Plan:
             longer = (
                 {"updates": parent.updates + round(arm.more * parent.updates), "lr_start": step} if arm.more else {}
             )
-            flags = merged(longer, own)
+            flags = merged(longer, own) | ({"seed": seed + arm.reseed} if arm.reseed else {})
             settings = merged(parent.settings, flags)
         match, heads = (None if other is None else self.arms[name, other, seed] for other in (arm.match, arm.heads))
+        if match is not None and self.scale.speeds is not None:
+            told = self._at_speed(arm, settings, heads)
+            if isinstance(told, str):
+                self.left[name, arm.name] = told
+                return
+            flags, settings = merged(flags, told), merged(settings, told)
         key = run_key(flags, data=self.data, parent=parent and parent.key, step=step, match=match, heads=heads)
         self.arms[name, arm.name, seed] = key
         before = self.runs.get(key)
@@ -175,6 +186,18 @@ class Plan:
             vocabulary=self.vocabulary or self.scale.vocabulary,
             tables=(*(before.tables if before else ()), (name, arm.name)),
         )
+
+    def _at_speed(self, arm: Arm, settings: Flags, heads: str | None) -> dict[str, Any] | str:
+        """Return what an arm at matched time is told with the scale's measured speeds, or why there is none of it."""
+        assert self.scale.speeds is not None, arm.name
+        if "match_speed" in settings:
+            return {}
+        if arm.on_own_clock:
+            return "no speed stands for its own seconds"
+        if events_of(settings) > 1:
+            return "a speed is of heads that are all frozen at once"
+        rate = settings.get("freeze.rate") if heads is None else self.runs[heads].settings["freeze.rate"]
+        return self.scale.speeds.settings(settings, rate) or "no speed of it was measured"
 
 
 def plan(
@@ -197,15 +220,24 @@ def plan(
         vocabulary: Tokens of the data's tokenizer, for what is foretold of time and memory; the scale's when None.
 
     Raises:
-        InputError: An unknown arm or context, or a moment at which the scale keeps no checkpoint.
+        InputError: An unknown arm or context, a moment at which the scale keeps no checkpoint, or measured speeds that
+            tell nothing of an arm that was named.
     """
     made = Plan(scale=scale, data=data, vocabulary=vocabulary, seeds=tuple(seeds) or scale.seeds)
-    chosen = {name: recipe.chosen(arms, smoke=scale.name == "smoke") for name, recipe in recipes.items()}
+    chosen = {name: recipe.chosen(arms, smoke=scale.base == "smoke") for name, recipe in recipes.items()}
+    if scale.speeds is not None and not any(arm.match for its in chosen.values() for arm in its):
+        raise InputError("speeds have no effect where no arm is at matched time; leave them out")
     uncompiled = {name for name, its in chosen.items() if _uncompiled(made, name, its)}
     for seed in made.seeds:
         for name, its in chosen.items():
             for arm in its:
                 made.add(name, arm, seed, compiled=name not in uncompiled)
+    for (name, arm), why in made.left.items():
+        if arm in arms:
+            raise InputError(f"{name}/{arm} cannot be run at the speeds that were named: {why}")
+    for of, why in dict.fromkeys((name, why) for (name, _), why in made.left.items()):
+        left = ", ".join(arm for (name, arm), said in made.left.items() if (name, said) == (of, why))
+        made.notes.append(f"{of}, left out at these speeds because {why}: {left}.")
     for (name, _, _), key in made.arms.items():
         if any(COLUMNS[column].timed for column in recipes[name].columns if column in COLUMNS):
             made.shown_times.add(key)
@@ -219,7 +251,7 @@ def _uncompiled(plan: Plan, name: str, arms: Iterable[Arm]) -> bool:
     compared with, which are those of its recipe. The scale's own rates decide, so that keys are the same everywhere.
     """
     # Of the vocabulary that is meant: a rule that saw the data's would give other keys.
-    trial, rates = Plan(scale=plan.scale, data=""), plan.scale.rates
+    trial, rates = Plan(scale=replace(plan.scale, speeds=None), data=""), plan.scale.rates
     for arm in arms:
         trial.add(name, arm, 0, compiled=True)
         run = trial.runs[trial.arms[name, arm.name, 0]]

@@ -15,6 +15,7 @@ import saf
 from saf.errors import InputError
 from saf.experiments.measurement import Measurement, RecordOf
 from saf.experiments.rates import Rates
+from saf.experiments.speeds import OWN_CLOCK, Speeds
 from saf.freezing.config import BUDGETS
 from saf.records.paper import Source
 
@@ -41,6 +42,8 @@ class Arm:
     Without a parent, those that it adds to the scale's."""
     match: str | None = None
     """The arm whose time it gets, from its parent on; None trains as many updates as the scale says."""
+    reseed: int = 0
+    """What is added to the seed from its parent on, so that it goes through the data in another order."""
     heads: str | None = None
     """The arm whose heads it freezes or prunes, exactly those; None lets its settings choose."""
     context: int = 4_096
@@ -62,6 +65,12 @@ class Arm:
     def others(self) -> tuple[str, ...]:
         """Return the arms that its numbers are made with."""
         return tuple(filter(None, (self.reference, self.against, *self.beside.values())))
+
+    @property
+    def on_own_clock(self) -> bool:
+        """Return whether it says that its own seconds are charged as they are."""
+        own = OWN_CLOCK.items() <= self.settings.items()
+        return self.match is not None and own and "match_speed" not in self.settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +186,17 @@ class Scale:
     """Tokens of the tokenizer that is meant."""
     resizable: bool = False
     """Whether its runs may be of other lengths than it says."""
+    speeds: Speeds | None = None
+    """What arms at matched time get instead of a clock of their own; None for their clocks."""
+
+    @property
+    def base(self) -> str:
+        """Return the name of the scale whose runs were resized, or have other speeds."""
+        return self.name.partition("-")[0]
+
+    def at_speeds(self, speeds: Speeds) -> "Scale":
+        """Return the scale with measured speeds for arms at matched time; its name says which."""
+        return replace(self, name=f"{self.name}-speeds-{speeds.name}", speeds=speeds)
 
     def resized(self, tokens: int | None) -> "Scale":
         """Return the scale with runs of so many tokens at the shortest context, at others in proportion.

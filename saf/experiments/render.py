@@ -192,6 +192,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
     rows = Rows(recipe, records)
     values = {arm.name: rows.values(arm) for arm in recipe.arms if arm.name in records}
     runs = [record for arm in records.values() for found in arm.values() for record in found]
+    told = [plan.scale.speeds.described()] if plan.scale.speeds and any(arm.match for arm in recipe.arms) else []
     return Rendered(
         name=name,
         recipe=recipe,
@@ -200,7 +201,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
         measured=measured,
         lacking=frozenset(rows.lacking),
         drafts=_drafts([*runs, *(record for each in measured.values() for record in each.values())]),
-        origin=(*rows.apart(), *_origin(runs)),
+        origin=(*told, *rows.apart(), *_origin(runs)),
     )
 
 

@@ -4,6 +4,7 @@
     STORE/records/KEY.json       the run's numbers, and its loss in each held-out window
     STORE/records/KEY-HASH.json  the same of a run that was trained again for its checkpoints, which were lost
     STORE/measurements/KEY.json  the record of a benchmark or an analysis
+    STORE/speeds/NAME.json       measured speeds that arms at matched time got
 
 Tables are made of the records alone, so that these can be committed and the folders removed. No record is ever
 overwritten: an arm is compared with the training that it shares a checkpoint with.
@@ -17,6 +18,7 @@ from typing import Any
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.perplexity import read_evaluation
 from saf.experiments.plan import SCHEMA, PlannedRun
+from saf.experiments.speeds import Speeds
 from saf.records.files import read_json, write_json
 from saf.records.folders import remove_folder_, verify
 from saf.records.result import read_result, with_header
@@ -91,6 +93,14 @@ class Store:
         if record.get("key") != key:
             raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
         return record
+
+    def keep_speeds_(self, speeds: Speeds) -> None:
+        """Write down the speeds that arms at matched time got, for tables that are made of records alone."""
+        write_json(self.folder / "speeds" / f"{speeds.name}.json", speeds.to_dict())
+
+    def speeds(self, name: str) -> Speeds:
+        """Return the speeds of a name; raise InputError where the store has none of it."""
+        return Speeds.from_dict(read_json(self.folder / "speeds" / f"{name}.json", advice="restore the store's speeds"))
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the data that the recorded runs were trained on.
@@ -200,7 +210,7 @@ class Store:
         record = {
             "schema": result["schema"],
             "kind": KIND,
-            "settings": {"scale": run.scale, "seed": run.seed, **run.flags},
+            "settings": {"scale": run.scale, **run.flags, "seed": run.seed},
             **entries,
             "key": run.key,
             "parent": run.parent,
