@@ -8,13 +8,12 @@ process wrote has no such header, and is read the same way.
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -51,12 +50,10 @@ def write_shares(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None
 
 def read_shares(folder: Path, name: str) -> dict[str, Tensor]:
     """Return the whole tensors of the files that `write_shares` made, on the CPU, in this process alone."""
-    names = set[str]()
-    for path in folder.glob(f"{name}-*-of-*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names |= set(file.keys())
-    kept = _kept(folder)
-    tensors = {name: torch.empty(kept[name].size, dtype=kept[name].properties.dtype) for name in sorted(names)}
+    kept = HuggingFaceStorageReader(str(folder)).read_metadata()
+    of = {index.fqn for index, at in kept.storage_data.items() if Path(at.relative_path).name.startswith(f"{name}-")}
+    known: dict[str, Any] = {each: kept.state_dict_metadata[each] for each in sorted(of)}
+    tensors = {each: torch.empty(one.size, dtype=one.properties.dtype) for each, one in known.items()}
     _read_(tensors, folder)
     return tensors
 
@@ -69,7 +66,7 @@ def fill_shares_(model: nn.Module, optimizer: AdamW | None, folder: Path) -> Non
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
     wanted: dict[str, Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
-    kept = _kept(folder)
+    kept = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     for name, parameter in parameters.items():
         if optimizer is None or f"{name}.{STEP}" not in kept:
             continue
@@ -77,11 +74,6 @@ def fill_shares_(model: nn.Module, optimizer: AdamW | None, folder: Path) -> Non
         optimizer.state[parameter] = state
         wanted |= {f"{name}.{of}": tensor.detach() for of, tensor in state.items()}
     _read_(wanted, folder)
-
-
-def _kept(folder: Path) -> Mapping[str, TensorStorageMetadata]:
-    """Return shape and dtype of all tensors that the files of a folder hold."""
-    return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
 
 
 def _read_(tensors: dict[str, Tensor], folder: Path) -> None:
