@@ -105,6 +105,37 @@ def recall_conditions(
     return records
 
 
+def not_learnt(recall: Mapping[str, Any]) -> str | None:
+    """Return a sentence where the ordinary arm did not pass its gate, so that no arm has learnt; None where it did.
+
+    `recall` is that of a run's result: `gate_passed`, `gate_accuracy`, `gate` and `gate_of`, the ordinary run if it is
+    another one.
+    """
+    if recall["gate_passed"]:
+        return None
+    whose = f"by {recall['gate_of']}" if recall["gate_of"] else "here"
+    return (
+        f"the task is not learnt: {100 * recall['gate_accuracy']:.1f}% of the development queries are answered "
+        f"{whose}, {100 * recall['gate']:g}% are asked of the ordinary arm before others are compared with it"
+    )
+
+
+def recall_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Return the tables of a run of recall: by tests at its end, and by updates where it was judged in between."""
+    if "recall" not in result:
+        return []
+    tables = [recall_table(result["recall"]["tests"], title="queries answered")]
+    if reports := {update: one["recall"]["tests"] for update, one in result["reports"].items()}:
+        columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
+        tests = zip(*reports.values(), strict=True)
+        rows = [
+            [f"{each[0]['length']:,} / {each[0]['pairs']}", *(f"{100 * one['accuracy']:.2f}" for one in each)]
+            for each in tests
+        ]
+        tables.append(Table.of("queries answered, %, by updates", columns, rows))
+    return tables
+
+
 def recall_table(records: Sequence[Mapping[str, Any]], *, title: str = "recall") -> Table:
     """Return the accuracy by tokens and pairs, as percentages of queries, with the loss at queries."""
     rows = [

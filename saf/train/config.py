@@ -110,6 +110,9 @@ class TrainConfig:
     """Windows of the controller partition to evaluate; all of them where it holds fewer."""
     save_every: int = 500
     """Updates between checkpoints; 0 for none but those at the freezing point and the end."""
+    report_at: tuple[int, ...] = ()
+    """Updates after which the model is judged as at the end, beside the end itself; 0 is before the first, after an
+    event that comes there. Each report is in the run's reports/ and result.json."""
     save_at: tuple[float, ...] = ()
     """Shares of the updates after which a checkpoint is saved and kept, for other runs to go on from."""
     keep: int = 2
@@ -143,6 +146,7 @@ class TrainConfig:
         check_fields(self)
         self.betas = (float(self.betas[0]), float(self.betas[1]))
         self.save_at = tuple(float(share) for share in self.save_at)
+        self.report_at = tuple(self.report_at)
         for name in _AT_LEAST_ONE:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"):
@@ -153,6 +157,9 @@ class TrainConfig:
         self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         self._require("lr_start", self.lr_start < self.updates, f"below updates={self.updates}")
+        reports = {*self.report_at}
+        usable = len(reports) == len(self.report_at) and all(0 <= each <= self.updates for each in reports)
+        self._require("report_at", usable, f"different updates from 0 to updates={self.updates}")
         self._require("save_at", all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]")
         self._require("warmup", 0 <= self.warmup_share < 1, "updates or a share, fewer than all")
         budget = self.time_budget_seconds
@@ -219,6 +226,7 @@ class TrainConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["betas"] = list(self.betas)
         values["save_at"] = list(self.save_at)
+        values["report_at"] = list(self.report_at)
         values["finetuning"] = self.finetuning and asdict(self.finetuning)
         values["freeze"] = self.freeze and self.freeze.to_dict()
         values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
@@ -253,9 +261,12 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
-    weights alone, when none did.
+    weights alone, when none did; nor of which run the gate of recall is, nor reports before the end, without either.
     """
-    values = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, **settings}
+    before = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, "report_at": []}
+    values = {**before, **settings}
+    if isinstance(mqar := values["mqar"], dict):
+        values["mqar"] = {"ordinary": "", **mqar}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = {"operation": "freeze", **freeze}
     if "freeze_at" in values:

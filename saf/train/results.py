@@ -18,8 +18,24 @@ from saf.records.result import result_header
 from saf.records.run import RECORDS
 from saf.surgery import pattern_parameters
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
+from saf.train.clock import AFTERWARDS
 from saf.train.config import TrainConfig
 from saf.train.run import Run
+
+REPORTS = "reports"
+"""Folder in a run's own of what the model was judged by before the end: a folder an update, with the task's files."""
+REPORT = "report.json"
+"""What such a folder says, as result.json does at the end."""
+
+
+def report_between(run: Run) -> None:
+    """Judge the model where the settings ask for it before the end, unless it was done before the run was resumed."""
+    folder = run.folder / REPORTS / f"update-{run.update}"
+    if run.update not in run.config.report_at or run.finished() or (folder / REPORT).is_file():
+        return
+    with run.clock(AFTERWARDS), run.updater.parallel.whole():
+        report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"parent": run.parent_hash})
+        done_once(lambda: write_json(folder / REPORT, report))
 
 
 def finish(run: Run) -> dict[str, Any]:
@@ -50,7 +66,7 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Write result.json with what the task reported of the checkpoint `final`, and return it."""
     folder = run.folder
     metrics = read_lines(folder / "metrics.jsonl", by="update")
-    events = run.events
+    events, reports = run.events, _reports(run, report)
     intervention = intervention_record(events) if events else None
     if run.config.freeze is not None and intervention is None:
         warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=6)
@@ -83,11 +99,13 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
         "train_loss": fmean(line["loss"] for line in last) if last else None,
         **report,
+        "reports": reports,
         "update_seconds": update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
         "time": run.clock.record(),
         "lacks": [
             *run.clock.lacks,
+            *(f"reports: none after update {each}" for each in run.config.report_at if str(each) not in reports),
             *missing_updates(metrics, run.start, run.update),
             *missing_evaluations(
                 read_lines(folder / "evaluations.jsonl", by="update"), run.config, run.start, run.update
@@ -98,6 +116,16 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     }
     write_json(folder / "result.json", result)
     return result
+
+
+def _reports(run: Run, last: dict[str, Any]) -> dict[str, Any]:
+    """Return the reports that the settings ask for, by update; `last` is that of the end."""
+    found = {}
+    for update in sorted(run.config.report_at):
+        path = run.folder / REPORTS / f"update-{update}" / REPORT
+        if update == run.update or path.is_file():
+            found[str(update)] = last if update == run.update else read_json(path)
+    return found
 
 
 def warn_of_gaps(run: Run) -> None:
