@@ -136,6 +136,45 @@ def mcnemar(gained: int, lost: int) -> float:
     return 1.0 if gained + lost == 0 else float(binomtest(gained, gained + lost).pvalue)
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected by Holm's step-down method for how many tests there are, in the order given.
+
+    >>> [round(value, 3) for value in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for place, number in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[number]))
+        corrected[number] = largest
+    return corrected
+
+
+def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what two models' answers to the same questions differ by.
+
+    `difference` is the second model's accuracy minus the first's; its standard error and 95% interval are over the
+    questions, paired. `gained` and `lost` are questions that the second or the first alone answers rightly; `p_value`
+    is McNemar's, exact. Raises CompareError for other questions.
+    """
+    asked = [[(record["id"], record["answer"]) for record in records] for records in (ordinary, frozen)]
+    if asked[0] != asked[1]:
+        raise CompareError(
+            f"different questions were answered ({len(asked[0])} and {len(asked[1])}); judge both by the same file"
+        )
+    changes = [int(b["right"]) - int(a["right"]) for a, b in zip(ordinary, frozen, strict=True)]
+    count, gained, lost = len(changes), changes.count(1), changes.count(-1)
+    mean = (gained - lost) / count
+    error = math.sqrt(max((gained + lost) / count - mean**2, 0.0) / count)
+    return {
+        "difference": mean,
+        "standard_error": error,
+        "ci95": [mean - 1.96 * error, mean + 1.96 * error],
+        "gained": gained,
+        "lost": lost,
+        "p_value": mcnemar(gained, lost),
+    }
+
+
 def write_answers(folder: Path, records: Sequence[Mapping[str, Any]]) -> str:
     """Write answers.jsonl into a run's folder and return its SHA-256."""
     return file_hash(write_lines(folder / FILE, records))
@@ -168,11 +207,7 @@ def compare_answers(
         InputError: A run that has not ended, or has no answers, or others than its result tells of.
     """
     pair = [read_answers(run) for run in (ordinary, frozen)]
-    asked = [[(record["id"], record["answer"]) for record in records] for records in pair]
-    if asked[0] != asked[1]:
-        raise CompareError(
-            f"the runs answered different questions ({len(asked[0])} and {len(asked[1])}); judge both by the same file"
-        )
+    changes = paired_answers(*pair)
     found = _differences(ordinary, frozen)
     if found and not allow_differences:
         listed = "\n  ".join(found)
@@ -180,10 +215,6 @@ def compare_answers(
             f"these runs were finetuned differently:\n  {listed}\n"
             "Finetune both with the same settings, or allow the differences explicitly (--allow-differences)"
         )
-    changes = [int(b["right"]) - int(a["right"]) for a, b in zip(*pair, strict=True)]
-    count, gained, lost = len(changes), changes.count(1), changes.count(-1)
-    mean = (gained - lost) / count
-    error = math.sqrt(max((gained + lost) / count - mean**2, 0.0) / count)
     results = [run.finished_result() for run in (ordinary, frozen)]
     names = ("ordinary", "frozen")
     finals = {name: one["provenance"]["checkpoints"].get("final") for name, one in zip(names, results, strict=True)}
@@ -194,16 +225,11 @@ def compare_answers(
         "frozen": str(frozen.folder),
         "arms": [ordinary.arm, frozen.arm],
         "heads": [len(run.edited_heads) for run in (ordinary, frozen)],
-        "questions": count,
+        "questions": len(pair[0]),
         "accuracy": [one["accuracy"] for one in results],
         "taken": [one["taken"] for one in results],
         "answers": results[0]["answers"],
-        "difference": mean,
-        "standard_error": error,
-        "ci95": [mean - 1.96 * error, mean + 1.96 * error],
-        "gained": gained,
-        "lost": lost,
-        "p_value": mcnemar(gained, lost),
+        **changes,
         "update_seconds": [(one["update_seconds"] or {}).get("median") for one in results],
         "differences": found,
     }

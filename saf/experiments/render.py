@@ -15,12 +15,13 @@ from saf.evaluate.paired import mean_and_standard_error
 from saf.experiments.columns import COLUMNS, Column, Record
 from saf.experiments.measurement import Measurement, Number, tables_of
 from saf.experiments.measuring import Measurements
+from saf.experiments.page import recipe_page
 from saf.experiments.plan import Plan
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.rows import Records, Rows, Value
 from saf.experiments.store import Store
 from saf.records.files import write_atomically, write_json
-from saf.records.table import Cell, Part, Table, html_of, markdown_of
+from saf.records.table import Cell, Part, Table, markdown_of
 
 NOT_RUN = "not run"
 
@@ -169,11 +170,8 @@ class Rendered:
 
     def write(self, folder: Path) -> list[Path]:
         """Write Markdown, LaTeX, CSV, HTML and JSON into a folder and return the files; those of a draft say so."""
-        parts = self.parts()
-        body = "".join(map(html_of, parts))
-        page = f'<!doctype html><meta charset="utf-8"><title>{_html(self.recipe.title)}</title>{body}'
-        shown = "\n\n".join(map(markdown_of, parts))
-        texts = {"md": shown + "\n", "tex": self.latex(), "csv": self.csv(), "html": page + "\n"}
+        shown = "\n\n".join(map(markdown_of, self.parts()))
+        texts = {"md": shown + "\n", "tex": self.latex(), "csv": self.csv(), "html": recipe_page(self)}
         stem = f"{self.name}-{self.scale}{'-draft' if self.drafts else ''}"
         files = [write_atomically(folder / f"{stem}.{kind}", text.encode()) for kind, text in texts.items()]
         return [*files, write_json(folder / f"{stem}.json", self.to_dict())]
@@ -264,9 +262,3 @@ def _latex(text: str) -> str:
     for sign, written in (("\\", r"\textbackslash "), ("%", r"\%"), ("&", r"\&"), ("_", r"\_"), ("#", r"\#")):
         text = text.replace(sign, written)
     return text.replace("\u2212", "$-$").replace("±", r"$\pm$").replace("×", r"$\times$")
-
-
-def _html(text: str) -> str:
-    from html import escape
-
-    return escape(text)
