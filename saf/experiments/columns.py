@@ -167,6 +167,12 @@ COLUMNS = {
         needs=(*_TOKENS, *_EXCHANGE),
     ),
     "exchange": Column(title="1% more tokens buys, %", value=_exchange, places=3, needs=_EXCHANGE),
+    "rise": Column(
+        title="rise at the event, nats",
+        value=_own(lambda run: (run.get("intervention") or {}).get("loss_rise")),
+        places=4,
+        signed=True,
+    ),
     "heads": Column(title="heads", value=_own(_edited), places=0),
     "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
     "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),

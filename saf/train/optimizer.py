@@ -53,6 +53,17 @@ def learning_rate(progress: float, *, peak: float, min_ratio: float = 0.1, warmu
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * decay)))
 
 
+def rise_after_event(since: int | None, *, over: int) -> float:
+    """Return the share of the scheduled rate that the update to come takes, `since` updates after the newest event.
+
+    It rises linearly over as many updates as asked for; without an event, or over none, it is the whole rate.
+
+    >>> [rise_after_event(since, over=4) for since in (None, 0, 3, 4)]
+    [1.0, 0.25, 1.0, 1.0]
+    """
+    return 1.0 if since is None or over == 0 else min((since + 1) / over, 1.0)
+
+
 def progress_by_update(update: int, *, updates: int, start: int = 0) -> float:
     """Return the progress of update number `update` (1-based) in a schedule over updates `start + 1 ... updates`.
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import warnings
+from math import fsum
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
@@ -196,10 +197,12 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
     """Return what a run's events did together, at least one of them.
 
     That is after which update the first one came, how many there were, which heads they left frozen or pruned, what
-    their parts cost in seconds, and the controller losses before the first and after the last one (None where no run
-    measured them).
+    their parts cost in seconds, the controller losses before the first and after the last one, and by how much each
+    raised it at once, added up (None where no run measured them).
     """
     seconds: dict[str, float] = {}
+    around = [(event.values.get("loss_before"), event.values.get("loss_after")) for event in events]
+    rises = [after - before for before, after in around if before is not None and after is not None]
     for event in events:
         seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
     return {
@@ -207,8 +210,9 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
         "events": len(events),
         "heads": heads_in_force(events),
         "seconds": seconds,
-        "loss_before": events[0].values.get("loss_before"),
-        "loss_after": events[-1].values.get("loss_after"),
+        "loss_before": around[0][0],
+        "loss_after": around[-1][1],
+        "loss_rise": fsum(rises) if len(rises) == len(events) else None,
     }
 
 

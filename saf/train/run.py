@@ -26,7 +26,7 @@ from saf.train.checkpoint import (
 from saf.train.clock import AFTERWARDS, Clock, log_checkpoint
 from saf.train.config import TrainConfig
 from saf.train.observer import Observer
-from saf.train.optimizer import learning_rate, progress_by_share, progress_by_update
+from saf.train.optimizer import learning_rate, progress_by_share, progress_by_update, rise_after_event
 from saf.train.updater import Updater
 
 GRADIENT = "qk_gradient"
@@ -105,7 +105,9 @@ class Run:
         if self.allowance is not None:
             begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
             progress = progress_by_share(self._used(self.clock.parts), begin=max(begin, 0.0))
-        return learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+        rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+        since = None if self.heads_changed is None else self.update - self.heads_changed
+        return rate * rise_after_event(since, over=config.rewarm_updates)
 
     def finished(self, *, after: dict[str, float] | None = None) -> bool:
         """Return whether the updates are done or the next would exceed the allowance, now or `after` these seconds."""
