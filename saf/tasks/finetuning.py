@@ -19,6 +19,7 @@ from saf.data import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.answers import answer, loss_of, padded, summary, write_answers
 from saf.machine.execution import Execution
+from saf.machine.processes import done_once
 from saf.models import GPT
 from saf.settings import documented
 from saf.tasks.examples import Encoded, Found, encode_examples, examples_hash, read_examples, stratified
@@ -219,7 +220,7 @@ class FinetuneTask:
             "judged_by": self.own.judge,
             **summary(records),
             "left_out": {name: {why: len(ids) for why, ids in parts.items()} for name, parts in self.left_out.items()},
-            "answers_sha256": write_answers(folder, records),
+            "answers_sha256": done_once(lambda: write_answers(folder, records)),
         }
 
     def _answer(self, model: GPT, execution: Execution, some: Sequence[Encoded]) -> list[dict[str, Any]]:
