@@ -132,7 +132,7 @@ class CompilingAhead:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         if free is not None and free < layouts.bytes:
             run.say(
-                f"nothing is compiled ahead: {readable(free)} of the device are free, it takes {readable(layouts.bytes)}"
+                f"nothing is compiled ahead: it takes {readable(layouts.bytes)}, the device has {readable(free)} left"
             )
             return
         self._process = start(layouts, run.folder / LOG)
