@@ -7,6 +7,7 @@
     python tools/trial.py starts              # two runs started together in one folder, 30 times
     python tools/trial.py kills               # a run killed at any moment and resumed, 60 times
     python tools/trial.py disk                # a disk that is full at the n-th write, for each n of a run
+    sudo python tools/trial.py full           # a file system too small for the run, 20 sizes (mounts a tmpfs)
 
 Prints a table of counts and a line for each fault, and ends with exit code 1 if there is any. What is drawn, is drawn
 from the seed.
@@ -28,7 +29,7 @@ from tools.trials.attempt import Attempt, outcome
 from tools.trials.commands import command_attempts
 from tools.trials.files import try_files
 from tools.trials.inputs import attempts
-from tools.trials.repeated import try_disk, try_kills, try_starts
+from tools.trials.repeated import try_disk, try_full, try_kills, try_starts
 
 Found = Iterator[tuple[str, str, str]]
 """Of each trial a group to count it under, its words, and what came of it; a colon follows the name of a fault."""
@@ -94,6 +95,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Found]] = {
     "starts": _repeated(try_starts, 30),
     "kills": _repeated(try_kills, 60),
     "disk": _repeated(try_disk, 0),
+    "full": _repeated(try_full, 20),
 }
 
 if __name__ == "__main__":

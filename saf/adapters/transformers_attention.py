@@ -1,6 +1,7 @@
 """What models of transformers call once heads of theirs are frozen: attention, layers without queries, masks."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import cache, partial
 from types import MethodType
 from typing import Any
@@ -314,6 +315,23 @@ def replaced_forward(attention: Any) -> Any:
     if isinstance(own, MethodType) and own.__func__ is type(attention).forward:
         return None  # as some ways of recording outputs leave it behind
     return own.func if isinstance(own, partial) else own
+
+
+def idle_tensors(model: nn.Module) -> Iterator[str]:
+    """Yield the names in a model of what does not change by training since heads were edited, while others may.
+
+    They are the buffers of frozen heads, and in a layer without live heads the weights of queries and keys, which no
+    pass reads.
+    """
+    for name, module in model.named_modules():
+        if (state := state_of(module)) is None:
+            continue
+        yield from (f"{name}.{NAME}.{buffer}" for buffer, _ in state.named_buffers())
+        if not state.layout.num_live:
+            read = {id(one) for role in ("value", "output") for one in state.family.module(module, role).parameters()}
+            logits = {id(one) for one in state.parameters()}
+            own = module.named_parameters()
+            yield from (f"{name}.{part}" for part, one in own if id(one) not in read | logits)
 
 
 def check_generated_length(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:

@@ -1,47 +1,38 @@
-"""`saf finetune`: train a checkpoint on questions with choices, and measure its accuracy."""
+"""`saf finetune`: train a checkpoint on questions with choices, or on recall, and measure its accuracy."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Self
 
 import tyro
 
 from saf.arguments import at_least
-from saf.cli.command import Command, build_groups, given_values
-from saf.cli.output import show
-from saf.cli.pretrain import check_freeze_words, result_table
+from saf.cli.command import build_groups, given_values
+from saf.cli.training import Training, check_freeze_words
 from saf.errors import InputError
-from saf.machine.processes import is_first, joined
-from saf.settings import FLAT
-from saf.tasks import FinetuneSettings
-from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint
+from saf.tasks import FinetuneSettings, MQARTask
+from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.checkpoint import find_checkpoint
 from saf.train.finetuning import finetune, finetune_defaults, settings_like
 from saf.train.run_config import recorded_config
 
 
 @dataclass(kw_only=True)
-class Finetune(Command):
-    """Finetune a checkpoint on a task with choices, in a folder of its own, and measure accuracy on a test file.
+class Finetune(Training):
+    """Finetune a checkpoint on a task, in a folder of its own, and measure its accuracy.
 
     --task is sst2, boolq or quality with --data and --test, or a JSONL of training examples with --test. The ordinary
     model chooses the number of epochs, from 1 to 5, on a share of the training file; other arms are finetuned
-    --like it.
+    --like it. --task mqar is associative recall, which needs no files and has --updates.
     Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
-    settings: Annotated[TrainConfig, FLAT]
-    """Of the run."""
     epochs: Annotated[int | None, at_least(1)] = None
     """Passes over the training examples, instead of a choice by the ordinary model."""
     like: Path | None = None
     """Finetuned run of the ordinary arm whose files, settings and updates are taken over."""
-    resume: bool = False
-    """Go on from the newest checkpoint in --out, with the run's own settings."""
-    json: bool = False
-    """Print the result as JSON instead of a table."""
 
     @classmethod
     def from_words(cls, words: Sequence[str], *, prog: str | None = None) -> Self:
@@ -59,9 +50,18 @@ class Finetune(Command):
         given = given_values(cls, words, prog=prog, base={"settings": _Shown(base)})
         own = given.pop("settings", {})
         check_freeze_words(own.get("freeze", {}), None)
+        of_examples = own.pop("finetuning", {})
+        own |= {**build_groups(TrainConfig, own, SimpleNamespace(**base)), "parent": base["parent"]}
+        if base["task"] == MQARTask.name:
+            if of_examples:
+                words = " and ".join(f"--{name.replace('_', '-')}" for name in of_examples)
+                raise InputError(f"{words} is of tasks with files of examples; leave it out with --task mqar")
+            last = own.get("updates", base["updates"])
+            base["report_at"] = tuple(update for update in base["report_at"] if update <= last)
+            return cls(settings=TrainConfig(**{**base, **own}), **given)
         if "updates" in own:
             raise InputError("updates follow from the examples and the epochs; give epochs")
-        examples = {**base, **own.pop("finetuning", {})}
+        examples = {**base, **of_examples}
         named = {each.name for each in fields(FinetuneSettings)}
         if missing := [name for name in ("test", "data") if not ({**examples, **own}).get(name)]:
             raise InputError(
@@ -69,9 +69,7 @@ class Finetune(Command):
             )
         finetuning = FinetuneSettings(**{name: examples[name] for name in named & examples.keys()})
         plain = {name: value for name, value in base.items() if name not in named}
-        own |= build_groups(TrainConfig, own)
-        settings = TrainConfig(**{**plain, **own, "parent": base["parent"], "finetuning": finetuning})
-        return cls(settings=settings, **given)
+        return cls(settings=TrainConfig(**{**plain, **own, "finetuning": finetuning}), **given)
 
     @classmethod
     def _check_words(cls, words: Sequence[str], prog: str | None) -> None:
@@ -83,32 +81,13 @@ class Finetune(Command):
         own.pop("finetuning", None)
         TrainConfig(**{**nowhere, **own, **build_groups(TrainConfig, own)})
 
-    def run(self) -> dict[str, Any]:
-        """Finetune, print the result and return it; exits with code 75 when a signal stopped the run."""
-        if self.like is not None and self.epochs is not None:
+    def train(self) -> dict[str, Any]:
+        """Train for the updates of the run that this one is like, of its epochs, or as many as are given."""
+        if self.like is None:
+            return finetune(self.settings, epochs=self.epochs, resume=self.resume)
+        if self.epochs is not None:
             raise InputError("epochs has no effect beside like, whose updates are taken over; leave one of them out")
-        with joined(self.settings.device):
-            result = self._finetuned()
-            prints = is_first()
-        if "stopped_at" in result:
-            if prints:
-                print(
-                    f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
-                    "Go on with the same command and --resume",
-                    file=sys.stderr,
-                )
-            raise SystemExit(EXIT_STOPPED)
-        if prints:
-            show(result, result_table(result), as_json=self.json)
-        return result
-
-    def _finetuned(self) -> dict[str, Any]:
-        """Train for the updates of the run that this one is like, or of its epochs."""
-        from saf.train import pretrain
-
-        if self.like is not None:
-            return pretrain(self.settings, resume=self.resume and _began(self.settings.out))
-        return finetune(self.settings, epochs=self.epochs, resume=self.resume)
+        return pretrain(self.settings, resume=self.resume and _began(self.settings.out))
 
 
 COMMAND = Finetune
@@ -168,9 +147,9 @@ class _Start:
         if self.like is not None:
             base = settings_like(self.like, parent=checkpoint, out=self.out)
         elif self.task is None:
-            raise InputError("finetuning needs a task; name --task sst2, boolq, quality, or a FILE.jsonl")
+            raise InputError("finetuning needs a task; name --task sst2, boolq, quality, mqar, or a FILE.jsonl")
         else:
-            base = {**finetune_defaults(checkpoint, task=self.task, out=self.out), "data": ""}
+            base = finetune_defaults(checkpoint, task=self.task, out=self.out)
         return {**base, "parent": str(checkpoint.path)}
 
 

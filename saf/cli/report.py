@@ -1,6 +1,6 @@
 """`saf report`: one page about runs or benchmarks, the tables of recipes, or one document of all results."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,12 +8,14 @@ import tyro
 
 from saf.cli.command import Command
 from saf.cli.output import show
+from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError
 from saf.experiments.document import write_document
+from saf.experiments.examples import find_examples
 from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
-from saf.experiments.recipe import open_recipes, read_tokens, scale_named
+from saf.experiments.recipe import open_recipes
 from saf.experiments.render import render
 from saf.experiments.store import Store
 from saf.records.paths import Kind, expect
@@ -21,6 +23,7 @@ from saf.report.benchmarks.bars import write_bars
 from saf.report.benchmarks.page import read_records, write_bench_report
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
+from saf.settings import FLAT
 
 
 @dataclass(kw_only=True)
@@ -34,14 +37,14 @@ class Report(Command):
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Run folders, the first ordinary one is what frozen ones are compared with; .json files of `saf bench`; or names
     of recipes."""
-    scale: str = "small"
-    """Of the runs of a recipe."""
-    tokens: str | None = None
-    """Of the runs of a recipe, as `saf run --tokens` names them."""
+    at: Annotated[AtScale, FLAT] = field(default_factory=AtScale)
+    """Which runs of a recipe."""
     store: Path = Path("runs/recipes")
     """Of a recipe's records."""
     data: Path | None = None
     """Which data's runs of a recipe, where the store has several."""
+    tasks: Path | None = None
+    """Which examples runs of a recipe were finetuned on, where the store has several."""
     seeds: tuple[int, ...] = ()
     """Which seeds of a recipe; the scale's own when none are named."""
     results: Path | None = None
@@ -81,8 +84,9 @@ class Report(Command):
         store = Store(self.store).open(write=False)
         trains = any(recipe.arms for recipe in recipes.values())
         data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint() if trains else ""
-        scale = scale_named(self.scale).resized(None if self.tokens is None else read_tokens(self.tokens))
-        made = plan(recipes, scale, data=data, seeds=self.seeds)
+        files = find_examples(self.tasks) if self.tasks else None
+        examples = None if files else store.examples()
+        made = plan(recipes, self.at.chosen(), data=data, seeds=self.seeds, files=files, examples=examples)
         measured = plan_measurements(recipes, made)
         rendered = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         written = [path for table in rendered for path in (table.write(self.out) if self.out else ())]

@@ -15,7 +15,7 @@ from typing import Any
 
 from saf.errors import DataError
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 2**19
 """Longest piece where cuts are found: tokenising takes some 150 times its size in memory."""
 UNCUT_BYTES = 2**23
 """Longest piece where none is found, 1.2 GB in memory: longer ones are refused."""

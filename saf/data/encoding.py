@@ -23,9 +23,9 @@ import numpy as np
 Tag = TypeVar("Tag")
 Text = bytes | memoryview
 
-# What a worker gets at once: large enough that the pipe costs nothing beside it, small enough to share text out evenly;
-# whichever comes first. Chosen, not measured.
-BATCH_BYTES = 2**20
+# What a worker gets at once: large enough that the pipe costs nothing beside it, small enough to share text out evenly
+# and to keep a worker's memory small (150 times as much); whichever comes first.
+BATCH_BYTES = 2**19
 BATCH_TEXTS = 1024  # where documents are so short that their number, not their text, is the work
 
 
@@ -136,7 +136,7 @@ class EncodePool:
 
 
 def batches(texts: Iterable[tuple[Text, Tag]]) -> Iterator[list[tuple[Text, Tag]]]:
-    """Group texts into lists of about a mebibyte."""
+    """Group texts into lists of about `BATCH_BYTES`."""
     batch: list[tuple[Text, Tag]] = []
     size = 0
     for text, tag in texts:

@@ -85,6 +85,7 @@ def prepare(
         raise InputError(
             f"text_field={config.text_field!r} names a field of JSONL, CSV, Parquet or a dataset, and no source is one"
         )
+    _check_enough(train, config)
     with ReadingProgress(progress) as shown, _prepared_folder(Path(out).resolve(), overwrite=overwrite) as folder:
         shown.stage("choosing the tokenizer")
         tokenizer, trained_on = choose_tokenizer(train, config)
@@ -99,6 +100,19 @@ def prepare(
             index = replace(index, left_out=FileInfo(path.name, path.stat().st_size, file_hash(path)))
         index.save(folder)
     return index
+
+
+def _check_enough(train: Sequence[Source], config: PrepareConfig):
+    """Raise DataError where files alone tell of fewer documents than partitions, before hours of reading."""
+    most = [source.most_documents for source in train]
+    partitions = 1 + sum(share > 0 for share in config.shares)
+    if config.fraction is None or config.split_characters is not None or None in most:
+        return
+    if (found := sum(count or 0 for count in most)) < partitions:
+        raise DataError(
+            f"too few documents: {found} in all (a file of text is one document) for {partitions} partitions; give "
+            f"more files, held-out text of its own (heldout), or cut long documents with split_characters"
+        )
 
 
 def check_target(out: Path, *, overwrite: bool):

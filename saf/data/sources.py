@@ -30,13 +30,15 @@ _LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "encodings", "py
 class Source:
     """Say where documents come from: `read(advance)` yields them as UTF-8, `size` is their bytes on disk if known.
 
-    `has_fields` tells that its records have names, one of which is the text's; `left_out` which files were not read, or
-    not whole, and why, complete once all documents were read.
+    `most_documents` is how many there can be at most, where the files tell without being read. `has_fields` tells that
+    its records have names, one of which is the text's; `left_out` which files were not read, or not whole, and why,
+    complete once all documents were read.
     """
 
     name: str
     read: Callable[[Advance], Iterator[bytes]]
     size: int | None = None
+    most_documents: int | None = None
     facts: dict = field(default_factory=dict)
     has_fields: bool = False
     left_out: dict[str, str] = field(default_factory=dict)
@@ -130,6 +132,7 @@ def _files(name: str, files: list[Path], facts: dict, options: Options, *, stric
         name,
         read,
         size=sum(path.stat().st_size for path in files),
+        most_documents=None if tables else len(files),
         facts=facts,
         has_fields=tables,
         left_out=options.left_out,

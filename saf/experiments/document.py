@@ -13,7 +13,7 @@ from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import Recipe, Scale, open_recipes, read_tokens, scale_named
 from saf.experiments.render import Rendered, render
-from saf.experiments.store import Store
+from saf.experiments.store import Store, data_of
 from saf.records.files import write_atomically
 from saf.records.result import read_result
 from saf.records.table import markdown_of
@@ -54,30 +54,41 @@ def _store(folder: Path, results: Path, recipes: dict[str, Recipe] | None) -> It
     records = [read_result(path) for path in sorted(folder.glob("records/*.json"))]
     for name in sorted({str(record["settings"]["scale"]) for record in records}):
         own = [record for record in records if record["settings"]["scale"] == name]
-        data = sorted({str(record["provenance"]["data"].get("train")) for record in own})
+        data = data_of(own)
         seeds = sorted({int(record["settings"]["seed"]) for record in own})
         for fingerprint in data:
-            made = plan(recipes, _scale(name), data=fingerprint, seeds=seeds)
+            made = plan(recipes, _scale(name, store), data=fingerprint, seeds=seeds, examples=store.examples())
             measured = plan_measurements(recipes, made)
             for title, recipe in recipes.items():
+                if made.scale.speeds is not None and not any(arm.match for arm in recipe.arms):
+                    continue
                 rendered = render(title, recipe, made, store, measured)
                 # A parent alone, which other recipes need too, is no table.
                 if (recipe.columns and len(rendered.values) > 1) or rendered.measured:
-                    yield from _table(rendered, seeds, store.folder.relative_to(results.parent))
+                    yield from _table(rendered, made.scale, seeds, store.folder.relative_to(results.parent))
 
 
-def _table(rendered: Rendered, seeds: list[int], store: Path) -> Iterator[str]:
+def _table(rendered: Rendered, at: Scale, seeds: list[int], store: Path) -> Iterator[str]:
     """Yield the Markdown of one recipe's tables, the arms that were run alone, and the command that makes them."""
     yield f"### {rendered.name}, {rendered.scale}"
     yield from filter(None, map(markdown_of, rendered.done().parts()))
-    scale, _, tokens = rendered.scale.partition("-")
-    told: dict[str, Any] = {"scale": scale, "tokens": tokens, "store": store.as_posix(), "data": "DATA"}
+    told: dict[str, Any] = {"scale": at.base, "tokens": _tokens(at.name), "store": store.as_posix(), "data": "DATA"}
     told["seeds"] = " ".join(map(str, seeds))
+    if at.speeds is not None:
+        told["match-speed"] = " ".join(dict.fromkeys(each.source for each in at.speeds.found))
+        told["match-charge-seconds"] = f"{at.speeds.charge_seconds:g}"
     flags = " ".join(f"--{flag} {value}" for flag, value in told.items() if value)
     yield f"```sh\nsaf run {rendered.name} {flags}\n```"
 
 
-def _scale(name: str) -> Scale:
-    """Return the scale that a record names, such as small or small-60M."""
-    scale, _, tokens = name.partition("-")
-    return scale_named(scale).resized(read_tokens(tokens) if tokens else None)
+def _tokens(name: str) -> str:
+    """Return the tokens that a scale's name tells of, or nothing."""
+    parts = name.partition("-speeds-")[0].split("-")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def _scale(name: str, store: Store) -> Scale:
+    """Return the scale that a record names, such as small or small-60M, or small-60M-speeds-0123abcd."""
+    tokens, speeds = _tokens(name), name.partition("-speeds-")[2]
+    scale = scale_named(name.partition("-")[0]).resized(read_tokens(tokens) if tokens else None)
+    return scale.at_speeds(store.speeds(speeds)) if speeds else scale

@@ -85,7 +85,7 @@ class Measurements:
         def given(value: Any) -> Any:
             return self._given(name, recipe, value, plan, seed) if isinstance(value, Reference) else value
 
-        settings = {flag: given(value) for flag, value in measurement.flags(plan.scale.name).items()}
+        settings = {flag: given(value) for flag, value in measurement.flags(plan.scale.base).items()}
         on = tuple(map(given, measurement.on))
         mine = seed if any(isinstance(each, Given) for each in (*on, *settings.values())) else None
         deciding = [SCHEMA, measurement.does, on, settings]
@@ -135,7 +135,7 @@ def plan_measurements(recipes: Mapping[str, Recipe], made: Plan, *, only: tuple[
     found = Measurements()
     for seed in made.seeds:
         for name, recipe in recipes.items():
-            for measurement in recipe.chosen_measurements(only, smoke=made.scale.name == "smoke"):
+            for measurement in recipe.chosen_measurements(only, smoke=made.scale.base == "smoke"):
                 found.add(name, recipe, measurement, made, seed)
     return found
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from saf.arguments import check_fields
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.evaluate.recall import NO_TARGET, Recalled, answer_queries, recall_conditions
+from saf.evaluate.recall import NO_TARGET, Recalled, answer_queries, not_learnt, recall_conditions
 from saf.machine.execution import Execution, device_name
+from saf.machine.processes import done_once
 from saf.models import GPT
-from saf.records.files import write_json
+from saf.records.files import read_json, write_json
 from saf.records.result import result_header
 from saf.settings import documented
 from saf.tasks.task import FetchedAhead, TaskSettings
@@ -69,6 +70,8 @@ class MQARSettings:
     """Sequences of training's length and pairs that are watched during a run, the same for every seed."""
     gate: float = 0.8
     """Share of the development queries that the ordinary arm must answer before arms are compared."""
+    ordinary: str = ""
+    """Finished run of the ordinary arm, whose answers the gate is of; this run's own are where none is named."""
 
     def __post_init__(self):
         """Raise InputError naming the first setting that cannot be used."""
@@ -96,6 +99,12 @@ class MQARSettings:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    def within(self, context: int) -> "MQARSettings":
+        """Return the settings with those tests alone whose sequences a model of so many tokens takes."""
+        kept = [test for test in self.tests if test[0] <= context]
+        lengths, pairs = (tuple(test[part] for test in kept) for part in (0, 1))
+        return replace(self, test_lengths=lengths, test_pairs=pairs)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MQARSettings":
@@ -203,12 +212,23 @@ class MQARTask:
         self.mqar: MQARSettings = settings.mqar
         self.context = length
         self.length = self.mqar.length
+        self._tell_of_left_out()
         longest = max((self.length, *self.mqar.test_lengths))
         if longest > length:
             raise InputError(
                 f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}; name shorter ones with "
                 "mqar.length and mqar.test_lengths, or give the run a length that holds them"
             )
+
+    def _tell_of_left_out(self) -> None:
+        """Warn where the tests are the paper's but for those that the context does not hold."""
+        paper = MQARSettings()
+        within = paper.within(self.context)
+        if self.mqar.tests == within.tests != paper.tests:
+            left = sorted({length for length, _ in paper.tests} - {length for length, _ in within.tests})
+            words = " and ".join(f"{length:,}" for length in left)
+            told = f"the tests of {words} tokens are left out: the model's context is {self.context:,}"
+            warnings.warn(told, SafWarning, stacklevel=4)
 
     @property
     def vocab_size(self) -> int:
@@ -218,7 +238,7 @@ class MQARTask:
     @property
     def fingerprint(self) -> str:
         """Return the SHA-256 of everything that examples are made from, and of the first training example."""
-        made = {name: value for name, value in self.mqar.to_dict().items() if name != "gate"}
+        made = {name: value for name, value in self.mqar.to_dict().items() if name not in ("gate", "ordinary")}
         first, _ = self._training_source.examples(_Stream.TRAINING, [0])
         said = json.dumps({"task": self.name, "seed": self.settings.seed, **made}, sort_keys=True)
         return hashlib.sha256(said.encode() + first.numpy().astype("<i8").tobytes()).hexdigest()
@@ -238,9 +258,16 @@ class MQARTask:
         return self.mqar.source(self.settings.seed)
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        """Raise InputError when the context, which calibration sequences fill, cannot hold the pairs."""
+        """Raise InputError when the context, which calibration sequences fill, cannot hold the pairs.
+
+        So it does when the ordinary arm that settings name has no answers yet.
+        """
         if calibrates or scores_outputs:
             self._fixed(_Stream.CALIBRATION, 1, length=self._whole_context)
+        if self.mqar.ordinary and not (Path(self.mqar.ordinary) / RECALL).is_file():
+            raise InputError(
+                f"mqar.ordinary names {self.mqar.ordinary}, which holds no {RECALL}; expected a finished run of recall"
+            )
 
     def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> FetchedAhead:
         """Return the micro-batches that follow `update` updates; number `first`, and then each `every`."""
@@ -277,7 +304,7 @@ class MQARTask:
     ) -> dict[str, Any]:
         """Return loss and accuracy by test, and write recall.json with the hits of every example.
 
-        Warns where the development examples are answered too seldom for a comparison of arms to mean anything.
+        Warns where the ordinary arm answers its development examples too seldom for a comparison to mean anything.
         """
         developed = self._develop(model, execution, self.mqar.development)
         tests = {
@@ -285,23 +312,22 @@ class MQARTask:
             for length, pairs in self.mqar.tests
         }
         records = recall_conditions(model, execution, tests)
-        passed = developed.accuracy >= self.mqar.gate
+        judged = developed.accuracy
+        if self.mqar.ordinary:
+            judged = read_json(Path(self.mqar.ordinary) / RECALL)["development"]["accuracy"]
         recall = {
             "development": {"length": self.length, "pairs": self.mqar.pairs, **developed.to_dict()},
             "gate": self.mqar.gate,
-            "gate_passed": passed,
+            "gate_of": self.mqar.ordinary or None,
+            "gate_accuracy": judged,
+            "gate_passed": judged >= self.mqar.gate,
             "tests": records,
         }
         device = device_name(execution.device)
         head = result_header("recall", self.mqar.to_dict(), device=device, checkpoints=checkpoints)
-        write_json(folder / RECALL, {**head, **recall})
-        if not passed:
-            warnings.warn(
-                f"{100 * developed.accuracy:.1f}% of the development queries are answered, "
-                f"{100 * self.mqar.gate:g}% are asked of the ordinary arm before others are compared with it",
-                SafWarning,
-                stacklevel=2,
-            )
+        done_once(lambda: write_json(folder / RECALL, {**head, **recall}))
+        if words := not_learnt(recall):
+            warnings.warn(words, SafWarning, stacklevel=2)
         short = [{name: value for name, value in one.items() if name != "hits"} for one in records]
         development = {name: value for name, value in recall["development"].items() if name != "hits"}
         return {"report_loss": developed.loss, "recall": {**recall, "development": development, "tests": short}}

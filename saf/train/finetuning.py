@@ -1,4 +1,8 @@
-"""Finetuning as a run: its settings from a parent's checkpoint, and how many epochs, as the ordinary model chooses."""
+"""Finetuning as a run: its settings from a parent's checkpoint, and how many epochs, as the ordinary model chooses.
+
+Two kinds of task are finetuned on: questions with choices, files of examples that are gone through in epochs; and
+associative recall, whose examples are made and whose updates are given.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +13,8 @@ from saf.errors import InputError
 from saf.records.files import read_json, write_json
 from saf.records.result import result_header
 from saf.schedules import OneTime
-from saf.tasks import TASKS, FinetuneTask, MQARSettings
+from saf.tasks import TASKS, FinetuneTask, MQARSettings, MQARTask
+from saf.tasks.mqar import RECALL
 from saf.train.checkpoint import Checkpoint, checkpoint_hash, latest
 from saf.train.config import TrainConfig
 from saf.train.loop import pretrain
@@ -37,6 +42,7 @@ DEFAULTS: Mapping[str, Any] = {
     "match_charge_seconds": 0.0,
     "compile": "off",
     "eval_every": 0,
+    "report_at": (),
     "save_at": (),
     "schedule": OneTime(),
     "mqar": MQARSettings(),
@@ -48,8 +54,14 @@ OF_TASKS: Mapping[str, Mapping[str, Any]] = {
     "sst2": {"max_tokens": 128},
     "boolq": {"max_tokens": 512, "too_long": "shorten"},
     "quality": {"max_tokens": 8_192, "too_long": "shorten", "batch_size": 4, "accumulation": 4},
+    "mqar": {"data": "none", "updates": 1_500, "peak_lr": 1e-4},
 }
 """Tasks that can be finetuned on, and the paper's settings of each."""
+RECOVERY: Mapping[str, Any] = {"updates": 500, "report_at": (0, 50, 200, 500), "schedule": OneTime(at=0)}
+"""What is different where the parent was trained on recall already: heads are replaced before the first update, and the
+model is judged there and after the paper's numbers of recovery updates."""
+NEW_STREAM = 1_000
+"""Added to the seed of a parent that was trained on recall, so that its examples are not trained on again."""
 
 
 def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> dict[str, Any]:
@@ -60,10 +72,26 @@ def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> 
     """
     if task not in OF_TASKS:
         raise InputError(f"task must be one of {', '.join(OF_TASKS)}, or a FILE.jsonl, to finetune; got {task!r}")
-    before = settings_after(checkpoint, out=out)
-    own = {name: getattr(before, name) for name in vars(before)}
+    before = settings_after(checkpoint, out=out, fresh=True, **DEFAULTS)
+    own = {**vars(before), "task": task}
+    if task == MQARTask.name:
+        return {**own, **OF_TASKS[task], "finetuning": None, **_of_recall(checkpoint, before)}
     tokenizer = before.finetuning.tokenizer if before.finetuning else before.data
-    return {**own, **DEFAULTS, "tokenizer": tokenizer, "task": task, "fresh": True, **OF_TASKS[task]}
+    return {**own, "data": "", "tokenizer": tokenizer, **OF_TASKS[task]}
+
+
+def _of_recall(checkpoint: Checkpoint, before: TrainConfig) -> dict[str, Any]:
+    """Return the settings of recall that depend on the parent: its context, and whether it was trained on recall.
+
+    The gate is then of the parent's run, or of the ordinary run that this one names.
+    """
+    parent = TrainConfig.from_dict(checkpoint.state["settings"])
+    if parent.task != MQARTask.name:
+        return {"mqar": MQARSettings().within(context_length(before))}
+    run = checkpoint.path.parent.parent
+    own = str(run) if (run / RECALL).is_file() else ""
+    mqar = replace(parent.mqar, ordinary=parent.mqar.ordinary or own)
+    return {**RECOVERY, "mqar": mqar, "seed": parent.seed + NEW_STREAM}
 
 
 def epochs_in(config: TrainConfig, epochs: int) -> int:
@@ -80,16 +108,20 @@ def _task(config: TrainConfig) -> FinetuneTask:
 
 
 def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = False) -> dict[str, Any]:
-    """Finetune as the settings say, but for their updates: those of `epochs`, and return result.json.
+    """Finetune as the settings say and return result.json; a task with epochs has the updates of `epochs`.
 
     Without `epochs` the ordinary model chooses them, see `choose_epochs`. As `pretrain`, it returns `{"stopped_at":
     ...}` after a signal, and goes on with `resume`.
 
     Raises:
-        InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned.
+        InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned, or of a task that has none.
     """
+    if config.task == MQARTask.name and epochs is not None:
+        raise InputError(f"epochs cannot be given with task={config.task!r}, whose examples come once; give updates")
     if resume and (Path(config.out) / "config.json").exists():
         return pretrain(config, resume=True)
+    if config.task == MQARTask.name:
+        return pretrain(config)
     if epochs is None:
         chosen = choose_epochs(config, resume=resume)
         if "stopped_at" in chosen:
@@ -127,6 +159,7 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
             updates=epochs_in(config, epoch),
             finetuning=judged,
             schedule=None,
+            report_at=(),
             keep=1,
         )
         result = _finished(out) if resume else None
@@ -162,13 +195,11 @@ def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> di
         InputError: No finetuned run.
     """
     like = recorded_config(run)
-    if like.finetuning is None:
+    if like.task not in OF_TASKS or like.parent is None:
         raise InputError(f"{run} was not finetuned; name the finetuned run of the ordinary arm")
     own = finetune_defaults(parent, task=like.task, out=out)
     kept = ("out", "parent", "model", "model_overrides", "length", "freeze")
-    return {
-        **own,
-        **{name: getattr(like, name) for name in vars(like) if name not in kept},
-        **vars(like.finetuning),
-        "fresh": True,
-    }
+    taken = {name: getattr(like, name) for name in vars(like) if name not in kept}
+    if like.finetuning is None:
+        return {**own, **taken, "mqar": replace(like.mqar, ordinary=like.mqar.ordinary or str(run))}
+    return {**own, **taken, **vars(like.finetuning)}

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from saf.errors import CheckpointError, DivergenceError
-from saf.machine.processes import done_once, joined
+from saf.machine.processes import joined
 from saf.records.folders import no_room
 from saf.train.checkpoint import latest
 from saf.train.clock import AFTERWARDS, Clock
 from saf.train.config import TrainConfig
 from saf.train.events import carry_out_due_, event_due
-from saf.train.results import finish, warn_of_gaps
+from saf.train.results import finish, report_between, warn_of_gaps
 from saf.train.run import Run
 from saf.train.start import start_run
 
@@ -60,8 +60,8 @@ def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
             run.close()
     if not finished:
         return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
-    with _full_disk_explained(run, "result"), run.updater.parallel.whole():
-        return done_once(lambda: finish(run))
+    with _full_disk_explained(run, "result"):
+        return finish(run)
 
 
 @contextmanager
@@ -87,6 +87,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
         return True
     clock.enter("training")
     carry_out_due_(run, saved=run.update == run.start and run.parent_hash is not None)
+    report_between(run)
     while not run.finished():
         if run.observer and run.updater.compiling:
             run.observer.progress.compiling(run.update + 1)
@@ -106,6 +107,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
         if stopping:
             return False
         carry_out_due_(run)
+        report_between(run)
     clock.enter(AFTERWARDS)
     if run.update > run.start or run.changed:
         run.save(final=True)

@@ -3,12 +3,15 @@
 import hashlib
 import json
 import warnings
+from math import fsum
+from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
 from saf.adapters import adapter_for
 from saf.errors import InputError, SafWarning
 from saf.heads import EDITED
+from saf.machine.processes import done_once
 from saf.records.events import EVENTS, EventRecord, arm, heads_in_force
 from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
@@ -16,12 +19,28 @@ from saf.records.result import result_header
 from saf.records.run import RECORDS
 from saf.surgery import pattern_parameters
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
+from saf.train.clock import AFTERWARDS
 from saf.train.config import TrainConfig
 from saf.train.run import Run
 
+REPORTS = "reports"
+"""Folder in a run's own of what the model was judged by before the end: a folder an update, with the task's files."""
+REPORT = "report.json"
+"""What such a folder says, as result.json does at the end."""
+
+
+def report_between(run: Run) -> None:
+    """Judge the model where the settings ask for it before the end, unless it was done before the run was resumed."""
+    folder = run.folder / REPORTS / f"update-{run.update}"
+    if run.update not in run.config.report_at or run.finished() or (folder / REPORT).is_file():
+        return
+    with run.clock(AFTERWARDS), run.updater.parallel.whole():
+        report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"parent": run.parent_hash})
+        done_once(lambda: write_json(folder / REPORT, report))
+
 
 def finish(run: Run) -> dict[str, Any]:
-    """Evaluate the reporting partition, write result.json and return it.
+    """Evaluate the reporting partition, write result.json and return it; every process of a group calls this.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `time` has both clocks, each with what it
     includes, and the parts. `lacks` says in words what of the run is not known. A run whose time was over before its
@@ -39,12 +58,19 @@ def finish(run: Run) -> dict[str, Any]:
             f"{allowed} was over before the first update "
             f"({run.clock.everything:.1f} s went into setting the run up); allow more time, in another folder"
         )
-    report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
+    with run.updater.parallel.whole():
+        report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
+    return done_once(lambda: _written(run, final, report))
+
+
+def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Write result.json with what the task reported of the checkpoint `final`, and return it."""
+    folder = run.folder
     metrics = read_lines(folder / "metrics.jsonl", by="update")
-    events = run.events
+    events, reports = run.events, _reports(run, report)
     intervention = intervention_record(events) if events else None
     if run.config.freeze is not None and intervention is None:
-        warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=3)
+        warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=6)
     last = metrics[-max(1, min(100, run.config.updates // 20)) :]
     frozen, pruned = (_heads(run, kind) for kind in EDITED)
     head = result_header(
@@ -74,11 +100,13 @@ def finish(run: Run) -> dict[str, Any]:
         "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
         "train_loss": fmean(line["loss"] for line in last) if last else None,
         **report,
+        "reports": reports,
         "update_seconds": update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
         "time": run.clock.record(),
         "lacks": [
             *run.clock.lacks,
+            *(f"reports: none after update {each}" for each in run.config.report_at if str(each) not in reports),
             *missing_updates(metrics, run.start, run.update),
             *missing_evaluations(
                 read_lines(folder / "evaluations.jsonl", by="update"), run.config, run.start, run.update
@@ -89,6 +117,16 @@ def finish(run: Run) -> dict[str, Any]:
     }
     write_json(folder / "result.json", result)
     return result
+
+
+def _reports(run: Run, last: dict[str, Any]) -> dict[str, Any]:
+    """Return the reports that the settings ask for, by update; `last` is that of the end."""
+    found = {}
+    for update in sorted(run.config.report_at):
+        path = run.folder / REPORTS / f"update-{update}" / REPORT
+        if update == run.update or path.is_file():
+            found[str(update)] = last if update == run.update else read_json(path)
+    return found
 
 
 def warn_of_gaps(run: Run) -> None:
@@ -159,10 +197,12 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
     """Return what a run's events did together, at least one of them.
 
     That is after which update the first one came, how many there were, which heads they left frozen or pruned, what
-    their parts cost in seconds, and the controller losses before the first and after the last one (None where no run
-    measured them).
+    their parts cost in seconds, the controller losses before the first and after the last one, and by how much each
+    raised it at once, added up (None where no run measured them).
     """
     seconds: dict[str, float] = {}
+    around = [(event.values.get("loss_before"), event.values.get("loss_after")) for event in events]
+    rises = [after - before for before, after in around if before is not None and after is not None]
     for event in events:
         seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
     return {
@@ -170,8 +210,9 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
         "events": len(events),
         "heads": heads_in_force(events),
         "seconds": seconds,
-        "loss_before": events[0].values.get("loss_before"),
-        "loss_after": events[-1].values.get("loss_after"),
+        "loss_before": around[0][0],
+        "loss_after": around[-1][1],
+        "loss_rise": fsum(rises) if len(rises) == len(events) else None,
     }
 
 

@@ -141,15 +141,17 @@ def test_calibration_from_train_leaves_its_partition_empty(corpus, settings, tmp
         data.tokens("calibration")
 
 
-def test_limits_and_splitting(corpus, texts, tmp_path):
+def test_limits_and_splitting(corpus, texts, tmp_path, monkeypatch):
     index = prepare(corpus, tmp_path / "a", max_documents=60, vocab_size=300, heldout_fraction=0.4, workers=1)
     assert index.sources[0]["documents"] == 60
     index = prepare(corpus, tmp_path / "b", max_bytes=20_000, vocab_size=300, heldout_fraction=0.4, workers=1)
     assert 20_000 <= index.sources[0]["bytes"] <= 20_000 + max(map(len, texts))
     one = tmp_path / "one.txt"
     one.write_text("\n\n".join(texts))
-    with pytest.raises(DataError, match=r"got no document: 1 documents in all.*split_characters"):
-        prepare(one, tmp_path / "c", vocab_size=300, workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("saf.data.preparation.choose_tokenizer", None)  # refused before anything is read
+        with pytest.raises(DataError, match=r"1 in all \(a file of text is one document\) for 4 .*split_characters"):
+            prepare(one, tmp_path / "c", vocab_size=300, workers=1)
     index = prepare(one, tmp_path / "c", vocab_size=300, workers=1, split_characters=400, heldout_fraction=0.2)
     text_bytes = sum(info.bytes for info in index.partitions.values())
     assert text_bytes + index.duplicates["repeated"] <= len("\n\n".join(texts)) <= text_bytes + 400

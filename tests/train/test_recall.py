@@ -3,12 +3,16 @@
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import saf.train.loop as loop
 from saf.calibration import gate_gradients
-from saf.errors import CheckpointError, InputError
+from saf.cli import main
+from saf.cli.finetune import Finetune
+from saf.errors import CheckpointError, InputError, SafWarning
+from saf.evaluate.recall import not_learnt
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json
@@ -16,7 +20,7 @@ from saf.tasks import MQARSettings, MQARTask
 from saf.train import TrainConfig, continue_from, load_model, open_checkpoint, pretrain
 from tests.train.killed import Killed, die_at
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the development queries are answered")
+pytestmark = pytest.mark.filterwarnings("ignore:the task is not learnt")
 
 MQAR = MQARSettings(
     length=16, pairs=2, vocabulary=40, test_lengths=(16, 32), test_pairs=(4, 2), test_examples=8, development=8
@@ -127,3 +131,111 @@ def test_a_model_of_text_learns_recall_with_the_vocabulary_and_context_it_has(se
     assert model.config.to_dict() == load_model(folder / "checkpoints" / "step-4").config.to_dict()
     # All output classes compete, so that an untrained answer is about as likely as any of them.
     assert result["report_loss"] == pytest.approx(math.log(model.config.vocab_size), abs=1.0)
+
+
+MADE = "--mqar.length 16 --mqar.pairs 2 --mqar.vocabulary 40 --mqar.test-lengths 16 32 --mqar.test-pairs 4 2"
+FEW = "--mqar.test-examples 8 --mqar.development 8 --eval-windows 8 --calibration-sequences 4 --no-tensorboard"
+WORDS = [*MADE.split(" "), *FEW.split(" ")]
+FREEZE = ["--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"]
+
+
+@pytest.fixture(scope="module")
+def finetuned(data, tmp_path_factory):
+    """Return a function that runs `saf finetune` on recall and returns the run's folder; once for equal names."""
+    folder, done = tmp_path_factory.mktemp("finetuned-recall"), {}
+    text = TrainConfig(
+        data=str(data), out=str(folder / "text"), length=32, batch_size=4, updates=2, eval_every=0, device="cpu",
+        model_overrides={"num_layers": 2, "num_heads": 4, "hidden_size": 32}, calibration_sequences=4,
+        tensorboard=False, quiet=True,
+    )  # fmt: skip
+    pretrain(text)
+
+    def run(name, *words, parent="text/checkpoints/step-2"):
+        if name not in done:
+            start = ["finetune", "--parent", str(folder / parent), "--out", str(folder / name), "--quiet"]
+            assert main([*start, *map(str, words)]) == 0
+            done[name] = folder / name
+        return done[name]
+
+    return run
+
+
+def result_of(folder):
+    return read_json(folder / "result.json")
+
+
+def test_a_checkpoint_is_finetuned_on_recall_and_other_arms_like_it(finetuned, capsys):
+    ordinary = finetuned("ordinary", "--task", "mqar", "--updates", "4", *WORDS)
+    settings = TrainConfig.from_dict(read_json(ordinary / "config.json")["settings"])
+    assert (settings.peak_lr, settings.weight_decay, settings.batch_size, settings.min_lr_ratio) == (1e-4, 0.01, 16, 1)
+    frozen = finetuned("during", "--like", ordinary, *FREEZE)
+    results = [result_of(folder) for folder in (ordinary, frozen)]
+    assert [one["arm"] for one in results] == ["ordinary", "frozen"]
+    assert len({one["provenance"]["data"]["train"] for one in results}) == 1
+    assert results[0]["updates"] == results[1]["updates"] == 4
+    # The gate is the ordinary arm's, in its own result and in that of the other.
+    assert results[0]["recall"]["gate_of"] is None
+    assert results[1]["recall"]["gate_of"] == str(ordinary)
+    accuracies = {one["recall"]["gate_accuracy"] for one in results}
+    assert accuracies == {results[0]["recall"]["development"]["accuracy"]}
+    assert str(ordinary) in not_learnt(results[1]["recall"])
+    assert "not to be compared" in capsys.readouterr().out
+
+
+def test_replacement_and_recovery_are_one_run_judged_at_several_updates(finetuned):
+    parent = "ordinary/checkpoints/step-4"
+    finetuned("ordinary", "--task", "mqar", "--updates", "4", *WORDS)
+    arms = {
+        "plain": [],
+        "replaced": FREEZE,
+        "pruned": ["--freeze.rate", "0.25", "--freeze.operation", "prune", "--freeze.score", "gate_taylor"],
+        "the same heads pruned": ["--freeze.operation", "prune", "--freeze.heads"],
+    }
+    words = ["--task", "mqar", "--updates", "3", "--report-at", "0", "1", "3", "--save-every", "0"]
+    before = result_of(finetuned("ordinary"))
+    for name, more in arms.items():
+        heads = [finetuned("replaced")] if more[-1:] == ["--freeze.heads"] else []
+        folder = finetuned(name, *words, *more, *heads, parent=parent)
+        result = result_of(folder)
+        assert list(result["reports"]) == ["0", "1", "3"]
+        assert result["reports"]["3"]["recall"] == result["recall"]
+        assert result["recall"]["gate_of"] == str(folder.parent / "ordinary")
+        assert result["provenance"]["seed"] == before["provenance"]["seed"] + 1_000
+        assert [event.update for event in read_events(folder)] == [0] * bool(more)
+        first = read_json(folder / "reports" / "update-0" / "recall.json")
+        assert (first["tests"] == read_json(folder.parent / "ordinary" / "recall.json")["tests"]) == (not more)
+        final = open_checkpoint(result["checkpoint"])
+        assert {int(state["step"]) for state in final.optimizer(final.model()).state.values()} == {3}
+    same = [result_of(finetuned(name))["provenance"] for name in ("replaced", "the same heads pruned")]
+    assert same[0]["heads"] == same[1]["pruned"] != []
+    # What immediate replacement gives is what a run gives that goes no further.
+    at = folder.parent / "ordinary" / "checkpoints" / "step-4"
+    alone = pretrain(continue_from(at, out=folder.parent / "alone", freeze=FreezeConfig(rate=0.25, max_fit_kl=10.0)))
+    assert alone["recall"]["tests"] == result_of(folder.parent / "replaced")["reports"]["0"]["recall"]["tests"]
+
+
+def test_reports_in_between_are_those_of_a_run_that_never_stopped(settings, finished, monkeypatch):
+    expected = result_of(finished(settings(report_at=(0, 5, 12)), "reported"))["reports"]
+    config = settings(report_at=(0, 5, 12))
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 8)
+        with pytest.raises(Killed):
+            pretrain(config)
+    assert pretrain(config, resume=True)["reports"] == expected
+    with pytest.raises(InputError, match="report_at must be different updates from 0 to updates=12"):
+        settings(report_at=(13,))
+
+
+def test_words_that_recall_has_no_use_for_are_refused_and_tests_follow_the_context(finetuned, tmp_path):
+    parent = finetuned("ordinary", "--task", "mqar", "--updates", "4", *WORDS).parent / "text/checkpoints/step-2"
+    start = ["--task", "mqar", "--parent", str(parent), "--out", str(tmp_path / "run")]
+    with pytest.raises(InputError, match="--test is of tasks with files of examples"):
+        Finetune.from_words([*start, "--test", "file"])
+    with pytest.raises(InputError, match="whose examples come once"):
+        Finetune.from_words([*start, "--epochs", "2"]).run()
+    with pytest.raises(InputError, match="expected a finished run of recall"):
+        Finetune.from_words([*start, *WORDS, "--mqar.ordinary", str(tmp_path)]).run()
+    assert Finetune.from_words(start).settings.mqar.tests == ()
+    assert MQARSettings().within(2_048).tests == MQARSettings().tests[:-1]
+    with pytest.warns(SafWarning, match="the tests of 4,096 tokens are left out"):
+        MQARTask(SimpleNamespace(mqar=MQARSettings().within(2_048)), length=2_048)

@@ -1,4 +1,4 @@
-"""Trials that are repeated: runs started together, killed at any moment, and writing to a disk that is full.
+"""Trials that are repeated: runs started together, killed at any moment, and writing to a disk that fails or is full.
 
 Runs are of a second: processes of a pool that has imported everything already are forked for each, so that they are
 killed as any process is, and start within milliseconds of one another.
@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -109,6 +110,45 @@ def try_disk(root: Path, count: int, seed: int) -> Found:
                 message = f"{type(error).__name__}: {error}"
         yield f"full at {full.where}", f"write {place}", _after(config, message, whole)
         shutil.rmtree(config.out, ignore_errors=True)
+
+
+def try_full(root: Path, count: int, seed: int) -> Found:
+    """Run on a file system (tmpfs) too small for the run, of drawn sizes; make it larger, and resume the run."""
+    torch.set_num_threads(1)
+    draw = random.Random(seed)
+    data = prepare_text(root, seed)
+    alone = _config(data, root / "alone")
+    pretrain(alone)
+    whole = _outcome(Path(alone.out))
+    needed = sum(path.stat().st_blocks * 512 for path in Path(alone.out).rglob("*"))
+    disk = root / "disk"
+    disk.mkdir()
+    for number in range(count):
+        size = draw.randrange(4096, needed)
+        _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk))
+        try:
+            config = _config(data, disk / "run")
+            said = root / f"said-{number}"
+            code = _wait(_child(partial(_start_or_resume, config), said), None)
+            _mount("-o", f"remount,size={4 * needed}", str(disk))
+            what = _after_full(config, code, said, whole)
+            yield f"room for {size * 10 // needed * 10}% of a run", f"trial {number}", what
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+
+
+def _mount(*words: str) -> None:
+    """Mount a file system, or say what that takes."""
+    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        raise SystemExit("`full` mounts file systems of a given size, which takes Linux and root: run it as root")
+    subprocess.run(["mount", *words], check=True)
+
+
+def _after_full(config: TrainConfig, code: int, said: Path, whole: Any) -> str:
+    """Return what came of a run that ended with `code` where room was short, and of resuming it."""
+    if code == DONE:
+        return "lost: the run has other numbers" if _outcome(Path(config.out)) != whole else "same bits"
+    return _after(config, said.read_text(), whole)
 
 
 def _after(config: TrainConfig, message: str, whole: Any) -> str:

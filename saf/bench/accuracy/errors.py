@@ -50,7 +50,7 @@ class ErrorSettings(BenchSettings):
     num_heads: int = 4
     """Heads of the layer."""
     head_dim: int = 64
-    """Return the channels of a head."""
+    """Channels of a head."""
     frozen: tuple[int, ...] = (1, 3)
     """Frozen heads, counted from 0."""
     backends: tuple[str, ...] = ()

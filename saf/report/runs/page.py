@@ -153,7 +153,8 @@ def _event_row(event: EventRecord) -> list[Any]:
 
 def _without(words: str, figure: str = "") -> str:
     """Return what stands in place of a figure where no scripts run."""
-    return f'<noscript><p class="intro">{words}</p>{figure}</noscript>'
+    drawn = f'<div class="scroll">{figure}</div>' if figure else ""
+    return f'<noscript><p class="intro">{words}</p>{drawn}</noscript>'
 
 
 def _costs(freezes: Sequence[dict[str, Any]], runs: Sequence[RecordedRun]) -> str:

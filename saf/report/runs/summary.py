@@ -173,7 +173,10 @@ def _speed(told: Sequence[Told]) -> str:
     note = f"{pair} median update, over {first:,}–{last:,} of separate runs"
     if not all(timing_is_clear(record) for record, _ in told):
         note += "; times overlap, so this machine was too noisy to tell"
-    values = [(f"{record['update_time_ratio']:.2f}×", colour) for record, colour in told]
+    values = [
+        (f"{record['update_time_ratio']:.2f}×" if timing_is_clear(record) else "unclear", colour)
+        for record, colour in told
+    ]
     return key_figure("Update speed", of_arms(values), note, bars([(ordinary, "ordinary"), *frozen]))
 
 
@@ -251,4 +254,4 @@ def _cost_words(record: dict[str, Any]) -> str:
 def _speed_words(ratio: float) -> str:
     if abs(ratio - 1) < 0.005:
         return "no faster"
-    return f"{ratio:.2f}× faster" if ratio > 1 else f"{1 / ratio:.2f}× slower"
+    return f"{ratio:.2f}× as fast"

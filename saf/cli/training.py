@@ -1,0 +1,105 @@
+"""What commands that train a run share: its settings as flags, how it ends or stops, and the table of its result."""
+
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from saf.cli.command import Command
+from saf.cli.freeze import check_budget
+from saf.cli.output import show
+from saf.errors import InputError
+from saf.evaluate.recall import not_learnt, recall_tables
+from saf.freezing.config import BUDGETS
+from saf.machine.processes import is_first, joined
+from saf.records.quantities import seconds
+from saf.records.table import Table
+from saf.settings import FLAT
+from saf.train import EXIT_STOPPED, TrainConfig
+
+
+@dataclass(kw_only=True)
+class Training(Command):
+    """Train a run in a folder of its own, or go on with it, and show its result."""
+
+    settings: Annotated[TrainConfig, FLAT]
+    """Of the run."""
+    resume: bool = False
+    """Go on from the newest checkpoint in --out, with the run's own settings."""
+    json: bool = False
+    """Print the result as JSON instead of a table."""
+
+    @abstractmethod
+    def train(self) -> dict[str, Any]:
+        """Train, and return result.json, or where a signal stopped it."""
+
+    def run(self) -> dict[str, Any]:
+        """Train, print the result and return it; exits with code 75 when a signal stopped the run."""
+        with joined(self.settings.device):
+            result, prints = self.train(), is_first()
+        if "stopped_at" in result:
+            if prints:
+                print(
+                    f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
+                    "Go on with the same command and --resume",
+                    file=sys.stderr,
+                )
+            raise SystemExit(EXIT_STOPPED)
+        if prints:
+            show(result, result_table(result), *recall_tables(result), as_json=self.json)
+        return result
+
+
+def check_freeze_words(given: Mapping[str, Any], before: TrainConfig | None) -> None:
+    """Raise InputError for words about freezing none of which, nor the settings before, say how many heads."""
+    check_budget(given)
+    if given and not given.keys() & set(BUDGETS) and not (before and before.freeze):
+        raise InputError(f"--freeze.{next(iter(given)).replace('_', '-')} needs --freeze.rate beside it")
+
+
+def _accuracy(result: dict[str, Any]) -> str:
+    """Return a finetuned run's accuracy in words, with its standard error over questions."""
+    words = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} {result['judged_by']} questions"
+    return f"{words} (standard error {100 * result['standard_error']:.2f} points)"
+
+
+def _whole_run(time: dict[str, Any]) -> str:
+    everything, warm = (time[clock]["seconds"] for clock in ("everything", "warm"))
+    parent = ", its parent's part included" if time["parent_parts"] else ""
+    return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}"
+
+
+def result_table(result: dict[str, Any]) -> Table:
+    """Return the table of a run's result; a row without a value is not shown."""
+    timing, event = result["update_seconds"], result["intervention"] or {}
+    rows = {
+        "accuracy": (result.get("accuracy") is not None and _accuracy(result)) or None,
+        "taken, by choice": result.get("taken") and ", ".join(f"{k}: {n:,}" for k, n in result["taken"].items()),
+        "perplexity, report": (perplexity := result.get("report_perplexity")) and f"{perplexity:.4f}",
+        "loss, report": f"{result['report_loss']:.5f} nats per {'query' if 'recall' in result else 'token'}",
+        "development queries answered": (recall := result.get("recall"))
+        and f"{100 * recall['development']['accuracy']:.2f}%",
+        "not to be compared": recall and not_learnt(recall),
+        "unigram entropy": (entropy := result.get("unigram_entropy")) and f"{entropy:.4f} nats",
+        "loss, training": result["train_loss"] and f"{result['train_loss']:.4f} nats per token",
+        "update, median": timing
+        and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
+        "peak memory": result["peak_memory_bytes"] and f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
+        "whole run": _whole_run(result["time"]),
+    }
+    if event:
+        more, in_all = len(event["heads"]), sum(len(result["provenance"][kind]) for kind in ("heads", "pruned"))
+        row = f"heads {result['arm']}"
+        rows[row] = f"{more} after update {event['update']:,}"
+        if event["events"] > 1:
+            rows[row] = f"{more} by {event['events']} events, the first after update {event['update']:,}"
+        elif in_all > more:
+            rows[row] = f"{more} more after update {event['update']:,}, {in_all} in all"
+        if result["trainable_pattern_parameters"]:
+            rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"
+        rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
+    if event.get("loss_before") is not None:
+        rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after"
+    rows["checkpoint"] = result["checkpoint"]
+    return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)
