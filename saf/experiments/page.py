@@ -1,7 +1,7 @@
 """The page of a recipe: how its arms differ, drawn with the paper's numbers beside ours, and its tables."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,7 @@ def _figure(rendered: "Rendered") -> tuple[str, str] | None:
         return None
     column = COLUMNS[columns[0]]
     seeds = max(value.seeds for of in rendered.values.values() if (value := of.get(columns[0])))
-    off = "the standard error over seeds" if seeds > 1 else "95% over held-out windows, one seed"
+    off = "the standard error over seeds" if seeds > 1 else "95% over held-out windows or questions, one seed"
     quoted = " Hollow diamonds are the paper’s numbers." * any(mark.paper is not None for mark in marks)
     words = f'<p class="intro">Dots are ours, lines {off}.{quoted}</p>'
     title = f"{column.title[0].upper()}{column.title[1:]}"
@@ -92,18 +92,21 @@ def _mark(rendered: "Rendered", arm: Arm, column: str) -> _Mark:
         reach = value.interval if error is None else (value.mean - error, value.mean + error)
     return _Mark(
         name=arm.name,
-        colour=_colour(arm),
+        colour=_colour(arm, {each.name: each for each in rendered.recipe.arms}),
         ours=None if value is None else value.mean,
         reach=reach,
         paper=_number(arm.paper.get(column)),
     )
 
 
-def _colour(arm: Arm) -> str:
-    """Return the colour of an arm: of pruned heads, of frozen ones, or of ordinary attention."""
+def _colour(arm: Arm, arms: Mapping[str, Arm]) -> str:
+    """Return the colour of an arm: of pruned heads, frozen ones or none; a finetuned arm has its parent's."""
+    edits = any(name.startswith("freeze.") for name in arm.settings)
+    if arm.task and not edits and arm.parent:
+        return _colour(arms[arm.parent], arms)
     if arm.settings.get("freeze.operation") == "prune":
         return "pruned"
-    return "frozen" if arm.heads or any(name.startswith("freeze.") for name in arm.settings) else "ordinary"
+    return "frozen" if arm.heads or edits else "ordinary"
 
 
 def _number(quoted: str | None) -> float | None:

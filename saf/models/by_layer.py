@@ -46,11 +46,15 @@ class CompiledByLayer:
 
     def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, nats per token, as the model does."""
+        return self._loss(self._model.norm, self._model.embed.weight, *self.hidden(input_ids), targets)
+
+    def hidden(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream before the last layer's MLP, and what that adds to it; both `[B, T, C]`."""
         x, rotation = self._model.embedded(input_ids)
         change = _nothing_to_add(x)
         for layer in self._layers:
             x, change = recomputed(layer, x, change, rotation) if self._recomputes else layer(x, change, rotation)
-        return self._loss(self._model.norm, self._model.embed.weight, x, change, targets)
+        return x, change
 
 
 class _Layer:
