@@ -8,6 +8,7 @@ norms it, as it is where the whole model is one program.
 """
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -28,13 +29,17 @@ class CompiledByLayer:
 
     Make another after heads were frozen or made live: it takes up what was compiled for this one. With
     `activation_checkpointing` the programs of a layer run again in the backward pass, which finds only their input.
+
+    Hooks around attention and MLP, which put the layers of a model in shares together, stay out of programs: such
+    modules are programs without the norm before them, and are called as modules.
     """
 
     def __init__(self, model: GPT, *, activation_checkpointing: bool = False):
         known = len(_programs)
         self._model = model
         self._recomputes = activation_checkpointing
-        self._layers = [_Layer(layer) for layer in cast(Iterable[DecoderLayer], model.blocks)]
+        layers = cast(Iterable[DecoderLayer], model.blocks)
+        self._layers = [_HookedLayer(each) if each.attention._forward_hooks else _Layer(each) for each in layers]
         self._loss = _program(_loss, model.norm, model.embed)
         self.new = len(_programs) - known
         """How many programs the first call compiles: those of layouts that were not met before."""
@@ -67,6 +72,23 @@ class _Layer:
         return program(*mlp, x, change)
 
 
+class _HookedLayer:
+    """Run a layer whose modules have hooks: programs of the two sums with their norms, and one within each module."""
+
+    def __init__(self, layer: DecoderLayer):
+        self._parts = [(layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)]
+        self._sums = [_program(_summed, norm) for norm, _ in self._parts]
+        for _, module in self._parts:
+            module.forward = partial(_program(_forward, module), module)
+
+    def __call__(self, x: Tensor, change: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and what is added to it next, given both; all `[B, T, C]`."""
+        for add, (norm, module), rest in zip(self._sums, self._parts, ((rotation, None), ()), strict=True):
+            x, normed = add(norm, x, change)
+            change = module(normed, *rest)
+        return x, change
+
+
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
     """Return a function compiled for modules of one layout, the same one for the same layout."""
     key = (function, *map(_layout, modules))
@@ -89,6 +111,17 @@ def _add(norm: nn.LayerNorm, module: nn.Module, x: Tensor, change: Tensor, *rest
     """Return the sum of the residual stream and what is added to it, and what a module adds next; all `[B, T, C]`."""
     x = x + change
     return x, module(norm(x), *rest)
+
+
+def _summed(norm: nn.LayerNorm, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the residual stream and what is added to it, and the norm of the sum; all `[B, T, C]`."""
+    x = x + change
+    return x, norm(x)
+
+
+def _forward(module: nn.Module, *inputs: Any) -> Tensor:
+    """Return what a module computes, its hooks left out."""
+    return type(module).forward(module, *inputs)
 
 
 def _loss(norm: nn.LayerNorm, weight: Tensor, x: Tensor, change: Tensor, targets: Tensor) -> Tensor:
