@@ -16,6 +16,7 @@ from saf.evaluate.perplexity import evaluate_perplexity
 from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
 from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
 from saf.machine.execution import device_name, pick_device, resolve_precision
+from saf.machine.processes import agreed, done_once, is_first, joined
 from saf.records.table import Part, Table
 from saf.tasks.zero_shot import TaskName
 
@@ -26,6 +27,7 @@ class Evaluate(Command):
 
     Tasks are lm-eval's, with its prompts and metrics (`pip install 'saf[eval]'`). A model of transformers answers
     them without data, too.
+    Several processes share the batches out when `torchrun --nproc-per-node N -m saf evaluate ...` starts them.
     """
 
     model: Annotated[Path, tyro.conf.Positional]
@@ -73,8 +75,14 @@ class Evaluate(Command):
 
     def run(self) -> dict[str, Any]:
         """Evaluate, show and return the records; raise InputError for an `out` of something else."""
-        if self.out is not None:
-            _check_own(self.out)
+        with joined(self.device):
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
+        """Do what `run` does, in the group of processes that is there."""
+        with agreed():  # all have looked before the first one writes
+            if self.out is not None:
+                _check_own(self.out)
         opened = open_model(self.model, self.data, self.device, needs_data=not self.tasks)
         record: dict[str, Any] = {}
         parts: list[Part] = []
@@ -84,7 +92,8 @@ class Evaluate(Command):
         if self.tasks:
             record["zero_shot"] = self._zero_shot(opened)
             parts += zero_shot_tables(record["zero_shot"])
-        show({"model": opened.folder, **record}, *parts, as_json=self.json)
+        if is_first():
+            show({"model": opened.folder, **record}, *parts, as_json=self.json)
         return record
 
     def _perplexity(self, opened: OpenedModel) -> dict[str, Any]:
@@ -131,14 +140,16 @@ class Evaluate(Command):
         )
         answers = harness.answer_tasks(lm, self.tasks, folder=self.task_data, questions=self.questions)
         device = pick_device(self.device)
-        return zero_shot_record(
-            answers,
-            settings,
-            longest=opened.longest,
-            precision=resolve_precision(device, self.precision),
-            out=self.out,
-            device=device_name(device),
-            checkpoints={"model": opened.hash},
+        return done_once(
+            lambda: zero_shot_record(
+                answers,
+                settings,
+                longest=opened.longest,
+                precision=resolve_precision(device, self.precision),
+                out=self.out,
+                device=device_name(device),
+                checkpoints={"model": opened.hash},
+            )
         )
 
 

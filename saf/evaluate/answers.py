@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from saf.adapters import language_model
 from saf.calibration.capture import evaluation_mode
 from saf.errors import CompareError, DivergenceError, InputError
 from saf.machine.execution import autocast
+from saf.machine.processes import shared_out
 from saf.models import GPT
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
 from saf.records.result import result_header
@@ -51,6 +53,8 @@ def answer(
 ) -> list[dict[str, Any]]:
     """Return how a model answers questions, in their order: it takes the choice with the largest log-probability.
 
+    Processes of a group share the batches out, and all return the same records.
+
     A record has the example's `id`, the numbers of the right choice (`answer`) and the one taken (`taken`), whether
     they are the same (`right`), whether text was `shortened`, the log-probability of each choice in nats, summed over
     its tokens (`log_probs`), and the tokens of the right choice (`answer_tokens`). Of equal ones the first is taken.
@@ -68,18 +72,20 @@ def answer(
     asked = [(place, number) for place, each in enumerate(questions) for number in range(len(each.choices))]
     # Sequences of like length share a batch; records do not depend on the order.
     asked.sort(key=lambda at: -len(questions[at[0]].prompt) - len(questions[at[0]].choices[at[1]]))
-    found: dict[tuple[int, int], float] = {}
     language = language_model(model)
+
+    def sums(some: Sequence[tuple[int, int]]) -> list[float]:
+        """Return the log-probability of each choice of a batch."""
+        rows = [
+            (questions[place].prompt + questions[place].choices[number], len(questions[place].prompt))
+            for place, number in some
+        ]
+        inputs, targets = (part.to(language.device) for part in padded(rows, padding=padding))
+        return language.token_log_probs(inputs, targets).double().sum(1).tolist()
+
+    batches = [asked[first : first + batch_size] for first in range(0, len(asked), batch_size)]
     with evaluation_mode(model), torch.no_grad(), autocast(language.device, precision):
-        for first in range(0, len(asked), batch_size):
-            some = asked[first : first + batch_size]
-            rows = [
-                (questions[place].prompt + questions[place].choices[number], len(questions[place].prompt))
-                for place, number in some
-            ]
-            inputs, targets = (part.to(language.device) for part in padded(rows, padding=padding))
-            sums = language.token_log_probs(inputs, targets).double().sum(1)
-            found |= dict(zip(some, sums.tolist(), strict=True))
+        found = dict(zip(asked, chain.from_iterable(shared_out(sums, batches)), strict=True))
     records = []
     for place, each in enumerate(questions):
         log_probs = [found[place, number] for number in range(len(each.choices))]

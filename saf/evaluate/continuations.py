@@ -14,6 +14,7 @@ from saf.adapters import language_model, longest_input
 from saf.calibration.capture import evaluation_mode
 from saf.errors import DivergenceError, InputError
 from saf.machine.execution import autocast
+from saf.machine.processes import group_place, shared_out
 
 Tokens = tuple[int, ...]
 
@@ -51,6 +52,7 @@ def likelihoods(
 
     Sequences that share a forward pass have the same number of tokens, and equal ones are computed once: choices that
     differ in their last token alone. Logits are computed at the continuations' positions, their softmax in float32.
+    Processes of a group share the batches out, and all return the same.
 
     Args:
         model: Any causal language model that can be evaluated; left in the mode that it had.
@@ -69,19 +71,26 @@ def likelihoods(
             raise InputError(f"a context and its continuation have a token or more; got {one}")
         if longest is not None and len(one.inputs) > longest:
             raise InputError(f"{len(one.inputs)} tokens are given, the model takes {longest}; shorten the context")
-    found: dict[int, Likelihood] = {}
-    language = language_model(model)
+    language, done = language_model(model), 0
+
+    def found(batch: tuple[list[Tokens], list[list[int]]]) -> dict[int, Likelihood]:
+        """Return how likely the continuations of a batch are, by their places, and tell how many all have done."""
+        nonlocal done
+        rows, places = batch
+        width = max(len(asked[place].tokens) for row in places for place in row)
+        inputs = torch.tensor(rows, device=language.device)
+        logits = language.last_logits(language.model, inputs, width)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        likely = {place: _likelihood(wide[row], asked[place]) for row, its in enumerate(places) for place in its}
+        done += group_place()[1] * len(likely)
+        if progress is not None:
+            progress(min(done, len(asked)), len(asked))
+        return likely
+
     with evaluation_mode(model), torch.no_grad(), autocast(language.device, precision):
-        for rows, places in _batches(asked, batch_size):
-            width = max(len(asked[place].tokens) for row in places for place in row)
-            inputs = torch.tensor(rows, device=language.device)
-            logits = language.last_logits(language.model, inputs, width)
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            for row, its in enumerate(places):
-                found |= {place: _likelihood(wide[row], asked[place]) for place in its}
-            if progress is not None:
-                progress(len(found), len(asked))
-    return [found[place] for place in range(len(asked))]
+        told = shared_out(found, list(_batches(asked, batch_size)))
+    by_place = {place: likelihood for batch in told for place, likelihood in batch.items()}
+    return [by_place[place] for place in range(len(asked))]
 
 
 def _batches(asked: Sequence[Continuation], batch_size: int) -> Iterator[tuple[list[Tokens], list[list[int]]]]:

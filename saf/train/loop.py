@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from saf.errors import CheckpointError, DivergenceError
-from saf.machine.processes import done_once, joined
+from saf.machine.processes import joined
 from saf.records.folders import no_room
 from saf.train.checkpoint import latest
 from saf.train.clock import AFTERWARDS, Clock
@@ -60,8 +60,8 @@ def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
             run.close()
     if not finished:
         return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
-    with _full_disk_explained(run, "result"), run.updater.parallel.whole():
-        return done_once(lambda: finish(run))
+    with _full_disk_explained(run, "result"):
+        return finish(run)
 
 
 @contextmanager
