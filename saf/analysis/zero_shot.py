@@ -256,7 +256,7 @@ def tables(record: Record) -> list[Part]:
 
 def _accuracy_table(tasks: Mapping[str, Any], arms: Sequence[Record]) -> Table:
     """Return accuracy in percent: a row a task, a column an arm, the mean change below."""
-    rows = [
+    rows: list[list[str | None]] = [
         [name, *(f"{100 * of[name]['accuracy']:.2f}" for of in (tasks, *(arm["tasks"] for arm in arms)))]
         for name in tasks
     ]
