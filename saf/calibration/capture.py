@@ -83,9 +83,7 @@ def read_rows(batches: Iterable[Batch]) -> tuple[list[Tensor], list[list[int]]]:
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {_kind(batches)}")
     ids, counts = [], []
-    given: Any
-    for given in batches:
-        batch = given[0] if isinstance(given, list | tuple) and len(given) == 1 else given  # as of a TensorDataset
+    for batch in map(unwrapped, batches):
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
             raise InputError(f"batches must be integer tensors [B, T]; got {_kind(tokens)}")
@@ -97,6 +95,11 @@ def read_rows(batches: Iterable[Batch]) -> tuple[list[Tensor], list[list[int]]]:
     if 0 in (length for each in counts for length in each):
         raise InputError("calibration sequences need at least one token; got none")
     return ids, counts
+
+
+def unwrapped(batch: Any) -> Any:
+    """Return a batch, out of the list of one in which the loader of a TensorDataset hands it."""
+    return batch[0] if isinstance(batch, list | tuple) and len(batch) == 1 else batch
 
 
 def _counted(mask: Any, tokens: Tensor) -> list[int]:

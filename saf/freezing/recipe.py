@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for
 from saf.arguments import checked
 from saf.calibration import calibrate, heads_at_a_time
-from saf.calibration.capture import Batch, read_batches, read_sequences
+from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
 from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
@@ -129,7 +129,7 @@ def _decide(
     **options: Any,
 ) -> FreezeReport:
     """Measure, score, select and fit; the model stays as it is."""
-    kept = batches if isinstance(batches, Tensor | Mapping) else list(batches)
+    kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
     sequences = read_sequences(kept)
     ids = read_batches(kept) if config.heldout_kl else []  # whose halves must have one length
     _warn_if_shorter(sequences.length, longest)
