@@ -41,7 +41,7 @@ FAMILIES = {
     "mistral": ("Mistral", {"num_key_value_heads": 1, "sliding_window": None}),
     "gpt2": ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "phi3": ("Phi3", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
-    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "attn_implementation": "eager"}),
     "gemma3": ("Gemma3", GEMMA),
 }
 CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}

@@ -32,6 +32,7 @@ from saf.adapters.transformers_attention import (
     replaced_forward,
     state_of,
 )
+from saf.adapters.transformers_cache import mask_for_generation
 from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
@@ -40,8 +41,12 @@ from saf.ops import FrozenHeads
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, GEMMA2, GEMMA3)
 """Families whose attention layers are known."""
+EAGER = "eager"
+"""The attention function of transformers that does all that the models' code asks of it."""
 GENERATED_LENGTH = "_validate_generated_length"
 """What `generate` calls once it knows how long its output may become, before the first token."""
+GENERATED_MASK = "create_masks_for_generate"
+"""What `generate` calls for the mask of a pass with a cache of fixed size."""
 SAVE = "save_pretrained"
 """What writes the model's folder, also for a `Trainer` and for `push_to_hub`."""
 
@@ -198,7 +203,12 @@ class TransformersAdapter(TransformersModel, Adapter):
         return [TransformersSite(self, attention) for attention in self._attention]
 
     def run(self, input_ids: Tensor) -> None:
-        """Run the layers through our function, without the output layer."""
+        """Run the layers through our function, without the output layer; raise UnsupportedError for dropped caps."""
+        if self.drops_caps:
+            raise UnsupportedError(
+                "this model's attention logits have a soft cap, which its attention function, 'sdpa', leaves out; call "
+                f"model.set_attn_implementation({EAGER!r}), or open it with attn_implementation={EAGER!r}"
+            )
         before = self.model.config._attn_implementation
         self.attend_through_seam()
         try:
@@ -220,6 +230,17 @@ class TransformersAdapter(TransformersModel, Adapter):
         if rates := [rate for attention in self._attention if (rate := self.known.dropout(attention))]:
             raise UnsupportedError(no_dropout(rates[0], self.known))
 
+    @property
+    def drops_caps(self) -> bool:
+        """Return whether ordinary layers attend without their soft caps, as transformers 5.17 lets SDPA do."""
+        capped = any(site.soft_cap is not None for site in self.sites())
+        return capped and self.model.config._attn_implementation == "sdpa"
+
+    def apply_caps(self) -> None:
+        """Let ordinary layers attend with their soft caps where they would not."""
+        if self.drops_caps:
+            self._attend_by(EAGER)
+
     def choose_function(self) -> None:
         """Let the model attend through our function while heads are edited, and as before once none is.
 
@@ -231,10 +252,11 @@ class TransformersAdapter(TransformersModel, Adapter):
             if before is None:
                 self._take_own_config()
             for state in states:
-                state.before = before or self.model.config._attn_implementation
+                state.before = before or (EAGER if self.drops_caps else self.model.config._attn_implementation)
             self.attend_through_seam()
             if hasattr(type(self.model), GENERATED_LENGTH):
                 setattr(self.model, GENERATED_LENGTH, partial(check_generated_length, self.model))
+                setattr(self.model, GENERATED_MASK, mask_for_generation)
             if hasattr(type(self.model), SAVE):
                 setattr(self.model, SAVE, partial(save_with_heads, self))
                 mark_(self.model.config)
@@ -242,7 +264,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.before = None
             self._attend_by(before)
-            for name in (GENERATED_LENGTH, SAVE):
+            for name in (GENERATED_LENGTH, GENERATED_MASK, SAVE):
                 vars(self.model).pop(name, None)
             unmark_(self.model.config)
 

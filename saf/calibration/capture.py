@@ -33,14 +33,19 @@ class Sequences(NamedTuple):
         """Return the lengths where they differ; none where all are one."""
         return self.lengths if self.lengths[-1] < self.lengths[0] else ()
 
+    def without_padding(self) -> list[Tensor]:
+        """Return batches that hold nothing but tokens: those of one length as they are, otherwise each by itself."""
+        if not self.unequal:
+            return self.ids
+        rows = (row for batch in self.ids for row in batch)
+        return [row[None, :length] for row, length in zip(rows, self.lengths, strict=True)]
+
     @property
     def hash(self) -> str:
         """Return the SHA-256 of the tokens, and of the lengths where they differ."""
         if not self.unequal:
             return hash_of(torch.cat(self.ids))
-        rows = (row for batch in self.ids for row in batch)
-        kept = [row[:length] for row, length in zip(rows, self.lengths, strict=True)]
-        return hash_of(torch.cat([torch.tensor(self.lengths), *kept]))
+        return hash_of(torch.cat([torch.tensor(self.lengths), *(row[0] for row in self.without_padding())]))
 
 
 def read_sequences(batches: Iterable[Batch]) -> Sequences:

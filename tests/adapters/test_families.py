@@ -12,7 +12,7 @@ from saf.heads import HeadSet
 
 transformers = pytest.importorskip("transformers")
 
-from tests.transformers_models import HEADS, LENGTH, freezable, freeze, make, tokens, weight_of  # noqa: E402
+from tests.transformers_models import FAMILIES, HEADS, LENGTH, freezable, freeze, make, tokens, weight_of  # noqa: E402
 
 
 def by_hand(model, patterns, ids):
@@ -59,6 +59,49 @@ def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family):
         found = model(ids, use_cache=False).logits
     torch.testing.assert_close(found, by_hand(make(family), {}, ids), rtol=2e-4, atol=2e-4)
     assert all(map(torch.equal, model.parameters(), make(family).parameters()))
+
+
+NO_HEADS = {
+    "freeze_": lambda model: saf.freeze_(model, [tokens()], saf.FreezeConfig(count=0)),
+    "install_": lambda model: saf.install_(model, [], []),
+    "prune_": lambda model: saf.prune_(model, []),
+    "undone": lambda model: (freeze(model), saf.uninstall_(model)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_edited_heads_it_is_the_ordinary_model_bit_for_bit(family):
+    ids, stock = tokens(2, seed=8), outcome(make(family))
+    for name, edit in NO_HEADS.items():
+        model = make(family)
+        edit(model)
+        assert all(map(torch.equal, outcome(model), stock)), name
+        assert model.config.to_dict() == make(family).config.to_dict(), name
+        options = {"attention_mask": torch.ones_like(ids[:, :9]), "max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(model.generate(ids[:, :9], **options), make(family).generate(ids[:, :9], **options)), name
+
+
+def outcome(model):
+    """Logits of whole and of padded rows, and the gradients of a loss."""
+    ids = tokens(2, seed=8)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    whole, padded = model(ids, use_cache=False).logits, model(ids, attention_mask=mask).logits
+    loss = torch.nn.functional.cross_entropy(whole[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return [whole, padded, *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+def test_a_soft_cap_that_the_attention_function_leaves_out_is_refused():
+    """As transformers up to some 5.1x lets Gemma 2 attend by SDPA."""
+    model, expected = make("gemma2"), outcome(make("gemma2"))
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.raises(UnsupportedError, match=r"leaves out; call model\.set_attn_implementation\('eager'\)"):
+        saf.freeze_(model, [tokens()], saf.FreezeConfig(count=3))
+    freeze(frozen := make("gemma2"))
+    adapter_for(model).apply_caps()
+    assert all(map(torch.equal, outcome(model), expected))
+    freeze(model)
+    assert all(map(torch.equal, outcome(model), outcome(frozen)))
 
 
 def test_biases_leave_and_come_back_with_the_rows_of_their_heads():
@@ -171,14 +214,18 @@ def test_generation_beyond_the_calibrated_length_is_refused_before_its_first_tok
         twin.generate(ids, max_new_tokens=LENGTH - 6, **options)
 
 
-def test_a_cache_of_fixed_size_is_refused_and_works_again_once_heads_are_unfrozen(family):
+def test_a_cache_of_fixed_size_serves_frozen_heads_and_the_model_once_they_are_unfrozen(family):
     model, ids = make(family), tokens(2, 8, seed=3)
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "disable_compile": True}
     options |= {"attention_mask": torch.ones_like(ids), "cache_implementation": "static"}
     before, function = model.generate(ids, **options), model.config._attn_implementation
     freeze(model)
-    with pytest.raises(UnsupportedError, match="leave cache_implementation out"):
-        model.generate(ids, **options)
+    if family.startswith("gemma"):
+        with pytest.raises(UnsupportedError, match="sliding window take a cache that grows"):
+            model.generate(ids, **options)
+    else:
+        growing = model.generate(ids, **options | {"cache_implementation": None})
+        assert torch.equal(model.generate(ids, **options), growing)
     saf.uninstall_(model)
     assert model.config._attn_implementation == function
     assert torch.equal(model.generate(ids, **options), before)

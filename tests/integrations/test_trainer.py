@@ -153,6 +153,29 @@ def test_checkpoints_open_and_gradient_checkpointing_changes_nothing(family, hf,
     assert same(lean.model, run.model)
 
 
+EXECUTIONS = {
+    "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, 1e-4),
+    "bf16": ({"bf16": True}, 0.05),
+}
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_compiled_or_in_bf16_it_freezes_the_same_heads_and_loses_the_same(execution, hf, tmp_path):
+    pytest.importorskip("accelerate.utils.dataclasses")  # these are its work
+    options, tolerance = EXECUTIONS[execution]
+    schedule, few = saf.Gradual(begin=2, end=4, groups=2), {"max_steps": 6, "save_strategy": "no"}
+    plain, run = (trainer(hf, tmp_path, callback(schedule), **few | some) for some in ({}, options))
+    for each in (plain, run):
+        each.train()
+    assert frozen(run.model) == frozen(plain.model)
+    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (plain, run)]
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    if run.args.torch_compile:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        assert not torch._dynamo.utils.counters["recompile_limit"]
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_the_best_model_comes_with_its_own_heads(last, hf, tmp_path):
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2}
@@ -214,10 +237,15 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path):
     refuses(InputError, r"an update in \[0, 8\]; got 20", callback(saf.OneTime(20)))
     dropping = make("llama", attention_dropout=0.1)
     refuses(UnsupportedError, "no attention dropout", callback(), model=dropping)
-    with pytest.raises(UnsupportedError, match="one process on one device"):
-        callback().on_init_end(SimpleNamespace(world_size=2, n_gpu=1), None, None)
-    with pytest.raises(UnsupportedError, match="one process on one device"):
-        callback().on_init_end(SimpleNamespace(world_size=1, n_gpu=1, deepspeed="settings.json"), None, None)
+    refuses(UnsupportedError, "train with bf16=True", callback(), fp16=True)
+    several = {"world_size": 2, "n_gpu": 1, "fp16": False}
+    for changes, match in (
+        ({"n_gpu": 2}, "a process for each GPU"),
+        ({"deepspeed": "settings.json"}, "a share of each weight"),
+        ({"fsdp": ["full_shard"]}, "a share of each weight"),
+    ):
+        with pytest.raises(UnsupportedError, match=match):
+            callback().on_init_end(SimpleNamespace(**several | changes), None, None)
     with pytest.raises(InputError, match="schedule"):
         FreezeCallback(CONFIG, [tokens()], 0.5)
     with pytest.raises(InputError, match="batch_size is a whole number from 1"):

@@ -6,13 +6,12 @@ between two updates, after the checkpoint of the state before it: a run that res
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
@@ -21,14 +20,17 @@ from saf.arguments import check
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freezing.config import FreezeConfig
 from saf.integrations.transformers.sequences import sequences
+from saf.integrations.transformers.trainer import Editing, check_arguments, check_wrappers, join_trainers, rewrap_
 from saf.machine.execution import Execution
+from saf.machine.processes import agreed
 from saf.records.events import EventRecord
 from saf.records.files import read_json, read_tensors, to_json
 from saf.schedules import OneTime, Outcome, Proposer, Schedule, schedule_to_dict
 from saf.sidecar import check_sums
 from saf.surgery import check_editable, restore_, uninstall_
 from saf.surgery.optimizer import unwrap_optimizer
-from saf.train.events import CARRY_OUT, Change, check_freeze, meant, start_proposer
+from saf.train.events import CARRY_OUT, check_freeze, meant, start_proposer
+from saf.train.parallel import Alone, Parallel, Replicas
 
 PROGRESS = "progress"
 """The attribute that a checkpoint's trainer_state.json keeps of the callback."""
@@ -74,6 +76,7 @@ class _Training:
     config: _Settings
     task: _Sequences
     execution: Execution
+    parallel: Parallel
     proposer: Proposer
     folder: Path
     events: list[EventRecord]
@@ -97,7 +100,7 @@ class _Training:
         return float(torch.stack(losses).mean()) if losses else float("nan")
 
 
-class FreezeCallback(TrainerCallback, ExportableState):
+class FreezeCallback(Editing, ExportableState):
     """Freeze heads of the model that a `Trainer` trains, when a schedule says so, its optimiser carried along.
 
     >>> callback = FreezeCallback(FreezeConfig(rate=0.25), [torch.ones(2, 8, dtype=torch.long)], OneTime(at=0.5))
@@ -149,7 +152,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         self._cut = {"length": length, "count": sequences, "batch_size": batch_size}
         self._tokenizer = tokenizer
         self._training: _Training | None = None
-        _follow_checkpoints()
+        join_trainers()
 
     @property
     def events(self) -> list[EventRecord]:
@@ -169,12 +172,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Refuse what cannot work before anything is computed."""
-        sharded = any(getattr(args, name, None) for name in ("deepspeed", "fsdp"))
-        if args.world_size > 1 or args.n_gpu > 1 or sharded:
-            raise UnsupportedError(
-                "heads are frozen by one process on one device: inside a data-parallel wrapper weights cannot change "
-                "shape; train on one device up to the last event, then go on from its checkpoint with several"
-            )
+        check_arguments(args)
         if getattr(args, "restore_callback_states_from_checkpoint", False):
             raise UnsupportedError(
                 "restore_callback_states_from_checkpoint makes callbacks anew, which FreezeCallback cannot be; leave "
@@ -184,6 +182,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Check the model and the settings, and start the schedule or take it up where the checkpoint has it."""
         model, optimizer = given["model"], given.get("optimizer")
+        check_wrappers(self.trainer)
         precision = "bf16" if args.bf16 else "fp32"
         execution = Execution(torch.device(args.device), precision, compile=False)
         settings = _Settings(freeze=self.config, schedule=self.schedule)
@@ -208,6 +207,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             config=settings,
             task=task,
             execution=execution,
+            parallel=Replicas() if args.world_size > 1 else Alone(),
             proposer=proposer,
             folder=folder,
             events=[] if stored is None else [EventRecord(folder, values) for values in stored["events"]],
@@ -258,22 +258,29 @@ class FreezeCallback(TrainerCallback, ExportableState):
         training.updater.optimizer = given["optimizer"]
         while events := training.proposer.propose(update):
             for proposed in events:
-                event = meant(proposed, training.config)
-                before = training.controller_loss(event.batches)
-                change = CARRY_OUT[event.kind](training, event)
-                after = training.controller_loss(event.batches)
-                number = len(training.events) + 1
-                outcome = Outcome(
-                    number=number,
-                    heads=change.heads,
-                    loss_before=before,
-                    loss_after=after,
-                    seconds=sum(change.seconds.values()),
-                    lowest_score=change.lowest_score,
-                    deferred=change.deferred,
-                )
-                training.events.append(_recorded(training, event, change, outcome, update))
-                training.proposer.done(proposed, outcome)
+                training.proposer.done(proposed, self._carry_out_(meant(proposed, training.config), update))
+
+    def _carry_out_(self, event: Any, update: int) -> Outcome:
+        """Carry out one event, in all processes or in none, and record it; what the first one measured counts."""
+        training = self._training
+        assert training is not None
+        before = training.controller_loss(event.batches)
+        with agreed():
+            change = CARRY_OUT[event.kind](training, event)
+        rewrap_(self.trainer)
+        after = training.controller_loss(event.batches)
+        before, after, seconds = training.parallel.first((before, after, change.seconds))
+        outcome = Outcome(
+            number=len(training.events) + 1,
+            heads=change.heads,
+            loss_before=before,
+            loss_after=after,
+            seconds=sum(seconds.values()),
+            lowest_score=change.lowest_score,
+            deferred=change.deferred,
+        )
+        training.events.append(_recorded(training, event, outcome, seconds, update))
+        return outcome
 
     def _sequences(self, name: str, tokenizer: Any) -> list[Tensor]:
         """Return the sequences given under a name, and keep them: an iterator is read once."""
@@ -320,7 +327,7 @@ def _stored(state: TrainerState) -> dict[str, Any] | None:
     return None if kept is None else kept["attributes"][PROGRESS]
 
 
-def _recorded(training: _Training, event: Any, change: Change, outcome: Outcome, update: int) -> EventRecord:
+def _recorded(training: _Training, event: Any, outcome: Outcome, seconds: dict[str, float], update: int) -> EventRecord:
     """Return the record of an event, and tell the model's card of it."""
     losses = {"loss_before": outcome.loss_before, "loss_after": outcome.loss_after}
     values = {
@@ -328,40 +335,11 @@ def _recorded(training: _Training, event: Any, change: Change, outcome: Outcome,
         "kind": event.kind,
         "update": update,
         "reason": event.reason,
-        "heads": change.heads.to_list(),
-        "seconds": change.seconds,
+        "heads": outcome.heads.to_list(),
+        "seconds": seconds,
         **losses,
     }
     known = (mark_of(training.model.config) or {}).get("events", [])
     if known and known[-1]["heads"] == values["heads"]:
         known[-1] |= to_json({"update": update, **losses})
     return EventRecord(training.folder, to_json(values))
-
-
-@cache
-def _follow_checkpoints() -> None:
-    """Let every `Trainer` with a FreezeCallback take the heads of a checkpoint before it loads its weights."""
-    from transformers.trainer import Trainer
-
-    load, load_best = Trainer._load_from_checkpoint, Trainer._load_best_model
-
-    @wraps(load)
-    def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Follow the checkpoint's heads, then load its weights."""
-        _follow_(self, Path(resume_from_checkpoint), self.model if model is None else model)
-        load(self, resume_from_checkpoint, model)
-
-    @wraps(load_best)
-    def load_best_model(self: Any) -> None:
-        """Follow the best checkpoint's heads, then load its weights."""
-        _follow_(self, Path(self.state.best_model_checkpoint), self.model)
-        load_best(self)
-
-    Trainer._load_from_checkpoint, Trainer._load_best_model = load_from_checkpoint, load_best_model
-
-
-def _follow_(trainer: Any, folder: Path, model: nn.Module) -> None:
-    """Give a Trainer's model the heads of a checkpoint where a FreezeCallback is there."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, FreezeCallback):
-            callback.follow_(model, folder, trainer.optimizer)

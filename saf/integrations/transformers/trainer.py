@@ -1,0 +1,133 @@
+"""What a callback that edits heads needs of the `Trainer` itself, beside what transformers tells callbacks.
+
+A Trainer calls its model through wrappers that know its shapes, and loads checkpoints whose heads its model may not
+have. Both are met here, in one place: `join_trainers` lets every Trainer tell such callbacks of itself and of the
+checkpoints that it is about to load, and `rewrap_` fits the wrappers to the model as it is.
+"""
+
+import gc
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers.trainer_callback import TrainerCallback
+
+from saf.adapters.transformers_attention import idle_tensors
+from saf.errors import UnsupportedError
+
+
+class Editing(TrainerCallback):
+    """Be a callback that edits heads: it knows its Trainer, and its model takes the heads of checkpoints."""
+
+    trainer: Any = None
+    """The Trainer that trains, from when it begins."""
+
+    def follow_(self, model: nn.Module, folder: Path, optimizer: Any = None) -> None:
+        """Give a model the heads of a checkpoint, whose weights are loaded next."""
+        raise NotImplementedError
+
+
+@cache
+def join_trainers() -> None:
+    """Let every `Trainer` tell its callbacks that edit heads of itself, and of a checkpoint before it loads weights."""
+    from transformers.trainer import Trainer
+
+    train, load, load_best = Trainer.train, Trainer._load_from_checkpoint, Trainer._load_best_model
+
+    @wraps(train)
+    def train_told(self: Any, *arguments: Any, **options: Any) -> Any:
+        """Tell callbacks which Trainer it is, then train."""
+        for callback in _editing(self):
+            callback.trainer = self
+        return train(self, *arguments, **options)
+
+    @wraps(load)
+    def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Follow the checkpoint's heads, then load its weights."""
+        _follow_(self, Path(resume_from_checkpoint), self.model if model is None else model)
+        load(self, resume_from_checkpoint, model)
+
+    @wraps(load_best)
+    def load_best_model(self: Any) -> None:
+        """Follow the best checkpoint's heads, then load its weights."""
+        _follow_(self, Path(self.state.best_model_checkpoint), self.model)
+        load_best(self)
+
+    Trainer.train, Trainer._load_from_checkpoint, Trainer._load_best_model = (
+        train_told,
+        load_from_checkpoint,
+        load_best_model,
+    )
+
+
+def check_arguments(args: Any) -> None:
+    """Raise UnsupportedError for arguments by which a Trainer shares out what edits need whole."""
+    if any(getattr(args, name, None) for name in ("fsdp", "deepspeed", "parallelism_config")):
+        raise UnsupportedError(_SHARES)
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"one process with {args.n_gpu} GPUs trains through DataParallel, which copies the model anew for every "
+            "update; start a process for each GPU (torchrun --nproc-per-node N, or accelerate launch), or show it one "
+            "by CUDA_VISIBLE_DEVICES"
+        )
+    if args.fp16:
+        raise UnsupportedError(
+            "frozen heads take values in float32 or, under autocast, in bfloat16; fp16=True would give them float16: "
+            "train with bf16=True"
+        )
+
+
+def check_wrappers(trainer: Any) -> None:
+    """Raise UnsupportedError where something else than DistributedDataParallel stands between Trainer and model."""
+    inner = _uncompiled(trainer.model_wrapped)
+    shares = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if shares or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
+        raise UnsupportedError(_SHARES)
+
+
+_SHARES = (
+    "with FSDP, DeepSpeed or tensor parallelism a process has a share of each weight, and heads are rows of whole "
+    "ones: leave it out (torchrun or accelerate launch alone, which is DistributedDataParallel)"
+)
+
+
+def rewrap_(trainer: Any) -> None:
+    """Fit what a Trainer calls its model through to the model as it is now; call it whenever heads were edited.
+
+    The wrapper of several processes stays the object that the training loop holds; its buckets of gradients are made
+    anew, with the settings that it has. Tables of frozen heads are the same everywhere and stay as they are, so it need
+    not send them; weights that no pass reads have no gradient that it could wait for. Compiled programs are dropped.
+    """
+    wrapper = _uncompiled(trainer.model_wrapped)
+    if isinstance(wrapper, DistributedDataParallel):
+        own = getattr(wrapper.module, "_ddp_params_and_buffers_to_ignore", ())
+        wrapper.parameters_to_ignore = {*own, *idle_tensors(wrapper.module)}
+        state = wrapper.__getstate__()
+        # The old buckets watch gradients of the old shapes until they are gone, and a graph may hold them in a cycle.
+        del wrapper.reducer, wrapper.logger
+        gc.collect()
+        wrapper.__setstate__(state)
+        if (handler := trainer.accelerator.ddp_handler) is not None:
+            handler.register_comm_hook(wrapper)
+    if trainer.args.torch_compile:
+        torch.compiler.reset()
+
+
+def _uncompiled(module: Any) -> Any:
+    """Return the module under `torch.compile`."""
+    return getattr(module, "_orig_mod", module)
+
+
+def _editing(trainer: Any) -> list[Editing]:
+    """Return a Trainer's callbacks that edit heads."""
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Editing)]
+
+
+def _follow_(trainer: Any, folder: Path, model: nn.Module) -> None:
+    """Give a Trainer's model the heads of a checkpoint where a callback of its edits heads."""
+    for callback in _editing(trainer):
+        callback.follow_(model, folder, trainer.optimizer)
+        rewrap_(trainer)
