@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from saf.calibration import calibrate, dense_statistics, gate_gradients, plan_calibration
+from saf.calibration import calibrate, dense_statistics, gate_gradients, plan_calibration, refit_output
 from saf.calibration.capture import read_sequences
 from saf.calibration.layer import measure_layer, spans_of
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
+from saf.patterns import CompactPattern
 from saf.statistics import AttentionStatistics
 from tests.calibration.test_calibrate import FIELDS, model, tokens
 
@@ -128,6 +129,15 @@ def test_heads_are_frozen_and_gates_measured_without_the_padding():
     assert len(report.heads) == 3
     with pytest.raises(InputError, match="one full length"):
         freeze_(model().float(), batches, FreezeConfig(rate=0.25, heldout_kl=True))
+
+
+def test_output_columns_are_refitted_on_every_token_and_on_nothing_else():
+    pattern = CompactPattern.from_parameters(torch.zeros(1, 40).double(), torch.zeros(1, 40).double())
+    batches = [[padded(tokens(), LENGTHS, padding=padding)] for padding in (7, 0)]
+    alone = [[row[None, :end] for row, end in zip(tokens(), LENGTHS, strict=True)], *batches]
+    found = [refit_output(model(), each, [(1, 2)], pattern)[1, 2] for each in alone]
+    assert torch.equal(found[1], found[2])
+    assert torch.allclose(found[0], found[1], rtol=1e-9)
 
 
 def test_batches_are_made_anew_longest_first():
