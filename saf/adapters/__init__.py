@@ -26,6 +26,7 @@ __all__ = [
     "adapter_for",
     "find_rows",
     "language_model",
+    "longest_input",
     "rows_of",
     "unwrap",
 ]
@@ -56,6 +57,14 @@ def language_model(model: nn.Module) -> LanguageModel:
     """Return what evaluates a model: its adapter, or any other causal model in the manner of transformers."""
     inner = unwrap(model)
     return _known(inner) or TransformersModel(inner)
+
+
+def longest_input(model: nn.Module) -> int | None:
+    """Return the most tokens that a model takes: its positions, or fewer that its patterns cover; None for no limit."""
+    known = _known(unwrap(model))
+    limits = [site.frozen.max_length for site in known.sites() if site.frozen is not None] if known else []
+    positions = language_model(model).max_length
+    return min([*limits, *([] if positions is None else [positions])], default=None)
 
 
 def _known(model: nn.Module) -> Adapter | None:

@@ -163,8 +163,8 @@ class LanguageModel(ABC):
 
     @staticmethod
     @abstractmethod
-    def last_logits(model: Any, input_ids: Tensor) -> Tensor:
-        """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`; other positions have none computed.
+    def last_logits(model: Any, input_ids: Tensor, count: int = 1) -> Tensor:
+        """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]`; others have none computed.
 
         It takes the model, so that a compiled module that holds the model reads it as its own submodule: a compiler
         checks those in one go before every call, what is reached through another object one by one.

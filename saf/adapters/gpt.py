@@ -134,9 +134,9 @@ class GPTAdapter(Adapter):
         return self.model.token_log_probs(input_ids, targets)
 
     @staticmethod
-    def last_logits(model: GPT, input_ids: Tensor) -> Tensor:
-        """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`."""
-        return F.linear(model.hidden(input_ids)[:, -1:], model.embed.weight)
+    def last_logits(model: GPT, input_ids: Tensor, count: int = 1) -> Tensor:
+        """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]`."""
+        return F.linear(model.hidden(input_ids)[:, -count:], model.embed.weight)
 
     def sites(self) -> list[GPTSite]:
         """Return the attention layers in order."""

@@ -4,16 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.adapters.documents import Documents
 from saf.adapters.family import SETTINGS, Family
-from saf.adapters.transformers_attention import attend, state_of
+from saf.adapters.transformers_attention import Mask, attend, state_of
 
 
 def forward(
     module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | Documents | None = None,
+    attention_mask: Mask = None,
     past_key_values: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:

@@ -33,6 +33,7 @@ from saf.adapters.transformers_attention import (
     replaced_forward,
     state_of,
 )
+from saf.adapters.transformers_cache import mask_for_generation
 from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
@@ -45,6 +46,8 @@ EAGER = "eager"
 """The attention function of transformers that does all that the models' code asks of it."""
 GENERATED_LENGTH = "_validate_generated_length"
 """What `generate` calls once it knows how long its output may become, before the first token."""
+GENERATED_MASK = "create_masks_for_generate"
+"""What `generate` calls for the mask of a pass with a cache of fixed size."""
 SAVE = "save_pretrained"
 """What writes the model's folder, also for a `Trainer` and for `push_to_hub`."""
 
@@ -255,6 +258,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             self.attend_through_seam()
             if hasattr(type(self.model), GENERATED_LENGTH):
                 setattr(self.model, GENERATED_LENGTH, partial(check_generated_length, self.model))
+                setattr(self.model, GENERATED_MASK, mask_for_generation)
             if hasattr(type(self.model), SAVE):
                 setattr(self.model, SAVE, partial(save_with_heads, self))
                 mark_(self.model.config)
@@ -262,7 +266,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.before = None
             self._attend_by(before)
-            for name in (GENERATED_LENGTH, SAVE):
+            for name in (GENERATED_LENGTH, GENERATED_MASK, SAVE):
                 vars(self.model).pop(name, None)
             unmark_(self.model.config)
 

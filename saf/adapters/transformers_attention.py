@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
 from saf.adapters.family import Family
+from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, filled, fills_fixed, fixed_places, make_room
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_layout import LAYOUT, TellsLayout
-from saf.ops.heads import join_heads, live_keys, take_heads
-from saf.ops.positions import assert_later, first_real, left_padding
+from saf.ops.heads import cached_order, join_heads
+from saf.ops.layer import live_heads
+from saf.ops.positions import Places, assert_later, first_real, left_padding
 
 NAME = "saf"
+Mask = Tensor | Documents | Places | Beginning | None
+"""What attention is told of a pass: padding, documents, where queries stand in a cache of fixed size; or nothing."""
 
 
 class HeadState(TellsLayout):
@@ -65,19 +69,22 @@ def padding_mask(
     mask_function: Any,
     attention_mask: Tensor | None = None,
     **rest: Any,
-) -> Tensor | Documents | None:
-    """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it; or packed documents.
+) -> Mask:
+    """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it.
 
-    Raises UnsupportedError for what the frozen heads would not see: keys beyond the tokens seen so far, which a cache
-    of fixed size has, and attention that is not causal within each document. Raises InputError for padding between
-    real tokens.
+    Of packed documents it returns these, with a cache of fixed size where in it the queries stand. Raises
+    UnsupportedError for what frozen heads would not see: keys beyond the tokens seen so far, attention that is not
+    causal within each document; and for windows in a cache of fixed size. Raises InputError for padding between real
+    tokens.
     """
     from transformers.masking_utils import causal_mask_function
 
-    if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
+    fixed = fills_fixed(q_length, kv_length, q_offset, attention_mask)
+    if fixed and rest.get("local_size") is not None:
+        raise UnsupportedError(NO_WINDOWS)
+    if not fixed and kv_offset + kv_length != q_offset + q_length:
         raise UnsupportedError(
-            "with frozen heads the keys must end where the tokens end; use a cache that grows (the default: leave "
-            "cache_implementation out), and an attention_mask as long as the input"
+            "with frozen heads the keys must end where the tokens end: give an attention_mask as long as the input"
         )
     # While compiling, transformers takes any row for several documents; that and windows are for `attend` to check.
     plain = mask_function is causal_mask_function or torch.compiler.is_compiling()
@@ -92,6 +99,8 @@ def padding_mask(
             "with frozen heads attention is causal, within each document that position_ids tell of; another mask "
             "cannot be followed: leave it out, and give every sequence a row of its own, padded at its ends"
         )
+    if fixed:
+        return fixed_places(q_length, kv_length, q_offset, attention_mask)
     if attention_mask is None:
         return None
     mask = attention_mask[:, -kv_length:]
@@ -109,7 +118,7 @@ def attach_state(attention: Any, family: Family) -> HeadState:
     if (state := state_of(attention)) is not None:
         return state
     attention.saf = HeadState(layout_of(attention), family)
-    attention.register_forward_pre_hook(check_function)
+    attention.register_forward_pre_hook(before_pass, with_kwargs=True)
     attention.register_load_state_dict_pre_hook(check_layout)
     return attention.saf
 
@@ -119,8 +128,9 @@ def detach_idle_state(attention: Any) -> None:
     if (state := state_of(attention)) is not None and state.idle:
         del attention.saf
         for number, hook in list(attention._forward_pre_hooks.items()):
-            if hook is check_function:
+            if hook is before_pass:
                 del attention._forward_pre_hooks[number]
+                attention._forward_pre_hooks_with_kwargs.pop(number, None)
         for number, wrapped in list(attention._load_state_dict_pre_hooks.items()):
             if wrapped.hook is check_layout:
                 del attention._load_state_dict_pre_hooks[number]
@@ -134,14 +144,17 @@ def layout_of(attention: Any) -> HeadLayout:
     return HeadLayout(config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
 
 
-def check_function(module: Any, _: Any) -> None:
-    """Raise UnsupportedError where a layer with frozen heads is about to attend through another function."""
+def before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
+    """Make room in a cache of fixed size; raise UnsupportedError where other code than ours is about to attend."""
     name = module.config._attn_implementation
     if not module.saf.layout.ordinary and name != NAME:
         raise UnsupportedError(
             f"a model with frozen or pruned heads attends by {NAME!r}, not {name!r}; call "
             f"model.set_attn_implementation({NAME!r}), or uninstall_ first"
         )
+    if (cache := options.get("past_key_values")) is not None:
+        frozen = module.saf.frozen
+        make_room(cache, module.layer_idx, module.saf.layout, None if frozen is None else frozen.max_length)
 
 
 def check_layout(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -164,7 +177,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Documents | None,
+    attention_mask: Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -176,8 +189,8 @@ def attend(
     """Attend with live and frozen heads in slot order, as transformers calls it.
 
     `query [B, L, Tq, D]` of the live heads, `key [B, K, T, D]` and `value` of the KV heads kept, cached tokens first;
-    `attention_mask [B, T]` is True for real tokens, or is the documents packed into the rows; `position_ids
-    [B or 1, Tq]`. Returns `[B, Tq, H, D]`.
+    `attention_mask [B, T]` is True for real tokens, or is what else `padding_mask` returns; `position_ids [B or 1,
+    Tq]`. Returns `[B, Tq, H, D]`.
 
     Raises:
         UnsupportedError: Dropout or output of attention weights, a mask of pairs, positions that start again beside a
@@ -191,7 +204,12 @@ def attend(
         raise UnsupportedError(no_dropout(dropout, None if state is None else state.family))
     if output_attentions:
         raise UnsupportedError("attention weights are not kept once heads are frozen; leave output_attentions out")
-    documents, mask = (attention_mask, None) if isinstance(attention_mask, Documents) else (None, attention_mask)
+    if isinstance(attention_mask, Beginning):
+        key, value = filled(key, value, query.shape[-2], layout_of(module))
+        attention_mask = attention_mask.mask
+    documents = attention_mask if isinstance(attention_mask, Documents) else None
+    places = attention_mask if isinstance(attention_mask, Places) else None
+    mask = attention_mask if isinstance(attention_mask, Tensor) else None
     positions = value.shape[-2] if documents is None else documents.longest
     beyond = sliding_window is not None and positions > sliding_window
     if beyond and state is not None and (state.frozen is not None or state.sinks):
@@ -201,14 +219,15 @@ def attend(
         )
     for sink in () if state is None else state.sinks.values():
         sink(query, key)
-    if mask is not None and mask.dim() != 2:
-        raise UnsupportedError(
-            f"frozen heads know no mask but of padding, [B, T]; got {list(mask.shape)}, leave it out"
-        )
+    if not (attention_mask is None or documents or places or (mask is not None and mask.dim() == 2)):
+        got = type(attention_mask).__name__ if mask is None else list(mask.shape)
+        raise UnsupportedError(f"frozen heads know no mask but of padding, [B, T]; got {got}, leave it out")
     if position_ids is not None and documents is None and (module.layer_idx == 0 or beyond):
-        _check_one_sequence_a_row(position_ids, mask, value.shape[-2])
+        real, length = (mask, value.shape[-2]) if places is None else (places.real, query.shape[-2])
+        _check_one_sequence_a_row(position_ids, real, length)
     start = None if mask is None else first_real(mask)
-    mix = partial(_mixed, state, {"scale": scaling, "start": start}, {"window": sliding_window, "soft_cap": softcap})
+    options = {"scale": scaling, "start": start, "places": places}
+    mix = partial(_mixed, state, options, {"window": sliding_window, "soft_cap": softcap})
     output = mix(query, key, value) if documents is None else documents.apart(mix, query, key, value)
     return output.transpose(1, 2), None
 
@@ -226,7 +245,9 @@ def _mixed(
     The window and the soft cap, in `ordinary`, are for live heads; the seam does not know them.
     """
     if state is None:
-        return live_attention(query, key, value, **options, **ordinary)
+        places = options["places"]
+        own = {"scale": options["scale"], "start": options["start"]}
+        return live_attention(query, key, value, visible=None if places is None else places.visible, **own, **ordinary)
     if state.frozen is None or ordinary["soft_cap"] is not None:
         return _attend_apart(query, key, value, state, options | ordinary)
     return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
@@ -234,12 +255,16 @@ def _mixed(
 
 def _attend_apart(query: Tensor, key: Tensor, value: Tensor, state: HeadState, options: dict[str, Any]) -> Tensor:
     """Return live heads and frozen ones, computed each by themselves, joined."""
-    parts = []
-    if state.layout.num_live:
-        key, slots = live_keys(key, state.layout.kv_head[: state.layout.num_live])
-        parts.append(live_attention(query, key, take_heads(value, slots), **options, kernel=state.kernel))
+    parts, layout = [], state.layout
+    start, places = options["start"], options.pop("places")
+    if layout.num_live:
+        slots = layout.kv_head[: layout.num_live]
+        if places is not None:
+            slots = tuple(map(cached_order(layout.kv_head, layout.num_frozen).index, slots))
+        visible = None if places is None else places.visible
+        parts.append(live_heads(query, key, value, slots, **options, visible=visible, kernel=state.kernel))
     if state.frozen is not None:
-        parts.append(frozen_attention(value, state.frozen, start=options["start"], rows=query.shape[-2]))
+        parts.append(frozen_attention(value, state.frozen, start=start, places=places, rows=query.shape[-2]))
     if not parts:
         return query  # of no heads
     return parts[0] if len(parts) == 1 else join_heads(*parts)
@@ -255,7 +280,7 @@ def forward_without_queries(
     module: Any,
     hidden_states: Tensor,
     *,
-    attention_mask: Tensor | Documents | None = None,
+    attention_mask: Mask = None,
     past_key_values: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:

@@ -41,9 +41,9 @@ class TransformersModel(LanguageModel):
         return -F.cross_entropy(self._logits(input_ids).transpose(1, 2), targets, reduction="none")
 
     @staticmethod
-    def last_logits(model: Any, input_ids: Tensor) -> Tensor:
-        """Return the logits `[B, 1, V]` of the token after `input_ids [B, T]`."""
-        return model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
+    def last_logits(model: Any, input_ids: Tensor, count: int = 1) -> Tensor:
+        """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]`."""
+        return model(input_ids=input_ids, use_cache=False, logits_to_keep=count).logits
 
     def _logits(self, input_ids: Tensor) -> Tensor:
         """Return float32 logits `[B, T, V]`."""

@@ -32,7 +32,7 @@ class CostMeter:
 
     def log_probs(self, heads: HeadSet, patterns: Patterns, *, backend: str = "auto") -> Tensor:
         """Return log-probabilities of the targets, `[W, T]` float32 nats, with `heads` frozen."""
-        with _frozen(self._model, heads, [patterns[head] for head in heads], backend):
+        with frozen_for_now(self._model, heads, [patterns[head] for head in heads], backend):
             return self._log_probs()
 
     def _log_probs(self) -> Tensor:
@@ -47,7 +47,7 @@ class CostMeter:
 
 
 @contextmanager
-def _frozen(model: nn.Module, heads: HeadSet, patterns: list[Any], backend: str) -> Iterator[None]:
+def frozen_for_now(model: nn.Module, heads: HeadSet, patterns: list[Any], backend: str) -> Iterator[None]:
     """Freeze these heads for the length of the block, then undo it, so that the model is as it came."""
     if not len(heads):
         yield

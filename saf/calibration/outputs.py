@@ -1,18 +1,15 @@
-"""What heads write into the residual stream of held-out sequences, and how that changes with their mean pattern.
+"""What heads write into the residual stream of held-out sequences, and how that changes with their mean pattern."""
 
-The layer is seen through hooks on the modules around its projections: its input, its output, the residual stream.
-"""
-
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Site, adapter_for, find_rows, rows_of, unwrap
+from saf.adapters import Site, adapter_for, unwrap
 from saf.arguments import checked
 from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
+from saf.calibration.watch import Modules, Seen, modules_of, values_of, watch
 from saf.errors import InputError, UnsupportedError
 from saf.ops.live import capped
 from saf.scores.outputs import HeadOutputs
@@ -44,14 +41,19 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     if ids[0].shape[1] != statistics.length:
         raise InputError(f"expected sequences of {statistics.length} tokens, as calibrated; got {ids[0].shape[1]}")
     device = adapter.device
-    found = [_modules_of(unwrap(model), site) for site in sites]
+    if any(site.norm_after for site in sites):
+        raise UnsupportedError(
+            "what heads write into the residual stream cannot be told apart where a norm follows the attention layer "
+            "(Gemma 2 and 3); use a score of attention patterns, such as 'variance'"
+        )
+    found = [modules_of(unwrap(model), site) for site in sites]
     layers = [
         _Layer(site, modules, number, statistics, device)
         for number, (site, modules) in enumerate(zip(sites, found, strict=True))
     ]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(_watch(layer.site, layer.modules, layer.take))
+            stack.enter_context(watch(layer.site, layer.modules, layer.take))
         for batch in ids:
             adapter.run(batch.to(device))
     samples = sum(len(batch) for batch in ids) * len(statistics.positions)
@@ -65,73 +67,11 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     )
 
 
-class _Modules(NamedTuple):
-    """Hold the attention module with the output projection, and the decoder layer around it."""
-
-    attention: nn.Module
-    layer: nn.Module
-
-
-def _modules_of(model: nn.Module, site: Site) -> _Modules:
-    """Find a site's modules by the parameters of its projections; raise UnsupportedError when they are not its own."""
-    owners = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), name)
-    value, output = (rows_of(site, role).parameter for role in ("value", "output"))
-    if id(value) not in owners or id(output) not in owners:
-        raise UnsupportedError("this attention layer keeps values or output projection in no parameter of their own")
-    path = owners[id(output)].split(".")
-    if len(path) < 3:
-        raise UnsupportedError(f"expected layer.attention.projection with its own values; got {'.'.join(path)}")
-    if site.norm_after:
-        raise UnsupportedError(
-            "what heads write into the residual stream cannot be told apart where a norm follows the attention layer "
-            "(Gemma 2 and 3); use a score of attention patterns, such as 'variance'"
-        )
-    return _Modules(model.get_submodule(".".join(path[:-1])), model.get_submodule(".".join(path[:-2])))
-
-
-class _Seen(NamedTuple):
-    """Hold what one forward pass shows of a layer: rotated `[B, heads, T, D]`, and `[B, T, channels]`."""
-
-    query: Tensor
-    key: Tensor
-    normed: Tensor
-    """X, the input of the projections."""
-    residual: Tensor
-    output: Tensor
-
-
-def _watch(site: Site, modules: _Modules, sink: Callable[[_Seen], None]) -> ExitStack:
-    """Call `sink` at the end of every pass through the layer's attention; closing the result ends it."""
-    seen: dict[str, Tensor] = {}
-
-    def keep_input(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[name] = (args[0] if args else kwargs["hidden_states"]).detach()
-
-        return hook
-
-    def attention_output(_module: nn.Module, _args: Any, output: Any) -> None:
-        seen["output"] = (output if isinstance(output, Tensor) else output[0]).detach()
-        if "query" in seen:
-            sink(_Seen(**seen))
-        seen.clear()
-
-    stack = ExitStack()
-    for module, name in ((modules.layer, "residual"), (modules.attention, "normed")):
-        stack.callback(module.register_forward_pre_hook(keep_input(name), with_kwargs=True).remove)
-    stack.enter_context(site.capture(lambda query, key: seen.update(query=query.detach(), key=key.detach())))
-    stack.callback(modules.attention.register_forward_hook(attention_output).remove)
-    return stack
-
-
 class _Layer:
     """Add up one layer, sequence by sequence."""
 
     def __init__(
-        self, site: Site, modules: _Modules, number: int, statistics: AttentionStatistics, device: torch.device
+        self, site: Site, modules: Modules, number: int, statistics: AttentionStatistics, device: torch.device
     ):
         self.site, self.modules = site, modules
         self.live = list(site.layout.live)
@@ -149,7 +89,7 @@ class _Layer:
         self.gram = torch.zeros(len(self.live), len(self.live), dtype=torch.float64, device=device)
         self.change, self.residual_change, self.residual, self.output = [], [], [], []
 
-    def take(self, seen: _Seen) -> None:
+    def take(self, seen: Seen) -> None:
         """Add the sequences of one forward pass."""
         groups = list(self.site.layout.kv_head[: len(self.live)])
         keys = list(self.site.layout.key_head)
@@ -159,19 +99,10 @@ class _Layer:
                 self._add(
                     seen.query[n][:, rows].to(self.wide),
                     seen.key[n][keys].to(self.wide),
-                    self._values(seen.normed[n])[groups],
+                    values_of(self.site, seen.normed[n], self.wide)[groups],
                     seen.residual[n][rows].to(self.wide),
                     seen.output[n][rows].to(self.wide),
                 )
-
-    def _values(self, normed: Tensor) -> Tensor:
-        """Return the values `[H_kv, T, D]` of the projections' input, in at least float32."""
-        rows, bias = rows_of(self.site, "value"), find_rows(self.site, "value_bias")
-        weight = rows.of(rows.parameter).movedim(rows.dimension, 0)
-        values = normed.to(self.wide) @ weight.to(self.wide).T
-        if bias is not None:
-            values = values + bias.of(bias.parameter).to(self.wide)
-        return values.unflatten(-1, (-1, self.site.head_dim)).transpose(0, 1)
 
     def _add(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
         """Add one sequence: contributions of every live head at the sampled rows, and their changes."""

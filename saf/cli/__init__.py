@@ -17,7 +17,7 @@ COMMANDS = {
     "pretrain": "train one arm: ordinary, frozen, or continued from a checkpoint",
     "finetune": "train a checkpoint on questions with choices, and measure its accuracy",
     "freeze": "freeze heads of a checkpoint and write a new checkpoint",
-    "evaluate": "held-out perplexity of a checkpoint or run",
+    "evaluate": "held-out perplexity of a model, and its accuracy on zero-shot tasks",
     "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",
     "report": "one self-contained HTML page about runs or benchmarks; a document of all results",
     "run": "train what a table or figure of the paper needs, and render it; alone, list the recipes",

@@ -1,5 +1,7 @@
 """`saf compare`: an ordinary and a frozen run of the same text."""
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,13 +12,16 @@ from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
+from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.compare import compare_evaluations, compare_runs
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
+from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
+from saf.records.files import write_json
 from saf.records.paths import Kind, kind_of
 from saf.records.run import RecordedRun
-from saf.records.table import Table
+from saf.records.table import Part, Table
 
 
 @dataclass(kw_only=True)
@@ -24,8 +29,8 @@ class Compare(Command):
     """Tell what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
     Of two finetuned runs it tells what they answer differently, paired by question. Refuses runs that differ in more
-    than the freezing. Of models that no run trained, such as those of transformers, it takes what `saf evaluate --out`
-    wrote of each.
+    than the freezing. Of models that no run trained, such as those of transformers, and of zero-shot tasks it takes
+    what `saf evaluate --out` wrote of each.
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional]
@@ -64,11 +69,38 @@ class Compare(Command):
         return record
 
     def _evaluations(self) -> dict[str, Any]:
-        """Compare two evaluations; raise InputError for a flag that is of runs."""
+        """Compare what both evaluations have; raise InputError for a flag that is of runs, or nothing to compare."""
         if self.allow_differences:
             raise InputError("--allow-differences is of runs; evaluations must be of the same windows and precision")
-        draws = {"resamples": self.resamples, "seed": self.seed}
-        record = compare_evaluations(self.ordinary, self.frozen, out=self.out, **draws)
+        record: dict[str, Any] = {}
+        parts: list[Part] = []
+        if self._both_have(perplexity.WRITTEN[0]):
+            draws = {"resamples": self.resamples, "seed": self.seed}
+            record = compare_evaluations(self.ordinary, self.frozen, **draws)
+            parts.append(self._perplexities(record))
+        if self._both_have(zero_shot.WRITTEN[0]):
+            changes = compare_zero_shot(self.ordinary, self.frozen)
+            record = {**record, "zero_shot": changes} if record else changes
+            parts += zero_shot_comparison_tables(changes)
+        if not parts:
+            raise InputError(
+                f"{self.ordinary} and {self.frozen} are evaluations of different things, one of perplexity and one of "
+                "tasks; evaluate both on the same"
+            )
+        if self.out is not None:
+            write_json(self.out / "compare.json", record)
+        show(record, *parts, as_json=self.json)
+        return record
+
+    def _both_have(self, name: str) -> bool:
+        """Return whether both evaluations have a file; say so on stderr where one alone has it."""
+        having = [folder for folder in (self.ordinary, self.frozen) if (folder / name).is_file()]
+        if len(having) == 1:
+            print(f"{name} is in {having[0]} alone: it is not compared", file=sys.stderr)
+        return len(having) == 2
+
+    def _perplexities(self, record: Mapping[str, Any]) -> Table:
+        """Return the table of two perplexities."""
         low, high = record["ci95"]
         rows = {
             "perplexity, ordinary": f"{record['ppl_ordinary']:.4f}",
@@ -76,8 +108,7 @@ class Compare(Command):
             "change": f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})",
             "windows": f"{record['windows']:,}",
         }
-        show(record, Table.facts(f"{self.frozen} against {self.ordinary}", rows), as_json=self.json)
-        return record
+        return Table.facts(f"{self.frozen} against {self.ordinary}", rows)
 
     def _compare_answers(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
         """Compare two finetuned runs, write compare.json, show and return it."""

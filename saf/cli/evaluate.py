@@ -1,4 +1,4 @@
-"""`saf evaluate`: held-out perplexity of one model."""
+"""`saf evaluate`: held-out perplexity of one model, and its accuracy on zero-shot tasks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +8,27 @@ import tyro
 
 from saf.arguments import at_least
 from saf.cli.command import Command
-from saf.cli.models import open_model
 from saf.cli.output import show
 from saf.data.text_data import TextData
 from saf.errors import InputError
-from saf.evaluate.perplexity import WRITTEN, evaluate_perplexity
-from saf.records.table import Table
+from saf.evaluate import perplexity, zero_shot
+from saf.evaluate.perplexity import evaluate_perplexity
+from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
+from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
+from saf.machine.execution import device_name, pick_device, resolve_precision
+from saf.machine.processes import agreed, done_once, is_first, joined
+from saf.records.table import Part, Table
+from saf.tasks.zero_shot import TaskName
 
 
 @dataclass(kw_only=True)
 class Evaluate(Command):
-    """Measure the perplexity of a model on held-out text it was neither trained nor tuned on."""
+    """Measure the perplexity of a model on held-out text it was neither trained nor tuned on, and zero-shot accuracy.
+
+    Tasks are lm-eval's, with its prompts and metrics (`pip install 'saf[eval]'`). A model of transformers answers
+    them without data, too.
+    Several processes share the batches out when `torchrun --nproc-per-node N -m saf evaluate ...` starts them.
+    """
 
     model: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (step-N), a run (its newest checkpoint), a folder written by saf.save, or a model of transformers:
@@ -26,14 +36,23 @@ class Evaluate(Command):
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on if not given. For a model of transformers its
     tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
+    tasks: tuple[TaskName, ...] = ()
+    """Zero-shot tasks to answer beside."""
+    task_data: Path | None = None
+    """Folder of the tasks' public files, such as hellaswag/hellaswag_val.jsonl; those of the hub if not given."""
+    questions: Annotated[int | None, at_least(1)] = None
+    """Only so many questions of each task."""
+    too_long: TooLong = "refuse"
+    """What to do with questions longer than the model takes: refuse them, or cut their beginning, as lm-eval does."""
     out: Path | None = None
-    """Write evaluation.json and log_probs.safetensors into this folder, which may hold nothing else."""
+    """Write evaluation.json and log_probs.safetensors, and of tasks zero_shot.json and zero_shot.jsonl, into this
+    folder, which may hold nothing else."""
     partition: Literal["report", "controller", "calibration", "train"] = "report"
     """Which text."""
     length: Annotated[int | None, at_least(1)] = None
     """Tokens of context in a window (the model's longest)."""
     batch_size: Annotated[int, at_least(1)] = 8
-    """Windows in a forward pass."""
+    """Windows in a forward pass, or sequences of one length."""
     limit: Annotated[int | None, at_least(1)] = None
     """Stop after this many windows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -43,24 +62,61 @@ class Evaluate(Command):
     json: bool = False
     """Print JSON instead of a table."""
 
+    def __post_init__(self):
+        """Raise InputError for a flag that would have no effect."""
+        super().__post_init__()
+        for name, given in (("task-data", self.task_data), ("questions", self.questions)):
+            if given is not None and not self.tasks:
+                raise InputError(f"--{name} has no effect without --tasks; name some")
+        if self.too_long != "refuse" and not self.tasks:
+            raise InputError("--too-long has no effect without --tasks; name some")
+        if len(set(self.tasks)) < len(self.tasks):
+            raise InputError(f"each task is named once; got {', '.join(self.tasks)}")
+
     def run(self) -> dict[str, Any]:
-        """Evaluate, show and return the record of evaluation.json; raise InputError for an `out` of something else."""
-        if self.out is not None:
-            _check_own(self.out)
-        model, data, folder, identity, longest = open_model(self.model, self.data, self.device)
-        if isinstance(data, TextData) and self.partition != "report":
+        """Evaluate, show and return the records; raise InputError for an `out` of something else."""
+        with joined(self.device):
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
+        """Do what `run` does, in the group of processes that is there."""
+        with agreed():  # all have looked before the first one writes
+            if self.out is not None:
+                _check_own(self.out)
+        opened = open_model(self.model, self.data, self.device, needs_data=not self.tasks)
+        record: dict[str, Any] = {}
+        parts: list[Part] = []
+        if opened.data is not None:
+            record = self._perplexity(opened)
+            parts.append(self._facts(opened, record))
+        if self.tasks:
+            record["zero_shot"] = self._zero_shot(opened)
+            parts += zero_shot_tables(record["zero_shot"])
+        if is_first():
+            show({"model": opened.folder, **record}, *parts, as_json=self.json)
+        return record
+
+    def _perplexity(self, opened: OpenedModel) -> dict[str, Any]:
+        """Return the record of the model's perplexity on its data."""
+        assert opened.data is not None
+        if isinstance(opened.data, TextData) and self.partition != "report":
             raise InputError(f"{self.data} is text, all of which is read; leave --partition out")
-        record = evaluate_perplexity(
-            model,
-            data,
+        return evaluate_perplexity(
+            opened.model,
+            opened.data,
             partition=self.partition,
-            length=self.length or longest,
+            length=self.length or opened.longest,
             batch_size=self.batch_size,
             limit=self.limit,
             precision=self.precision,
             out=self.out,
-            checkpoints={"model": identity},
+            checkpoints={"model": opened.hash},
         )
+
+    def _facts(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
+        """Return the table of the model's perplexity."""
+        data = opened.data
+        assert data is not None
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",
             "loss, nats per token": f"{record['loss']:.5f}",
@@ -69,15 +125,40 @@ class Evaluate(Command):
             "precision": record["precision"],
             "written to": self.out,
         }
-        show({"model": folder, **record}, Table.facts(str(folder), rows), as_json=self.json)
-        return record
+        return Table.facts(str(opened.folder), rows)
+
+    def _zero_shot(self, opened: OpenedModel) -> dict[str, Any]:
+        """Return the record of the model's answers."""
+        settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
+        harness = lm_eval_tasks()
+        lm = harness.ExactLengthModel(
+            opened.model,
+            opened.encoder(),
+            batch_size=self.batch_size,
+            precision=self.precision,
+            too_long=self.too_long,
+        )
+        answers = harness.answer_tasks(lm, self.tasks, folder=self.task_data, questions=self.questions)
+        device = pick_device(self.device)
+        return done_once(
+            lambda: zero_shot_record(
+                answers,
+                settings,
+                longest=opened.longest,
+                precision=resolve_precision(device, self.precision),
+                out=self.out,
+                device=device_name(device),
+                checkpoints={"model": opened.hash},
+            )
+        )
 
 
 def _check_own(folder: Path) -> None:
     """Raise InputError unless the folder is new, empty or from an earlier evaluation: a run keeps its own there."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; --out takes a folder")
-    others = sorted({path.name for path in folder.iterdir()} - set(WRITTEN)) if folder.exists() else []
+    own = {*perplexity.WRITTEN, *zero_shot.WRITTEN}
+    others = sorted({path.name for path in folder.iterdir()} - own) if folder.exists() else []
     if others:
         raise InputError(f"{folder} holds {others[0]}, which `saf evaluate` did not write; give --out a new folder")
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from saf.cli.command import Command, build, given_values
-from saf.cli.models import transformers_folders
 from saf.cli.output import LayerProgress, show
 from saf.errors import InputError
 from saf.freeze_checkpoint import freeze_checkpoint
 from saf.freeze_settings import CheckpointFreezing
 from saf.freezing.config import BUDGETS
+from saf.integrations.models import transformers_folders
 from saf.records.paths import means_transformers
 from saf.settings import FLAT
 

@@ -12,6 +12,7 @@ from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError
 from saf.experiments.document import write_document
+from saf.experiments.examples import find_examples
 from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import open_recipes
@@ -43,6 +44,8 @@ class Report(Command):
     """Of a recipe's records."""
     data: Path | None = None
     """Which data's runs of a recipe, where the store has several."""
+    tasks: Path | None = None
+    """Which examples runs of a recipe were finetuned on, where the store has several."""
     seeds: tuple[int, ...] = ()
     """Which seeds of a recipe; the scale's own when none are named."""
     results: Path | None = None
@@ -82,7 +85,9 @@ class Report(Command):
         store = Store(self.store).open(write=False)
         trains = any(recipe.arms for recipe in recipes.values())
         data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint() if trains else ""
-        made = plan(recipes, self.at.chosen(), data=data, seeds=self.seeds)
+        files = find_examples(self.tasks) if self.tasks else None
+        examples = None if files else store.examples()
+        made = plan(recipes, self.at.chosen(), data=data, seeds=self.seeds, files=files, examples=examples)
         measured = plan_measurements(recipes, made)
         rendered = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         written = [path for table in rendered for path in (table.write(self.out) if self.out else ())]

@@ -15,6 +15,7 @@ from saf.cli.output import show
 from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError, SafError
+from saf.experiments.examples import Examples, find_examples, is_of_files, write_smoke_examples
 from saf.experiments.execution import Lanes, Outcome, Stop, execute, in_a_process
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
 from saf.experiments.packing import Lacks, Packing, packing_table
@@ -48,6 +49,9 @@ class Run(Command):
     """At which scale."""
     data: Path | None = None
     """Folder made by `saf data prepare`; the smoke scale makes its own."""
+    tasks: Path | None = None
+    """Folder of examples to finetune on, in the public sets' own layouts: sst2/train.tsv and dev.tsv, boolq/train.jsonl
+    and val.jsonl, quality/train.jsonl and dev.jsonl, gzipped or not; the smoke scale makes its own."""
     store: Path = Path("runs/recipes")
     """Folder of the runs and their records; recipes share it."""
     arms: tuple[str, ...] = ()
@@ -108,6 +112,7 @@ class Run(Command):
             seeds=self.seeds,
             arms=self.arms,
             vocabulary=data.vocab_size if data else None,
+            files=self._examples(scale, finetunes=any(arm.task for each in recipes.values() for arm in each.arms)),
         )
         measured = plan_measurements(recipes, made, only=self.arms)
         if not self.recipes:
@@ -116,6 +121,9 @@ class Run(Command):
             return self._foretell(made, measured, Store(self.store).open(write=False))
         if data is None and made.runs:
             raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
+        asked = {run.task for run in made.runs.values() if run.task and is_of_files(run.task)}
+        if lacking := ", ".join(sorted(asked - made.files.keys())):
+            raise SafError(f"examples of {lacking} are needed; name the folder that has them with --tasks")
         store = Store(self.store).open(write=True)
         if scale.speeds is not None:
             store.keep_speeds_(scale.speeds)
@@ -174,6 +182,13 @@ class Run(Command):
                 _say(f"preparing {folder}")
                 in_this_process(["data", "prepare", *SMOKE_DATA, "--out", str(folder)], folder.parent / "data.log")
         return None if folder is None else TokenData.open(folder)
+
+    def _examples(self, scale: Scale, *, finetunes: bool) -> dict[str, Examples]:
+        """Return the files of examples; the smoke scale's are made where there are none."""
+        folder = self.tasks
+        if folder is None and scale.base == "smoke" and finetunes and self.recipes and not self.dry_run:
+            folder = write_smoke_examples(Store(self.store).open(write=True).folder / "tasks")
+        return {} if folder is None else find_examples(folder)
 
     def _here(self, made: Plan) -> bool:
         """Return whether runs are made in this process, where starting one would take longer than the run."""
@@ -253,8 +268,9 @@ class Run(Command):
         }
         tables = [table] * bool(made.runs)
         if self.nodes and self.gpus:
-            shared, told = scaling_table(missing, rates, gpus=self.gpus, nodes=self.nodes, links=self.links)
-            tables += [shared] * bool(missing)
+            pretrained = [run for run in missing if run.work is None]
+            shared, told = scaling_table(pretrained, rates, gpus=self.gpus, nodes=self.nodes, links=self.links)
+            tables += [shared] * bool(pretrained)
             result["many_gpus"] = {key: each.to_dict() for key, each in told.items()}
         tables += [Table.of("Measurements, afterwards", ["", "command"], others)] * bool(others)
         show(result, *tables, as_json=self.json)

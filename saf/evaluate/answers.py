@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from saf.adapters import language_model
 from saf.calibration.capture import evaluation_mode
 from saf.errors import CompareError, DivergenceError, InputError
 from saf.machine.execution import autocast
+from saf.machine.processes import shared_out
 from saf.models import GPT
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
 from saf.records.result import result_header
@@ -51,6 +53,8 @@ def answer(
 ) -> list[dict[str, Any]]:
     """Return how a model answers questions, in their order: it takes the choice with the largest log-probability.
 
+    Processes of a group share the batches out, and all return the same records.
+
     A record has the example's `id`, the numbers of the right choice (`answer`) and the one taken (`taken`), whether
     they are the same (`right`), whether text was `shortened`, the log-probability of each choice in nats, summed over
     its tokens (`log_probs`), and the tokens of the right choice (`answer_tokens`). Of equal ones the first is taken.
@@ -68,18 +72,20 @@ def answer(
     asked = [(place, number) for place, each in enumerate(questions) for number in range(len(each.choices))]
     # Sequences of like length share a batch; records do not depend on the order.
     asked.sort(key=lambda at: -len(questions[at[0]].prompt) - len(questions[at[0]].choices[at[1]]))
-    found: dict[tuple[int, int], float] = {}
     language = language_model(model)
+
+    def sums(some: Sequence[tuple[int, int]]) -> list[float]:
+        """Return the log-probability of each choice of a batch."""
+        rows = [
+            (questions[place].prompt + questions[place].choices[number], len(questions[place].prompt))
+            for place, number in some
+        ]
+        inputs, targets = (part.to(language.device) for part in padded(rows, padding=padding))
+        return language.token_log_probs(inputs, targets).double().sum(1).tolist()
+
+    batches = [asked[first : first + batch_size] for first in range(0, len(asked), batch_size)]
     with evaluation_mode(model), torch.no_grad(), autocast(language.device, precision):
-        for first in range(0, len(asked), batch_size):
-            some = asked[first : first + batch_size]
-            rows = [
-                (questions[place].prompt + questions[place].choices[number], len(questions[place].prompt))
-                for place, number in some
-            ]
-            inputs, targets = (part.to(language.device) for part in padded(rows, padding=padding))
-            sums = language.token_log_probs(inputs, targets).double().sum(1)
-            found |= dict(zip(some, sums.tolist(), strict=True))
+        found = dict(zip(asked, chain.from_iterable(shared_out(sums, batches)), strict=True))
     records = []
     for place, each in enumerate(questions):
         log_probs = [found[place, number] for number in range(len(each.choices))]
@@ -130,6 +136,45 @@ def mcnemar(gained: int, lost: int) -> float:
     return 1.0 if gained + lost == 0 else float(binomtest(gained, gained + lost).pvalue)
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected by Holm's step-down method for how many tests there are, in the order given.
+
+    >>> [round(value, 3) for value in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for place, number in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[number]))
+        corrected[number] = largest
+    return corrected
+
+
+def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what two models' answers to the same questions differ by.
+
+    `difference` is the second model's accuracy minus the first's; its standard error and 95% interval are over the
+    questions, paired. `gained` and `lost` are questions that the second or the first alone answers rightly; `p_value`
+    is McNemar's, exact. Raises CompareError for other questions.
+    """
+    asked = [[(record["id"], record["answer"]) for record in records] for records in (ordinary, frozen)]
+    if asked[0] != asked[1]:
+        raise CompareError(
+            f"different questions were answered ({len(asked[0])} and {len(asked[1])}); judge both by the same file"
+        )
+    changes = [int(b["right"]) - int(a["right"]) for a, b in zip(ordinary, frozen, strict=True)]
+    count, gained, lost = len(changes), changes.count(1), changes.count(-1)
+    mean = (gained - lost) / count
+    error = math.sqrt(max((gained + lost) / count - mean**2, 0.0) / count)
+    return {
+        "difference": mean,
+        "standard_error": error,
+        "ci95": [mean - 1.96 * error, mean + 1.96 * error],
+        "gained": gained,
+        "lost": lost,
+        "p_value": mcnemar(gained, lost),
+    }
+
+
 def write_answers(folder: Path, records: Sequence[Mapping[str, Any]]) -> str:
     """Write answers.jsonl into a run's folder and return its SHA-256."""
     return file_hash(write_lines(folder / FILE, records))
@@ -162,11 +207,7 @@ def compare_answers(
         InputError: A run that has not ended, or has no answers, or others than its result tells of.
     """
     pair = [read_answers(run) for run in (ordinary, frozen)]
-    asked = [[(record["id"], record["answer"]) for record in records] for records in pair]
-    if asked[0] != asked[1]:
-        raise CompareError(
-            f"the runs answered different questions ({len(asked[0])} and {len(asked[1])}); judge both by the same file"
-        )
+    changes = paired_answers(*pair)
     found = _differences(ordinary, frozen)
     if found and not allow_differences:
         listed = "\n  ".join(found)
@@ -174,10 +215,6 @@ def compare_answers(
             f"these runs were finetuned differently:\n  {listed}\n"
             "Finetune both with the same settings, or allow the differences explicitly (--allow-differences)"
         )
-    changes = [int(b["right"]) - int(a["right"]) for a, b in zip(*pair, strict=True)]
-    count, gained, lost = len(changes), changes.count(1), changes.count(-1)
-    mean = (gained - lost) / count
-    error = math.sqrt(max((gained + lost) / count - mean**2, 0.0) / count)
     results = [run.finished_result() for run in (ordinary, frozen)]
     names = ("ordinary", "frozen")
     finals = {name: one["provenance"]["checkpoints"].get("final") for name, one in zip(names, results, strict=True)}
@@ -188,16 +225,11 @@ def compare_answers(
         "frozen": str(frozen.folder),
         "arms": [ordinary.arm, frozen.arm],
         "heads": [len(run.edited_heads) for run in (ordinary, frozen)],
-        "questions": count,
+        "questions": len(pair[0]),
         "accuracy": [one["accuracy"] for one in results],
         "taken": [one["taken"] for one in results],
         "answers": results[0]["answers"],
-        "difference": mean,
-        "standard_error": error,
-        "ci95": [mean - 1.96 * error, mean + 1.96 * error],
-        "gained": gained,
-        "lost": lost,
-        "p_value": mcnemar(gained, lost),
+        **changes,
         "update_seconds": [(one["update_seconds"] or {}).get("median") for one in results],
         "differences": found,
     }

@@ -104,11 +104,9 @@ def compare_runs(
 
 
 def compare_evaluations(
-    ordinary: Path | str, frozen: Path | str, *, out: Path | str | None, resamples: int = RESAMPLES, seed: int = 0
+    ordinary: Path | str, frozen: Path | str, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[str, Any]:
     """Return delta-PPL with its interval of two folders that `saf evaluate --out` wrote, of models as they are.
-
-    Written to `out`/compare.json if given.
 
     Raises:
         CompareError: They are of other windows, or computed in another precision.
@@ -129,10 +127,7 @@ def compare_evaluations(
         data={record_o["partition"]: record_o["data_fingerprint"]},
     )
     delta = delta_of_windows(losses_o.windows, losses_f.windows, resamples=resamples, seed=seed)
-    comparison = {**head, "ordinary": str(ordinary), "frozen": str(frozen), **delta}
-    if out is not None:
-        write_json(Path(out) / "compare.json", comparison)
-    return comparison
+    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **delta}
 
 
 def _opened(run: RecordedRun | Path | str) -> RecordedRun:

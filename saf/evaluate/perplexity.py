@@ -15,6 +15,7 @@ from saf.data import PARTITIONS, TokenData, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.tokens import FILE, TokenLosses
 from saf.machine.execution import autocast, device_name, resolve_precision
+from saf.machine.processes import done_once, group_place, shared_out
 from saf.records.files import check_file, write_json
 from saf.records.result import read_result, result_header
 
@@ -37,6 +38,9 @@ def evaluate_perplexity(
 ) -> dict[str, Any]:
     """Return the loss (nats per token) and perplexity of `model` on one partition.
 
+    In a `torch.distributed` group every process calls this with the same model. Batches are shared out among them, and
+    all return the same record, the one that a single process would; the first one writes.
+
     Args:
         model: The project's GPT, or a causal LM whose call returns an object with `.logits`; left in the mode it had.
         data: A prepared data folder.
@@ -58,14 +62,20 @@ def evaluate_perplexity(
     length = _check_settings(model, data, partition=partition, length=length, batch_size=batch_size, limit=limit)
     windows = sequential_windows(data.tokens(partition), length, limit)
     language = language_model(model)
-    rows, device = [], language.device
+    device, done = language.device, 0
+
+    def log_probs_of(batch: Tensor) -> Tensor:
+        """Return the log-probability of every target of some windows, and tell how many are done by all processes."""
+        nonlocal done
+        batch = batch.to(device)
+        found = language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
+        done += group_place()[1] * len(batch)
+        if progress:
+            progress(min(done, len(windows)), len(windows))
+        return found
+
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
-        for batch in windows.split(batch_size):
-            batch = batch.to(device)
-            rows.append(language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu())
-            if progress:
-                progress(sum(len(row) for row in rows), len(windows))
-    log_probs = torch.cat(rows)
+        log_probs = torch.cat(shared_out(log_probs_of, windows.split(batch_size)))
     loss = -float(log_probs.mean(dtype=torch.float64))
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss on partition {partition!r} is {loss}: the model's outputs are not finite")
@@ -80,9 +90,13 @@ def evaluate_perplexity(
         "data_fingerprint": data.fingerprint,
         "windows_hash": hash_windows(windows),
     }
-    if out is not None:
-        settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
-        settings["precision"] = precision
+    if out is None:
+        return record
+    settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
+    settings["precision"] = precision
+
+    def write() -> dict[str, Any]:
+        """Write both files and return the record with its header."""
         head = result_header(
             "evaluation",
             settings,
@@ -90,12 +104,13 @@ def evaluate_perplexity(
             checkpoints=checkpoints,
             data={partition: data.fingerprint},
         )
-        record = {**head, **record}
         losses = TokenLosses.of(log_probs, tokens=tokens)
-        record["log_probs_sha256"] = losses.write(Path(out))
-        record |= {"log_probs_step": losses.step} if tokens else {}
-        write_json(Path(out) / WRITTEN[0], record)
-    return record
+        written = {**head, **record, "log_probs_sha256": losses.write(Path(out))}
+        written |= {"log_probs_step": losses.step} if tokens else {}
+        write_json(Path(out) / WRITTEN[0], written)
+        return written
+
+    return done_once(write)
 
 
 def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], TokenLosses]:

@@ -13,6 +13,7 @@ from saf.arguments import checked
 from saf.calibration.capture import evaluation_mode
 from saf.errors import DivergenceError, InputError
 from saf.machine.execution import Execution, autocast
+from saf.machine.processes import shared_out
 from saf.models import GPT
 from saf.records.table import Table
 
@@ -54,6 +55,7 @@ def answer_queries(
     """Return how a model answers the queries of `inputs [N, T]`, whose answers are `targets [N, T]`, -100 elsewhere.
 
     All output classes compete for an answer, whichever of them a task uses (paper, appendix on associative recall).
+    Processes of a group share the batches out, and all return the same.
 
     Raises:
         InputError: Tensors of different shapes, an example without a query, or inputs longer than the model takes.
@@ -68,16 +70,20 @@ def answer_queries(
     asked = (targets != NO_TARGET).sum(1)
     if not len(asked) or not int(asked.min()):
         raise InputError("every example needs a query, a target that is not -100; one has none, or there are none")
-    device, hits, losses = model.embed.weight.device, [], []
+    device = model.embed.weight.device
+
+    def answered(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the hits of each example and the loss at each query of a batch."""
+        some, answers = (part.to(device) for part in batch)
+        where = answers != NO_TARGET
+        logits = F.linear(model.hidden(some)[where], model.embed.weight).float()
+        right = torch.zeros_like(where)
+        right[where] = logits.argmax(1) == answers[where]
+        return right.sum(1).cpu(), F.cross_entropy(logits, answers[where], reduction="none").double().cpu()
+
+    batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
-        for some, answers in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
-            some, answers = some.to(device), answers.to(device)
-            where = answers != NO_TARGET
-            logits = F.linear(model.hidden(some)[where], model.embed.weight).float()
-            right = torch.zeros_like(where)
-            right[where] = logits.argmax(1) == answers[where]
-            hits.append(right.sum(1).cpu())
-            losses.append(F.cross_entropy(logits, answers[where], reduction="none").double().cpu())
+        hits, losses = zip(*shared_out(answered, batches), strict=True)
     loss = float(torch.cat(losses).mean())
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss at queries is {loss}: the model's outputs are not finite")

@@ -22,17 +22,26 @@ def of(role: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """Hold what one seed of one arm is shown by: records, and their held-out losses, by what they are to the row."""
+    """Hold what one seed of one arm is shown by: records, and how they were judged, by what they are to the row."""
 
     runs: Mapping[str, Record]
-    losses: Mapping[str, Tensor]
-    """Mean loss in nats of each, a scalar, or `[resamples]` means of the same resampled windows; float64."""
+    judged: Mapping[str, Tensor]
+    """Mean loss in nats of each, or share of questions answered rightly: a scalar, or `[resamples]` means of the same
+    resampled windows or questions; float64. Runs of associative recall have none."""
 
     def change(self, role: str = OWN, other: str = REFERENCE) -> Tensor | None:
         """Return by how many percent a run's perplexity is above another's; None of a run and itself."""
-        if self.runs[role]["key"] == self.runs[other]["key"]:
+        asked = all("report_perplexity" in self.runs[each] for each in (role, other))
+        if not asked or self.runs[role]["key"] == self.runs[other]["key"]:
             return None
-        return 100.0 * torch.expm1(self.losses[role] - self.losses[other])
+        return 100.0 * torch.expm1(self.judged[role] - self.judged[other])
+
+    def points(self, role: str = OWN, other: str = REFERENCE) -> Tensor | None:
+        """Return by how many points of percent a run's accuracy is above another's; None of a run and itself."""
+        asked = all("accuracy" in self.runs[each] for each in (role, other))
+        if not asked or self.runs[role]["key"] == self.runs[other]["key"]:
+            return None
+        return 100.0 * (self.judged[role] - self.judged[other])
 
     def extra_tokens(self, role: str = OWN, other: str = REFERENCE) -> float | None:
         """Return how many percent more tokens a run trained on than another; None of a run and itself."""
@@ -66,6 +75,8 @@ class Column:
     references."""
     timed: bool = False
     """Whether it is a time, which means nothing of a run that shared its device."""
+    by_seed: bool = False
+    """Whether it shows the number of every seed instead of their mean."""
 
 
 def _own(read: Callable[[Record], float | None]) -> Callable[[Row], Number]:
@@ -126,6 +137,53 @@ def _time_ratio(row: Row) -> Number:
     return own / other if own and other else None
 
 
+def _of_reference(read: Callable[[Record, Record], float | None]) -> Callable[[Row], Number]:
+    """Return a column's number of the arm's record and its reference's; none of a run and itself."""
+
+    def value(row: Row) -> Number:
+        own, other = row.runs[OWN], row.runs[REFERENCE]
+        return None if own["key"] == other["key"] else read(own, other)
+
+    return value
+
+
+def _accuracy(record: Record) -> float | None:
+    """Return the share of questions answered rightly, %."""
+    return None if record.get("accuracy") is None else 100 * record["accuracy"]
+
+
+def _speedup(own: Record, other: Record) -> float | None:
+    """Return how many times as long the reference's updates take."""
+    mine, others = ((record.get("update_seconds") or {}).get("median") for record in (own, other))
+    return others / mine if mine and others else None
+
+
+def _peak_change(own: Record, other: Record) -> float | None:
+    """Return by how many percent the peak memory is above the reference's."""
+    mine, others = own.get("peak_memory_bytes"), other.get("peak_memory_bytes")
+    return 100 * (mine / others - 1) if mine and others else None
+
+
+RECALL = ((512, 8), (512, 16), (512, 24), (512, 32), (512, 48), (512, 64), (2_048, 8), (4_096, 8))
+"""Tokens and pairs of the paper's tests of associative recall."""
+
+
+def recall_name(length: int, pairs: int) -> str:
+    """Return the name of the column of one test."""
+    return f"recall {length} {pairs}"
+
+
+def _recall(length: int, pairs: int) -> Column:
+    """Return the column of one test of associative recall: the share of its queries answered rightly."""
+
+    def value(record: Record) -> float | None:
+        tests = (record.get("recall") or {}).get("tests", ())
+        found = (test["accuracy"] for test in tests if (test["length"], test["pairs"]) == (length, pairs))
+        return next((100 * accuracy for accuracy in found), None)
+
+    return Column(title=f"{length:,} / {pairs}, %", value=_own(value), places=2)
+
+
 COLUMNS = {
     "perplexity": Column(title="perplexity", value=_own(lambda run: run.get("report_perplexity")), places=3),
     "delta": Column(title="change, %", value=Row.change, places=3, signed=True, needs=(REFERENCE,)),
@@ -167,6 +225,25 @@ COLUMNS = {
         needs=(*_TOKENS, *_EXCHANGE),
     ),
     "exchange": Column(title="1% more tokens buys, %", value=_exchange, places=3, needs=_EXCHANGE),
+    "accuracy": Column(title="accuracy, %", value=_own(_accuracy), places=2),
+    "seeds": Column(title="by seed, %", value=_own(_accuracy), places=2, by_seed=True),
+    "points": Column(title="change, points", value=Row.points, places=2, signed=True, needs=(REFERENCE,)),
+    "speedup": Column(title="speedup", value=_of_reference(_speedup), places=3, needs=(REFERENCE,), timed=True),
+    "peak_change": Column(
+        title="peak, change, %", value=_of_reference(_peak_change), places=2, signed=True, needs=(REFERENCE,)
+    ),
+    "gate": Column(
+        title="development, %",
+        value=_own(lambda run: 100 * run["recall"]["development"]["accuracy"] if run.get("recall") else None),
+        places=2,
+    ),
+    **{recall_name(*test): _recall(*test) for test in RECALL},
+    "rise": Column(
+        title="rise at the event, nats",
+        value=_own(lambda run: (run.get("intervention") or {}).get("loss_rise")),
+        places=4,
+        signed=True,
+    ),
     "heads": Column(title="heads", value=_own(_edited), places=0),
     "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
     "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),

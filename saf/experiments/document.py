@@ -13,7 +13,7 @@ from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import Recipe, Scale, open_recipes, read_tokens, scale_named
 from saf.experiments.render import Rendered, render
-from saf.experiments.store import Store
+from saf.experiments.store import Store, data_of
 from saf.records.files import write_atomically
 from saf.records.result import read_result
 from saf.records.table import markdown_of
@@ -54,10 +54,10 @@ def _store(folder: Path, results: Path, recipes: dict[str, Recipe] | None) -> It
     records = [read_result(path) for path in sorted(folder.glob("records/*.json"))]
     for name in sorted({str(record["settings"]["scale"]) for record in records}):
         own = [record for record in records if record["settings"]["scale"] == name]
-        data = sorted({str(record["provenance"]["data"].get("train")) for record in own})
+        data = data_of(own)
         seeds = sorted({int(record["settings"]["seed"]) for record in own})
         for fingerprint in data:
-            made = plan(recipes, _scale(name, store), data=fingerprint, seeds=seeds)
+            made = plan(recipes, _scale(name, store), data=fingerprint, seeds=seeds, examples=store.examples())
             measured = plan_measurements(recipes, made)
             for title, recipe in recipes.items():
                 if made.scale.speeds is not None and not any(arm.match for arm in recipe.arms):

@@ -312,22 +312,23 @@ def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop) -
 
 def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     """Return the words after `saf` that train a run, or resume it."""
-    folder = store.run_folder(run.key)
-    if store.begun(run.key):
-        return ["pretrain", "--out", str(folder), "--resume"]
+    folder, flags = store.run_folder(run.key), dict(run.flags)
+    if run.work is None and store.begun(run.key):
+        return [run.verb, "--out", str(folder), "--resume"]
     parent = store.checkpoint(run)
     start = ["--parent", str(parent)] if parent else ["--data", str(data)]
     if run.match:
         start += ["--match-time", str(store.run_folder(run.match))]
     if run.heads:
         start += ["--freeze.heads", *(f"{layer}:{head}" for layer, head in store.heads(run.heads) or ())]
-    return [
-        "pretrain",
-        *start,
-        "--out",
-        str(folder),
-        *(word for item in run.flags.items() for word in flag_words(*item)),
-    ]
+    if run.like:
+        del flags["task"]
+        start += ["--like", str(store.run_folder(run.like))]
+    elif run.files:
+        start += ["--data", str(run.files.train), "--test", str(run.files.test)]
+    # Runs that choose the number of epochs for a finetuned one are in its folder before it begins.
+    start += ["--resume"] * (run.work is not None and folder.is_dir())
+    return [run.verb, *start, "--out", str(folder), *(word for item in flags.items() for word in flag_words(*item))]
 
 
 def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: Stop) -> int:

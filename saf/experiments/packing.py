@@ -185,7 +185,7 @@ def all_lost(run: PlannedRun) -> dict[str, str]:
 
     Records are kept, and with them the heads of a run.
     """
-    return {key: "it is of another stay" for key in (run.parent, run.match) if key}
+    return {key: "it is of another stay" for key in (run.parent, run.match, run.like) if key}
 
 
 def packing_table(stays: Sequence[Stay], packing: Packing, plan: Plan) -> Table:

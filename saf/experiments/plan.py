@@ -12,6 +12,7 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.experiments.columns import COLUMNS
+from saf.experiments.examples import Examples, Work, finetuning_settings, is_of_files, work_of
 from saf.experiments.rates import Rates
 from saf.experiments.recipe import Arm, Flags, Recipe, Scale
 from saf.freezing.config import FreezeConfig
@@ -33,7 +34,7 @@ ACTIVATION_BYTES = 45
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Describe one run of `saf pretrain`."""
+    """Describe one run of `saf pretrain`, or of `saf finetune`."""
 
     key: str
     flags: Flags
@@ -43,11 +44,17 @@ class PlannedRun:
     parent: str | None
     """The key of the run that it goes on from."""
     step: int | None
-    """The parent's update that it goes on from."""
+    """The parent's update that it goes on from; None is its last."""
     match: str | None
     """The key of the run whose time it gets."""
     heads: str | None = None
     """The key of the run whose heads it has."""
+    like: str | None = None
+    """The key of the finetuned run whose examples, epochs and settings it takes over."""
+    work: Work | None = None
+    """What it is expected to do where it finetunes its parent; None pretrains."""
+    files: Examples | None = None
+    """The examples that it is finetuned on, where they are known."""
     scale: str
     seed: int
     vocabulary: int
@@ -65,7 +72,17 @@ class PlannedRun:
     @property
     def needs(self) -> frozenset[str]:
         """Return the keys of the runs that must have ended before it begins."""
-        return frozenset(key for key in (self.parent, self.match, self.heads) if key)
+        return frozenset(key for key in (self.parent, self.match, self.heads, self.like) if key)
+
+    @property
+    def verb(self) -> str:
+        """Return the command that makes it."""
+        return "pretrain" if self.work is None else "finetune"
+
+    @property
+    def task(self) -> str | None:
+        """Return what it finetunes its parent on; None for pretraining."""
+        return None if self.work is None else str(self.settings["task"])
 
     @property
     def shape(self) -> GPTConfig:
@@ -75,18 +92,26 @@ class PlannedRun:
 
     @property
     def updates(self) -> int:
-        """Return the updates of the whole schedule."""
-        return int(self.settings["updates"])
+        """Return the updates of the whole schedule; to finetune, all that are expected."""
+        return int(self.settings["updates"]) if self.work is None else self.work.updates
+
+    @property
+    def accumulation(self) -> int:
+        """Return the micro-batches of an update."""
+        return int(self.settings.get("accumulation", TrainConfig.accumulation))
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the tokens of a micro-batch."""
-        return int(self.settings.get("batch_size", TrainConfig.batch_size)) * int(self.settings["length"])
+        """Return the tokens of a micro-batch; to finetune, of its largest."""
+        longest = int(self.settings["length"])
+        if self.work is not None:
+            longest = min(longest, int(self.settings.get("max_tokens") or self.work.length))
+        return int(self.settings.get("batch_size", TrainConfig.batch_size)) * longest
 
     @property
-    def tokens_per_update(self) -> int:
-        """Return the tokens of an update."""
-        return self.micro_batch_tokens * int(self.settings.get("accumulation", TrainConfig.accumulation))
+    def tokens_per_update(self) -> float:
+        """Return the tokens of an update; to finetune, as many as are expected."""
+        return self.micro_batch_tokens * self.accumulation if self.work is None else self.work.tokens
 
     @property
     def updates_to_do(self) -> int:
@@ -96,7 +121,8 @@ class PlannedRun:
     @property
     def flops_per_update(self) -> float:
         """Return the FLOPs of one update, as if all heads were live."""
-        return self.tokens_per_update * self.shape.flops_per_token(self.shape.max_length)
+        length = self.shape.max_length if self.work is None else round(self.work.length)
+        return self.tokens_per_update * self.shape.flops_per_token(length)
 
     @property
     def own_clock(self) -> bool:
@@ -107,7 +133,14 @@ class PlannedRun:
         """Return what it takes on one GPU, all heads counted as live; `done` is the update that it goes on from."""
         left = self.updates_to_do if done is None else max(0, self.updates - done)
         compiled = self.settings.get("compile", "auto") != "off"
-        return rates.seconds(left * self.flops_per_update, events=events_of(self.settings), compiled=compiled)
+        # A forward pass is a third of an update's arithmetic.
+        tested = 0.0 if self.work is None else self.work.tested * self.shape.flops_per_token(self.shape.max_length) / 3
+        return rates.seconds(
+            left * self.flops_per_update + tested,
+            micro_batches=left * self.accumulation,
+            events=events_of(self.settings),
+            compiled=compiled,
+        )
 
     @property
     def predicted_bytes(self) -> float:
@@ -126,6 +159,10 @@ class Plan:
     """Fingerprint of the prepared data."""
     vocabulary: int | None = None
     """Tokens of the data's tokenizer, where they are known; the scale's otherwise."""
+    files: Mapping[str, Examples] = field(default_factory=dict)
+    """Examples to finetune on, by task, where they are known."""
+    examples: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of these, or of those that a store's runs were finetuned on."""
     seeds: tuple[int, ...] = ()
     runs: dict[str, PlannedRun] = field(default_factory=dict)
     arms: dict[tuple[str, str, int], str] = field(default_factory=dict)
@@ -144,33 +181,35 @@ class Plan:
         return own | {run.match for run in self.runs.values() if run.own_clock and run.match}
 
     def add(self, name: str, arm: Arm, seed: int, *, compiled: bool) -> None:
-        """Add the run of one arm and seed; its parent must be there."""
-        if left := [other for other in (arm.parent, arm.match, arm.heads) if (name, other) in self.left]:
+        """Add the run of one arm and seed; what it needs must be there."""
+        if left := [other for other in arm.needs.values() if (name, other) in self.left]:
             self.left[name, arm.name] = f"it needs {left[0]}"
             return
-        parent = None if arm.parent is None else self.runs[self.arms[name, arm.parent, seed]]
+        if arm.axis == "none" and seed != self.seeds[0]:
+            return
+        needed = {other: self._needed(name, arm, other, seed) for other in arm.needs.values()}
+        parent = None if arm.parent is None else needed[arm.parent]
         own = merged(arm.settings, arm.scaled.get(self.scale.base, {}))
-        if parent is None:
-            flags = merged(self.scale.flags(arm.context), own)
-            flags |= {"seed": seed, "save_at": self.scale.save_at, **({} if compiled else {"compile": "off"})}
-            if arm.more:
-                flags["updates"] += round(arm.more * flags["updates"])
-            step, settings = None, flags
+        if arm.task is not None and parent is not None:
+            flags, settings, step = self._finetuned(arm, own, parent, needed[arm.like] if arm.like else None, seed)
+        elif parent is not None:
+            flags, settings, step = self._continued(name, arm, own, parent, seed)
         else:
-            step = _branch_update(name, arm, self.scale, parent.updates)
-            longer = (
-                {"updates": parent.updates + round(arm.more * parent.updates), "lr_start": step} if arm.more else {}
-            )
-            flags = merged(longer, own) | ({"seed": seed + arm.reseed} if arm.reseed else {})
-            settings = merged(parent.settings, flags)
-        match, heads = (None if other is None else self.arms[name, other, seed] for other in (arm.match, arm.heads))
+            flags, settings, step = self._initial(arm, own, seed, compiled=compiled)
+        match, heads, like = (other and needed[other].key for other in (arm.match, arm.heads, arm.like))
         if match is not None and self.scale.speeds is not None:
             told = self._at_speed(arm, settings, heads)
             if isinstance(told, str):
                 self.left[name, arm.name] = told
                 return
             flags, settings = merged(flags, told), merged(settings, told)
-        key = run_key(flags, data=self.data, parent=parent and parent.key, step=step, match=match, heads=heads)
+        data, work = self.data, None
+        if arm.task is not None:
+            # What is made needs no files, and what a task's files are decides its runs beside their parent.
+            data = self.examples.get(arm.task, "") if is_of_files(arm.task) else ""
+            work = work_of(arm.task, settings, chooses=like is None, context=int(settings["length"]))
+            settings = {"updates": work.updates, **settings}
+        key = run_key(flags, data=data, parent=parent and parent.key, step=step, match=match, heads=heads, like=like)
         self.arms[name, arm.name, seed] = key
         before = self.runs.get(key)
         self.runs[key] = PlannedRun(
@@ -181,11 +220,60 @@ class Plan:
             step=step,
             match=match,
             heads=heads,
+            like=like,
+            work=work,
+            files=self.files.get(arm.task or ""),
             scale=self.scale.name,
             seed=seed,
             vocabulary=self.vocabulary or self.scale.vocabulary,
             tables=(*(before.tables if before else ()), (name, arm.name)),
         )
+
+    def _needed(self, name: str, arm: Arm, other: str, seed: int) -> PlannedRun:
+        """Return the run of another arm that an arm needs: of its own seed, or of the first where there is no other.
+
+        On the axis of finetuning a parent that was not finetuned itself is that of the first seed.
+        """
+        first = self.seeds[0]
+        key = self.arms.get((name, other, seed), self.arms.get((name, other, first)))
+        assert key is not None, other
+        if arm.axis == "finetuning" and other == arm.parent and self.runs[key].work is None:
+            key = self.arms[name, other, first]
+        return self.runs[key]
+
+    def _initial(
+        self, arm: Arm, own: Flags, seed: int, *, compiled: bool
+    ) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+        """Return what a run from initialisation is told, its settings, and that it goes on from no update."""
+        flags = merged(self.scale.flags(arm.context), own)
+        flags |= {"seed": seed, "save_at": self.scale.save_at, **({} if compiled else {"compile": "off"})}
+        if arm.more:
+            flags["updates"] += round(arm.more * flags["updates"])
+        return flags, flags, None
+
+    def _continued(
+        self, name: str, arm: Arm, own: Flags, parent: PlannedRun, seed: int
+    ) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+        """Return what a run that goes on pretraining is told, its settings, and the parent's update."""
+        step = _branch_update(name, arm, self.scale, parent.updates)
+        longer = {"updates": parent.updates + round(arm.more * parent.updates), "lr_start": step} if arm.more else {}
+        flags = merged(longer, own) | ({"seed": seed + arm.reseed} if arm.reseed else {})
+        plain = {name: value for name, value in parent.settings.items() if not name.startswith("freeze.")}
+        return flags, merged(plain, flags), step
+
+    def _finetuned(
+        self, arm: Arm, own: Flags, parent: PlannedRun, like: PlannedRun | None, seed: int
+    ) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+        """Return what a finetuned run is told, what is known of its settings, and that it goes on from the last update.
+
+        Its seed is the plan's first, but on the axis of finetuning.
+        """
+        assert arm.task is not None, arm.name
+        varied = seed if arm.axis == "finetuning" else self.seeds[0]
+        flags = {**own, "task": arm.task, "seed": varied + arm.reseed}
+        shape = {name: parent.settings[name] for name in ("model", "model_overrides", "length")}
+        taken = {} if like is None else {name: like.flags[name] for name in like.flags if "freeze." not in name}
+        return flags, {**shape, **finetuning_settings(arm.task), **taken, **flags}, None
 
     def _at_speed(self, arm: Arm, settings: Flags, heads: str | None) -> dict[str, Any] | str:
         """Return what an arm at matched time is told with the scale's measured speeds, or why there is none of it."""
@@ -208,6 +296,8 @@ def plan(
     seeds: Iterable[int] = (),
     arms: tuple[str, ...] = (),
     vocabulary: int | None = None,
+    files: Mapping[str, Examples] | None = None,
+    examples: Mapping[str, str] | None = None,
 ) -> Plan:
     """Return the runs that recipes need at a scale.
 
@@ -218,12 +308,18 @@ def plan(
         seeds: Of the runs; the scale's own when empty.
         arms: Names of the arms to run, with what they go on from and are compared with; all of them when empty.
         vocabulary: Tokens of the data's tokenizer, for what is foretold of time and memory; the scale's when None.
+        files: Examples to finetune on, by task.
+        examples: Instead of files, the fingerprints of those that a store's runs were finetuned on.
 
     Raises:
         InputError: An unknown arm or context, a moment at which the scale keeps no checkpoint, or measured speeds that
             tell nothing of an arm that was named.
     """
-    made = Plan(scale=scale, data=data, vocabulary=vocabulary, seeds=tuple(seeds) or scale.seeds)
+    files = files or {}
+    known = examples or {task: each.fingerprint for task, each in files.items()}
+    made = Plan(
+        scale=scale, data=data, vocabulary=vocabulary, seeds=tuple(seeds) or scale.seeds, files=files, examples=known
+    )
     chosen = {name: recipe.chosen(arms, smoke=scale.base == "smoke") for name, recipe in recipes.items()}
     if scale.speeds is not None and not any(arm.match for its in chosen.values() for arm in its):
         raise InputError("speeds have no effect where no arm is at matched time; leave them out")
@@ -251,10 +347,12 @@ def _uncompiled(plan: Plan, name: str, arms: Iterable[Arm]) -> bool:
     compared with, which are those of its recipe. The scale's own rates decide, so that keys are the same everywhere.
     """
     # Of the vocabulary that is meant: a rule that saw the data's would give other keys.
-    trial, rates = Plan(scale=replace(plan.scale, speeds=None), data=""), plan.scale.rates
+    trial, rates = Plan(scale=replace(plan.scale, speeds=None), data="", seeds=(0,)), plan.scale.rates
     for arm in arms:
         trial.add(name, arm, 0, compiled=True)
         run = trial.runs[trial.arms[name, arm.name, 0]]
+        if run.work is not None:
+            continue
         events, flops = events_of(run.settings), run.updates_to_do * run.flops_per_update
         if "compile" not in run.settings and rates.better_uncompiled(flops, events=events):
             plan.notes.append(
@@ -300,10 +398,11 @@ def run_key(
     step: int | None,
     match: str | None = None,
     heads: str | None = None,
+    like: str | None = None,
 ) -> str:
     """Return the hash, 16 digits, of what decides a run's outcome."""
     deciding = {name: value for name, value in flags.items() if name not in _FREE and not _is_default(name, value)}
-    others = [match] if heads is None else [match, heads]
+    others = [match] if heads is None and like is None else [match, heads] if like is None else [match, heads, like]
     text = json.dumps([SCHEMA, deciding, data, parent, step, *others], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -316,7 +415,8 @@ def _is_default(name: str, value: Any) -> bool:
 
 def _branch_update(name: str, arm: Arm, scale: Scale, updates: int) -> int:
     """Return the parent's update that an arm goes on from; raise InputError when no checkpoint is kept there."""
-    if arm.at not in (*scale.save_at, 1.0):
+    at = 0.5 if arm.at is None else float(arm.at)
+    if at not in (*scale.save_at, 1.0):
         kept = ", ".join(f"{share:g}" for share in (*scale.save_at, 1.0))
-        raise InputError(f"{name}/{arm.name} goes on from {arm.at:g} of its parent's updates; runs keep {kept}")
-    return OneTime(at=float(arm.at)).first_update(updates)
+        raise InputError(f"{name}/{arm.name} goes on from {at:g} of its parent's updates; runs keep {kept}")
+    return OneTime(at=at).first_update(updates)

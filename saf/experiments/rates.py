@@ -18,14 +18,16 @@ class Rates:
     """Seconds of compiling a model whole, at a run's start and again after every event; 0 where nothing is compiled."""
     uncompiled: float
     """How many times as long an update takes without compilation."""
+    launching: float
+    """Seconds that a micro-batch takes without compilation however small it is: its kernels are launched one by one."""
     source: str
     """Where these come from, in words."""
 
-    def seconds(self, flops: float, *, events: int, compiled: bool) -> float:
-        """Return what a run takes of so many FLOPs, with so many events."""
+    def seconds(self, flops: float, *, micro_batches: int, events: int, compiled: bool) -> float:
+        """Return what a run takes of so many FLOPs and micro-batches, with so many events."""
         updates = flops / self.flops
         if not compiled:
-            return self.start + updates * self.uncompiled
+            return self.start + max(updates * self.uncompiled, micro_batches * self.launching)
         return self.start + updates + (1 + events) * self.compilation
 
     def better_uncompiled(self, flops: float, *, events: int) -> bool:
@@ -40,8 +42,8 @@ class Rates:
         """Return the rates in a sentence."""
         return (
             f"One GPU: {self.flops / 1e12:,.0f} TFLOP/s, {self.start:g} s a run beside its updates, "
-            f"{self.compilation:g} s a compilation, updates {self.uncompiled:g} times as long uncompiled "
-            f"({self.source})."
+            f"{self.compilation:g} s a compilation, updates {self.uncompiled:g} times as long uncompiled and at least "
+            f"{1e3 * self.launching:g} ms a micro-batch ({self.source})."
         )
 
 

@@ -1,7 +1,8 @@
 """What a recipe is: the arms and measurements of one table or figure, as data, and the scales it can be run at.
 
 A recipe is a module of the folder `recipes` with a `RECIPE`. It says nothing of how runs are made:
-`saf.experiments.plan` turns its arms into runs of `saf pretrain`, `saf.experiments.render` makes their table.
+`saf.experiments.plan` turns its arms into runs of `saf pretrain` and `saf finetune`, `saf.experiments.render` makes
+their table.
 """
 
 import importlib.util
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import saf
 from saf.errors import InputError
@@ -20,7 +21,9 @@ from saf.freezing.config import BUDGETS
 from saf.records.paper import Source
 
 Flags = Mapping[str, Any]
-"""Settings of `saf pretrain` by the names of its flags, without dashes: {"freeze.rate": 0.25, "batch_size": 8}."""
+"""Settings of a run by the names of its command's flags, without dashes: {"freeze.rate": 0.25, "batch_size": 8}."""
+Axis = Literal["pretraining", "finetuning", "none"]
+"""Which seed of an arm varies; that of the other stage is the plan's first, so that the two are never pooled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,19 @@ class Arm:
     """What it changes further at single scales, by their names."""
     parent: str | None = None
     """The arm whose run it goes on from; None starts from initialisation."""
-    at: float = 0.5
-    """The share of the parent's updates after which it does."""
+    at: float | None = None
+    """The share of the parent's updates after which it does; None is half of them, and the end to finetune."""
+    task: str | None = None
+    """What it finetunes its parent on; None pretrains on text."""
+    like: str | None = None
+    """The finetuned ordinary arm whose examples, epochs and settings it takes over; None chooses its own."""
+    axis: Axis = "pretraining"
+    """Which seed varies: that of pretraining; that of finetuning, from the parent of the plan's first seed; or none, a
+    run of the first seed alone."""
+    report: int | None = None
+    """Which of the reports that its run made before the end its row is of, counted from 0; None is the end."""
+    row: bool = True
+    """Whether the table shows it; an arm that others go on from alone needs none."""
     more: float = 0.0
     """Updates that it adds to its parent's whole schedule, as a share of them; its learning rate begins anew there.
     Without a parent, those that it adds to the scale's."""
@@ -65,6 +79,25 @@ class Arm:
     def others(self) -> tuple[str, ...]:
         """Return the arms that its numbers are made with."""
         return tuple(filter(None, (self.reference, self.against, *self.beside.values())))
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """Return the arms whose runs must have ended before its own begins, by what they are to it, in words."""
+        named = {"goes on from": self.parent, "gets the time of": self.match}
+        named |= {"has the heads of": self.heads, "is finetuned like": self.like}
+        return {what: other for what, other in named.items() if other is not None}
+
+    def obstacle(self) -> str | None:
+        """Return what contradicts itself in it; None where nothing does."""
+        if (self.match or self.task) and self.parent is None:
+            return f"{'gets the time of' if self.match else 'finetunes'} a parent, and names none"
+        if self.task and (self.match or self.at is not None or self.more):
+            return "finetunes its parent from its end; leave match, at and more out"
+        if not self.task and (self.like or self.axis == "finetuning"):
+            return "is not finetuned; name its task, or leave like and axis out"
+        if self.heads and (said := [f"freeze.{name}" for name in BUDGETS if f"freeze.{name}" in self.settings]):
+            return f"has the heads of {self.heads!r}; leave {' and '.join(said)} out"
+        return None
 
     @property
     def on_own_clock(self) -> bool:
@@ -97,24 +130,11 @@ class Recipe:
         for arm in self.arms:
             if arm.name in before:
                 raise InputError(f"{self.title}: two arms are called {arm.name!r}")
-            if arm.parent is not None and arm.parent not in before:
-                raise InputError(
-                    f"{self.title}: arm {arm.name!r} goes on from {arm.parent!r}, which is no arm before it"
-                )
-            if arm.match is not None and (arm.match not in before or arm.parent is None):
-                raise InputError(
-                    f"{self.title}: arm {arm.name!r} gets the time of {arm.match!r}, which is no arm before it"
-                )
-            if arm.heads is not None and arm.heads not in before:
-                raise InputError(
-                    f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}, which is no arm before it"
-                )
-            if arm.heads is not None and (
-                said := [f"freeze.{name}" for name in BUDGETS if f"freeze.{name}" in arm.settings]
-            ):
-                raise InputError(
-                    f"{self.title}: arm {arm.name!r} has the heads of {arm.heads!r}; leave {' and '.join(said)} out"
-                )
+            for what, other in arm.needs.items():
+                if other not in before:
+                    raise InputError(f"{self.title}: arm {arm.name!r} {what} {other!r}, which is no arm before it")
+            if problem := arm.obstacle():
+                raise InputError(f"{self.title}: arm {arm.name!r} {problem}")
             for other in arm.others:
                 if other not in names:
                     raise InputError(
@@ -154,7 +174,7 @@ class Recipe:
             if name not in kept:
                 kept.add(name)
                 arm = by_name[name]
-                wanted += filter(None, (arm.parent, arm.match, arm.heads, arm.reference, arm.against))
+                wanted += filter(None, (*arm.needs.values(), arm.reference, arm.against))
         return tuple(arm for arm in self.arms if arm.name in kept)
 
     def chosen_measurements(self, names: tuple[str, ...], *, smoke: bool) -> tuple[Measurement, ...]:
@@ -300,7 +320,8 @@ SCALES = {
             vocabulary=50_304,
             # 124M trains at 4.3e14 on an H200 in bfloat16 (docs/results.md); compilation is that of docs/log.md.
             rates=Rates(
-                flops=4.0e14, start=60.0, compilation=28.0, uncompiled=1.35, source="an H200; uncompiled is assumed"
+                **{"flops": 4.0e14, "start": 60.0, "compilation": 28.0, "uncompiled": 1.35, "launching": 0.03},
+                source="an H200; what is uncompiled is assumed",
             ),
         ),
         Scale(
@@ -323,7 +344,8 @@ SCALES = {
             text="any prepared folder; a vocabulary of 16K is meant",
             vocabulary=16_384,
             rates=Rates(
-                flops=3.3e14, start=15.0, compilation=19.0, uncompiled=1.35, source="assumed of an H200, not measured"
+                **{"flops": 3.3e14, "start": 15.0, "compilation": 19.0, "uncompiled": 1.35, "launching": 0.02},
+                source="assumed of an H200, not measured",
             ),
             resizable=True,
         ),
@@ -341,7 +363,10 @@ SCALES = {
             save_at=_BRANCHES,
             text="a megabyte of Python's own library",
             vocabulary=512,
-            rates=Rates(flops=1.0e9, start=0.5, compilation=0.0, uncompiled=1.0, source="assumed of two CPU cores"),
+            rates=Rates(
+                **{"flops": 1.0e9, "start": 0.5, "compilation": 0.0, "uncompiled": 1.0, "launching": 0.02},
+                source="assumed of two CPU cores",
+            ),
         ),
     )
 }

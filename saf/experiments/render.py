@@ -15,12 +15,13 @@ from saf.evaluate.paired import mean_and_standard_error
 from saf.experiments.columns import COLUMNS, Column, Record
 from saf.experiments.measurement import Measurement, Number, tables_of
 from saf.experiments.measuring import Measurements
+from saf.experiments.page import recipe_page
 from saf.experiments.plan import Plan
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.rows import Records, Rows, Value
 from saf.experiments.store import Store
 from saf.records.files import write_atomically, write_json
-from saf.records.table import Cell, Part, Table, html_of, markdown_of
+from saf.records.table import Cell, Part, Table, markdown_of
 
 NOT_RUN = "not run"
 
@@ -64,7 +65,7 @@ class Rendered:
 
     @property
     def _arms(self) -> list[Arm]:
-        return [arm for arm in self.recipe.arms if self.whole or arm.name in self.values]
+        return [arm for arm in self.recipe.arms if arm.row and (self.whole or arm.name in self.values)]
 
     @property
     def _measurements(self) -> list[Measurement]:
@@ -73,7 +74,7 @@ class Rendered:
     @property
     def _left_out(self) -> list[str]:
         """Return what is said of arms and measurements that have no rows."""
-        arms, measurements = self.recipe.arms, self.recipe.measurements
+        arms, measurements = [arm for arm in self.recipe.arms if arm.row], self.recipe.measurements
         left = len(arms) + len(measurements) - len(self._arms) - len(self._measurements)
         return [f"Not run: {left} other arms and measurements of the recipe."] if left else []
 
@@ -108,7 +109,8 @@ class Rendered:
         rows = [[Cell(text=arm.name), *self._cells(arm, quoted)] for arm in self._arms]
         notes = [*self.recipe.notes, f"Paper, `{self.recipe.source.label}`: {self.recipe.source.conditions}."]
         notes.append(
-            "± is the standard error over seeds; an interval in brackets is 95% over held-out windows, one seed."
+            "± is the standard error over seeds; an interval in brackets is 95% over held-out windows or questions, "
+            "one seed."
         )
         notes += [*self.origin, *self._left_out]
         title = f"{'DRAFT: ' if self.drafts else ''}{self.recipe.title} ({self.scale})"
@@ -169,11 +171,8 @@ class Rendered:
 
     def write(self, folder: Path) -> list[Path]:
         """Write Markdown, LaTeX, CSV, HTML and JSON into a folder and return the files; those of a draft say so."""
-        parts = self.parts()
-        body = "".join(map(html_of, parts))
-        page = f'<!doctype html><meta charset="utf-8"><title>{_html(self.recipe.title)}</title>{body}'
-        shown = "\n\n".join(map(markdown_of, parts))
-        texts = {"md": shown + "\n", "tex": self.latex(), "csv": self.csv(), "html": page + "\n"}
+        shown = "\n\n".join(map(markdown_of, self.parts()))
+        texts = {"md": shown + "\n", "tex": self.latex(), "csv": self.csv(), "html": recipe_page(self)}
         stem = f"{self.name}-{self.scale}{'-draft' if self.drafts else ''}"
         files = [write_atomically(folder / f"{stem}.{kind}", text.encode()) for kind, text in texts.items()]
         return [*files, write_json(folder / f"{stem}.json", self.to_dict())]
@@ -218,6 +217,9 @@ def _origin(records: Sequence[Record]) -> list[str]:
     devices = sorted({record["provenance"].get("device") or "an unknown device" for record in records})
     shared = sum(bool(record.get("shared")) for record in records)
     told = [f"Runs of commit {', '.join(commits)} on {', '.join(devices)}."] if records else []
+    trained_on = max((record.get("trained_on", 0) for record in records), default=0)
+    if trained_on:
+        told.append(f"Test examples that are trained on too, whose accuracy tells nothing: {trained_on}.")
     return [*told, f"Runs that shared a device, whose times are left out: {shared}."] if shared else told
 
 
@@ -230,6 +232,8 @@ def shown(column: Column, value: Value | None) -> str | None:
     def written(number: float) -> str:
         return f"{number:{sign},.{column.places}f}".replace("-", "\u2212")
 
+    if column.by_seed:
+        return ", ".join(map(written, value.each))
     if value.error is not None:
         return f"{written(value.mean)} ± {value.error:.{column.places}f}"
     if value.interval is not None:
@@ -264,9 +268,3 @@ def _latex(text: str) -> str:
     for sign, written in (("\\", r"\textbackslash "), ("%", r"\%"), ("&", r"\&"), ("_", r"\_"), ("#", r"\#")):
         text = text.replace(sign, written)
     return text.replace("\u2212", "$-$").replace("±", r"$\pm$").replace("×", r"$\times$")
-
-
-def _html(text: str) -> str:
-    from html import escape
-
-    return escape(text)

@@ -26,6 +26,8 @@ class Value:
     interval: tuple[float, float] | None
     """95% over held-out windows, where there is one seed."""
     seeds: int
+    each: tuple[float, ...] = ()
+    """The number of every seed, in their order."""
 
 
 class Rows:
@@ -37,7 +39,7 @@ class Rows:
         self.arms = {arm.name: arm for arm in recipe.arms}
         self.lacking: set[tuple[str, str]] = set()
         self._apart: set[str] = set()
-        self._draws: dict[int, Tensor] = {}
+        self._draws: dict[str, Tensor] = {}
 
     def values(self, arm: Arm) -> dict[str, Value | None]:
         """Return the numbers of one arm by column, and take note of those for which another arm was not run."""
@@ -71,13 +73,14 @@ class Rows:
         """Return the records that a column needs of one seed by what they are; None when one is missing."""
         if column.timed and own.get("shared"):
             return None
-        runs = {OWN: own}
+        runs = {OWN: _reported(own, arm)}
         for role in column.needs:
             name = self._names(arm, role)
             candidates = self.records.get(name or "", {}).get(seed)
             if not candidates:
                 return None
-            runs[role] = _of_one_training(own, candidates)
+            assert name is not None, role
+            runs[role] = _reported(_of_one_training(own, candidates), self.arms[name])
             if _apart(own, runs[role]):
                 self._apart.add(arm.name)
             _check_windows(own, runs[role])
@@ -87,33 +90,56 @@ class Rows:
         """Return a column's number over the seeds that have it; ratios are taken in each seed first."""
         numbers = {}
         for seed, runs in seeds.items():
-            number = column.value(Row(runs, {role: _loss(record) for role, record in runs.items()}))
+            number = column.value(Row(runs, {role: _mean(record) for role, record in runs.items()}))
             if number is not None:
                 numbers[seed] = float(number)
         if not numbers:
             return None
         summary = mean_and_standard_error(list(numbers.values()))
         interval = self._interval(column, seeds[next(iter(numbers))]) if len(numbers) == 1 else None
-        return Value(mean=summary["mean"], error=summary["standard_error"], interval=interval, seeds=summary["seeds"])
+        each = tuple(numbers[seed] for seed in sorted(numbers))
+        return Value(
+            mean=summary["mean"],
+            error=summary["standard_error"],
+            interval=interval,
+            seeds=summary["seeds"],
+            each=each,
+        )
 
     def _interval(self, column: Column, runs: Mapping[str, Record]) -> tuple[float, float] | None:
         """Return the 95% interval over the same resampled windows of all runs; None for what windows do not decide."""
+        if not column.needs or not all(map(_sample, runs.values())):
+            return None
         draws = column.value(Row(runs, {role: self._resampled(record) for role, record in runs.items()}))
-        if not isinstance(draws, Tensor) or not column.needs:
+        if not isinstance(draws, Tensor):
             return None
         low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
         return low, high
 
     def _resampled(self, record: Record) -> Tensor:
-        """Return mean losses of resampled windows, the same draws for every run of as many windows."""
-        if id(record) not in self._draws:
-            losses = torch.tensor(record["window_losses"], dtype=torch.float64)
-            self._draws[id(record)] = bootstrap_means(losses)
-        return self._draws[id(record)]
+        """Return means over resampled windows or questions, the same draws for every run of as many."""
+        final = record["provenance"]["checkpoints"]["final"]
+        if final not in self._draws:
+            self._draws[final] = bootstrap_means(torch.tensor(_sample(record), dtype=torch.float64))
+        return self._draws[final]
 
 
-def _loss(record: Record) -> Tensor:
-    return torch.tensor(record["report_loss"], dtype=torch.float64)
+def _mean(record: Record) -> Tensor:
+    """Return the loss on held-out text, or the share of questions answered rightly."""
+    return torch.tensor(record.get("accuracy", record["report_loss"]), dtype=torch.float64)
+
+
+def _sample(record: Record) -> Sequence[float] | None:
+    """Return what that mean is of, by window or question; None of associative recall."""
+    return record.get("window_losses") or record.get("right")
+
+
+def _reported(record: Record, arm: Arm) -> Record:
+    """Return a record with the numbers of the report that a row is of; its own, of the end, where it names none."""
+    if arm.report is None:
+        return record
+    reports = [record["reports"][update] for update in sorted(record.get("reports") or {}, key=int)]
+    return {**record, **reports[arm.report]} if arm.report < len(reports) else {**record, "recall": None}
 
 
 def _of_one_training(own: Record, candidates: Sequence[Record]) -> Record:
@@ -128,9 +154,10 @@ def _apart(own: Record, other: Record) -> bool:
 
 
 def _check_windows(own: Record, other: Record) -> None:
-    """Raise CompareError unless two runs were evaluated on the same text."""
-    if own["windows_hash"] != other["windows_hash"]:
-        raise CompareError(
-            f"{own['key']} and {other['key']} were evaluated on different held-out windows: they are runs of different "
-            "data, and cannot stand in one table"
-        )
+    """Raise CompareError unless two runs were judged by the same text, or the same questions."""
+    for what, of in (("windows_hash", "held-out windows"), ("questions_hash", "questions")):
+        if own.get(what) != other.get(what):
+            raise CompareError(
+                f"{own['key']} and {other['key']} were evaluated on different {of}: they are runs of different data, "
+                "and cannot stand in one table"
+            )

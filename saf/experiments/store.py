@@ -10,12 +10,16 @@ Tables are made of the records alone, so that these can be committed and the fol
 overwritten: an arm is compared with the training that it shares a checkpoint with.
 """
 
+import hashlib
+import json
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saf.errors import CheckpointError, InputError
+from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
 from saf.experiments.plan import SCHEMA, PlannedRun
 from saf.experiments.speeds import Speeds
@@ -24,7 +28,7 @@ from saf.records.folders import remove_folder_, verify
 from saf.records.result import read_result, with_header
 from saf.records.run import RecordedRun
 from saf.train.allowance import went_through
-from saf.train.checkpoint import checkpoints, step_name
+from saf.train.checkpoint import checkpoints, latest, step_name
 
 KIND = "experiment"
 """Of a record's header."""
@@ -108,19 +112,37 @@ class Store:
         Raises:
             InputError: There are no records, or they are of several data: which ones are meant must be said.
         """
-        found = {
-            read_result(path)["provenance"]["data"].get("train") for path in self.folder.glob("records/*.json")
-        } - {None}
+        found = data_of(read_result(path) for path in self.folder.glob("records/*.json"))
         if len(found) != 1:
             shown = "of several data; name theirs with --data" if found else "there are none"
             raise InputError(f"the records in {self.folder / 'records'}: {shown}")
-        return str(found.pop())
+        return found[0]
+
+    def examples(self) -> dict[str, str]:
+        """Return the fingerprint of the examples that the recorded runs were finetuned on, by task.
+
+        Raises:
+            InputError: They are of several files: which ones are meant must be said.
+        """
+        found: dict[str, set[str]] = {}
+        for path in self.folder.glob("records/*.json"):
+            record = read_result(path)
+            if record.get("examples"):
+                found.setdefault(record["settings"]["task"], set()).add(record["examples"])
+        if several := sorted(task for task, prints in found.items() if len(prints) > 1):
+            where = self.folder / "records"
+            raise InputError(f"the records in {where} are of several files of {', '.join(several)}; name --tasks")
+        return {task: prints.pop() for task, prints in found.items()}
 
     def checkpoint(self, run: PlannedRun) -> Path | None:
-        """Return the checkpoint that a run goes on from; None when it starts from initialisation."""
-        if run.parent is None or run.step is None:
+        """Return the checkpoint that a run goes on from; None when it starts from initialisation.
+
+        Of a parent whose last one is meant and which has none, the folder that it would be in.
+        """
+        if run.parent is None:
             return None
-        return self.run_folder(run.parent) / "checkpoints" / step_name(run.step)
+        folder = self.run_folder(run.parent) / "checkpoints"
+        return folder / step_name(run.step) if run.step is not None else latest(folder) or folder / "the last one"
 
     def done(self, key: str) -> int | None:
         """Return the update of a begun run's newest checkpoint; None before it has one."""
@@ -134,7 +156,8 @@ class Store:
         """
         if self.done(run.key) is not None:
             return {}
-        found = {run.parent: self.lacks_parent(run), run.match: self.lacks_match(run)}
+        found = {run.parent: self.lacks_parent(run)}
+        found |= {key: self.lacks_result(key) for key in (run.match, run.like) if key}
         if why := self.lacks_heads(run):
             found[run.heads] = why
         return {key: why for key, why in found.items() if key and why}
@@ -152,10 +175,10 @@ class Store:
             return str(error)
         return None
 
-    def lacks_match(self, run: PlannedRun) -> str | None:
-        """Return why the run whose time a run gets cannot be used; None when it can, or there is none."""
-        folder = run.match and self.run_folder(run.match)
-        return f"{folder} has no result" if folder and not (folder / "result.json").is_file() else None
+    def lacks_result(self, key: str) -> str | None:
+        """Return why the run whose time or settings another one gets cannot be used; None when it can."""
+        folder = self.run_folder(key)
+        return None if (folder / "result.json").is_file() else f"{folder} has no result"
 
     def heads(self, key: str) -> list[list[int]] | None:
         """Return the heads that are frozen or pruned in a run that ended, of its first training that has any."""
@@ -201,11 +224,10 @@ class Store:
         """Write and return the record of a run that ended, beside those of earlier trainings of it.
 
         Raises:
-            InputError: It has not ended, or its evaluation is not that of its end.
+            InputError: It has not ended, or what it was judged by is not that of its end.
         """
         folder = self.run_folder(run.key)
         result = read_result(folder / "result.json")
-        evaluation, losses = read_evaluation(folder)
         entries = {name: value for name, value in result.items() if name not in ("schema", "kind", "settings")}
         record = {
             "schema": result["schema"],
@@ -217,12 +239,39 @@ class Store:
             "step": run.step,
             "shared": self._shared(run.key).is_file(),
             "went_through": sorted(went_through(RecordedRun.open(folder))),
-            "windows_hash": evaluation["windows_hash"],
-            "window_losses": losses.windows.tolist(),
+            **_judged(RecordedRun.open(folder)),
         }
+        if run.files is not None:
+            record["examples"] = run.files.fingerprint
         final = result["provenance"].get("checkpoints", {}).get("final")
         before = [one["provenance"].get("checkpoints", {}).get("final") for one in self.records(run.key)]
         if final not in before or not before:
             path = self.record_file(run.key)
             write_json(path.with_stem(f"{run.key}-{str(final)[:12]}") if before else path, record)
         return with_header(record)
+
+
+def data_of(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the fingerprints of the text that recorded runs were pretrained on, sorted."""
+    pretrained = (record for record in records if record["settings"].get("task") is None)
+    found = {record["provenance"]["data"].get("train") for record in pretrained} - {None}
+    return sorted(map(str, found))
+
+
+def _judged(run: RecordedRun) -> dict[str, Any]:
+    """Return what pairs of runs are compared by: losses of held-out windows, or which questions are answered rightly.
+
+    Associative recall has its accuracies in the result; every model answers the same queries.
+    """
+    if has_answers(run):
+        answers = read_answers(run)
+        asked = json.dumps([(each["id"], each["answer"]) for each in answers])
+        return {
+            "questions_hash": hashlib.sha256(asked.encode()).hexdigest(),
+            "right": [int(each["right"]) for each in answers],
+            "trained_on": run.config["data"].get("test_examples_trained_on", 0),
+        }
+    if "recall" in (run.result or {}):
+        return {}
+    evaluation, losses = read_evaluation(run.folder)
+    return {"windows_hash": evaluation["windows_hash"], "window_losses": losses.windows.tolist()}

@@ -21,7 +21,7 @@ HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 BUDGETS = ("rate", "count", "heads", "match_heads")
 """Settings that say how many heads, one of which is given."""
 Operation = Literal["freeze", "prune"]
-_OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "heldout_kl")
+_OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "refit", "heldout_kl")
 _OF_PATTERNS += ("fitter_options", "pattern_options")
 """Settings of what pruned heads do not have: patterns, their fits, and what executes them."""
 
@@ -75,6 +75,9 @@ class FreezeConfig:
     """Which backend executes frozen heads: toeplitz, fused or reference, or the one that `saf doctor` names."""
     trainable: bool = False
     """Train key and distance logits on with the model, from their fit, instead of keeping them fixed."""
+    refit: bool = False
+    """Refit the frozen heads' output columns in closed form, on the calibration sequences, to write what the heads
+    wrote before as nearly as their patterns let them; undoing gives the old columns back."""
     heldout_kl: bool = False
     """Also fit the frozen heads on one half of the calibration sequences, and report their KL to the other half."""
     fitter_options: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.arguments import checked
-from saf.calibration import calibrate, heads_at_a_time
+from saf.calibration import calibrate, heads_at_a_time, refit_output
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
@@ -94,7 +94,7 @@ def freeze_(
         if pruning:
             prune_(model, report.heads, optimizer=optimizer)
         elif report.patterns is not None:
-            execution = {"backend": config.backend, "trainable": config.trainable}
+            execution = {"backend": config.backend, "trainable": config.trainable, "output": report.output}
             install_(model, report.heads, report.patterns, optimizer=optimizer, **execution)
     if len(report.heads):
         adapter.remember(report.known())
@@ -128,7 +128,7 @@ def _decide(
     first: int | None,
     **options: Any,
 ) -> FreezeReport:
-    """Measure, score, select and fit; the model stays as it is."""
+    """Measure, score, select, fit and refit; the model stays as it is."""
     kept = batches if isinstance(batches, Tensor | Mapping) else list(batches)
     ids = read_batches(kept)
     _warn_if_shorter(ids[0].shape[-1], longest)
@@ -163,9 +163,14 @@ def _decide(
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:first]), () if first is None else tuple(ranked[first:])
     frozen = {head: made for head in heads if isinstance(made := accepted[head], Made)}
+    patterns, output = _stack([made.pattern for made in frozen.values()]), {}
+    if config.refit and patterns is not None:
+        with watch("refit"):
+            output = refit_output(model, ids, heads, patterns)
     return FreezeReport(
         heads=heads,
-        patterns=_stack([made.pattern for made in frozen.values()]),
+        patterns=patterns,
+        output=output,
         fit_kl={head: made.fit_kl for head, made in frozen.items()},
         rejected={head: made.fit_kl for head, made in rejected.items()},
         deferred=deferred,

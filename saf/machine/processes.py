@@ -1,9 +1,10 @@
 """A group of processes: joining the one that `torchrun` starts, work that one does for all, and failing together."""
 
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -13,6 +14,7 @@ from torch import distributed
 import saf.errors
 from saf.errors import InputError, SafError, SafWarning
 
+Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 PATIENCE = timedelta(days=7)
 """How long processes wait for the first one's work; a group's own limit, 10 minutes for NCCL, is for messages."""
@@ -105,22 +107,55 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(RuntimeError):  # the others may be elsewhere; ending is then what tells them
-            _failures((type(error).__name__, str(error)), LAST_WORDS)
+            _told((type(error).__name__, str(error)), LAST_WORDS)
         raise
-    for number, failure in enumerate(_failures(None, PATIENCE)):
+    for number, failure in enumerate(_told(None, PATIENCE)):
         if failure is not None:
             raise _same_error(*failure, process=f"process {number}")
 
 
-def _failures(own: tuple[str, str] | None, limit: timedelta) -> list[tuple[str, str] | None]:
-    """Return what failed in every process: kind and words of its error, or None."""
+def _told(own: Any, limit: timedelta) -> list[Any]:
+    """Return what every process tells, in their order, in all of them; wait so long for the last one."""
     group = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=limit))
     try:
-        found: list[tuple[str, str] | None] = [None] * distributed.get_world_size()
+        found: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(found, own, group=group)
     finally:
         distributed.destroy_process_group(group)
     return found
+
+
+def shared_out(work: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
+    """Do the work of each item in one process of the group and return all outcomes, in order, in every process.
+
+    Items are dealt out in turn: process r of N takes every N-th, from the r-th. Every process must call this with as
+    many. The outcomes' tensors should be on the CPU. An error of one process is raised in all, as by `agreed`; without
+    a group, the work is just done.
+    """
+    rank, count = group_place()
+    with agreed():
+        own = [work(item) for item in items[rank::count]]
+    found: list[Any] = [None] * len(items)
+    for number, part in enumerate(_told(own, PATIENCE) if count > 1 else [own]):
+        found[number::count] = part
+    return found
+
+
+@contextmanager
+def entered_once(context: AbstractContextManager[Outcome]) -> Iterator[Outcome]:
+    """Be within a context that the group's first process enters, and leaves once every process is through the block.
+
+    All get what it gives. Where one raises, all do, and the first one leaves the context with an error.
+    """
+    given = done_once(context.__enter__)
+    try:
+        with agreed():
+            yield given
+    except BaseException:
+        if is_first():
+            context.__exit__(*sys.exc_info())
+        raise
+    done_once(lambda: context.__exit__(None, None, None))
 
 
 def done_once(work: Callable[[], Outcome]) -> Outcome:

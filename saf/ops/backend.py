@@ -1,12 +1,13 @@
 """What a backend of frozen heads is: a class that says what it can do beside mixing values; a layer's `Call` of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from saf.ops.positions import Places, Rows
 from saf.patterns import Pattern
 
 if TYPE_CHECKING:  # a call holds them; what makes them knows backends
@@ -32,6 +33,7 @@ class Call(NamedTuple):
         frozen_slots: the value head of each frozen slot.
         scale: of live heads' scores; None for `1/sqrt(D)`.
         start: `[B]` first real position of each row, or None.
+        places: where queries stand in a cache of fixed size, or None.
         kernel: of live heads.
         apart: whether live and frozen heads are asked for apart.
         projection: `[C, H * D]`, or None.
@@ -45,6 +47,7 @@ class Call(NamedTuple):
     frozen_slots: tuple[int, ...]
     scale: float | None
     start: Tensor | None
+    places: Places | None
     kernel: str
     apart: bool
     projection: Tensor | None
@@ -61,6 +64,8 @@ class Backend(ABC):
     """Whether it computes live heads in the launch of frozen ones, and has no other way: `mixed`."""
     infers: ClassVar[bool] = False
     """Whether it computes whole layers, output product included, without gradients: `can_infer` and `infer`."""
+    decodes: ClassVar[bool] = False
+    """Whether it computes rows of patterns wherever the device says that they are: `forward_rows`."""
     trains: ClassVar[bool] = False
     """Whether it gives gradients to key and distance logits: `untrainable` and `forward_trainable`."""
 
@@ -102,6 +107,16 @@ class Backend(ABC):
 
         Sequences are whole and need no gradients; `query` and `key` may have another dtype than `value`, whose dtype
         `tables` are of.
+        """
+        raise NotImplementedError
+
+    def forward_rows(
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
+    ) -> Tensor:
+        """Return live heads, as `live()` computes them, and then rows of frozen ones, `[B, L + F, rows.count, D]`.
+
+        `value [B, H_kv, T, D]` may hold anything finite behind the last row; `heads` names the value head of each
+        frozen slot. No value head is copied.
         """
         raise NotImplementedError
 

@@ -1,6 +1,6 @@
 """Heads of a tensor: picked out, put together, laid out, mixed by stored weights; no indices that a host must send."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.errors import InputError
+from saf.ops.positions import Rows
 
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -60,6 +61,31 @@ def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int,
     return take_heads(key, tuple(used.index(head) for head in live_kv)), live_kv
 
 
+def even_queries(query: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...] | None]:
+    """Return queries `[B, L, Tq, D]` with groups of one size, some queries twice, and which of them are the live heads.
+
+    Of few rows that costs next to nothing, where keys would have to be copied else. None for groups that are even.
+    """
+    groups = [[slot for slot, head in enumerate(live_kv) if head == kv] for kv in sorted(set(live_kv))]
+    size = max(map(len, groups))
+    if all(len(group) == size for group in groups):
+        return query, None
+    filled = [slot for group in groups for slot in group + group[-1:] * (size - len(group))]
+    return take_heads(query, tuple(filled)), tuple(map(filled.index, range(len(live_kv))))
+
+
+def cached_order(slots: tuple[int, ...], num_frozen: int) -> tuple[int, ...]:
+    """Return the value heads that `slots` read in the order of a cache of fixed size: those of live slots come first.
+
+    What live heads read is then one view of it, as their keys are.
+
+    >>> cached_order((0, 2, 0, 1), num_frozen=2)
+    (0, 2, 1)
+    """
+    live = sorted(set(slots[: len(slots) - num_frozen]))
+    return (*live, *sorted(set(slots) - set(live)))
+
+
 def part_heads(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return both lists of heads of `x`; where they are all of its heads in order, their gradients are joined once.
 
@@ -91,6 +117,40 @@ def flat_heads(heads: Tensor) -> Tensor:
 def projected(heads: Tensor, projection: Tensor | None) -> Tensor:
     """Return heads `[B, H, T, D]`, or what `projection [C, H * D]` makes of them, `[B, T, C]`."""
     return heads if projection is None else F.linear(flat_heads(heads), projection)
+
+
+def row_product(weights_of: Callable[..., Tensor], value: Tensor, heads: tuple[int, ...], rows: Rows) -> Tensor:
+    """Return rows of `P V` of frozen slots that read `heads` of `value [B, H_kv, T, D]`: `[B, F, rows.count, D]`.
+
+    `weights_of(query, key, lag)` returns the weights `[F, B or 1, count, T]` at what `Rows.positions` tells.
+    """
+    parts = []
+    for block in rows.blocks():
+        *at, seen = block.positions(value.shape[-2], value.device)
+        weights = weights_of(*at).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
+        parts.append(_weighed(weights, value, heads))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _weighed(weights: Tensor, value: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Return `weights [B or 1, F, n, T]` times the values that slots read: one product, or one a head that is read.
+
+    Values of heads that do not follow one another would be copied for one product.
+    """
+    if heads == tuple(range(heads[0], heads[-1] + 1)):
+        return weights @ take_heads(value, heads)
+    parts = []
+    for head in sorted(set(heads)):
+        slots = tuple(slot for slot, each in enumerate(heads) if each == head)
+        flat = take_heads(weights, slots).flatten(1, 2) @ value[:, head]
+        parts.append((slots, flat.unflatten(1, (len(slots), -1))))
+    return put_together(parts)
+
+
+def stored_rows(tables: dict[str, Any]) -> Callable[..., Tensor]:
+    """Return what `row_product` takes of stored patterns, `weights [F, T, T]` of the tables."""
+    weights = tables["weights"]
+    return lambda query, key, _: weights[:, query[:, :, None], key[:, None, :]]
 
 
 def heads_like(x: Tensor, heads: int) -> Tensor:

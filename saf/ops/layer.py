@@ -7,6 +7,7 @@ The first way whose condition holds is taken (`WAYS`, at the end of the private 
 | ordinary | no head is frozen | attention |
 | one launch | the backend mixes live heads too (`fused`), and there are some | the backend's launch of all heads |
 | whole layer | no gradients, whole sequences, fixed patterns, a backend that infers | `saf::inference` |
+| few rows | queries of a cache of fixed size, or few beside their keys; fixed patterns, a backend that decodes | both |
 | frozen alone | no head is live | the backend's product |
 | apart | otherwise | attention for live heads, the backend's product for frozen ones |
 
@@ -17,7 +18,7 @@ together or part by part (`project_parts`).
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from saf.errors import InputError, UnsupportedError
 from saf.ops.backend import Call, PreparedHeads
 from saf.ops.backends import BACKENDS
 from saf.ops.heads import (
+    cached_order,
+    even_queries,
     flat_heads,
     join_heads,
     live_keys,
@@ -38,11 +41,13 @@ from saf.ops.heads import (
     take_heads,
 )
 from saf.ops.live import check_kernel, live_attention
-from saf.ops.positions import check_positions, check_start, shift_rows
+from saf.ops.positions import Places, Rows, check_positions, check_start, shift_rows
 
 if TYPE_CHECKING:  # heads are asked, not made, here: this file and theirs stand side by side
     from saf.ops.frozen_heads import FrozenHeads
 
+WHOLE_SHARE = 4
+"""The whole product is computed and cut where more than one row in so many is asked for; fewer make weights."""
 JOINED = 8192 * 768
 """Size B x T x H * D up to which training joins live and frozen heads before the product.
 
@@ -59,6 +64,7 @@ def _checked(
     scale: float | None = None,
     backend: str = "auto",
     start: Tensor | None = None,
+    places: Places | None = None,
     kernel: str = "auto",
     apart: bool = False,
     projection: Tensor | None = None,
@@ -72,34 +78,55 @@ def _checked(
         check("scale", scale, float)
     frozen_slots: tuple[int, ...] = ()
     if frozen is not None:
-        frozen_slots = _checked_frozen(value, frozen, backend, start)
+        frozen_slots = _checked_frozen(value, frozen, backend, start, places)
     elif backend != "auto":
         raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
-    slots, num_frozen = (None, 0) if frozen is None else (frozen.kv_head, frozen.num_frozen)
+    slots, num_frozen = (None, 0) if frozen is None else (_slots(frozen, places), frozen.num_frozen)
     live_slots = live_value_heads(query, key, value, slots, num_frozen)
     check_positions(query, key if live_slots else value, value)
     check_kernel(kernel)
     if frozen is None and start is not None:
         check_start(start, value.shape[0], value.shape[2], wait=False)
     if frozen is not None and live_slots and BACKENDS[frozen.backend].mixes_live:
-        if start is not None or query.shape[-2] != value.shape[-2] or kernel != "auto":
+        if start is not None or query.shape[-2] != value.shape[-2] or kernel != "auto" or places is not None:
             raise UnsupportedError(
                 f"backend {frozen.backend!r} computes live heads itself, over whole sequences: no left padding, no "
                 f"shorter query, no choice of kernel (got {kernel!r}); install_ with backend='toeplitz' for those"
             )
         if frozen.kv_head is None:
             raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
-    return Call(query, key, value, frozen, live_slots, frozen_slots, scale, start, kernel, apart, projection)
+    return Call(query, key, value, frozen, live_slots, frozen_slots, scale, start, places, kernel, apart, projection)
 
 
-def _checked_frozen(value: Tensor, frozen: "FrozenHeads", backend: str, start: Tensor | None) -> tuple[int, ...]:
-    """Return the value head of each frozen slot; raise InputError for values, backend or start that do not fit."""
+def _checked_frozen(
+    value: Tensor, frozen: "FrozenHeads", backend: str, start: Tensor | None, places: Places | None
+) -> tuple[int, ...]:
+    """Return the value head of each frozen slot; raise InputError for values, backend or start that do not fit.
+
+    Raises UnsupportedError for a cache of fixed size where only whole sequences can be computed.
+    """
     if not isinstance(frozen, PreparedHeads):
         raise InputError(f"frozen must be a FrozenHeads, made by FrozenHeads.from_patterns; got {shown(frozen)}")
     frozen.check_call(value, backend)
     if start is not None:
         check_start(start, value.shape[0], value.shape[2], wait=False)
-    return frozen.value_heads(value.shape[1])
+    slots = frozen.value_heads(value.shape[1])
+    if places is None:
+        return slots
+    if start is not None:
+        raise InputError("places tell of padding themselves; leave start out")
+    if frozen.trainable or not BACKENDS[frozen.backend].decodes:
+        why = "patterns that are trained" if frozen.trainable else f"backend {frozen.backend!r}"
+        raise UnsupportedError(f"{why} cannot go on from a cache of fixed size; use one that grows")
+    told = _slots(frozen, places)
+    return slots if told is None else told[len(told) - frozen.num_frozen :]
+
+
+def _slots(frozen: "FrozenHeads", places: Places | None) -> tuple[int, ...] | None:
+    """Return which of the value heads given each slot reads: a cache of fixed size has them in `cached_order`."""
+    if frozen.kv_head is None or places is None:
+        return frozen.kv_head
+    return tuple(map(cached_order(frozen.kv_head, frozen.num_frozen).index, frozen.kv_head))
 
 
 def _has_no_frozen(call: Call) -> bool:
@@ -109,9 +136,28 @@ def _has_no_frozen(call: Call) -> bool:
 
 def _attend(call: Call) -> tuple[Tensor, ...]:
     """Return live heads, `[B, L, Tq, D]`."""
-    key, slots = live_keys(call.key, call.live_slots)
-    value = take_heads(call.value, slots)
-    return (live_attention(call.query, key, value, scale=call.scale, start=call.start, kernel=call.kernel),)
+    return (_live(call),)
+
+
+def _live(call: Call) -> Tensor:
+    """Return live heads, `[B, L, Tq, D]`, of keys and values as they lie where queries are fewer."""
+    visible = None if call.places is None else call.places.visible
+    options = {"scale": call.scale, "start": call.start, "visible": visible, "kernel": call.kernel}
+    return live_heads(call.query, call.key, call.value, call.live_slots, **options)
+
+
+def live_heads(query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...], **options: Any) -> Tensor:
+    """Return `live_attention` of live slots, `[B, L, Tq, D]`: `key [B, K, T, D]` of the value heads that they read.
+
+    Uneven groups take expanded keys where sequences are whole; of fewer rows some queries are computed twice instead,
+    and no keys are copied. `options` are those of `live_attention`.
+    """
+    if query.shape[-2] == key.shape[-2]:
+        key, read = live_keys(key, slots)
+        return live_attention(query, key, take_heads(value, read), **options)
+    even, own = even_queries(query, slots)
+    mixed = live_attention(even, key, take_heads(value, tuple(sorted(set(slots)))), **options)
+    return mixed if own is None else take_heads(mixed, own)
 
 
 def _mixes_live(call: Call) -> bool:
@@ -133,7 +179,7 @@ def _infers(call: Call) -> bool:
     frozen, value = call.frozen, call.value
     if frozen is None or call.apart or frozen.trainable or torch.is_grad_enabled() or _autocasts(value):
         return False
-    if call.start is not None or not call.live_slots or call.query.shape[-2] != value.shape[-2]:
+    if call.start is not None or not call.live_slots or call.query.shape[-2] != value.shape[-2] or call.places:
         return False
     backend = BACKENDS[frozen.backend]
     return backend.infers and backend.can_infer(value.device, value.dtype, frozen.tables(value.dtype))
@@ -143,6 +189,41 @@ def _infer(call: Call) -> tuple[Tensor, ...]:
     """Return all heads, projected where the call has a projection, from one operator."""
     assert call.frozen is not None
     return (BACKENDS[call.frozen.backend].infer(call, call.frozen.tables(call.value.dtype)),)
+
+
+def _are_few(frozen: "FrozenHeads", rows: int, length: int, start: Tensor | None) -> bool:
+    """Return whether `rows` of so many positions are computed by themselves: fewer, and few or none of a whole product.
+
+    A whole product of padded rows would have to move their values first.
+    """
+    able = BACKENDS[frozen.backend].decodes and not frozen.trainable
+    return able and rows < length and (start is not None or rows * WHOLE_SHARE <= length)
+
+
+def _has_few_rows(call: Call) -> bool:
+    """Return whether frozen rows are computed where the device says they are, or where they are few."""
+    if call.frozen is None:
+        return False
+    rows, length = call.query.shape[-2], call.value.shape[-2]
+    return call.places is not None or _are_few(call.frozen, rows, length, call.start)
+
+
+def _mix_rows(call: Call) -> tuple[Tensor, ...]:
+    """Return all heads, of few rows."""
+    assert call.frozen is not None
+    count, length = call.query.shape[-2], call.value.shape[-2]
+    rows = Rows(length - count, count, call.start)
+    if call.places is not None:
+        rows = Rows(call.places.first, count, call.places.start)
+    live = (lambda: _live(call)) if call.live_slots else None
+    return (_forward_rows(call.value, call.frozen_slots, call.frozen, rows, live),)
+
+
+def _forward_rows(
+    value: Tensor, slots: tuple[int, ...], frozen: "FrozenHeads", rows: Rows, live: Callable[[], Tensor] | None
+) -> Tensor:
+    """Return what the backend's `forward_rows` does."""
+    return BACKENDS[frozen.backend].forward_rows(value, slots, frozen.tables(value.dtype), rows, live)
 
 
 def _autocasts(value: Tensor) -> bool:
@@ -171,9 +252,12 @@ def _always(call: Call) -> bool:
 def _attend_and_mix(call: Call) -> tuple[Tensor, ...]:
     """Return live heads, `[B, L, Tq, D]`, and frozen ones, `[B, F, Tq, D]`."""
     assert call.frozen is not None
-    key, slots = live_keys(call.key, call.live_slots)
-    value, selected = part_heads(call.value, slots, call.frozen_slots)
-    live = live_attention(call.query, key, value, scale=call.scale, start=call.start, kernel=call.kernel)
+    if call.query.shape[-2] < call.value.shape[-2]:
+        live, selected = _live(call), take_heads(call.value, call.frozen_slots)
+    else:
+        key, slots = live_keys(call.key, call.live_slots)
+        value, selected = part_heads(call.value, slots, call.frozen_slots)
+        live = live_attention(call.query, key, value, scale=call.scale, start=call.start, kernel=call.kernel)
     return live, _mix_padded(selected, call.frozen, call.start, call.query.shape[-2])
 
 
@@ -220,6 +304,7 @@ WAYS = (
     Way("ordinary", _has_no_frozen, _attend),
     Way("one launch", _mixes_live, _mix_all),
     Way("whole layer", _infers, _infer, projects=True),
+    Way("few rows", _has_few_rows, _mix_rows),
     Way("frozen alone", _has_no_live, _mix_alone),
     Way("apart", _always, _attend_and_mix),
 )
@@ -242,6 +327,7 @@ def mixed_attention(
     scale: float | None = None,
     backend: str = "auto",
     start: Tensor | None = None,
+    places: Places | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """Compute the attention of one layer whose heads are partly frozen, in slot order: live heads first.
@@ -254,6 +340,8 @@ def mixed_attention(
         scale: Score scale of live heads; `1/sqrt(D)` by default.
         backend: `"auto"` or the name of the backend that `frozen` was prepared for.
         start: `[B]` first real position of each row (left padding); outputs before it are zero.
+        places: Where queries stand among the T places of a cache of fixed size, instead of `start`; `value` has its
+            heads in `saf.ops.heads.cached_order` then, and outputs of padding may be anything finite.
         kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"`, `"math"`; `"fa3"` or `"fa4"`
             where the package is installed.
 
@@ -264,9 +352,9 @@ def mixed_attention(
         InputError: Shapes that do not fit, inputs longer than the patterns, another backend than prepared, or one where
             no head is frozen.
         UnsupportedError: A backend that computes live heads itself (`fused`), asked for padding, a shorter query or a
-            kernel of theirs; a kernel that cannot run here.
+            kernel of theirs; a kernel that cannot run here; places beside patterns that are trained.
     """
-    call = _checked(query, key, value, frozen, scale=scale, backend=backend, start=start, kernel=kernel)
+    call = _checked(query, key, value, frozen, scale=scale, backend=backend, start=start, places=places, kernel=kernel)
     parts = way_of(call).run(call)
     return parts[0] if len(parts) == 1 else join_heads(*parts)
 
@@ -336,14 +424,16 @@ def frozen_attention(
     *,
     backend: str = "auto",
     start: Tensor | None = None,
+    places: Places | None = None,
     rows: int | None = None,
 ) -> Tensor:
     """Compute the frozen heads alone, `P V` (Eq. 3): `value [B, H_kv, T, D]` to `[B, F, T, D]`.
 
     `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`); `rows` keeps the
-    last positions only; `start` is as in `mixed_attention`. Raises InputError as `mixed_attention` does.
+    last positions only; `start` and `places` are as in `mixed_attention`, and with places `rows` says how many queries
+    there are. Raises as `mixed_attention` does.
     """
-    slots = _checked_frozen(value, frozen, backend, start)
+    slots = _checked_frozen(value, frozen, backend, start, places)
     length = value.shape[-2]
     if rows is None:
         rows = length
@@ -351,4 +441,8 @@ def frozen_attention(
         check("rows", rows, int)
     if not 0 <= rows <= length:
         raise InputError(f"rows are the last of {length} positions; got {rows}")
+    if places is not None:
+        return _forward_rows(value, slots, frozen, Rows(places.first, rows, places.start), None)
+    if _are_few(frozen, rows, length, start):
+        return _forward_rows(value, slots, frozen, Rows(length - rows, rows, start), None)
     return _mix_padded(take_heads(value, slots), frozen, start, rows)

@@ -157,30 +157,39 @@ def live_attention(
     kernel: str = "auto",
     window: int | None = None,
     soft_cap: float | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Return causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
 
     `L` must be a multiple of `K` (consecutive query heads share a key head); queries are the last `Tq` positions.
     `start [B]` is the first real position of each row (left padding); outputs before it are zero. With a `window`
-    queries see only so many keys, their own included. With a `soft_cap` c softmax takes `c * tanh(logit / c)`, which no
-    SDPA kernel computes: patterns are held then, in float32 at least. Raises InputError for an unknown kernel,
-    UnsupportedError for one that cannot run here or knows no soft cap.
+    queries see only so many keys, their own included. `visible`, bool `[B or 1, 1, Tq, Tk]`, says instead of all that
+    which keys each query sees; outputs of padding may then be anything finite. With a `soft_cap` c softmax takes
+    `c * tanh(logit / c)`, which no SDPA kernel computes: patterns are held then, in float32 at least. Raises InputError
+    for an unknown kernel, UnsupportedError for one that cannot run here or knows no soft cap.
     """
     rows, columns = query.shape[-2], key.shape[-2]
     grouped = query.shape[1] != key.shape[1]
-    mask, causal = None, False
+    mask, causal = visible, False
     windowed = window is not None and columns > window
-    if start is not None or windowed or soft_cap is not None or (rows != columns and rows != 1):
+    if visible is not None:
+        start = None
+    elif start is not None or windowed or soft_cap is not None or (rows != columns and rows != 1):
         mask = causal_mask(rows, columns, start, query.device, window)
     elif rows > 1:  # decided here: with lengths left open by the compiler, the comparison itself is no bool
         causal = True
     if soft_cap is not None:
         return _capped_attention(query, key, value, mask, scale, soft_cap, start, kernel)
+    heads = query.shape[1]
+    if grouped and rows == 1:
+        # A group's queries are rows of one head, so that every kernel reads its keys once and none copies them.
+        query, grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1]), False
+        mask = None if mask is None else mask.expand(-1, -1, query.shape[2], -1).contiguous()
     with pinned(kernel, query.device):
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-    return _without_padding(output, start, columns)
+    return _without_padding(output.reshape(output.shape[0], heads, rows, -1), start, columns)
 
 
 def capped(logits: Tensor, soft_cap: float | None) -> Tensor:

@@ -1,18 +1,20 @@
 """The oracle: dense patterns, eager PyTorch, any floating dtype; every other backend is compared with it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from saf.ops.backend import Backend, Tables
-from saf.ops.heads import dense_product
+from saf.ops.heads import dense_product, join_heads, row_product, stored_rows
+from saf.ops.positions import Rows
 from saf.patterns import CompactPattern, Pattern
 
 
 class Reference(Backend):
     """Execute frozen heads slowly and exactly: the oracle."""
 
+    decodes = True
     trains = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -36,6 +38,13 @@ class Reference(Backend):
     def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:
         """Return `P V` of the last `rows` positions: `value [B, F, T, D]` to `[B, F, rows, D]`."""
         return dense_product(tables["weights"], value, rows)
+
+    def forward_rows(
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
+    ) -> Tensor:
+        """Return live heads and rows of frozen ones, `[B, L + F, rows.count, D]`."""
+        mixed = row_product(stored_rows(tables), value, heads, rows)
+        return mixed if live is None else join_heads(live(), mixed)
 
     def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         """Return None: any logits can be trained here."""

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,9 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     With `replace`, a folder that is there gives way at the rename. A process killed inside leaves only hidden folders
     beside `path`, which the next `new_folder` of the same name or `remove_leftovers_` clears.
+
+    Raises:
+        OSError: There was no room on the disk; it names the folder, also where a library's own error does not.
     """
     temporary, replaced = (path.with_name(f"{prefix}{path.name}") for prefix in (TEMPORARY, REPLACED))
     if temporary.exists():
@@ -43,9 +46,12 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
         temporary.rename(path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         restore_replaced_(path)
+        code = _no_room_code(error)
+        if code and not getattr(error, "filename", None):
+            raise OSError(code, _NO_ROOM[code], str(path)) from error
         raise
     flush(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -103,9 +109,14 @@ def remove_leftovers_(parent: Path) -> None:
 
 def no_room(error: BaseException) -> str | None:
     """Return why a file could not grow, when an error, safetensors' own included, says that; None for any other."""
-    code = re.search(r"os error (\d+)", str(error))
-    number = getattr(error, "errno", None) or (code and int(code[1]))
-    return _NO_ROOM.get(number or 0)
+    return _NO_ROOM.get(_no_room_code(error) or 0)
+
+
+def _no_room_code(error: BaseException) -> int | None:
+    """Return the system's number of an error that says that there was no room; None for any other."""
+    told = re.search(r"os error (\d+)", str(error))
+    code = getattr(error, "errno", None) or (told and int(told[1]))
+    return code if code in _NO_ROOM else None
 
 
 def lock_folder(folder: Path) -> IO[str]:
@@ -182,14 +193,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return entries
 
 
-def verify(folder: Path, *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Check every file but those `without` against its sum and return the manifest.
+def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
+    """Check every file against its sum, but those whose names begin with `without`, and return the manifest.
 
     Raises:
         CheckpointError: A file is missing or differs; the message names it with the expected and actual sums.
     """
     entries = read_manifest(folder)
     for name, recorded in entries["files"].items():
-        if name not in without:
+        if without is None or not name.startswith(without):
             check_file(folder / name, size=recorded["bytes"], sha256=recorded["sha256"], error=CheckpointError)
     return entries

@@ -65,7 +65,8 @@ def kind_of(path: Path | str) -> Kind | None:
     # A finished run may have been copied without its checkpoints; models of other libraries have a config.json too.
     if (path / "config.json").is_file() and saved is Kind.HEADS:
         return Kind.RUN
-    return Kind.EVALUATION if (path / "evaluation.json").is_file() else None
+    evaluated = any((path / name).is_file() for name in ("evaluation.json", "zero_shot.json"))
+    return Kind.EVALUATION if evaluated else None
 
 
 def means_transformers(path: Path | str) -> bool:

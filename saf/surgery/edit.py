@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from saf.adapters import Adapter, Removed, Site, adapter_for, rows_of
@@ -22,7 +22,7 @@ from saf.heads import EDITED, HeadLayout, HeadSet, role_of
 from saf.ops import FrozenHeads
 from saf.patterns import Pattern, trained_logits
 from saf.surgery.optimizer import add_logits_, check_optimizer, drop_logits_, unwrap_optimizer
-from saf.surgery.rows import rearrange_, take_rows
+from saf.surgery.rows import rearrange_, take_rows, write_rows_
 
 Arguments = ParamSpec("Arguments")
 Outcome = TypeVar("Outcome")
@@ -71,6 +71,8 @@ class LayerEdit:
     """Logits that the optimiser is to train from now on."""
     leaving: list[nn.Parameter]
     """Logits that it no longer trains."""
+    output: Mapping[int, Tensor]
+    """Output columns `[D, C]` that heads write with from now on; their own are kept for undoing."""
 
 
 def layers_with(adapter: Adapter, heads: HeadSet) -> Iterator[tuple[int, Site, list[int]]]:
@@ -99,6 +101,7 @@ def plan_edit(
     *,
     backend: str | None = None,
     optimizer: torch.optim.Optimizer | None,
+    output: Mapping[int, Tensor] | None = None,
 ) -> LayerEdit:
     """Return the edit that gives a layer another layout, with one pattern for each of its frozen heads.
 
@@ -125,13 +128,13 @@ def plan_edit(
     before, after = (trained_logits(heads.patterns if heads is not None else ()) for heads in (site.frozen, frozen))
     kept = {id(logits) for logits in before} & {id(logits) for logits in after}
     joining, leaving = ([logits for logits in some if id(logits) not in kept] for some in (after, before))
-    return LayerEdit(site, layout, frozen, joining, leaving)
+    return LayerEdit(site, layout, frozen, joining, leaving, output or {})
 
 
 def carry_out_(edits: Iterable[LayerEdit], optimizer: torch.optim.Optimizer | None) -> None:
     """Change layers as planned: rows, moments, gradients, trained logits, layout, and what is kept for undoing."""
     for edit in edits:
-        removed = _move_rows_(edit.site, edit.layout, optimizer)
+        removed = _move_rows_(edit, optimizer)
         edit.site.assign(edit.layout, edit.frozen, removed)
         if optimizer is not None and edit.leaving:
             drop_logits_(optimizer, edit.leaving)
@@ -150,19 +153,28 @@ def absent_rows(before: HeadLayout, after: HeadLayout) -> dict[str, list[int]]:
     return {role: some for role, some in found.items() if some}
 
 
-def _move_rows_(site: Site, layout: HeadLayout, optimizer: torch.optim.Optimizer | None) -> Removed:
+def _move_rows_(edit: LayerEdit, optimizer: torch.optim.Optimizer | None) -> Removed:
     """Rearrange the rows of every projection to a layout; return those kept for undoing, on the CPU.
 
-    What is kept lies by role, whether a projection holds the rows of one role or, fused, of several.
+    What is kept lies by role, whether a projection holds the rows of one role or, fused, of several. Beside rows that
+    left these are the output columns that heads had before others took their place.
     """
+    site, layout = edit.site, edit.layout
     removed = {role: dict(rows) for role, rows in site.removed.items()}
     for name, (parameter, dimension) in site.projections().items():
         old, new = site.layout.rows_in(name), layout.rows_in(name)
         suffix = name.removeprefix(role_of(name))
-        for role, one in (row for row in old if row not in new):
+        written = edit.output if name == "output" else {}
+        for role, one in (row for row in old if row not in new or row[1] in written):
             rows = take_rows(parameter, dimension, old.index((role, one)), site.head_dim, optimizer)
             removed.setdefault(role + suffix, {})[one] = rows
-        plan = [old.index(row) if row in old else removed[row[0] + suffix].pop(row[1]) for row in new]
+        for head, columns in written.items():
+            write_rows_(parameter, dimension, old.index((name, head)), columns)
+        plan: list[int | Mapping[str, Tensor]] = []
+        for role, one in new:
+            kept = removed.get(role + suffix, {})
+            back = one in kept and ((role, one) not in old or one in layout.live)
+            plan.append(kept.pop(one) if back else old.index((role, one)))
         if plan != list(range(len(old))):
             rearrange_(parameter, dimension, plan, site.head_dim, optimizer)
     return {role: rows for role, rows in removed.items() if rows}

@@ -1,9 +1,9 @@
 """Freezing chosen heads of a model in place: their query and key rows leave the weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for, rows_of
 from saf.arguments import checked
@@ -24,6 +24,7 @@ def install_(
     optimizer: torch.optim.Optimizer | None = None,
     backend: str = "auto",
     trainable: bool = False,
+    output: Mapping[Head, Tensor] | None = None,
 ) -> None:
     """Replace the attention of `heads` by fixed `patterns` in (layer, head) order, changing the model in place.
 
@@ -37,10 +38,13 @@ def install_(
     layer's value weights, but no weight decay and no moments yet; without one, make it afterwards. Fixed and trainable
     heads may share a layer.
 
+    With `output` heads write with these columns `[D, C]` from now on, such as `refit_output` returns; their own are
+    kept for undoing too, and `uninstall_` gives them back as they were.
+
     Raises:
         InputError: Heads that do not exist or are not live, a wrong number of patterns, unequal lengths, an
-            optimiser that does not hold the model's weights, a TrainablePattern without `trainable`. Nothing is
-            changed then.
+            optimiser that does not hold the model's weights, a TrainablePattern without `trainable`, `output` of other
+            heads or another shape. Nothing is changed then.
         UnsupportedError: A model wrapped for data parallelism; a backend that cannot run, optimiser state that cannot
             be carried; dense patterns to be trained, or a backend, dtype or optimiser that cannot train patterns.
     """
@@ -51,6 +55,7 @@ def install_(
     if len(given) != len(heads):
         raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(given)}")
     check_live(adapter, heads)
+    _check_output(model, heads, output or {})
     optimizer = unwrap_optimizer(optimizer)
     edits = []
     for layer, site, own in layers_with(adapter, heads):
@@ -62,8 +67,21 @@ def install_(
             check_group(optimizer, rows_of(site, "value").parameter)
         together = patterns_of(site) | new
         layout = site.layout.changed(new, "frozen")
-        edits.append(plan_edit(site, layout, together, backend=backend, optimizer=optimizer))
+        written = {head: columns for (at, head), columns in (output or {}).items() if at == layer}
+        edits.append(plan_edit(site, layout, together, backend=backend, optimizer=optimizer, output=written))
     carry_out_(edits, optimizer)
+
+
+def _check_output(model: nn.Module, heads: HeadSet, output: Mapping[Head, Tensor]) -> None:
+    """Raise InputError unless `output` has columns `[D, C]` of some of `heads`, of their layers' sizes."""
+    if strangers := sorted(output.keys() - set(heads)):
+        raise InputError(f"output has columns of {strangers}, which are not among the heads to install")
+    sites = adapter_for(model).sites()
+    for (layer, head), columns in output.items():
+        rows = rows_of(sites[layer], "output")
+        expected = (sites[layer].head_dim, rows.parameter.shape[1 - rows.dimension])
+        if tuple(columns.shape) != expected:
+            raise InputError(f"output of head {(layer, head)} must be {list(expected)}; got {list(columns.shape)}")
 
 
 def pattern_parameters(model: nn.Module) -> list[nn.Parameter]:

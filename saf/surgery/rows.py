@@ -28,6 +28,15 @@ def take_rows(
     }
 
 
+def write_rows_(parameter: Tensor, dimension: int, slot: int, rows: Tensor) -> None:
+    """Give one slot other weight rows `[D, ...]`; its moments and its gradient stay.
+
+    An open autocast context would go on with its cast of the old ones, so its cache is emptied.
+    """
+    parameter.data.movedim(dimension, 0).unflatten(0, (-1, len(rows)))[slot] = rows.to(parameter)
+    torch.clear_autocast_cache()
+
+
 def rearrange_(
     parameter: Tensor,
     dimension: int,

@@ -208,10 +208,13 @@ def differing_roles(site: Site, sums: Sums) -> set[str]:
 
 
 def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) -> Removed:
-    """Return the rows that a layout lacks and that were saved for undoing: none of what is final."""
+    """Return the rows that were saved for undoing: those that a layout lacks, and what frozen heads wrote with before.
+
+    Of what is final none were saved.
+    """
     whole = HeadLayout(layout.num_heads, layout.num_kv_heads)
     removed: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for role, heads in absent_rows(whole, layout).items():
+    for role, heads in [*absent_rows(whole, layout).items(), ("output", layout.frozen)]:
         for head, each in product(heads, (role, role + BIAS)):
             prefix = f"{number}.{head}.removed.{each}."
             rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -94,7 +94,7 @@ def read_examples(path: Path | str, form: str) -> Found:
     return found
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a text file, gzipped when its name says so."""
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; expected one of examples")
@@ -106,9 +106,9 @@ def _lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
-def _records(path: Path, *fields: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def records_of(path: Path, *fields: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a JSONL file with their line numbers; raise DataError for one without the fields."""
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(lines_of(path), 1):
         if not line.strip():
             continue
         try:
@@ -126,7 +126,7 @@ def _read_own(path: Path) -> Iterator[Example]:
 
     The answer is one of the choices, or its number from 0.
     """
-    for number, record in _records(path, "text", "choices", "answer"):
+    for number, record in records_of(path, "text", "choices", "answer"):
         text, choices, question = record["text"], record["choices"], record.get("question", "")
         fits = isinstance(text, str) and isinstance(question, str) and isinstance(choices, list)
         if not fits or not all(isinstance(choice, str) for choice in choices):
@@ -142,15 +142,21 @@ def _read_own(path: Path) -> Iterator[Example]:
         yield Example(id=name, text=text, question=question, choices=tuple(choices), answer=answer)
 
 
-def _read_sst2(path: Path) -> Iterator[Example]:
-    """Yield SST-2's sentences from its tab-separated file, a header line first; ids are line numbers."""
-    rows = csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE)
+def sst2_rows(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield line number, sentence and label of SST-2's tab-separated file as they are, a header line first."""
+    rows = csv.reader(lines_of(path), delimiter="\t", quoting=csv.QUOTE_NONE)
     if (head := next(rows, None)) != ["sentence", "label"]:
         raise DataError(f"{path}: expected the header line sentence<TAB>label of SST-2; got {head}")
     for number, row in enumerate(rows, 2):
         if len(row) != 2:
             raise DataError(f"{path}, line {number}: expected a sentence and a label; got {len(row)} columns")
-        sentence, label = row[0].strip(), row[1].strip()
+        yield number, row[0], row[1].strip()
+
+
+def _read_sst2(path: Path) -> Iterator[Example]:
+    """Yield SST-2's sentences; ids are line numbers."""
+    for number, raw, label in sst2_rows(path):
+        sentence = raw.strip()
         answer = {"0": 0, "1": 1}.get(label, -1)
         question = "\nSentiment:" if sentence else ""
         text = f"Review: {sentence}" if sentence else ""
@@ -161,7 +167,7 @@ def _read_sst2(path: Path) -> Iterator[Example]:
 
 def _read_boolq(path: Path) -> Iterator[Example]:
     """Yield BoolQ's questions in SuperGLUE's layout, the passage as text."""
-    for number, record in _records(path, "question", "passage", "label"):
+    for number, record in records_of(path, "question", "passage", "label"):
         label = record["label"]
         yield Example(
             id=str(record.get("idx", f"line {number}")),
@@ -174,7 +180,7 @@ def _read_boolq(path: Path) -> Iterator[Example]:
 
 def _read_quality(path: Path) -> Iterator[Example]:
     """Yield QuALITY's questions, an article a line; the choices are the letters of its options, listed before them."""
-    for number, record in _records(path, "article", "questions"):
+    for number, record in records_of(path, "article", "questions"):
         for index, asked in enumerate(record["questions"]):
             missing = {"question", "options", "gold_label"} - asked.keys()
             if missing:

@@ -19,6 +19,7 @@ from saf.data import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.answers import answer, loss_of, padded, summary, write_answers
 from saf.machine.execution import Execution
+from saf.machine.processes import done_once
 from saf.models import GPT
 from saf.settings import documented
 from saf.tasks.examples import Encoded, Found, encode_examples, examples_hash, read_examples, stratified
@@ -46,7 +47,10 @@ class FinetuneSettings:
     """Share of the training file, stratified by answer, that nothing is trained on: epochs are chosen and decisions
     during a run are made by it."""
     split_seed: int = 0
-    """Of that share; the run's own seed orders the rest."""
+    """Of that share, and of a part of the file; the run's own seed orders the rest."""
+    most_examples: int | None = None
+    """Use a part of the training file of so many examples where it has more, stratified by answer, the same for every
+    seed of a run."""
     judge: Literal["test", "development"] = "test"
     """Examples that the final report is of; development where epochs are chosen."""
 
@@ -56,6 +60,7 @@ class FinetuneSettings:
             ("max_tokens", self.max_tokens >= 2, "at least 2"),
             ("development", 0 < self.development < 1, "a share above 0 and below 1"),
             ("split_seed", self.split_seed >= 0, "at least 0"),
+            ("most_examples", self.most_examples is None or self.most_examples >= 1, "at least 1, or None"),
         ):
             if not usable:
                 raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
@@ -84,10 +89,10 @@ class FinetuneTask:
         limit = min(self.own.max_tokens - 1, length)
         given, tested = (self._read(path, limit) for path in (settings.data, self.own.test))
         self.left_out = {"train": given.left_out, "test": tested.left_out}
-        labels = [each.example.answer for each in given.examples]
-        places = set(stratified(labels, self.own.development, seed=self.own.split_seed))
-        self.development: list[Encoded] = [each for at, each in enumerate(given.examples) if at in places]
-        self.examples: list[Encoded] = [each for at, each in enumerate(given.examples) if at not in places]
+        part = self._part(given.examples)
+        places = set(stratified([each.example.answer for each in part], self.own.development, seed=self.own.split_seed))
+        self.development: list[Encoded] = [each for at, each in enumerate(part) if at in places]
+        self.examples: list[Encoded] = [each for at, each in enumerate(part) if at not in places]
         self.test: list[Encoded] = tested.examples
         if not self.development or not self.examples:
             raise DataError(
@@ -111,6 +116,14 @@ class FinetuneTask:
             told = f"{path}: the text of {cut} of {_count(encoded)} examples is shortened to {limit + 1} tokens in all"
             warnings.warn(told, SafWarning, stacklevel=4)
         return encoded
+
+    def _part(self, examples: list[Encoded]) -> list[Encoded]:
+        """Return the examples of the training file that are used, in its order."""
+        most = self.own.most_examples
+        if most is None or len(examples) <= most:
+            return examples
+        labels = [each.example.answer for each in examples]
+        return [examples[place] for place in stratified(labels, most / len(examples), seed=self.own.split_seed)]
 
     def _tell_of_shared(self) -> None:
         """Warn of test examples whose text and question are trained on."""
@@ -207,7 +220,7 @@ class FinetuneTask:
             "judged_by": self.own.judge,
             **summary(records),
             "left_out": {name: {why: len(ids) for why, ids in parts.items()} for name, parts in self.left_out.items()},
-            "answers_sha256": write_answers(folder, records),
+            "answers_sha256": done_once(lambda: write_answers(folder, records)),
         }
 
     def _answer(self, model: GPT, execution: Execution, some: Sequence[Encoded]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from saf.arguments import check_fields
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.evaluate.recall import NO_TARGET, Recalled, answer_queries, not_learnt, recall_conditions
 from saf.machine.execution import Execution, device_name
+from saf.machine.processes import done_once
 from saf.models import GPT
 from saf.records.files import read_json, write_json
 from saf.records.result import result_header
@@ -324,7 +325,7 @@ class MQARTask:
         }
         device = device_name(execution.device)
         head = result_header("recall", self.mqar.to_dict(), device=device, checkpoints=checkpoints)
-        write_json(folder / RECALL, {**head, **recall})
+        done_once(lambda: write_json(folder / RECALL, {**head, **recall}))
         if words := not_learnt(recall):
             warnings.warn(words, SafWarning, stacklevel=2)
         short = [{name: value for name, value in one.items() if name != "hits"} for one in records]

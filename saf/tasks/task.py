@@ -131,7 +131,8 @@ class Task(Protocol):
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Return the loss on the controller's windows, nats per counted target: what decisions during a run read.
 
-        With `batches` it is that of so many fixed ones of `batch_size` windows.
+        With `batches` it is that of so many fixed ones of `batch_size` windows. Every process of a group calls it with
+        the same model; they share the windows out and all get the same.
         """
         ...
 
@@ -140,7 +141,8 @@ class Task(Protocol):
     ) -> dict[str, Any]:
         """Judge the trained model and return the entries for result.json, `report_loss` among them.
 
-        Writes its own files into `folder`, with the hashes of `checkpoints` by role.
+        Writes its own files into `folder`, with the hashes of `checkpoints` by role. Every process of a group calls it
+        with the same model; they share the work out, the first one writes, and all get the same.
         """
         ...
 

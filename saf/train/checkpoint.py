@@ -1,4 +1,8 @@
-"""Checkpoints: safetensors and JSON in one folder a step, whole or absent, verified before use."""
+"""Checkpoints: safetensors and JSON in one folder a step, whole or absent, verified before use.
+
+Weights are in `model.safetensors` and moments in `optimizer.safetensors`; where several processes hold them in shares,
+each wrote a file of its own of both (`saf.train.shares`). Whoever opens a checkpoint need not know which.
+"""
 
 import json
 import random
@@ -12,18 +16,22 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from saf.errors import CheckpointError, InputError
+from saf.machine.processes import done_once, entered_once
 from saf.models import GPT, GPTConfig
-from saf.records.files import read_json, read_tensors
+from saf.records.files import read_json, read_metadata, read_tensors
 from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
 from saf.records.paths import Kind, expect, kind_of
 from saf.surgery import load_weights_, restore_, state_of
 from saf.train.optimizer import optimizer_state, restore_optimizer
+from saf.train.parallel import Engine
+from saf.train.shares import fill_shares_, in_shares, read_shares, write_shares
 
-OPTIMIZER = "optimizer.safetensors"
+WEIGHTS, OPTIMIZER = "model", "optimizer"
+"""Files of weights and of moments, without what follows the name."""
 _NAME = re.compile(r"step-(\d+)(-frozen)?")
 
 
@@ -41,24 +49,37 @@ class Checkpoint:
         """Return how many updates were done."""
         return int(self.state["update"])
 
-    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
-        """Build the model with its frozen heads and weights, on `device`.
+    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None, filled: bool = True) -> GPT:
+        """Build the model with its frozen heads and weights, on `device`; unless `filled`, weights hold anything.
 
         Without `backend` the heads are executed by the one that they were saved with, if it runs here; a warning says
         so if not.
         """
         model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
         heads = read_json(self.path / "saf.json", error=CheckpointError)
-        restore_(model, heads, self._tensors("saf.safetensors"), backend=backend)
-        load_weights_(model, self._tensors("model.safetensors", device), self.path)
+        patterns = read_tensors(self.path / "saf.safetensors", error=CheckpointError)
+        restore_(model, heads, patterns, backend=backend)
+        if filled:
+            load_weights_(model, self.tensors(WEIGHTS, device), self.path)
         return model
 
-    def optimizer(self, model: GPT) -> AdamW:
-        """Build the optimiser of `model` with its moments."""
-        return restore_optimizer(model, self.state["optimizer_groups"], self._tensors(OPTIMIZER))
+    def optimizer(self, model: GPT, *, filled: bool = True) -> AdamW:
+        """Build the optimiser of `model` with its moments; unless `filled`, without."""
+        return restore_optimizer(model, self.state["optimizer_groups"], self.tensors(OPTIMIZER) if filled else {})
 
-    def _tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        return read_tensors(self.path / name, device=device, error=CheckpointError)
+    def fill_(self, engine: Engine, *, moments: bool = True) -> None:
+        """Fill the weights, and the moments, that processes hold in shares: each reads its own, however it was saved.
+
+        Every process of the group calls this. Raises CheckpointError for what does not fit.
+        """
+        fill_shares_(engine.module, engine.optimizer if moments else None, self.path)
+
+    def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Return weights or moments, whole, whichever way they were written."""
+        path = self.path / f"{name}.safetensors"
+        if path.is_file():
+            return read_tensors(path, device=device, error=CheckpointError)
+        return read_shares(self.path, name)
 
 
 def step_name(update: int, *, after_freezing: bool = False) -> str:
@@ -68,7 +89,7 @@ def step_name(update: int, *, after_freezing: bool = False) -> str:
 
 def save_checkpoint(
     path: Path,
-    model: GPT,
+    model: nn.Module,
     optimizer: AdamW,
     *,
     state: dict[str, Any],
@@ -77,7 +98,9 @@ def save_checkpoint(
 ) -> str:
     """Write one checkpoint and return its hash; `state` must hold `update` and `model` (its shape).
 
-    `record` writes further files into the folder that it is called with: they are there once the checkpoint is.
+    In a group every process calls this: the first one writes, but for weights and moments that are held in shares
+    (DTensors), of which each process writes its own. `record` writes further files into the folder that it is called
+    with: they are there once the checkpoint is.
 
     Raises:
         CheckpointError: The disk is full, a quota or a limit on file sizes is reached, or the folder exists; earlier
@@ -86,17 +109,28 @@ def save_checkpoint(
     if path.exists():
         raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
     groups, moments = optimizer_state(optimizer, model)
-    heads, head_tensors = state_of(model)
+    tensors = {WEIGHTS: model.state_dict(), OPTIMIZER: moments}
+    shared = in_shares(tensors[WEIGHTS])
+
+    def write(folder: Path) -> str:
+        """Write what one process writes, and the manifest last."""
+        for name, held in {} if shared else tensors.items():
+            save_file(_plain(held), folder / f"{name}.safetensors")
+        heads, patterns = state_of(model)
+        save_file(_plain(patterns), folder / "saf.safetensors")
+        _write_json(folder / "saf.json", heads)
+        _write_json(folder / "state.json", {**state, "optimizer_groups": groups})
+        if record is not None:
+            record(folder)
+        for file in folder.glob("*.safetensors"):
+            read_metadata(file, error=CheckpointError)  # what its name says it is
+        return write_manifest(folder, update=int(state["update"]), parent=parent)
+
     try:
-        with new_folder(path) as folder:
-            save_file(_plain(model.state_dict()), folder / "model.safetensors")
-            save_file(_plain(moments), folder / OPTIMIZER)
-            save_file(_plain(head_tensors), folder / "saf.safetensors")
-            _write_json(folder / "saf.json", heads)
-            _write_json(folder / "state.json", {**state, "optimizer_groups": groups})
-            if record is not None:
-                record(folder)
-            return write_manifest(folder, update=int(state["update"]), parent=parent)
+        with entered_once(new_folder(path)) as folder:
+            for name, held in tensors.items() if shared else ():
+                write_shares(folder, name, held)
+            return done_once(lambda: write(folder))
     except (OSError, SafetensorError) as error:
         if (reason := no_room(error)) is None:
             raise
@@ -127,7 +161,7 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     if not (path / MANIFEST).is_file():
         expect(path, Kind.CHECKPOINT, error=CheckpointError)
     try:
-        manifest = verify(path, without=() if optimizer else (OPTIMIZER,))
+        manifest = verify(path, without=None if optimizer else OPTIMIZER)
     except CheckpointError as error:
         advice = f"To go on from it, move {path.name} away" if latest(path.parent) == path else ""
         raise CheckpointError(f"{error}. {_previous(path, advice)}".rstrip()) from None

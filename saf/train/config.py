@@ -1,5 +1,6 @@
 """Every setting of a training run, what is checked of them at the start, and their form in JSON."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
@@ -61,6 +62,9 @@ class TrainConfig:
     """Last learning rate, as a share of the peak."""
     warmup: int | float = 0.1
     """Warm-up: a whole number of updates, or a share of all of them."""
+    rewarm: int | float = 0
+    """After each event the learning rate rises again, from zero to its schedule: over so many updates, or a share of
+    all of them; 0 for no such rise."""
     lr_by: LearningRateBy = "update"
     """Advance the learning rate by updates done or by time spent."""
     lr_start: int = 0
@@ -96,6 +100,9 @@ class TrainConfig:
     compile: Compile = "auto"
     """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
     for all of one layout, which later events take up again: they compile only layouts that are new."""
+    compile_ahead: bool = False
+    """With compile=layers: compile the layouts that events may bring in a process beside training, so that an event
+    finds them in the compiler's cache on disk. Meanwhile it holds some memory of the device."""
     activation_checkpointing: bool = False
     """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
     less memory and more time."""
@@ -162,6 +169,7 @@ class TrainConfig:
         self._require("report_at", usable, f"different updates from 0 to updates={self.updates}")
         self._require("save_at", all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]")
         self._require("warmup", 0 <= self.warmup_share < 1, "updates or a share, fewer than all")
+        self._require("rewarm", 0 <= self.rewarm_updates < self.updates, "updates or a share, fewer than all")
         budget = self.time_budget_seconds
         self._require(
             "time_budget_seconds",
@@ -176,6 +184,10 @@ class TrainConfig:
         if self.schedule is not None:
             self.schedule.first_update(self.updates)
         self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
+        self._require("rewarm", self.freeze is not None or not self.rewarm, "0 in a run without events")
+        fixed = self.freeze is not None and (self.freeze.operation, self.freeze.storage) == ("freeze", "compact")
+        useful = self.compile == "layers" and fixed
+        self._require("compile_ahead", useful or not self.compile_ahead, "False but to freeze with compile='layers'")
         recalls = self.task == MQARTask.name
         self._require("mqar", recalls or self.mqar == MQARSettings(), f"left out without task={MQARTask.name!r}")
         alone = self.freeze is None or self.freeze.backend != "fused"
@@ -221,6 +233,16 @@ class TrainConfig:
         """Return the share of the learning-rate schedule that warms up."""
         return self.warmup / (self.updates - self.lr_start) if isinstance(self.warmup, int) else self.warmup
 
+    @property
+    def rewarm_updates(self) -> int:
+        """Return over how many updates the learning rate rises again after an event; at least one where any is asked.
+
+        >>> TrainConfig(data="", out="", updates=5_000, rewarm=0.01, freeze=FreezeConfig()).rewarm_updates
+        50
+        """
+        whole = self.rewarm if isinstance(self.rewarm, int) else math.ceil(self.rewarm * self.updates)
+        return int(whole)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -261,14 +283,15 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
-    weights alone, when none did; nor of which run the gate of recall is, nor reports before the end, without either.
+    weights alone, refitted output columns, let the learning rate rise after an event, or reported before the end, when
+    none did; nor of which run the gate of recall is, without one.
     """
     before = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, "report_at": []}
-    values = {**before, **settings}
+    values = {**before, "rewarm": 0, **settings}
     if isinstance(mqar := values["mqar"], dict):
         values["mqar"] = {"ordinary": "", **mqar}
     if isinstance(freeze := values.get("freeze"), dict):
-        values["freeze"] = {"operation": "freeze", **freeze}
+        values["freeze"] = {"operation": "freeze", "refit": False, **freeze}
     if "freeze_at" in values:
         moment, name = values.pop("freeze_at"), values.pop("schedule", OneTime.name)
         values["schedule"] = None if moment is None else {"name": name, "at": moment}

@@ -117,7 +117,7 @@ def event_due(run: Run) -> bool:
 def _carry_out_(run: Run, event: Event) -> Outcome:
     """Carry one event out and record it, with the controller loss before and after."""
     before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
-    with run.clock("intervention"), run.updater.parallel.whole(everywhere=True, moments=True):
+    with run.clock("intervention"), run.updater.parallel.whole(moments=True):
         with agreed():
             change = CARRY_OUT[event.kind](run, event)
         run.updater.compile_()

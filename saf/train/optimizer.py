@@ -10,7 +10,8 @@ from torch.optim import AdamW
 
 from saf.errors import CheckpointError, InputError
 
-STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
+STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter, under its own names."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -50,6 +51,17 @@ def learning_rate(progress: float, *, peak: float, min_ratio: float = 0.1, warmu
         return peak * progress / warmup
     decay = (progress - warmup) / (1 - warmup)
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * decay)))
+
+
+def rise_after_event(since: int | None, *, over: int) -> float:
+    """Return the share of the scheduled rate that the update to come takes, `since` updates after the newest event.
+
+    It rises linearly over as many updates as asked for; without an event, or over none, it is the whole rate.
+
+    >>> [rise_after_event(since, over=4) for since in (None, 0, 3, 4)]
+    [1.0, 0.25, 1.0, 1.0]
+    """
+    return 1.0 if since is None or over == 0 else min((since + 1) / over, 1.0)
 
 
 def progress_by_update(update: int, *, updates: int, start: int = 0) -> float:
@@ -98,8 +110,20 @@ def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, 
             {"names": members, "weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
         )
         for name, parameter in zip(members, group["params"], strict=True):
-            tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+            tensors |= {f"{name}.{key}": value for key, value in state_of_parameter(optimizer, parameter).items()}
     return groups, tensors
+
+
+def state_of_parameter(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the moments and the step count of a parameter; none before its first step.
+
+    A parameter without elements may have been left out of steps: its count is that of the others all the same.
+    """
+    own = optimizer.state.get(parameter, {})
+    if own or parameter.numel() or not optimizer.state:
+        return dict(own)
+    steps = next(iter(optimizer.state.values()))[STEP]
+    return {STEP: steps.clone(), **{name: torch.zeros(parameter.shape, device=steps.device) for name in MOMENTS}}
 
 
 def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: dict[str, Tensor]) -> AdamW:
@@ -116,10 +140,10 @@ def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: d
     )
     for group in groups:
         for name in group["names"]:
-            state = {key: tensors[f"{name}.{key}"] for key in STATE_NAMES if f"{name}.{key}" in tensors}
+            state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
             parameter = parameters[name]
             for key, value in state.items():
-                if key != "step" and value.shape != parameter.shape:
+                if key != STEP and value.shape != parameter.shape:
                     raise CheckpointError(
                         f"optimiser state {name}.{key} has shape {list(value.shape)}, "
                         f"the parameter {list(parameter.shape)}"

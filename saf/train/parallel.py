@@ -28,6 +28,7 @@ from saf.errors import UnsupportedError
 from saf.machine.execution import Execution
 from saf.machine.processes import PATIENCE, group_place
 from saf.models.gpt import DecoderLayer
+from saf.train.optimizer import state_of_parameter
 
 Value = TypeVar("Value")
 
@@ -79,11 +80,11 @@ class Parallel(Protocol):
         """Return the first process's value, in all of them."""
         ...
 
-    def whole(self, *, everywhere: bool = False, moments: bool = False) -> AbstractContextManager[None]:
-        """Make the context in which the model that the engine was made of has its weights.
+    def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
+        """Make the context in which the model that the engine was made of has its weights, in every process.
 
-        Everything but updates wants that: evaluations, checkpoints, events. It has them in the first process, or
-        `everywhere`; with `moments` its optimiser has its state there as well. An engine made inside takes them over.
+        Evaluations and events want that. With `moments` its optimiser has its state as well. An engine made inside
+        takes them over.
         """
         ...
 
@@ -111,7 +112,7 @@ class Alone:
         """Return the value."""
         return value
 
-    def whole(self, *, everywhere: bool = False, moments: bool = False) -> AbstractContextManager[None]:
+    def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
         """Change nothing: the model is whole at all times."""
         return nullcontext()
 
@@ -166,7 +167,7 @@ class Replicas(_Several):
         )
         return Engine(self._wrapper, model, optimizer, compiles, apart=self._wrapper.no_sync)
 
-    def whole(self, *, everywhere: bool = False, moments: bool = False) -> AbstractContextManager[None]:
+    def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
         """Change nothing: the model is whole at all times."""
         return nullcontext()
 
@@ -224,20 +225,21 @@ class Shards(_Several):
         shares = _sharded_optimizer(optimizer, own, self._mesh)
         self._model, self._optimizer = model, optimizer
         forward, compiles = _called(sharded, execution)
+        if execution.by_layer:  # called through the module, whose hooks put together what no layer has
+            sharded.forward, forward = forward, sharded
         self._engine = Engine(forward, sharded, shares, compiles, gradients=self._gradients)
         self._let_go_()
+        gc.collect()  # an earlier engine's shares go now: its modules and their hooks are in cycles
         return self._engine
 
     @contextmanager
-    def whole(self, *, everywhere: bool = False, moments: bool = False) -> Iterator[None]:
-        """Gather the weights, and with `moments` the optimiser's state, in the first process or `everywhere`."""
-        before, keeps = self._engine, everywhere or self.rank == 0
+    def whole(self, *, moments: bool = False) -> Iterator[None]:
+        """Gather the weights, and with `moments` the optimiser's state, in every process."""
+        before = self._engine
         for parameter, share in self._shares():
-            full = _full(share.detach())
-            if keeps:
-                parameter.data = full.to(parameter.dtype)
+            parameter.data = _full(share.detach()).to(parameter.dtype)
         if moments:
-            self._gather_moments_(keeps)
+            self._gather_moments_()
         try:
             yield
         finally:
@@ -248,18 +250,15 @@ class Shards(_Several):
         """Yield every parameter of the model with the sharded one that is trained in its place."""
         yield from zip(self._model.parameters(), self._engine.module.parameters(), strict=True)
 
-    def _gather_moments_(self, keeps: bool) -> None:
+    def _gather_moments_(self) -> None:
         """Give the whole model's optimiser the state that the sharded one has, and its learning rate."""
         shares = self._engine.optimizer
         for group in self._optimizer.param_groups:
             group["lr"] = shares.param_groups[0]["lr"]
-        step = next((state["step"] for state in shares.state.values()), None)
         for parameter, share in self._shares():
-            state = {name: _full(value) for name, value in shares.state.get(share, {}).items()}
-            if step is not None and not state:  # without elements, it was not sharded
-                state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")} | {"step": step}
-            if keeps and state:
-                self._optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}
+            state = state_of_parameter(shares, share)
+            if state:
+                self._optimizer.state[parameter] = {name: _full(value).clone() for name, value in state.items()}
 
     def _let_go_(self) -> None:
         """Free the whole weights and moments: what is read outside of `whole` is NaN."""
@@ -286,20 +285,17 @@ class Shards(_Several):
 
 
 def _sharing_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its weights' memory, and leaves out the rows kept for undoing."""
+    """Return a copy of a model that shares its weights' memory, and has the same rows kept for undoing."""
     kept: dict[int, Any] = {id(parameter): nn.Parameter(parameter.data) for parameter in model.parameters()}
     for site in adapter_for(model).sites():
-        kept[id(site.removed)] = {}
+        kept[id(site.removed)] = site.removed
     return copy.deepcopy(model, kept)
 
 
 def _sharded_optimizer(optimizer: AdamW, own: Mapping[nn.Parameter, nn.Parameter], mesh: DeviceMesh) -> AdamW:
     """Return an AdamW of the sharded parameters with the settings and the state that `optimizer` has."""
-    groups = [
-        {**group, "params": [own[parameter] for parameter in group["params"] if parameter.numel()]}
-        for group in optimizer.param_groups
-    ]
-    found = AdamW([group for group in groups if group["params"]], fused=True)
+    groups = [{**group, "params": [own[each] for each in group["params"]]} for group in optimizer.param_groups]
+    found = AdamW(groups, fused=True)
     for parameter, share in own.items():
         if parameter.numel() and parameter in optimizer.state:
             found.state[share] = {
@@ -340,8 +336,11 @@ def _called(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any],
 
 
 def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
-    """Raise UnsupportedError for compiled execution and for patterns that are trained: they cannot be sharded yet."""
-    if execution.compile:
-        raise UnsupportedError("parallel='fsdp' runs uncompiled: pass compile='off', or train with parallel='ddp'")
+    """Raise UnsupportedError for a model compiled as a whole and for patterns that are trained: neither has shares."""
+    if execution.compile and not execution.by_layer:
+        raise UnsupportedError(
+            "parallel='fsdp' puts layers together one at a time: pass compile='layers' or 'off', or train with "
+            "parallel='ddp'"
+        )
     if trained_patterns:
         raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")

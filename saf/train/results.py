@@ -3,6 +3,7 @@
 import hashlib
 import json
 import warnings
+from math import fsum
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
@@ -34,18 +35,12 @@ def report_between(run: Run) -> None:
     if run.update not in run.config.report_at or run.finished() or (folder / REPORT).is_file():
         return
     with run.clock(AFTERWARDS), run.updater.parallel.whole():
-        done_once(lambda: _judge(run, folder))
-
-
-def _judge(run: Run, folder: Path) -> None:
-    """Write the task's report on the model as it is into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"parent": run.parent_hash})
-    write_json(folder / REPORT, report)
+        report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"parent": run.parent_hash})
+        done_once(lambda: write_json(folder / REPORT, report))
 
 
 def finish(run: Run) -> dict[str, Any]:
-    """Evaluate the reporting partition, write result.json and return it.
+    """Evaluate the reporting partition, write result.json and return it; every process of a group calls this.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `time` has both clocks, each with what it
     includes, and the parts. `lacks` says in words what of the run is not known. A run whose time was over before its
@@ -63,12 +58,19 @@ def finish(run: Run) -> dict[str, Any]:
             f"{allowed} was over before the first update "
             f"({run.clock.everything:.1f} s went into setting the run up); allow more time, in another folder"
         )
-    report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
+    with run.updater.parallel.whole():
+        report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
+    return done_once(lambda: _written(run, final, report))
+
+
+def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Write result.json with what the task reported of the checkpoint `final`, and return it."""
+    folder = run.folder
     metrics = read_lines(folder / "metrics.jsonl", by="update")
     events, reports = run.events, _reports(run, report)
     intervention = intervention_record(events) if events else None
     if run.config.freeze is not None and intervention is None:
-        warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=3)
+        warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=6)
     last = metrics[-max(1, min(100, run.config.updates // 20)) :]
     frozen, pruned = (_heads(run, kind) for kind in EDITED)
     head = result_header(
@@ -195,10 +197,12 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
     """Return what a run's events did together, at least one of them.
 
     That is after which update the first one came, how many there were, which heads they left frozen or pruned, what
-    their parts cost in seconds, and the controller losses before the first and after the last one (None where no run
-    measured them).
+    their parts cost in seconds, the controller losses before the first and after the last one, and by how much each
+    raised it at once, added up (None where no run measured them).
     """
     seconds: dict[str, float] = {}
+    around = [(event.values.get("loss_before"), event.values.get("loss_after")) for event in events]
+    rises = [after - before for before, after in around if before is not None and after is not None]
     for event in events:
         seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
     return {
@@ -206,8 +210,9 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
         "events": len(events),
         "heads": heads_in_force(events),
         "seconds": seconds,
-        "loss_before": events[0].values.get("loss_before"),
-        "loss_after": events[-1].values.get("loss_after"),
+        "loss_before": around[0][0],
+        "loss_after": around[-1][1],
+        "loss_rise": fsum(rises) if len(rises) == len(events) else None,
     }
 
 

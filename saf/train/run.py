@@ -26,7 +26,7 @@ from saf.train.checkpoint import (
 from saf.train.clock import AFTERWARDS, Clock, log_checkpoint
 from saf.train.config import TrainConfig
 from saf.train.observer import Observer
-from saf.train.optimizer import learning_rate, progress_by_share, progress_by_update
+from saf.train.optimizer import learning_rate, progress_by_share, progress_by_update, rise_after_event
 from saf.train.updater import Updater
 
 GRADIENT = "qk_gradient"
@@ -105,7 +105,9 @@ class Run:
         if self.allowance is not None:
             begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
             progress = progress_by_share(self._used(self.clock.parts), begin=max(begin, 0.0))
-        return learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+        rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+        since = None if self.heads_changed is None else self.update - self.heads_changed
+        return rate * rise_after_event(since, over=config.rewarm_updates)
 
     def finished(self, *, after: dict[str, float] | None = None) -> bool:
         """Return whether the updates are done or the next would exceed the allowance, now or `after` these seconds."""
@@ -128,7 +130,7 @@ class Run:
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
         """Return the task's controller loss, nats per target, and log it as `when`; of so many batches if given."""
         with self.clock("monitoring"), self.updater.parallel.whole():
-            loss = done_once(lambda: self.task.controller_loss(self.model, self.execution, batches=batches))
+            loss = self.task.controller_loss(self.model, self.execution, batches=batches)
             if self.observer:
                 self.observer.evaluated(self.update, loss, when)
         return loss
@@ -151,7 +153,7 @@ class Run:
         path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
         if path.exists():
             return path
-        with self.clock(AFTERWARDS if final else "checkpoints"), self.updater.parallel.whole(moments=True):
+        with self.clock(AFTERWARDS if final else "checkpoints"):
             state = {
                 "update": self.update,
                 "tokens": self.tokens,
@@ -164,15 +166,16 @@ class Run:
                 "random": capture_random_state(),
                 **self.task.state(self.update),
             }
-            done_once(lambda: self._write(path, state))
+            if self.observer:
+                self.observer.sync()
+                state[RECORDS] = self.observer.records()
+            held = self.updater.engine
+            found = save_checkpoint(path, held.module, held.optimizer, state=state, parent=self.parent_hash)
+            done_once(lambda: self._saved(path, found))
         return path
 
-    def _write(self, path: Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint with its state, remove those that are no longer kept, and log it."""
-        if self.observer:
-            self.observer.sync()
-            state[RECORDS] = self.observer.records()
-        found = save_checkpoint(path, self.model, self.updater.optimizer, state=state, parent=self.parent_hash)
+    def _saved(self, path: Path, found: str) -> None:
+        """Remove the checkpoints that are no longer kept, and log the newest one, of this hash."""
         protect = {step_name(update) for update in self.config.branch_updates}
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
         log_checkpoint(self.folder, path.name, found, self.clock)

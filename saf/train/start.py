@@ -29,6 +29,7 @@ from saf.train.config import TrainConfig
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
+from saf.train.parallel import Shards
 from saf.train.run import RECORDS, Run
 from saf.train.run_config import check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.sharing import micro_batches_of_one, parallel_of
@@ -72,7 +73,9 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         checkpoint = _open(own or config.parent, shape, task, fresh=fresh)
         state, update = (checkpoint.state, checkpoint.update) if checkpoint and not fresh else (None, 0)
         parent = _parent_record(config, folder, checkpoint, resumed=own is not None)
-        model, optimizer = _build(config, shape, execution, checkpoint, fresh=fresh)
+        model, optimizer = _build(
+            config, shape, execution, checkpoint, fresh=fresh, filled=parallel.kind != Shards.kind
+        )
         for site in adapter_for(model).sites():
             site.pin(config.kernel)
         matched = _matched(config, folder, checkpoint, resumed=own is not None)
@@ -131,6 +134,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         allowance=allowance,
         heads_changed=max((event.update or 0 for event in _own_events(config)), default=None),
     )
+    if checkpoint and parallel.kind == Shards.kind:
+        checkpoint.fill_(run.updater.engine, moments=not fresh)
     if in_group():
         run.say(
             f"{parallel.processes} processes ({parallel.kind}: {why}) share an update of "
@@ -235,19 +240,25 @@ def _matched(
 
 
 def _build(
-    config: TrainConfig, shape: GPTConfig, execution: Execution, checkpoint: Checkpoint | None, *, fresh: bool
+    config: TrainConfig,
+    shape: GPTConfig,
+    execution: Execution,
+    checkpoint: Checkpoint | None,
+    *,
+    fresh: bool,
+    filled: bool,
 ) -> tuple[GPT, AdamW]:
     """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed.
 
-    The optimiser of a `fresh` run is a new one.
+    The optimiser of a `fresh` run is a new one. Unless `filled`, a checkpoint's weights and moments are not read.
     """
     if checkpoint:
         # "auto" chose at the event; what it chose goes on, so that resuming is exact.
         named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
-        model = checkpoint.model(execution.device, backend=named)
+        model = checkpoint.model(execution.device, backend=named, filled=filled)
         if fresh:
             return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
-        return model, checkpoint.optimizer(model)
+        return model, checkpoint.optimizer(model, filled=filled)
     model = GPT.undrawn(shape)
     model.reset_parameters(torch.Generator().manual_seed(config.seed))
     model.to(execution.device)

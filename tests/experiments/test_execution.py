@@ -223,7 +223,7 @@ class Watched(Trainer):
 def test_the_limit_of_a_command_leaves_runs_for_the_next_one(make_plan, store, trainer):
     made = make_plan(seeds=(1, 2))
     # The rates say that a run takes 20 s beside its updates; RESERVE is kept back.
-    rates = Rates(flops=1e15, start=20.0, compilation=0.0, uncompiled=1.0, source="made up")
+    rates = Rates(flops=1e15, start=20.0, compilation=0.0, uncompiled=1.0, launching=0.0, source="made up")
     outcome, _ = carry_out(made, store, trainer, rates=rates, seconds=RESERVE + 10)
     assert len(outcome.ended) == 6, "what ended in milliseconds corrected the rates; the first began as longer than any"
     assert not outcome.left

@@ -1,11 +1,14 @@
 import csv
 import io
 import math
+import re
+from dataclasses import replace
 
 import pytest
 
 from saf.errors import CompareError
 from saf.experiments.execution import execute
+from saf.experiments.page import recipe_page
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render
 from saf.records.files import read_json, write_json
@@ -63,6 +66,27 @@ def test_every_form_holds_the_numbers_beside_the_papers(recipe, make_plan, store
     assert [line["paper"] for line in lines if line["arm"] == "a"] == ["", "+1.0", ""]
     assert float(lines[0]["mean"]) == table.values["ordinary"]["perplexity"].mean
     assert read_json(files[".json"])["arms"]["a"]["delta"]["seeds"] == 1
+
+
+def test_the_page_draws_what_was_run_and_lists_what_was_not(recipe, make_plan, store, trainer):
+    made = make_plan(arms=("a",))
+    carry_out(made, store, trainer)
+    page = recipe_page(render("made_up", recipe, made, store))
+    drawing = re.search('<svg class="arms".*?</svg>', page)[0]
+    assert [name for name in ("ordinary", "a", "b") if f">{name}</text>" in drawing] == ["a"]
+    # The paper's +1.0 lies where the axis has its tick of one.
+    diamond = float(re.search(r'paper-mark" [^>]*d="M([\d.]+)', drawing)[1])
+    assert f'x="{diamond:.1f}"' in re.search("<text[^>]*>1.0+</text>", drawing)[0]
+    assert "<li>b</li>" in re.search("<details.*?</details>", page)[0]
+    assert not re.findall(r"(?:src|href)=\"http", page)
+
+
+def test_the_page_of_nothing_run_has_no_figure_and_escapes_names(recipe, make_plan, store):
+    made = make_plan(arms=())
+    page = recipe_page(render("a<b", replace(recipe, title="1 < 2"), made, store))
+    assert "<svg" not in page
+    assert "a&lt;b" in page
+    assert "<h1>1 &lt; 2</h1>" in page
 
 
 def test_a_tree_that_no_commit_holds_makes_a_draft(recipe, make_plan, store, trainer):

@@ -46,6 +46,12 @@ def toeplitz_results() -> dict:
 
 
 @pytest.fixture(scope="session")
+def row_results() -> dict:
+    """Results of every case of single rows by name."""
+    return run_worker("kernel_worker.py", "toeplitz.row_cases", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
 def fused_results() -> dict:
     """Results of every fused case by name."""
     return run_worker("kernel_worker.py", "fused.fused_cases", interpret=not has_gpu())

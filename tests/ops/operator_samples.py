@@ -30,8 +30,9 @@ def registered() -> set[str]:
 
 
 def runnable(device: str) -> set[str]:
-    """Return the operators that run on a device: the fused kernels on CUDA only."""
-    return registered() - ({"fused", "fused_backward", "fused_visible"} if device == "cpu" else set())
+    """Return the operators that run on a device: those that are kernels and nothing else on CUDA only."""
+    kernels = {"fused", "fused_backward", "fused_visible", "frozen_rows", "join_rows"}
+    return registered() - (kernels if device == "cpu" else set())
 
 
 def operator(name: str):
@@ -54,6 +55,7 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     return {
         "toeplitz": convolved,
         "inference": inference_samples(draw, convolved[0][1:4], fused),
+        **row_samples(draw, device, dtype),
         "fused": [arguments for arguments, _ in fused],
         "fused_backward": [backward for _, backward in fused],
         **({"fused_visible": visible_samples(fused)} if "fused_visible" in registered() else {}),
@@ -62,6 +64,22 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
         "softmax_gradient_": [(draw(5, 11), labels, torch.tensor(4, device=device))],
         "gelu": [(draw(3, 40),), (draw(2, 3, 40).transpose(0, 1),)],
         "gelu_backward_": [(draw(3, 40), draw(3, 40))],
+    }
+
+
+def row_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """Three rows of two frozen heads, of their own value heads or of one, at a place that device or host tells."""
+    made = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
+    tables = made["distance"], made["key_scale"], made["row_scale"]
+    value, start = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
+    first = torch.tensor(30, device=device)
+    parts = draw(4, 2, 2, 3, 16).float()
+    return {
+        "frozen_rows": [
+            (value, [2, 0], *tables, first, 0, start, 3, 2, True),
+            (value, [1, 1], *tables, None, 37, None, 3, 1, False),
+        ],
+        "join_rows": [(parts, value[:0], None), (parts, value[:0], draw(2, 3, 3, 16))],
     }
 
 

@@ -13,6 +13,7 @@ from saf.ops.toeplitz import kernels as convolution
 from saf.ops.toeplitz.config import TILE, Config, choose_config
 from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
 from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_kernel
+from saf.ops.toeplitz.row_kernels import join_constants, join_kernel, rows_constants, rows_kernel
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,7 +70,7 @@ class Row:
 
 def all_rows() -> dict[str, Row]:
     """Return every row by name; equal ones, once."""
-    return toeplitz_rows() | fused_rows() | descriptor_rows() | small_rows()
+    return toeplitz_rows() | fused_rows() | descriptor_rows() | single_rows() | small_rows()
 
 
 def shapes(dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
@@ -149,6 +150,18 @@ def fused_rows() -> dict[str, Row]:
             }[name]
             constants = block_constants(blocks, 4096, dim, "ieee", pad=name != "queries") | more
             rows[f"fused {name} {NAMES[dtype]} D{dim}"] = Row(kernel, constants, dtype)
+    return rows
+
+
+def single_rows() -> dict[str, Row]:
+    """Single rows: one of a head, of a group of four as in decoding, and many, as where guesses are checked."""
+    rows = {}
+    for dtype in OPERANDS:
+        for dim in (64, 96, 128):
+            for count, group in ((1, 1), (1, 4), (16, 4)):
+                constants = rows_constants(count, group, dim, moves=True, padded=True, precision="ieee")
+                rows[f"rows {NAMES[dtype]} D{dim} {count}x{group}"] = Row(rows_kernel, constants, dtype)
+            rows[f"join {NAMES[dtype]} D{dim}"] = Row(join_kernel, join_constants(9, 3, 1, dim), dtype)
     return rows
 
 

@@ -21,10 +21,24 @@ from tests.ops.sm90_rows import NAMES, Row, all_rows
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PROCESSES = min(8, os.cpu_count() or 1)
-ALIGNED = ("T", "rows", "scale", "H", "L", "num_m", "num_n", "num_f", "slabs", "num_value_heads")
-INTEGER_POINTERS = ["state", "query", "key", "value", "pattern", "live", "group_start", "group_heads"]
-FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss"]
-LONG_POINTERS = ["labels", "count"]
+ALIGNED = (
+    "T",
+    "rows",
+    "scale",
+    "H",
+    "L",
+    "num_m",
+    "num_n",
+    "num_f",
+    "slabs",
+    "num_value_heads",
+    "place",
+    "stretch",
+    "parts",
+)
+INTEGER_POINTERS = ["state", "query", "key", "value", "pattern", "live", "group_start", "group_heads", "heads", "slots"]
+FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss", "sums"]
+LONG_POINTERS = ["labels", "count", "first", "start"]
 
 
 def pointer_type(name: str, dtype: torch.dtype) -> str:

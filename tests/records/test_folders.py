@@ -1,5 +1,7 @@
 """Folders that appear whole or not at all, and that one process holds at a time."""
 
+import errno
+
 import pytest
 
 from saf.errors import CheckpointError, DataError, InputError
@@ -56,6 +58,16 @@ def test_a_replacement_that_fails_at_the_last_moment_leaves_the_old_folder(tmp_p
         (folder / "x").write_text("new")
     assert (tmp_path / "a" / "x").read_text() == "old"
     assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: no space (os error 28)")]
+)
+def test_a_full_disk_is_named_by_its_folder_whichever_library_met_it(tmp_path, error):
+    with pytest.raises(OSError, match="no space left on the disk") as caught, new_folder(tmp_path / "new"):
+        raise error
+    assert caught.value.filename == str(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_kills_left_is_cleared_and_a_folder_moved_aside_comes_back(tmp_path):

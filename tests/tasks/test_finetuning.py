@@ -117,6 +117,16 @@ def task(tmp_path, tokenizer):
     return make
 
 
+def test_a_part_of_the_file_is_stratified_and_the_same_for_every_run(task):
+    part = task(most_examples=10)
+    assert (len(part.examples), len(part.development), len(part.test)) == (9, 1, 6)
+    used = [each.example for each in (*part.examples, *part.development)]
+    assert sum(each.answer for each in used) == 5, "half of them answer no, as in the file"
+    assert [each.example for each in task(most_examples=10).examples] == [each.example for each in part.examples]
+    assert len(task(most_examples=20).examples) == 18
+    assert part.fingerprint != task().fingerprint
+
+
 def test_every_epoch_has_every_example_once_in_an_order_of_its_own(task):
     task = task()
     assert (len(task.examples), len(task.development), len(task.test)) == (18, 2, 6)

@@ -50,6 +50,23 @@ def test_frozen_arm_is_the_same_as_one_run_that_freezes(settings, outcome):
     assert outcome(settings("ordinary").out)["model.safetensors"] != arm["model.safetensors"]
 
 
+def test_the_rate_rises_again_after_an_event_in_an_arm_and_in_one_run_that_freezes(settings, outcome):
+    freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0, refit=True)
+    pretrain(settings("ordinary"))
+    arm = continue_from(
+        f"{settings('ordinary').out}/checkpoints/step-6", out=settings("arm").out, freeze=freeze, rewarm=3
+    )
+    pretrain(arm)
+    pretrain(settings("single", freeze=freeze, rewarm=0.25))  # of 12 updates
+    ordinary, frozen, single = (outcome(settings(name).out) for name in ("ordinary", "arm", "single"))
+    assert frozen["metrics"] == single["metrics"][6:]
+    assert frozen["model.safetensors"] == single["model.safetensors"]
+    shares = [own["lr"] / usual["lr"] for own, usual in zip(single["metrics"], ordinary["metrics"], strict=True)]
+    assert shares == pytest.approx([1.0] * 6 + [1 / 3, 2 / 3] + [1.0] * 4)
+    again = continue_from(f"{arm.out}/checkpoints/step-9", out=settings("again").out)
+    assert again.rewarm == 0
+
+
 def path(config, name: str) -> Path:
     return Path(config.out) / name
 

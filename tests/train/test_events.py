@@ -97,6 +97,9 @@ def test_a_run_has_any_number_of_events_and_resumes_among_them(settings, outcome
     assert (intervention["update"], len(intervention["heads"])) == (3, 2)
     assert intervention["heads"] == result["provenance"]["heads"]
     assert intervention["seconds"]["fit"] == pytest.approx(sum(e.seconds.get("fit", 0) for e in events))
+    assert intervention["loss_rise"] == pytest.approx(
+        sum(e.values["loss_after"] - e.values["loss_before"] for e in events)
+    )
     assert (intervention["loss_before"], intervention["loss_after"]) == (
         events[0].values["loss_before"],
         events[3].values["loss_after"],

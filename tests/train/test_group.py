@@ -1,6 +1,8 @@
 """What else processes share: pruning, a gradual schedule, layers computed again, memory; four of them once."""
 
 import json
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import distributed
 
 import saf
+import saf.train.loop as loop
 from saf.experiments.scaling import Interconnect, foretell
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
@@ -15,7 +18,7 @@ from saf.models import GPT, preset
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
 from saf.schedules import Gradual
-from saf.train import TrainConfig, pretrain
+from saf.train import TrainConfig, latest, open_checkpoint, pretrain
 from saf.train.optimizer import build_optimizer
 from saf.train.parallel import Shards
 from tests.train.group import together
@@ -39,11 +42,17 @@ def config(folder: str, name: str, settings: dict, **changes) -> TrainConfig:
 
 def two(rank: int, folder: str, settings: dict) -> None:
     """Train every story both ways, once more with layers computed again, and tell what a process holds of a model."""
+    stop_at(2, config(folder, "four", settings, parallel="fsdp", **STORIES["gradual"]), signalled=rank == 1)
     for kind in KINDS:
         for name, story in STORIES.items():
             pretrain(config(folder, f"{name} {kind}", settings, parallel=kind, **story))
         again = {**STORIES["gradual"], "activation_checkpointing": True}
         pretrain(config(folder, f"again {kind}", settings, parallel=kind, **again))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # programs as traced, in seconds
+        for name in ("gradual", "again"):
+            layers = {"compile": "layers", "activation_checkpointing": name == "again", **STORIES["gradual"]}
+            pretrain(config(folder, f"{name} layers", settings, parallel="fsdp", **layers))
     model = GPT(preset("tiny"))
     optimizer = build_optimizer(model)
     engine = Shards(torch.device("cpu")).engine(model, optimizer, Execution.of("cpu"))
@@ -54,6 +63,20 @@ def two(rank: int, folder: str, settings: dict) -> None:
     Path(folder, f"held {rank}.json").write_text(json.dumps({"bytes": sum(held)}))
 
 
+def stop_at(update: int, settings: TrainConfig, *, signalled: bool) -> None:
+    """Train until a signal, which one process gets, has stopped all after an update."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = loop.run_update
+
+        def stopping(run):
+            if signalled and run.update + 1 == update:
+                signal.raise_signal(signal.SIGTERM)
+            return real(run)
+
+        patch.setattr(loop, "run_update", stopping)
+        assert pretrain(settings)["stopped_at"] == update
+
+
 def own(tensor: torch.Tensor) -> int:
     """Return the bytes that this process holds of a tensor in shards."""
     local = tensor.to_local()
@@ -61,8 +84,8 @@ def own(tensor: torch.Tensor) -> int:
 
 
 def four(rank: int, folder: str, settings: dict) -> None:
-    """Train one story in four processes."""
-    pretrain(config(folder, "four", settings, parallel="fsdp", **STORIES["gradual"]))
+    """Go on in four processes where two were stopped between two events; each reads its own of their shares."""
+    pretrain(config(folder, "four", settings, parallel="fsdp", **STORIES["gradual"]), resume=True)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +140,21 @@ def test_layers_computed_again_change_no_bit(stories, kind):
     assert numbers(stories / f"again {kind}") == numbers(stories / f"gradual {kind}")
 
 
-def test_four_processes_train_as_one(stories):
+@pytest.mark.parametrize("name", ["gradual", "again"])
+def test_shares_compiled_by_layers_change_no_bit(stories, name):
+    assert events(stories / f"{name} layers") == events(stories / "gradual")
+    assert numbers(stories / f"{name} layers") == numbers(stories / "gradual fsdp")
+
+
+def test_four_processes_go_on_where_two_stopped_and_train_as_one(stories):
     assert events(stories / "four") == events(stories / "gradual")
     assert numbers(stories / "four") == pytest.approx(numbers(stories / "gradual"), rel=LOSSES)
+    four, one = (open_checkpoint(latest(stories / of / "checkpoints")) for of in ("four", "gradual"))
+    assert len(list(four.path.glob("model-*-of-4.safetensors"))) == 4
+    weights = four.tensors("model")
+    for name, tensor in one.tensors("model").items():
+        if tensor.is_floating_point():  # others are hashes of patterns
+            torch.testing.assert_close(weights[name], tensor, rtol=2e-3, atol=1e-5)
 
 
 def test_the_state_that_a_process_holds_is_what_is_foretold(stories):

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 from multiprocessing import get_context
@@ -16,15 +17,19 @@ from torch import distributed
 import saf
 import saf.freezing.recipe as recipe
 import saf.train.loop as loop
-from saf.errors import DivergenceError, InputError, SafError, UnsupportedError
+from saf.data import TokenData
+from saf.errors import CheckpointError, DivergenceError, InputError, SafError, UnsupportedError
+from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
 from saf.machine.processes import _ended_peers_told, is_first, joined
 from saf.records.events import read_events
-from saf.records.files import read_json, read_lines, read_tensors
+from saf.records.files import read_json, read_lines, read_metadata
+from saf.records.folders import MANIFEST
 from saf.schedules import ValidationBudget
-from saf.train import TrainConfig, latest, pretrain
+from saf.train import TrainConfig, latest, open_checkpoint, pretrain
 from saf.train.run import Run
+from saf.train.shares import write_shares
 from saf.train.sharing import micro_batches_of_one, parallel_of
 
 CPU, WORLD = Execution.of("cpu"), 2
@@ -49,7 +54,7 @@ def dear(run: Run, when: str, real=Run.controller_loss, **more) -> float:
 
 def hash_of(run: Run) -> str:
     """Return the SHA-256 of all parameters, buffers (patterns among them) and moments."""
-    with run.updater.parallel.whole(everywhere=True, moments=True):
+    with run.updater.parallel.whole(moments=True):
         state = [*run.model.state_dict().values(), *run.model.buffers()]
         state += [value for of in run.updater.optimizer.state.values() for value in of.values()]
         return hashlib.sha256(b"".join(map(bytes_of, state))).hexdigest()
@@ -114,12 +119,13 @@ def process(rank: int, folder: str, port: int, settings: dict) -> None:
                 told[kind] = pretrain(config(kind, parallel=kind, **EVENTS))["report_loss"]
                 told[f"{kind} hash"] = hash_of(watching.run)
             told["writes"] = [watching.run.observer is not None, watching.run.lock is not None]
+        told["evaluated"] = evaluated(settings["data"], f"{folder}/evaluated")
         told["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
         told["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
         with pytest.MonkeyPatch.context() as patch:
             signalled = at_update(5, lambda run: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
             Watching(patch, signalled)
-            told["stopped"] = pretrain(config("stopped", freeze=LAYER))
+            told["stopped"] = pretrain(config("stopped", freeze=LAYER, parallel="fsdp"))
         with pytest.MonkeyPatch.context() as patch:
             Watching(patch, at_update(9, lambda run: rank == 0 and os.kill(os.getpid(), signal.SIGTERM)))
             told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
@@ -155,6 +161,14 @@ def joined_again(work) -> None:
     """Do work as `joined` does it in a process that torchrun started."""
     with _ended_peers_told():
         work()
+
+
+def evaluated(data: str, out: str) -> dict:
+    """Return what a small model is found to lose on seven windows in batches of three, the last one of one window."""
+    data_ = TokenData.open(data)
+    model = saf.GPT(saf.preset("tiny", vocab_size=data_.vocab_size, max_length=16))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return evaluate_perplexity(model, data_, batch_size=3, limit=7, out=out)
 
 
 def refused(patch: pytest.MonkeyPatch, rank: int) -> tuple[list[str], bool]:
@@ -240,9 +254,9 @@ def eventful(stories):
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights and moments of a run's last checkpoint; hashes of patterns, which are integers, left out."""
-    names = ("model.safetensors", "optimizer.safetensors")
-    path = latest(folder / "checkpoints")
-    found = {f"{name} {key}": tensor for name in names for key, tensor in read_tensors(path / name).items()}
+    checkpoint = open_checkpoint(latest(folder / "checkpoints"))
+    names = ("model", "optimizer")
+    found = {f"{name} {key}": tensor for name in names for key, tensor in checkpoint.tensors(name).items()}
     return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
 
 
@@ -274,6 +288,44 @@ def test_a_checkpoint_holds_what_one_process_writes(stories, eventful, kind):
     for row, expected in zip(*averages, strict=True):
         assert row == pytest.approx(expected, rel=1e-3)
     assert states[0]["optimizer_groups"] == states[1]["optimizer_groups"]
+
+
+def test_each_process_writes_its_share_and_a_damaged_one_is_refused(stories, eventful, tmp_path):
+    path, whole = (latest(of / "checkpoints") for of in (stories[0] / "fsdp", eventful[0]))
+    assert read_json(path / "manifest.json")["files"].keys() == {file.name for file in path.iterdir()} - {MANIFEST}
+    for name in ("model", "optimizer"):
+        files = sorted(path.glob(f"{name}*"))
+        assert [file.name for file in files] == [f"{name}-{number}-of-2.safetensors" for number in (1, 2)]
+        assert all("DCP_SHARDING_INFO" in read_metadata(file) for file in files)
+        size = (whole / f"{name}.safetensors").stat().st_size
+        assert all(file.stat().st_size < 0.6 * size for file in files)
+    bad = tmp_path / path.name
+    shutil.copytree(path, bad)
+    with open(bad / "model-2-of-2.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    with pytest.raises(CheckpointError, match=r"model-2-of-2.safetensors is damaged"):
+        open_checkpoint(bad)
+    (bad / "optimizer-1-of-2.safetensors").unlink()
+    (bad / "model-2-of-2.safetensors").write_bytes((path / "model-2-of-2.safetensors").read_bytes())
+    assert open_checkpoint(bad, optimizer=False).model().config == open_checkpoint(path).model().config
+    with pytest.raises(CheckpointError, match=r"optimizer-1-of-2.safetensors is missing"):
+        open_checkpoint(bad)
+
+
+def test_what_is_no_tensor_is_not_written(tmp_path):
+    with pytest.raises(CheckpointError, match="model files hold tensors alone; step is int"):
+        write_shares(tmp_path, "model", {"weight": torch.ones(2), "step": 3})
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_shared_out_is_that_of_one_process_to_the_last_bit(stories, tmp_path):
+    folder, (first, second), config = stories
+    alone = evaluated(config("").data, tmp_path / "alone")
+    assert first["evaluated"] == second["evaluated"]
+    for name in ("loss", "windows", "tokens", "log_probs_sha256", "windows_hash"):
+        assert first["evaluated"][name] == alone[name]
+    assert read_evaluation(folder / "evaluated")[0]["loss"] == alone["loss"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,6 @@
 """Arms that are no way to train or serve: flex attention as a baseline, frozen heads that cost nothing as the bound."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,9 @@ from saf.bench.harness.arms import FLEX, FREE
 from saf.errors import UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention
 from saf.ops.backend import Backend, Tables
+from saf.ops.heads import join_heads, take_heads
 from saf.ops.layer import project_parts
+from saf.ops.positions import Rows
 from saf.patterns import Pattern
 
 BLOCK = 128
@@ -75,6 +77,8 @@ class FlexAttention(nn.Module):
 class FreeBackend(Backend):
     """Return values unmixed: the bound of what freezing can save, in the place of a backend."""
 
+    decodes = True
+
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return None: nothing is computed, so nothing is in the way."""
         return None
@@ -96,6 +100,14 @@ class FreeBackend(Backend):
     def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:
         """Return the last `rows` positions of `value [B, F, T, D]`, a view."""
         return value[:, :, value.shape[-2] - rows :]
+
+    def forward_rows(
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
+    ) -> Tensor:
+        """Return live heads and the values at the rows themselves, `[B, L + F, rows.count, D]`."""
+        at = torch.arange(rows.count, device=value.device) + rows.first
+        own = take_heads(value.index_select(2, at), heads)
+        return own if live is None else join_heads(live(), own)
 
 
 @contextmanager

@@ -2,16 +2,17 @@
 
 A model frozen by `saf.freeze_` is saved by its own `save_pretrained`: weights, layout, patterns and a section of the
 README in one folder, which opens again with the same outputs bit for bit. `FreezeCallback` freezes heads while a
-`Trainer` trains.
+`Trainer` trains, `cache_bytes` says how much memory a cache takes.
 
 >>> import saf.integrations.transformers
 >>> from transformers import AutoModelForCausalLM
 >>> model = AutoModelForCausalLM.from_pretrained("frozen")  # doctest: +SKIP
 """
 
+from saf.adapters.transformers_cache import cache_bytes
 from saf.integrations.transformers.callback import FreezeCallback
 from saf.integrations.transformers.opening import open_frozen_folders
 
-__all__ = ["FreezeCallback", "open_frozen_folders"]
+__all__ = ["FreezeCallback", "cache_bytes", "open_frozen_folders"]
 
 open_frozen_folders()

@@ -3,15 +3,16 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from saf.adapters import TransformersAdapter, adapter_for, language_model
+from saf.adapters import TransformersAdapter, adapter_for, longest_input
 from saf.adapters.transformers_folder import folder_hash, weight_files
 from saf.calibration import plan_calibration
 from saf.data import TokenData, calibration_windows
@@ -22,6 +23,7 @@ from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.freezing.choice import scores_collect
 from saf.freezing.recipe import freeze_
 from saf.freezing.report import FreezeReport
+from saf.integrations.models import Encoder
 from saf.machine.execution import autocast, device_name, pick_device
 from saf.records.files import read_json, write_json
 from saf.records.folders import new_folder, no_room
@@ -107,6 +109,18 @@ class TransformersFolder:
             known.apply_caps()
         return model.to(device).eval()
 
+    def encoder(self) -> Encoder:
+        """Open the model's tokenizer; raise DataError where transformers finds none."""
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(self.name)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"transformers finds no tokenizer of {self.name} ({_first(error)}); save it beside the model "
+                "(tokenizer.save_pretrained)"
+            ) from error
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        return Encoder(tokenizer.encode, partial(tokenizer.encode, add_special_tokens=False), first)
+
     def data(self, path: Path | None) -> TokenData:
         """Open prepared data whose tokenizer is the model's, or plain text, which that tokenizer reads.
 
@@ -138,16 +152,6 @@ class TransformersFolder:
         return data
 
 
-def longest_input(model: nn.Module) -> int:
-    """Return the most tokens that a model takes: positions of its configuration, or fewer that its patterns cover."""
-    sites = adapter_for(model).sites() if _frozen(model) else []
-    known = language_model(model).max_length
-    lengths = [site.frozen.max_length for site in sites if site.frozen is not None]
-    if known is None and not lengths:
-        raise InputError(f"the configuration of {type(model).__name__} does not tell how many positions it has")
-    return min([*lengths, *([] if known is None else [known])])
-
-
 def freeze_folder(
     settings: CheckpointFreezing,
     *,
@@ -176,7 +180,9 @@ def freeze_folder(
         )
     parent, model = found.hash, found.model(device)
     adapter_for(model)
-    length = check_length(settings, longest_input(model), "that the model takes")
+    if (longest := longest_input(model)) is None:
+        raise InputError(f"the configuration of {type(model).__name__} does not tell how many positions it has")
+    length = check_length(settings, longest, "that the model takes")
     seed = settings.calibration_seed or 0
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")
     batches, heldout = list(windows.split(settings.batch_size)), None
@@ -224,10 +230,6 @@ def freeze_folder(
 
 def _save_pretrained(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
-
-
-def _frozen(model: Any) -> bool:
-    return getattr(model.config, "saf", None) is not None
 
 
 def _first(error: Exception) -> str:

@@ -6,8 +6,6 @@ CUDA graph is captured the two run at the same time, on two streams: with few se
 and one after the other they leave it half empty. Called, a second stream costs the host more than the device gains.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from saf.ops.heads import flat_heads, heads_like, live_keys, part_heads, project
 from saf.ops.inference.one_launch import OneLaunch, called_launch
 from saf.ops.live import live_attention
 from saf.ops.operator import operator, uses_triton
+from saf.ops.streams import beside, meet
 from saf.ops.toeplitz.operator import kernel_product, toeplitz_product
 
 
@@ -74,7 +73,6 @@ def two_launches(
 
     `tables` are the table and the scalings before and after of `saf::toeplitz`.
     """
-    captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
     live_key, live_slots = live_keys(key, live_heads)
     live_value, frozen_value = part_heads(value, live_slots, frozen_heads)
     if projection is None:
@@ -83,14 +81,12 @@ def two_launches(
     else:
         result = _projected_like(value, projection)
         mixed = heads_like(value, len(frozen_heads))
-    # Memory was made on the stream that frees it: what the other one reads and writes is used again only behind it.
-    with _other_stream(query.device, captured=captured):
+    with beside(query.device):
         _write_product(frozen_value, tables, mixed)
         if projection is not None:
             torch.matmul(flat_heads(mixed), projection[:, len(live_heads) * value.shape[-1] :].t(), out=result)
     live = live_attention(query, live_key, live_value, scale=scale, kernel=kernel)
-    if captured:
-        torch.cuda.current_stream(query.device).wait_stream(_side_stream(query.device))
+    meet(query.device)
     if projection is None:
         result[:, : len(live_heads)] = live
     else:
@@ -110,23 +106,3 @@ def _write_product(x: Tensor, tables: tuple[Tensor, Tensor, Tensor], out: Tensor
         kernel_product(x, *tables, False, out=out)
     else:
         out.copy_(toeplitz_product(x, *tables, False))
-
-
-def _other_stream(device: torch.device, *, captured: bool) -> AbstractContextManager[Any]:
-    """Return a context in which a captured graph branches off; made before, in calls: cuBLAS keeps memory for it."""
-    if device.type != "cuda":
-        return nullcontext()
-    side = _side_stream(device)
-    if not captured:
-        return nullcontext()
-    side.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(side)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the second stream of a device, made once."""
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        torch.cuda.current_blas_handle()
-    return stream

@@ -5,31 +5,41 @@ are non-negative: each row's error is bounded whatever the range of alpha and rh
 that the value dtype cannot hold in this form, or a dense one, is executed as a stored matrix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from saf.ops.backend import Backend, Call, Tables
-from saf.ops.heads import dense_product, projected, put_together, read_heads, take_heads
+from saf.ops.heads import (
+    dense_product,
+    join_heads,
+    projected,
+    put_together,
+    read_heads,
+    row_product,
+    stored_rows,
+    take_heads,
+)
 from saf.ops.inference.one_launch import FEW, OneLaunch, compiled_launch, few_tables, serves
 from saf.ops.inference.operator import inference
 from saf.ops.operator import uses_triton
+from saf.ops.positions import Rows
 from saf.ops.toeplitz.operator import distance_table, implementation, toeplitz_product
+from saf.ops.toeplitz.rows import compact_rows, rows_beside
 from saf.ops.toeplitz.tables import compact_tables, convolution_tables, tables_hold
 from saf.ops.toeplitz.trained import NOT_HELD, trainable_product
 from saf.patterns import CompactPattern, Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of values that `toeplitz.tables` has limits for."""
-WHOLE_SHARE = 4
-"""The whole product is computed and cut where more than one row in so many is asked for; fewer make weights."""
 
 
 class Toeplitz(Backend):
     """Execute frozen heads as a block-Toeplitz product; its tables are those that `prepare` names."""
 
     infers = True
+    decodes = True
     trains = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -103,6 +113,25 @@ class Toeplitz(Backend):
         how = call.scale, call.kernel, call.projection, replayed
         return inference(query, key, value, *slots, *own, *launch, *how)
 
+    def forward_rows(
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
+    ) -> Tensor:
+        """Return live heads and rows of frozen ones, `[B, L + F, rows.count, D]`: by a kernel that reads values once.
+
+        Elsewhere, and where a gradient is needed or a pattern is stored, as products with the rows' weights.
+        """
+        convolved, stored = tables["convolved"], tables["stored"]
+        gradient = torch.is_grad_enabled() and value.requires_grad
+        if uses_triton(value.device, value.dtype) and not stored and not gradient:
+            return rows_beside(value, heads, tables, rows, live)
+        parts = []
+        for slots, weights_of in ((stored, stored_rows), (convolved, compact_rows)):
+            if slots:
+                read = tuple(heads[slot] for slot in slots)
+                parts.append((slots, row_product(weights_of(tables), value, read, rows)))
+        mixed = parts[0][1] if len(parts) == 1 else put_together(parts)
+        return mixed if live is None else join_heads(live(), mixed)
+
     def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         """Return why logits `[F, T]` cannot be trained here; None when they can."""
         if dtype == torch.float16:
@@ -120,14 +149,6 @@ class Toeplitz(Backend):
 
 
 def _convolve(value: Tensor, tables: Tables, rows: int) -> Tensor:
-    """Return `P V` of convolved heads for the last `rows` positions: the whole product, or few rows' own weights."""
-    length = value.shape[-2]
-    distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
-    if rows * WHOLE_SHARE > length:
-        full = toeplitz_product(value, tables["table"], key_scale, row_scale, False)
-        return full[:, :, length - rows :]
-    query = torch.arange(length - rows, length, device=value.device)
-    lag = query[:, None] - torch.arange(length, device=value.device)
-    weights = torch.where(lag >= 0, distance[:, lag.clamp(min=0)].to(row_scale.dtype), 0)
-    weights = weights * key_scale[:, None, :length] * row_scale[:, query, None]
-    return weights.to(value.dtype) @ value
+    """Return `P V` of convolved heads for the last `rows` positions."""
+    full = toeplitz_product(value, tables["table"], tables["key_scale"], tables["row_scale"], False)
+    return full[:, :, value.shape[-2] - rows :]

@@ -1,0 +1,149 @@
+"""Caches of transformers beside frozen heads: what one of fixed size holds, where its passes stand, and its bytes.
+
+A cache that grows keeps as many key and value heads as a layer gives it. One of fixed size makes room for equally many,
+so that layers with other numbers of them take a room of their own in it. Frozen heads keep no keys there, unless a live
+head of their group reads them.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadLayout
+from saf.ops.heads import cached_order, take_heads
+from saf.ops.positions import Places, left_padding
+
+NO_WINDOWS = (
+    "with frozen heads, models with a sliding window take a cache that grows (the default): leave cache_implementation "
+    "out"
+)
+
+
+class Beginning(NamedTuple):
+    """Say that a pass fills a cache of fixed size from its first place on; `mask [B, Tq]` is of its padding, or None.
+
+    Its queries see each other alone, so that attention takes the places filled as it takes whole sequences.
+    """
+
+    mask: Tensor | None
+
+
+def fixed_places(
+    q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None
+) -> Places | Beginning:
+    """Return where the queries of a pass stand in a cache of fixed size with `kv_length` places.
+
+    `attention_mask [B, T]` tells of the tokens so far; what it tells of places beyond them has no effect.
+    """
+    if not isinstance(q_offset, Tensor):
+        mask = attention_mask
+        return Beginning(None if mask is None or left_padding(mask) is None else mask)
+    start = None if attention_mask is None else left_padding(attention_mask, wait=False)
+    # The cache counts on in the very tensor that it tells its length by.
+    return Places.of(q_offset.clone(), q_length, kv_length, start)
+
+
+def fills_fixed(q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None) -> bool:
+    """Return whether these sizes are those of a cache of fixed size: its length is a tensor once it is in use."""
+    if isinstance(q_offset, Tensor):
+        return True
+    covered = attention_mask is None or attention_mask.shape[1] == q_length
+    return q_offset == 0 and kv_length > q_length and covered
+
+
+def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, **_: Any) -> Tensor | None:
+    """Return the mask that `generate` hands to a pass with a cache of fixed size, in the place of one of all pairs.
+
+    It keeps the form `[B, T]`, so that attention finds the padding; padded to the cache's places once that is in use,
+    it has one shape in every step, which compiled code asks for.
+    """
+    used = isinstance(past_key_values.get_seq_length(), Tensor)
+    if attention_mask is None or not used:
+        return attention_mask
+    places = past_key_values.get_mask_sizes(attention_mask.shape[1], 0)[0]
+    return torch.nn.functional.pad(attention_mask, (0, places - attention_mask.shape[1]))
+
+
+def make_room(past_key_values: Any, index: int, layout: HeadLayout, longest: int | None) -> None:
+    """Let a cache of fixed size hold what a layer keeps: key heads of live heads alone, values in `cached_order`.
+
+    Nothing for caches that grow, and for layers with a key for every value. Raises InputError for a cache with more
+    places than the `longest` positions of the frozen heads' patterns, UnsupportedError for one with sliding windows, or
+    that was filled, or made room in, for other heads.
+    """
+    layers: Any = getattr(past_key_values, "layers", ())
+    if index >= len(layers) or not hasattr(layers[index], "max_cache_len"):
+        return
+    if any(past_key_values.is_sliding):
+        raise UnsupportedError(NO_WINDOWS)
+    layer, keys, values = layers[index], layout.rows["key"], layout.rows["value"]
+    if longest is not None and layer.max_cache_len > longest:
+        raise InputError(
+            f"the cache of fixed size has {layer.max_cache_len} places, the frozen heads' patterns cover {longest}: "
+            f"make it with max_cache_len={longest} at most, or calibrate and freeze at the longer length"
+        )
+    # Its class is not asked for where code is compiled: a cache that was filled has its rooms.
+    if (made_for := getattr(layer, "layout", None)) is not None:
+        if made_for is not layout and made_for != layout:
+            raise UnsupportedError("the cache was made for other frozen heads; make a new one")
+    elif len(keys) != len(values) or not layout.num_live:
+        if layer.is_initialized:
+            raise UnsupportedError(
+                "a cache of fixed size was initialised with as many key heads as value heads; make a new one, leave "
+                "early_initialization and prefill_chunk_size out"
+            )
+        layers[index] = _room_class()(layer.max_cache_len, layout)
+
+
+def filled(key: Tensor, value: Tensor, rows: int, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+    """Return the first `rows` places of a cache of fixed size, value heads in the layer's own order."""
+    order = value_order(layout)
+    value = value[:, :, :rows]
+    if order is not None:
+        value = take_heads(value, tuple(order.index(head) for head in range(len(order))))
+    return key[:, :, :rows], value
+
+
+def value_order(layout: HeadLayout) -> tuple[int, ...] | None:
+    """Return in which order a cache of fixed size holds a layer's values; None for their own."""
+    order = cached_order(layout.kv_head, layout.num_frozen)
+    return None if order == tuple(range(len(order))) else order
+
+
+def cache_bytes(past_key_values: Any) -> int:
+    """Return the bytes of the keys and values that a cache of transformers holds, all places of one of fixed size."""
+    held = [tensor for layer in past_key_values.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+@cache
+def _room_class() -> type[Any]:
+    """Return the class of a layer of a cache of fixed size with other numbers of key and value heads."""
+    from transformers.cache_utils import StaticLayer
+
+    class Room(StaticLayer):
+        """Hold keys and values of one layer, each as many heads as it has."""
+
+        def __init__(self, max_cache_len: int, layout: HeadLayout):
+            super().__init__(max_cache_len=max_cache_len)
+            self.layout, self.order = layout, value_order(layout)
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            """Make room for as many heads as each has."""
+            super().lazy_initialization(key_states, value_states)
+            assert self.values is not None
+            # What was made has as many heads as there are keys, and goes again.
+            batch, heads, _, dim = value_states.shape
+            self.values = self.values.new_zeros(batch, heads, self.max_cache_len, dim)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.values)
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            if self.order is not None:  # of a single token next to nothing to copy
+                value_states = take_heads(value_states, self.order)
+            return super().update(key_states, value_states, *args, **options)
+
+    return Room

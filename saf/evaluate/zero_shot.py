@@ -1,0 +1,196 @@
+"""Zero-shot evaluations: a model's answers to tasks with choices, kept by question; two of them, paired by question."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from saf.errors import CompareError
+from saf.evaluate.answers import holm, paired_answers, summary
+from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
+from saf.records.result import read_result, result_header
+from saf.records.table import Part, Table
+
+WRITTEN = ("zero_shot.json", "zero_shot.jsonl")
+"""What an evaluation writes: its record, and every question's answer, a line each."""
+TooLong = Literal["refuse", "cut"]
+"""What is done with a question that is longer than the model takes: refused, or its context cut at its beginning."""
+Answer = Mapping[str, Any]
+"""How one question is answered, as `saf.evaluate.answers` has it: `id`, `answer`, `taken`, `right`, `shortened`,
+`log_probs`; where the task has it, `right_norm`, by log-probabilities over the characters of choices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskAnswers:
+    """Hold a model's answers to one task."""
+
+    answers: Sequence[Answer]
+    labels: tuple[str, ...]
+    """What the choices are called where all questions have the same; none otherwise."""
+    version: str
+    """Of the task's definition."""
+    source: Mapping[str, Any]
+    """Where the questions come from."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return accuracy, its standard error over questions, and how often each choice is right and is taken."""
+        found = {"version": self.version, "source": dict(self.source), "labels": list(self.labels)}
+        found |= summary(self.answers)
+        if all("right_norm" in answer for answer in self.answers):
+            found["accuracy_norm"] = sum(answer["right_norm"] for answer in self.answers) / len(self.answers)
+        return found
+
+
+def zero_shot_record(
+    tasks: Mapping[str, TaskAnswers],
+    settings: Mapping[str, Any],
+    *,
+    longest: int,
+    precision: str,
+    out: Path | None = None,
+    **header: Any,
+) -> dict[str, Any]:
+    """Return the record of an evaluation, and write it with every answer into `out` if given.
+
+    `longest` is the most tokens of an input, `header` what `result_header` takes.
+    """
+    record = {
+        **result_header("zero_shot", settings, **header),
+        "precision": precision,
+        "longest": longest,
+        "tasks": {name: task.to_dict() for name, task in tasks.items()},
+    }
+    if out is not None:
+        lines = [{"task": name, **answer} for name, task in tasks.items() for answer in task.answers]
+        record["answers_sha256"] = file_hash(write_lines(out / WRITTEN[1], lines))
+        write_json(out / WRITTEN[0], record)
+    return record
+
+
+def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """Return the record of an evaluation and its answers by task; raise InputError for a file missing or damaged."""
+    table, answers = (Path(folder) / name for name in WRITTEN)
+    record = read_result(table)
+    check_file(answers, sha256=record.get("answers_sha256"))
+    by_task: dict[str, list[dict[str, Any]]] = {name: [] for name in record["tasks"]}
+    for line in read_lines(answers):
+        by_task[line["task"]].append(line)
+    return record, by_task
+
+
+def compare_zero_shot(ordinary: Path | str, frozen: Path | str) -> dict[str, Any]:
+    """Return what two evaluations of the same questions differ by, task by task.
+
+    Raises:
+        CompareError: Other tasks or questions, another precision, or questions that were shortened to other lengths.
+        InputError: A file is missing or damaged.
+    """
+    (record_o, answers_o), (record_f, answers_f) = read_zero_shot(ordinary), read_zero_shot(frozen)
+    told: dict[str, list[Any]] = {"tasks": [sorted(record["tasks"]) for record in (record_o, record_f)]}
+    told["precision"] = [record["precision"] for record in (record_o, record_f)]
+    told["versions"] = [
+        {name: task["version"] for name, task in record["tasks"].items()} for record in (record_o, record_f)
+    ]
+    if any(answer["shortened"] for answers in (answers_o, answers_f) for task in answers.values() for answer in task):
+        told["longest"] = [record["longest"] for record in (record_o, record_f)]
+    for name, (one, other) in told.items():
+        if one != other:
+            raise CompareError(
+                f"the evaluations differ in {name}: {one} in {ordinary}, {other} in {frozen}; evaluate both models on "
+                "the same questions, in one precision"
+            )
+    models = {
+        role: record["provenance"]["checkpoints"].get("model")
+        for role, record in (("ordinary", record_o), ("frozen", record_f))
+    }
+    head = result_header("zero_shot_comparison", {}, checkpoints=models)
+    changes = paired_tasks(
+        {name: (record_o["tasks"][name], answers_o[name]) for name in record_o["tasks"]},
+        {name: (record_f["tasks"][name], answers_f[name]) for name in record_o["tasks"]},
+    )
+    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **changes}
+
+
+Told = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
+"""By task, what `TaskAnswers.to_dict` says, and the answers."""
+
+
+def paired_tasks(ordinary: Told, frozen: Told) -> dict[str, Any]:
+    """Return the paired change of each task, with McNemar's p-value corrected over the tasks, and the mean change.
+
+    Accuracies are shares; `p_holm` is the corrected p-value. Raises CompareError for other questions.
+    """
+    tasks = {}
+    for name, (one, answers) in ordinary.items():
+        other, others = frozen[name]
+        shared = {key: one[key] for key in ("questions", "labels", "answers")}
+        both = {key: [one[key], other[key]] for key in ("accuracy", "taken")}
+        tasks[name] = {**shared, **both, **paired_answers(answers, others)}
+    corrected = holm([task["p_value"] for task in tasks.values()])
+    for task, value in zip(tasks.values(), corrected, strict=True):
+        task["p_holm"] = value
+    return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
+
+
+def zero_shot_tables(record: Mapping[str, Any]) -> list[Part]:
+    """Return the tables of one evaluation: accuracies, and how often each choice is taken, a row a task."""
+    rows = []
+    for name, task in record["tasks"].items():
+        norm = task.get("accuracy_norm")
+        accuracy = f"{100 * task['accuracy']:.2f} ± {100 * task['standard_error']:.2f}"
+        rows.append([name, f"{task['questions']:,}", accuracy, None if norm is None else f"{100 * norm:.2f}"])
+    notes = ["± is the standard error over questions. Accuracy is lm-eval's acc, that by characters its acc_norm."]
+    if cut := sum(task["shortened"] for task in record["tasks"].values()):
+        notes.append(f"{cut:,} questions were longer than {record['longest']:,} tokens, and cut at their beginning.")
+    head = ["task", "questions", "accuracy, %", "by characters, %"]
+    taken = {"the model": {name: task["taken"] for name, task in record["tasks"].items()}}
+    return [Table.of("Zero-shot tasks", head, rows, notes).used(), counts_table(record["tasks"], taken)]
+
+
+def zero_shot_comparison_tables(record: Mapping[str, Any]) -> list[Part]:
+    """Return the tables of two evaluations, paired by question: changes, and how often each choice is taken."""
+    rows = []
+    for name, task in record["tasks"].items():
+        low, high = (100 * end for end in task["ci95"])
+        rows.append(
+            [
+                name,
+                f"{task['questions']:,}",
+                *(f"{100 * share:.2f}" for share in task["accuracy"]),
+                f"{100 * task['difference']:+.2f} ({low:+.2f} to {high:+.2f})",
+                f"{task['gained']:,} / {task['lost']:,}",
+                f"{task['p_value']:.3g}",
+                f"{task['p_holm']:.3g}",
+            ]
+        )
+    notes = [
+        f"Mean change {100 * record['mean_difference']:+.2f} points. Intervals are 95% over questions, paired; p is of "
+        "McNemar's exact test, Holm's correction is over the tasks; a large p shows no equality.",
+        "Gained and lost: questions that the frozen or the ordinary model alone answers rightly.",
+    ]
+    head = ["task", "questions", "ordinary, %", "frozen, %", "change", "gained / lost", "p", "Holm"]
+    taken = {
+        model: {name: task["taken"][place] for name, task in record["tasks"].items()}
+        for place, model in enumerate(("ordinary", "frozen"))
+    }
+    return [Table.of("Zero-shot tasks, paired", head, rows, notes), counts_table(record["tasks"], taken)]
+
+
+def counts_table(tasks: Mapping[str, Mapping[str, Any]], taken: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return how often each choice is right, and how often models take it: `taken` by model, then by task."""
+    rows = [
+        [name, counted(task["answers"], task["labels"]), *(counted(of[name], task["labels"]) for of in taken.values())]
+        for name, task in tasks.items()
+    ]
+    return Table.of("How often each choice is right, and is taken", ["task", "right", *taken], rows)
+
+
+def counted(counts: Mapping[str, int], labels: Sequence[str]) -> str:
+    """Return how often each choice was taken, by what the choices are called, else by their letters.
+
+    >>> counted({"0": 3, "1": 1}, ("no", "yes")), counted({"0": 3, "3": 1}, ())
+    ('no 3, yes 1', 'A 3, D 1')
+    """
+    names = labels or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return ", ".join(f"{names[int(number)]} {count:,}" for number, count in counts.items())

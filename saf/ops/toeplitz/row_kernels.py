@@ -1,0 +1,160 @@
+"""Device code of a few rows of convolved patterns, and what launches it: sums by stretches of keys, and their total."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saf.ops.launch import add_product, cdiv, launch
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# The device language's constants and ranges are not what their annotations say.
+
+KEYS, WARPS, STAGES = 128, 4, 3
+"""Keys read at once, warps and stages of the pipeline: 16 KiB of 64 channels in 16 bits a stage. Chosen, not measured
+against others."""
+BLOCK_ROWS = 16
+"""Rows of one product, the fewest that tensor cores take; of 64, float32 weights spill (checked by compiling)."""
+PARTS = 32
+"""Parts added at once."""
+
+
+@triton.jit(do_not_specialize=["place", "T", "stretch"])
+def rows_kernel(
+    x_ptr, heads_ptr, slots_ptr, distance_ptr, pre_ptr, post_ptr, first_ptr, start_ptr, sums_ptr,
+    place, T, stretch, x_stride_b, x_stride_h, x_stride_t, table_stride, sums_stride_part, sums_stride_b,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, MOVES: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum the values of one stretch of keys for the frozen slots that read one value head of one sequence.
+
+    A row of the product is a query of one of these slots: P(i - s, j - s), rounded to the values' dtype, where s is the
+    sequence's first real position.
+    """
+    i_part = tl.program_id(0)
+    i_group = tl.program_id(1) // BLOCKS
+    i_b = tl.program_id(2).to(tl.int64)
+    first = place
+    if MOVES:
+        first = tl.load(first_ptr).to(tl.int32)
+    start = place * 0
+    if PADDED:
+        start = tl.load(start_ptr + i_b).to(tl.int32)
+    o_m = (tl.program_id(1) % BLOCKS) * BM + tl.arange(0, BM)
+    slot = tl.load(slots_ptr + i_group * GROUP + o_m // ROWS, mask=o_m < GROUP * ROWS, other=-1).to(tl.int64)
+    query = first + o_m % ROWS
+    real = (slot >= 0) & (query >= start)
+    b_post = tl.load(post_ptr + slot * table_stride + query - start, mask=real, other=0.0).to(tl.float32)
+
+    o_d = tl.arange(0, DIM)
+    head = tl.load(heads_ptr + i_group).to(tl.int64)
+    p_x = x_ptr + i_b * x_stride_b + head * x_stride_h + o_d[None, :]
+    acc = tl.zeros((BM, DIM), dtype=tl.float32)
+    lo = tl.maximum(i_part * stretch, start // BK * BK)
+    hi = tl.minimum(tl.minimum(i_part * stretch + stretch, first + ROWS), T)
+    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
+        o_k = k0 + tl.arange(0, BK)
+        inside = (o_k >= start) & (o_k < hi)
+        lag = query[:, None] - o_k[None, :]
+        seen = real[:, None] & inside[None, :] & (lag >= 0)
+        b_far = tl.load(distance_ptr + slot[:, None] * table_stride + lag, mask=seen, other=0.0).to(tl.float32)
+        b_pre = tl.load(pre_ptr + slot[:, None] * table_stride + (o_k - start)[None, :], mask=seen, other=0.0)
+        b_weight = b_far * b_pre * b_post[:, None]
+        p_k = p_x + o_k.to(tl.int64)[:, None] * x_stride_t
+        b_x = tl.load(p_k, mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
+        acc = add_product(acc, b_weight, b_x, PRECISION)
+
+    p_sums = sums_ptr + i_part * sums_stride_part + i_b * sums_stride_b
+    p_sums += (slot * ROWS + o_m % ROWS)[:, None] * D + o_d[None, :]
+    tl.store(p_sums, acc, mask=(slot >= 0)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["parts"])
+def join_kernel(
+    sums_ptr, x_ptr, out_ptr, parts, part_stride, x_stride_b, x_stride_h, x_stride_t,
+    LIVE: tl.constexpr, FROZEN: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Write one head of one query: a live head as it is, or the sum of a frozen one's parts."""
+    i_b = (tl.program_id(0) // ROWS).to(tl.int64)
+    i_row = tl.program_id(0) % ROWS
+    i_h = tl.program_id(1)
+    o_d = tl.arange(0, DIM)
+    p_out = out_ptr + ((i_b * ROWS + i_row) * (LIVE + FROZEN) + i_h) * D + o_d
+    if i_h < LIVE:
+        p_x = x_ptr + i_b * x_stride_b + i_h * x_stride_h + i_row * x_stride_t + o_d
+        tl.store(p_out, tl.load(p_x, mask=o_d < D).to(out_ptr.dtype.element_ty), mask=o_d < D)
+    else:
+        p_parts = sums_ptr + ((i_b * FROZEN + i_h - LIVE) * ROWS + i_row) * D
+        b_sum = tl.zeros((DIM,), dtype=tl.float32)
+        for first in range(0, parts, BP):
+            o_p = first + tl.arange(0, BP)
+            p_own = p_parts + o_p.to(tl.int64)[:, None] * part_stride + o_d[None, :]
+            b_sum += tl.sum(tl.load(p_own, mask=(o_p < parts)[:, None] & (o_d < D)[None, :], other=0.0), 0)
+        tl.store(p_out, b_sum.to(out_ptr.dtype.element_ty), mask=o_d < D)
+
+
+def rows_constants(rows: int, group: int, dim: int, *, moves: bool, padded: bool, precision: str) -> dict[str, Any]:
+    """Return the constants of `rows_kernel` for `rows` queries of the `group` slots that read one value head."""
+    blocks = cdiv(rows * group, BLOCK_ROWS)
+    return {
+        "ROWS": rows, "GROUP": group, "BLOCKS": blocks, "D": dim, "DIM": _power(dim), "BM": BLOCK_ROWS, "BK": KEYS,
+        "MOVES": moves, "PADDED": padded, "PRECISION": precision, "STAGES": STAGES, "num_warps": WARPS,
+    }  # fmt: skip
+
+
+def join_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, Any]:
+    """Return the constants of `join_kernel`."""
+    return {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DIM": _power(dim), "BP": PARTS, "num_warps": 1}
+
+
+def _power(count: int) -> int:
+    """Return the power of two that holds a count."""
+    return 1 << (count - 1).bit_length()
+
+
+def sum_rows(
+    value: Tensor,
+    groups: tuple[Tensor, Tensor],
+    distance: Tensor,
+    key_scale: Tensor,
+    row_scale: Tensor,
+    first: Tensor | None,
+    place: int,
+    start: Tensor | None,
+    out: Tensor,
+    *,
+    precision: str,
+) -> None:
+    """Write what `saf::frozen_rows` returns into `out [parts, B, F, rows, D]`; `groups` are of `head_groups`.
+
+    `precision` is that of float32 products, "ieee" or "tf32".
+    """
+    parts, batch, _, rows, dim = out.shape
+    heads, slots = groups
+    length = value.shape[-2]
+    constants = rows_constants(
+        rows, slots.shape[1], dim, moves=first is not None, padded=start is not None, precision=precision
+    )
+    stretch = cdiv(cdiv(length, parts), KEYS) * KEYS
+    # What is not there is not read: any tensor stands in its place.
+    absent = heads
+    launch(
+        rows_kernel, (parts, heads.shape[0] * constants["BLOCKS"], batch),
+        value, heads, slots, distance, key_scale, row_scale,
+        absent if first is None else first, absent if start is None else start, out,
+        place, length, stretch, value.stride(0), value.stride(1), value.stride(2), distance.stride(0),
+        out.stride(0), out.stride(1), device=value.device, **constants,
+    )  # fmt: skip
+
+
+def add_parts(parts: Tensor, live: Tensor | None, out: Tensor) -> None:
+    """Write what `saf::join_rows` returns into `out [B, H, rows, D]`, stored as `[B, rows, H, D]`."""
+    count, batch, frozen, rows, dim = parts.shape
+    num_live = 0 if live is None else live.shape[1]
+    strides = (0, 0, 0) if live is None else live.stride()[:3]
+    launch(
+        join_kernel, (batch * rows, num_live + frozen), parts, parts if live is None else live, out, count,
+        parts.stride(0), *strides, device=parts.device, **join_constants(num_live, frozen, rows, dim),
+    )  # fmt: skip

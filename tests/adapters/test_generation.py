@@ -1,0 +1,198 @@
+"""Every way to generate with frozen heads yields the tokens of passes that compute everything anew."""
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+import saf
+from saf.adapters import adapter_for
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadSet
+from saf.integrations.transformers import cache_bytes
+from saf.patterns import DensePattern
+from tests.transformers_models import LENGTH, SIZES, freeze, make, tokens
+
+FROZEN = HeadSet([(0, 1), (1, 0), (1, 1), *((2, head) for head in range(4))])
+"""Of grouped queries in layer 0 one head, which leaves groups uneven, in 1 the first group, in 2 all."""
+HEAD_DIMS = {"llama": SIZES["hidden_size"] // 4, "qwen3": 16}
+ROWS = 3
+SETTINGS = {"eos_token_id": None, "suppress_tokens": [0]}
+"""Padding is told by its token where a helping model generates."""
+NEW = 7
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def frozen(request):
+    """A frozen model, of one KV head each or grouped, with its family's name; of its patterns one is dense."""
+    model = make(request.param)
+    drawn = torch.Generator().manual_seed(4)
+    compact = synthetic_patterns(len(FROZEN) - 1, LENGTH, drawn)
+    weights = torch.rand(LENGTH, LENGTH, generator=drawn).tril()
+    dense = DensePattern(weights / weights.sum(-1, keepdim=True))
+    saf.install_(model, FROZEN, [dense, *(compact[number] for number in range(len(FROZEN) - 1))])
+    return request.param, model
+
+
+@pytest.fixture(params=[None, "static"], ids=["growing", "fixed"])
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture
+def padded():
+    """Prompts of three lengths, padded on the left, and their mask."""
+    ids = tokens(ROWS, 10, seed=5)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[1, :1] = 0
+    return ids * mask, mask
+
+
+def generate(model, ids, mask, **options):
+    torch.manual_seed(11)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **SETTINGS | options)
+
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 1.5, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampled sequences": {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_passes_without_a_cache(frozen, implementation, padded, mode):
+    _, model = frozen
+    again = generate(model, *padded, use_cache=False, **MODES[mode])
+    assert torch.equal(generate(model, *padded, cache_implementation=implementation, **MODES[mode]), again)
+
+
+@pytest.mark.parametrize("helper", ["model", "frozen model", "prompt"])
+def test_assisted_tokens_are_the_greedy_ones(frozen, helper):
+    family, model = frozen
+    ids = tokens(1, 9, seed=6)
+    ids[0, 5:8] = ids[0, :3]
+    again = generate(model, ids, torch.ones_like(ids), use_cache=False, do_sample=False)
+    if helper == "prompt":
+        options = {"prompt_lookup_num_tokens": 3}
+    else:
+        # The model itself before it was frozen: of its guesses some are taken.
+        assistant = make(family)
+        if helper == "frozen model":
+            freeze(assistant, HeadSet([(0, 0), (0, 1), (2, 2)]))
+        options = {"assistant_model": assistant}
+    assert torch.equal(generate(model, ids, torch.ones_like(ids), do_sample=False, **options), again)
+
+
+def test_a_cache_given_by_hand_goes_on_in_steps_of_any_size(frozen):
+    _, model = frozen
+    ids = tokens(2, 22, seed=7)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH)):
+            for _ in range(1 + isinstance(cache, StaticCache)):  # one of fixed size is emptied and used again
+                steps = ids.split([10, 4, 1, 6, 1], 1)
+                logits = torch.cat([model(step, past_key_values=cache).logits for step in steps], 1)
+                torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+                cache.reset()
+
+
+def test_padding_that_is_emptied_and_filled_again_counts_for_nothing(frozen, padded):
+    _, model = frozen
+    ids, mask = padded
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        for _ in range(2):
+            found = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            cache.reset()
+        alone = model(ids[:1, 4:], use_cache=False).logits
+    torch.testing.assert_close(found[:1, 4:], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_frozen_heads_keep_no_keys_unless_a_live_head_reads_them(frozen):
+    family, model = frozen
+    ids = tokens(2, 6, seed=8)
+    sizes = {}
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH)):
+        model(ids, past_key_values=cache)
+        sizes[type(cache)] = cache_bytes(cache)
+    kept = {"llama": (3 + 2 + 0) + 3 * 4, "qwen3": (2 + 1 + 0) + 3 * 2}[family]
+    told = sum(len(site.layout.rows[role]) for site in adapter_for(model).sites() for role in ("key", "value"))
+    assert told == kept
+    a_place = 2 * kept * HEAD_DIMS[family] * 4
+    assert sizes == {DynamicCache: 6 * a_place, StaticCache: LENGTH * a_place}
+    plain = make(family)
+    cache = DynamicCache(config=plain.config)
+    plain(ids, past_key_values=cache)
+    assert cache_bytes(cache) > sizes[DynamicCache]
+
+
+def test_steps_of_one_token_compile_once_and_whole(padded):
+    model = make("qwen3")
+    freeze(model, FROZEN)
+    again = generate(model, *padded, use_cache=False, do_sample=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    compiled._compile_all_devices = True  # transformers compiles on GPUs alone otherwise
+    found = generate(model, *padded, cache_implementation="static", compile_config=compiled, do_sample=False)
+    assert torch.equal(found, again)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def test_keys_and_values_of_a_step_are_read_where_they_lie(frozen):
+    """No tensor as large as a layer's cache is made while one token is computed."""
+    _, model = frozen
+    length, made = LENGTH, []
+    cache = StaticCache(config=model.config, max_cache_len=length)
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dim() == 4 and not function.is_view:
+                made.append((result.shape, str(function)))
+            return result
+
+    ids = tokens(1, 12, seed=9)
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        model(ids, past_key_values=cache)
+        with Sizes():
+            model(ids[:, :1], past_key_values=cache)
+    own = {(length, layer.keys.shape[-1]) for layer in cache.layers}
+    copies = [(shape, name) for shape, name in made if tuple(shape[-2:]) in own and "index_copy" not in name]
+    assert not copies
+
+
+def test_a_cache_that_cannot_be_right_is_refused(frozen):
+    family, model = frozen
+    ids = tokens(1, 6, seed=9)
+    with pytest.raises(InputError, match=f"has {LENGTH + 1} places, .* cover {LENGTH}: make it with max_cache_len"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=LENGTH + 1))
+    early = StaticCache(config=model.config, max_cache_len=LENGTH)
+    early.early_initialization(1, model.config.num_key_value_heads, HEAD_DIMS[family], torch.float32, ids.device)
+    with pytest.raises(UnsupportedError, match="leave early_initialization"):
+        model(ids, past_key_values=early)
+    other, cache = make(family), StaticCache(config=model.config, max_cache_len=LENGTH)
+    freeze(other, HeadSet([(0, 0), (0, 1), (0, 2), (0, 3)]))
+    other(ids, past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="made for other frozen heads"):
+        model(ids, past_key_values=cache)
+    trained = make(family)
+    patterns = synthetic_patterns(len(FROZEN), LENGTH, torch.Generator().manual_seed(4))
+    saf.install_(trained, FROZEN, patterns, trainable=True)
+    with pytest.raises(UnsupportedError, match="patterns that are trained cannot go on"):
+        generate(trained, ids, torch.ones_like(ids), cache_implementation="static", do_sample=False)
+    assert generate(trained, ids, torch.ones_like(ids), do_sample=False).shape == (1, 6 + NEW)
+
+
+def test_pruned_heads_leave_a_cache_of_fixed_size_without_their_keys_and_values(frozen):
+    family, _ = frozen
+    model = make(family)
+    saf.prune_(model, HeadSet([(0, 0), (0, 1), (1, 2), *((2, head) for head in range(4))]))
+    ids, options = tokens(2, 8, seed=3), {"do_sample": False}
+    again = generate(model, ids, torch.ones_like(ids), use_cache=False, **options)
+    assert torch.equal(generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options), again)

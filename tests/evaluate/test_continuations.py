@@ -1,0 +1,84 @@
+"""Likelihoods of continuations: exact-length batches against a computation one by one in float64."""
+
+import pytest
+import torch
+
+import saf
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.errors import DivergenceError, InputError
+from saf.evaluate.continuations import Continuation, likelihoods
+from saf.models import GPT, GPTConfig
+
+LENGTH, VOCAB = 24, 40
+
+
+@pytest.fixture
+def model() -> GPT:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = GPT(GPTConfig(vocab_size=VOCAB, num_layers=2, num_heads=4, hidden_size=32, max_length=LENGTH))
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+@pytest.fixture
+def asked(rng) -> list[Continuation]:
+    """Contexts of many lengths, choices of one to four tokens, and pairs that differ in their last token alone."""
+    found = []
+    for context in rng.integers(1, 18, size=20):
+        tokens = tuple(rng.integers(0, VOCAB, size=context).tolist())
+        found += [Continuation(tokens, tuple(rng.integers(0, VOCAB, size=n).tolist())) for n in (1, 1, 3, 4)]
+    return found
+
+
+def one_by_one(model: GPT, asked: list[Continuation]) -> tuple[list[float], list[bool]]:
+    """Sums of log-probabilities, and whether each token is the most likely one, a sequence at a time in float64."""
+    sums, greedy = [], []
+    for one in asked:
+        ids = torch.tensor([*one.context, *one.tokens])
+        with torch.no_grad():
+            rows = model(ids[None, :-1])[0].log_softmax(-1)[len(one.context) - 1 :]
+        sums.append(float(rows.gather(1, ids[len(one.context) :, None]).sum()))
+        greedy.append(torch.equal(rows.argmax(-1), ids[len(one.context) :]))
+    return sums, greedy
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["ordinary", "frozen"])
+def test_batches_have_one_length_and_the_likelihoods_of_single_sequences(model, asked, frozen):
+    if frozen:
+        heads = saf.HeadSet([(0, 1), (0, 2), (1, 3)])
+        saf.install_(model, heads, synthetic_patterns(3, LENGTH, torch.Generator().manual_seed(0)))
+    seen: list[torch.Tensor] = []
+    handle = model.embed.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    found = likelihoods(model.train(), asked, batch_size=3)
+    handle.remove()
+    assert model.training
+    # What the model was given is what was asked, each sequence once and whole: nothing is left for padding.
+    rows = [tuple(row) for batch in seen for row in batch.tolist()]
+    assert sorted(rows) == sorted({one.inputs for one in asked})
+    assert len(rows) < len(asked)
+    assert max(map(len, seen)) == 3
+    sums, greedy = one_by_one(model.double().eval(), asked)
+    assert [one.log_prob for one in found] == pytest.approx(sums, rel=1e-4, abs=1e-4)
+    assert [one.greedy for one in found] == greedy
+
+
+def test_the_most_likely_token_is_greedy(model):
+    context = (1, 2, 3)
+    with torch.no_grad():
+        likely = int(model(torch.tensor([context]))[0, -1].argmax())
+    first, second = likelihoods(model, [Continuation(context, (token,)) for token in (likely, (likely + 1) % VOCAB)])
+    assert (first.greedy, second.greedy) == (True, False)
+    assert first.log_prob > second.log_prob
+
+
+def test_what_cannot_be_asked_is_refused(model):
+    with pytest.raises(InputError, match="have a token or more"):
+        likelihoods(model, [Continuation((1,), ())])
+    with pytest.raises(InputError, match="25 tokens are given, the model takes 24"):
+        likelihoods(model, [Continuation((1,) * 25, (2,))])
+    with torch.no_grad():
+        model.embed.weight[2] = torch.nan
+    with pytest.raises(DivergenceError, match="not finite"):
+        likelihoods(model, [Continuation((1,), (2,))])

@@ -1,0 +1,100 @@
+"""Records of zero-shot evaluations, and two of them compared by question, against numbers made by hand."""
+
+import pytest
+from scipy.stats import binom
+
+from saf.errors import CompareError, InputError
+from saf.evaluate.answers import holm, mcnemar
+from saf.evaluate.zero_shot import (
+    TaskAnswers,
+    compare_zero_shot,
+    read_zero_shot,
+    zero_shot_comparison_tables,
+    zero_shot_record,
+    zero_shot_tables,
+)
+from saf.records.table import markdown_of
+
+
+def answers(taken: str, right: str, **more) -> list[dict]:
+    """Answers by the numbers of choices taken and right, a digit a question."""
+    return [
+        {
+            "id": str(n),
+            "answer": int(b),
+            "taken": int(a),
+            "right": a == b,
+            "shortened": False,
+            "log_probs": [0.0],
+            **more,
+        }
+        for n, (a, b) in enumerate(zip(taken, right, strict=True))
+    ]
+
+
+def evaluation(folder, *, longest: int = 8, precision: str = "fp32", **tasks: list[dict]):
+    labels = {"sst2": ("negative", "positive")}
+    made = {
+        name: TaskAnswers(answers=of, labels=labels.get(name, ()), version="1", source={}) for name, of in tasks.items()
+    }
+    return zero_shot_record(made, {}, longest=longest, precision=precision, out=folder)
+
+
+def test_p_values_are_those_made_by_hand():
+    # Two-sided binomial test of 2 against 8 at one half: twice the lower tail.
+    assert mcnemar(2, 8) == pytest.approx(2 * binom.cdf(2, 10, 0.5)) == pytest.approx(112 / 1024)
+    assert mcnemar(0, 6) == pytest.approx(2 / 64)
+    # Holm: 5 × 0.01; 4 × 0.02 = 0.08; 3 × 0.03 = 0.09; 2 × 0.04 = 0.08, no less than before; 1 × 0.9.
+    assert holm([0.9, 0.02, 0.01, 0.04, 0.03]) == pytest.approx([0.9, 0.08, 0.05, 0.09, 0.09])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_two_evaluations_are_paired_by_question(tmp_path):
+    right = {"sst2": "1111100000", "piqa": "0101010101"}
+    record = evaluation(
+        tmp_path / "a",
+        sst2=answers("1111100011", right["sst2"]),
+        piqa=answers("0101010101", right["piqa"], right_norm=True),
+    )
+    assert record["tasks"]["sst2"]["taken"] == {"0": 3, "1": 7}
+    assert record["tasks"]["piqa"]["accuracy_norm"] == 1.0
+    text = " ".join(map(markdown_of, zero_shot_tables(record)))
+    assert "negative 3, positive 7" in text
+    assert "A 5, B 5" in text
+    # Two more are right in SST-2; six are lost and none gained in PIQA.
+    evaluation(tmp_path / "b", sst2=answers("1111100000", right["sst2"]), piqa=answers("1010101101", right["piqa"]))
+    found = compare_zero_shot(tmp_path / "a", tmp_path / "b")
+    one, two = found["tasks"]["sst2"], found["tasks"]["piqa"]
+    assert (one["gained"], one["lost"], one["difference"]) == (2, 0, pytest.approx(0.2))
+    assert (two["gained"], two["lost"], two["difference"]) == (0, 7, pytest.approx(-0.7))
+    assert (one["p_value"], two["p_value"]) == (pytest.approx(0.5), pytest.approx(2 / 128))
+    assert (one["p_holm"], two["p_holm"]) == (pytest.approx(0.5), pytest.approx(2 * 2 / 128))
+    assert found["mean_difference"] == pytest.approx(-0.25)
+    assert one["taken"] == [{"0": 3, "1": 7}, {"0": 5, "1": 5}]
+    # sd of the paired changes (eight 0, two 1) is 0.4: over the square root of ten questions.
+    assert one["standard_error"] == pytest.approx(0.4 / 10**0.5)
+    shown = " ".join(map(markdown_of, zero_shot_comparison_tables(found)))
+    assert "negative 5, positive 5 | negative 3, positive 7 | negative 5, positive 5" in shown
+    assert "Mean change -25.00 points" in shown
+
+
+def test_what_cannot_be_paired_is_refused(tmp_path):
+    same = answers("01", "01")
+    evaluation(tmp_path / "a", sst2=same)
+    others = {
+        "differ in tasks": {"piqa": same},
+        "different questions were answered": {"sst2": answers("01", "11")},
+        "differ in precision": {"sst2": same, "precision": "bf16"},
+        "differ in longest": {"sst2": [{**one, "shortened": True} for one in same], "longest": 9},
+    }
+    for number, (words, settings) in enumerate(others.items()):
+        evaluation(tmp_path / str(number), **settings)
+        with pytest.raises(CompareError, match=words):
+            compare_zero_shot(tmp_path / "a", tmp_path / str(number))
+    evaluation(tmp_path / "longer", sst2=same, longest=9)
+    assert compare_zero_shot(tmp_path / "a", tmp_path / "longer")["tasks"]["sst2"]["difference"] == 0
+    with open(tmp_path / "a" / "zero_shot.jsonl", "a") as file:
+        file.write("{}\n")
+    with pytest.raises(InputError, match=r"zero_shot\.jsonl"):
+        read_zero_shot(tmp_path / "a")

@@ -1,0 +1,89 @@
+"""Steps of a token with a cache of fixed size on a CUDA device: one graph, captured once, serves them all."""
+
+import pytest
+import torch
+
+import saf
+from saf.bench.harness.kernels import kernels_of
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.heads import HeadSet
+from saf.machine.cuda_graphs import GraphPool, GraphReplay
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.gpu
+CUDA, PLACES, PROMPT, STEPS = torch.device("cuda"), 400, 300, 40
+HEADS = HeadSet([(0, 1), (1, 0), (1, 1), (1, 5), *((2, head) for head in range(8))])
+"""Of grouped queries in layer 0 one head, in 1 the first group and another head, in 2 all."""
+
+
+def make(kv_heads: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    config = transformers.Qwen3Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=kv_heads, head_dim=64, max_position_embeddings=PLACES,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).to(CUDA, dtype).eval()
+    saf.install_(model, HEADS, synthetic_patterns(len(HEADS), PLACES, torch.Generator().manual_seed(0), CUDA))
+    return model
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_captured_step_is_replayed_at_every_place(kv_heads, padded):
+    model = make(kv_heads)
+    ids = torch.randint(0, 512, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :70] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=PLACES)
+    token, place = ids[:, PROMPT : PROMPT + 1].clone(), positions[:, PROMPT : PROMPT + 1].clone()
+    known = torch.zeros(2, PLACES, dtype=torch.long, device=CUDA)
+    known[:, : PROMPT + STEPS] = mask
+
+    def step() -> torch.Tensor:
+        return model(token, attention_mask=known, position_ids=place, past_key_values=cache).logits
+
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        first = model(
+            ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], position_ids=positions[:, :PROMPT], past_key_values=cache
+        )
+        replay = GraphReplay(step, device=CUDA, pool=GraphPool())
+        # What warming up and capturing wrote is written again.
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(PROMPT)
+        found = []
+        for at in range(PROMPT, PROMPT + STEPS):
+            token.copy_(ids[:, at : at + 1])
+            place.copy_(positions[:, at : at + 1])
+            replay()
+            found.append(replay.outcome.clone())
+    assert (first.logits[1] - whole[1, :PROMPT]).float().norm() < 2e-2 * whole[1, :PROMPT].float().norm()
+    steps, wanted = torch.cat(found, 1).float(), whole[:, PROMPT:].float()
+    assert (steps - wanted).norm() < 3e-2 * wanted.norm()
+
+
+def test_frozen_heads_of_a_step_run_as_one_kernel_beside_live_ones():
+    model = make(8)
+    ids = torch.randint(0, 512, (1, PROMPT), device=CUDA)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=PLACES)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        kernels = kernels_of(lambda: model(ids[:, :1], past_key_values=cache), CUDA)
+    for own in ("rows_kernel", "join_kernel"):
+        assert sum(kernel["calls"] for kernel in kernels if kernel["name"].startswith(own)) == 3
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_generated_tokens_are_those_of_growing_caches_and_compiled_once(kv_heads):
+    """In float32 no two tokens are near enough to one another for a rounding to swap them."""
+    model = make(kv_heads, torch.float32)
+    ids = torch.randint(3, 512, (2, 30), device=CUDA)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    grown = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, use_cache=False, **options), grown)
+    # On a GPU transformers compiles steps of a cache of fixed size, as CUDA graphs.
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), grown)

@@ -1,0 +1,104 @@
+"""lm-eval's tasks on models in memory: its prompts, this project's likelihoods, and what cannot be answered."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'saf[eval]'")
+
+import saf
+from saf.adapters import language_model
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.errors import DataError, InputError, UnsupportedError
+from saf.integrations.lm_eval import ExactLengthModel, answer_tasks
+from saf.integrations.models import Encoder
+from saf.models import GPT, GPTConfig
+from saf.tasks.zero_shot import ZERO_SHOT
+from tests.transformers_models import make
+from tests.zero_shot_files import COUNT, expected, write_tasks
+
+LENGTH = 128
+
+
+def encode(text: str) -> list[int]:
+    """Bytes are tokens, so that a prompt is what it spells."""
+    return list(text.encode())
+
+
+BYTES = Encoder(encode, encode, 0)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def gpt(length: int = LENGTH) -> GPT:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab_size=256, num_layers=2, num_heads=4, hidden_size=32, max_length=length))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    saf.install_(model, saf.HeadSet([(0, 1), (1, 2)]), synthetic_patterns(2, length, torch.Generator().manual_seed(0)))
+    return model
+
+
+@pytest.mark.parametrize("make_model", [gpt, lambda: make("qwen3", vocab_size=256, max_position_embeddings=LENGTH)])
+def test_every_task_is_answered_with_lm_evals_prompts_and_exact_likelihoods(make_model, files):
+    model = make_model()
+    found = answer_tasks(ExactLengthModel(model, BYTES, batch_size=5), list(ZERO_SHOT), folder=files)
+    language = language_model(model.double())
+    assert list(found) == list(ZERO_SHOT)
+    for name, task in found.items():
+        assert len(task.answers) == COUNT
+        for n, answer in enumerate(task.answers):
+            context, choices, right = expected(name, n)
+            sums = []
+            for choice in choices:
+                ids = torch.tensor([encode(f"{context} {choice}")])
+                with torch.no_grad():
+                    rows = language.last_logits(model, ids[:, :-1], len(choice.encode()) + 1).log_softmax(-1)[0]
+                sums.append(float(rows.gather(1, ids[0, -len(rows) :, None]).sum()))
+            assert answer["log_probs"] == pytest.approx(sums, rel=1e-3, abs=1e-3), (name, n)
+            assert answer["answer"] == right
+            assert answer["taken"] == max(range(len(sums)), key=sums.__getitem__)
+            assert answer["right"] == (answer["taken"] == right)
+            by_length = [total / len(choice) for total, choice in zip(sums, choices, strict=True)]
+            if name in ("sst2", "boolq"):
+                assert "right_norm" not in answer
+            else:
+                assert answer["right_norm"] == (max(range(len(sums)), key=by_length.__getitem__) == right)
+    assert found["sst2"].labels == ("negative", "positive")
+    assert found["boolq"].to_dict()["source"]["path"].endswith("boolq/val.jsonl")
+
+
+def test_long_questions_are_refused_or_cut_at_their_beginning(files):
+    model = gpt(length=40)
+    with pytest.raises(InputError, match=r"a question has \d+ tokens, the model takes 40: --too-long cut"):
+        answer_tasks(ExactLengthModel(model, BYTES), ["sst2"], folder=files)
+    lm = ExactLengthModel(model, BYTES, too_long="cut")
+    (answer,) = answer_tasks(lm, ["sst2"], folder=files, questions=1)["sst2"].answers
+    assert answer["shortened"]
+    context, choices, _ = expected("sst2", 0)
+    ids = torch.tensor([encode(f"{context} {choices[1]}")[-41:]])
+    with torch.no_grad():
+        rows = model(ids[:, :-1]).log_softmax(-1)[0, -9:]
+    assert answer["log_probs"][1] == pytest.approx(float(rows.gather(1, ids[0, -9:, None]).sum()), abs=1e-4)
+
+
+def test_the_hub_that_is_not_there_and_what_is_no_choice(files):
+    with pytest.raises(DataError, match=r"could not be had from the hub .*--task-data"):
+        answer_tasks(ExactLengthModel(gpt(), BYTES), ["boolq"])
+    lm = ExactLengthModel(gpt(), Encoder(encode, encode, None))
+    for refused in (lm.generate_until, lm.loglikelihood_rolling):
+        with pytest.raises(UnsupportedError):
+            refused([])
+    with pytest.raises(UnsupportedError, match="no token to begin with"):
+        assert lm.eot_token_id
+
+
+def test_random_states_stay_as_they_were(files):
+    lm, before = ExactLengthModel(gpt(), BYTES), (torch.get_rng_state(), np.random.get_state()[1])
+    answer_tasks(lm, ["piqa"], folder=files, questions=2)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()

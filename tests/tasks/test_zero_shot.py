@@ -1,0 +1,92 @@
+"""Public files of zero-shot tasks, read as the hub names their columns."""
+
+import gzip
+import json
+
+import pytest
+
+from saf.errors import DataError
+from saf.tasks.zero_shot import ZERO_SHOT, read_questions, split_context
+
+LINES = {
+    "hellaswag": ("hellaswag_val.jsonl", {"activity_label": "Roof", "endings": ["a", "b", "c", "d"], "label": 3}),
+    "piqa": ("valid.jsonl", {"goal": "dresser", "sol1": "one ", "sol2": "two"}),
+    "boolq": ("val.jsonl", {"question": "is it", "passage": "It -- is.", "label": True}),
+}
+
+
+def write(folder, name, text, *, packed=False):
+    path = folder / (f"{name}.gz" if packed else name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    return path
+
+
+def arc(labels, key):
+    choices = [{"text": f"choice {label}", "label": label} for label in labels]
+    return json.dumps({"id": "q", "question": {"stem": "What?", "choices": choices}, "answerKey": key}) + "\n"
+
+
+@pytest.mark.parametrize(("labels", "key"), [("ABCDE", "E"), ("1234", "3"), ("ABC", "A")])
+def test_arc_has_answers_by_letters_and_by_numbers(tmp_path, labels, key):
+    write(tmp_path / "arc_easy", "ARC-Easy-Dev.jsonl", arc(labels, key))
+    (question,) = read_questions("arc_easy", tmp_path).rows
+    assert question["choices"]["label"] == list(labels)
+    assert question["choices"]["text"][question["choices"]["label"].index(question["answerKey"])] == f"choice {key}"
+    write(tmp_path / "arc_easy", "ARC-Easy-Test.jsonl", arc("ABCD", "1"))
+    with pytest.raises(DataError, match="the answer '1' names no choice of"):
+        read_questions("arc_easy", tmp_path)  # the test split comes first
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_piqas_labels_lie_beside_its_questions(tmp_path, packed):
+    folder, text = tmp_path / "piqa", json.dumps(LINES["piqa"][1]) + "\n"
+    write(folder, "valid.jsonl", text + text, packed=packed)
+    write(folder, "valid-labels.lst", "1\n0\n", packed=packed)
+    found = read_questions("piqa", tmp_path)
+    assert [row["label"] for row in found.rows] == [1, 0]
+    assert found.rows[0]["sol1"] == "one "
+    assert len(read_questions("piqa", tmp_path, limit=1).rows) == 1
+    write(folder, "valid-labels.lst", "1\n1\n", packed=packed)
+    assert read_questions("piqa", tmp_path).sha256 != found.sha256
+    write(folder, "valid-labels.lst", "1\n", packed=packed)
+    with pytest.raises(DataError, match=r"holds 2 questions, .* 1 labels"):
+        read_questions("piqa", tmp_path)
+
+
+def test_hellaswags_context_is_cut_where_the_file_does_not_say(tmp_path):
+    file, line = LINES["hellaswag"]
+    said = {**line, "ctx": "One. Two he", "ctx_a": "One. Two", "ctx_b": "he"}
+    write(tmp_path / "hellaswag", file, "\n".join(json.dumps(each) for each in (said, {**line, "ctx": "One. two he"})))
+    first, second = read_questions("hellaswag", tmp_path).rows
+    assert (first["ctx_a"], first["ctx_b"], first["label"]) == ("One. Two", "he", "3")
+    assert (second["ctx_a"], second["ctx_b"]) == ("One.", "two he")
+    assert split_context('He says "go." she') == ('He says "go."', "she")
+    assert split_context("a man") == ("", "a man")
+
+
+def test_sst2_keeps_the_space_that_ends_a_sentence(tmp_path):
+    write(tmp_path / "sst2", "dev.tsv", "sentence\tlabel\na sad film \t0\n")
+    assert read_questions("sst2", tmp_path).rows == [{"sentence": "a sad film ", "label": 0}]
+    write(tmp_path / "sst2", "dev.tsv", "sentence\tlabel\na sad film \t2\n")
+    with pytest.raises(DataError, match="line 2: expected a label from 0 to 1; got '2'"):
+        read_questions("sst2", tmp_path)
+
+
+def test_a_file_that_is_missing_or_wrong_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"boolq holds no val\.jsonl, gzipped or not"):
+        read_questions("boolq", tmp_path)
+    write(tmp_path / "boolq", "val.jsonl", "")
+    with pytest.raises(DataError, match="holds no question"):
+        read_questions("boolq", tmp_path)
+    write(tmp_path / "boolq", "val.jsonl", json.dumps({**LINES["boolq"][1], "label": 1}))
+    with pytest.raises(DataError, match="expected a label true or false; got 1"):
+        read_questions("boolq", tmp_path)
+    write(tmp_path / "hellaswag", "hellaswag_val.jsonl", json.dumps({**LINES["hellaswag"][1], "ctx": "A.", "label": 4}))
+    with pytest.raises(DataError, match="expected a label from 0 to 3; got 4"):
+        read_questions("hellaswag", tmp_path)
+
+
+def test_the_shared_files_are_read(shared):
+    counts = {name: len(read_questions(name, shared / "data" / "tasks").rows) for name in ZERO_SHOT}
+    assert counts == {"hellaswag": 5021, "piqa": 919, "arc_easy": 1188, "sst2": 436, "boolq": 1635}
