@@ -150,7 +150,7 @@ def main(settings: Settings) -> None:
     midpoint = settings.out / "ordinary" / f"checkpoint-{middle}"
     frozen, frozen_hash = arm(settings, data, "frozen", freezing, resume=midpoint)
     (event,) = freezing.events
-    change = compare_evaluations(settings.out / "ordinary/evaluation", settings.out / "frozen/evaluation", out=None)
+    change = compare_evaluations(settings.out / "ordinary/evaluation", settings.out / "frozen/evaluation")
     head = result_header(
         "trainer",
         asdict(settings),

@@ -44,7 +44,7 @@ def write_model_report(folder: Path, evaluations: Sequence[Path], out: Path) -> 
         raise InputError(
             f"a page about a model takes two evaluations, of the model before and after; got {len(evaluations)}"
         )
-    change = compare_evaluations(*evaluations, out=None) if evaluations else None
+    change = compare_evaluations(*evaluations) if evaluations else None
     if change and change["provenance"]["checkpoints"]["frozen"] != found["hash"]:
         raise InputError(
             f"{evaluations[1]} is not an evaluation of {folder} as it is; name the ordinary model's evaluation first, "
