@@ -6,8 +6,10 @@ second each form has a process of its own with empty caches on disk: the start, 
 and a second one of a head more in some layers. The time lost to an event is what its updates took beyond as many at
 the speed that follows, the event's own work left out.
 
-`--warm` measures events again in a process that finds the caches which the first one filled: what an event costs
-when its layouts were compiled ahead. `--only events --forms layers --warm` answers that for 124M in under two minutes.
+`--ahead` lets a process compile the layouts of all numbers of frozen heads between the start and the first event, as
+a run with `--compile-ahead` does while it trains, and waits for it. `--warm` measures events again in a process that
+finds the caches which the first one filled: what an event costs when its layouts were all compiled before.
+`--only events --forms layers --ahead` answers what an event costs for 124M in about two minutes.
 
 On a machine without a GPU: `--model tiny --points 32x2x2 --repeats 1 --pairs 1` shows that it runs.
 """
@@ -35,6 +37,7 @@ from saf.bench.model.update import CLIP, LEARNING_RATE, PRELOADED, Preloaded
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.models import GPT
+from saf.train.ahead import Layouts, start
 from saf.train.optimizer import build_optimizer
 from saf.train.updater import Updater
 
@@ -107,6 +110,23 @@ def stand_still(updater: Updater) -> dict:
     return {"lost_s": made + sum(each - speed for each in seconds), "first_s": seconds[0], "update_s": speed}
 
 
+def compiled_ahead(asked: argparse.Namespace, updater: Updater, model: GPT) -> dict:
+    """Compile the layouts of all numbers of frozen heads in a process beside this one; return what that took."""
+    point = point_of(asked.points[0])
+    layouts = Layouts(
+        model=model.config, length=point.length, batch_size=point.batch_size, execution=updater.execution,
+        kernel=asked.kernel, backend="auto", trainable=False, frozen=tuple(range(1, model.config.num_heads + 1)),
+    )  # fmt: skip
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        code = start(layouts, log).wait()
+        said = log.read_text()
+    if code:
+        raise RuntimeError(f"compiling ahead ended with code {code}: {said[-2000:]}")
+    return {"seconds": time.perf_counter() - began, "layouts": len(layouts.frozen), "bytes": layouts.bytes}
+
+
 def events(asked: argparse.Namespace) -> dict:
     """Return what each event of one form costs, in this process."""
     point = point_of(asked.points[0])
@@ -114,6 +134,8 @@ def events(asked: argparse.Namespace) -> dict:
     model = build(asked, point, device)
     updater = updater_of(model, asked.form, asked, point)
     found = {"start": stand_still(updater)}
+    if asked.ahead and asked.form == "layers":
+        found["ahead"] = compiled_ahead(asked, updater, model)
     first = quarter(model)
     freeze(model, first, updater.optimizer)
     found["first event"] = stand_still(updater)
@@ -161,6 +183,9 @@ def main() -> None:
     parser.add_argument("--form", choices=FORMS, help="measure the events of one form, in this process")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="whose events are measured")
     parser.add_argument("--warm", action="store_true", help="measure events again with the caches filled by the first")
+    parser.add_argument(
+        "--ahead", action="store_true", help="compile layouts in another process before the first event"
+    )
     parser.add_argument("--only", choices=("events", "pairs"))
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()

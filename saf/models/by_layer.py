@@ -8,6 +8,7 @@ norms it, as it is where the whole model is one program.
 """
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -28,24 +29,32 @@ class CompiledByLayer:
 
     Make another after heads were frozen or made live: it takes up what was compiled for this one. With
     `activation_checkpointing` the programs of a layer run again in the backward pass, which finds only their input.
+
+    Hooks around attention and MLP, which put the layers of a model in shares together, stay out of programs: such
+    modules are programs without the norm before them, and are called as modules.
     """
 
     def __init__(self, model: GPT, *, activation_checkpointing: bool = False):
         known = len(_programs)
         self._model = model
         self._recomputes = activation_checkpointing
-        self._layers = [_Layer(layer) for layer in cast(Iterable[DecoderLayer], model.blocks)]
+        layers = cast(Iterable[DecoderLayer], model.blocks)
+        self._layers = [_HookedLayer(each) if each.attention._forward_hooks else _Layer(each) for each in layers]
         self._loss = _program(_loss, model.norm, model.embed)
         self.new = len(_programs) - known
         """How many programs the first call compiles: those of layouts that were not met before."""
 
     def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, nats per token, as the model does."""
+        return self._loss(self._model.norm, self._model.embed.weight, *self.hidden(input_ids), targets)
+
+    def hidden(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream before the last layer's MLP, and what that adds to it; both `[B, T, C]`."""
         x, rotation = self._model.embedded(input_ids)
         change = _nothing_to_add(x)
         for layer in self._layers:
             x, change = recomputed(layer, x, change, rotation) if self._recomputes else layer(x, change, rotation)
-        return self._loss(self._model.norm, self._model.embed.weight, x, change, targets)
+        return x, change
 
 
 class _Layer:
@@ -61,6 +70,23 @@ class _Layer:
         x, change = program(*attention, x, change, rotation, None)
         program, *mlp = self._mlp
         return program(*mlp, x, change)
+
+
+class _HookedLayer:
+    """Run a layer whose modules have hooks: programs of the two sums with their norms, and one within each module."""
+
+    def __init__(self, layer: DecoderLayer):
+        self._parts = [(layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)]
+        self._sums = [_program(_summed, norm) for norm, _ in self._parts]
+        for _, module in self._parts:
+            module.forward = partial(_program(_forward, module), module)
+
+    def __call__(self, x: Tensor, change: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and what is added to it next, given both; all `[B, T, C]`."""
+        for add, (norm, module), rest in zip(self._sums, self._parts, ((rotation, None), ()), strict=True):
+            x, normed = add(norm, x, change)
+            change = module(normed, *rest)
+        return x, change
 
 
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
@@ -85,6 +111,17 @@ def _add(norm: nn.LayerNorm, module: nn.Module, x: Tensor, change: Tensor, *rest
     """Return the sum of the residual stream and what is added to it, and what a module adds next; all `[B, T, C]`."""
     x = x + change
     return x, module(norm(x), *rest)
+
+
+def _summed(norm: nn.LayerNorm, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the residual stream and what is added to it, and the norm of the sum; all `[B, T, C]`."""
+    x = x + change
+    return x, norm(x)
+
+
+def _forward(module: nn.Module, *inputs: Any) -> Tensor:
+    """Return what a module computes, its hooks left out."""
+    return type(module).forward(module, *inputs)
 
 
 def _loss(norm: nn.LayerNorm, weight: Tensor, x: Tensor, change: Tensor, targets: Tensor) -> Tensor:

@@ -100,6 +100,9 @@ class TrainConfig:
     compile: Compile = "auto"
     """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
     for all of one layout, which later events take up again: they compile only layouts that are new."""
+    compile_ahead: bool = False
+    """With compile=layers: compile the layouts that events may bring in a process beside training, so that an event
+    finds them in the compiler's cache on disk. Meanwhile it holds some memory of the device."""
     activation_checkpointing: bool = False
     """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
     less memory and more time."""
@@ -182,6 +185,9 @@ class TrainConfig:
             self.schedule.first_update(self.updates)
         self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
         self._require("rewarm", self.freeze is not None or not self.rewarm, "0 in a run without events")
+        fixed = self.freeze is not None and (self.freeze.operation, self.freeze.storage) == ("freeze", "compact")
+        useful = self.compile == "layers" and fixed
+        self._require("compile_ahead", useful or not self.compile_ahead, "False but to freeze with compile='layers'")
         recalls = self.task == MQARTask.name
         self._require("mqar", recalls or self.mqar == MQARSettings(), f"left out without task={MQARTask.name!r}")
         alone = self.freeze is None or self.freeze.backend != "fused"

@@ -13,6 +13,7 @@ import torch
 from saf.errors import CheckpointError, DivergenceError
 from saf.machine.processes import joined
 from saf.records.folders import no_room
+from saf.train.ahead import CompilingAhead
 from saf.train.checkpoint import latest
 from saf.train.clock import AFTERWARDS, Clock
 from saf.train.config import TrainConfig
@@ -51,12 +52,14 @@ def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
     with StopRequest() as stop:
         run = start_run(config, resume=resume, clock=clock)
         warn_of_gaps(run)
+        ahead = CompilingAhead()
         try:
             with _full_disk_explained(run, "logs"):
-                finished = _train(run, stop)
+                finished = _train(run, stop, ahead)
         except DivergenceError as error:
             raise DivergenceError(f"{error}. {run.last_good()}, with a lower peak_lr") from None
         finally:
+            ahead.stop()
             run.close()
     if not finished:
         return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
@@ -78,7 +81,7 @@ def _full_disk_explained(run: Run, files: str) -> Iterator[None]:
         ) from error
 
 
-def _train(run: Run, stop: "StopRequest") -> bool:
+def _train(run: Run, stop: "StopRequest", ahead: CompilingAhead) -> bool:
     """Run updates to the end; return False when a signal stopped them."""
     config, clock = run.config, run.clock
     run.model.train()
@@ -92,6 +95,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
         if run.observer and run.updater.compiling:
             run.observer.progress.compiling(run.update + 1)
         record = run_update(run)
+        ahead.begin(run)  # not before: now it is known what memory of the device training leaves
         if run.observer:
             run.observer.updated(record)
         if run.proposer:

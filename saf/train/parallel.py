@@ -225,8 +225,11 @@ class Shards(_Several):
         shares = _sharded_optimizer(optimizer, own, self._mesh)
         self._model, self._optimizer = model, optimizer
         forward, compiles = _called(sharded, execution)
+        if execution.by_layer:  # called through the module, whose hooks put together what no layer has
+            sharded.forward, forward = forward, sharded
         self._engine = Engine(forward, sharded, shares, compiles, gradients=self._gradients)
         self._let_go_()
+        gc.collect()  # an earlier engine's shares go now: its modules and their hooks are in cycles
         return self._engine
 
     @contextmanager
@@ -333,8 +336,11 @@ def _called(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any],
 
 
 def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
-    """Raise UnsupportedError for compiled execution and for patterns that are trained: they cannot be sharded yet."""
-    if execution.compile:
-        raise UnsupportedError("parallel='fsdp' runs uncompiled: pass compile='off', or train with parallel='ddp'")
+    """Raise UnsupportedError for a model compiled as a whole and for patterns that are trained: neither has shares."""
+    if execution.compile and not execution.by_layer:
+        raise UnsupportedError(
+            "parallel='fsdp' puts layers together one at a time: pass compile='layers' or 'off', or train with "
+            "parallel='ddp'"
+        )
     if trained_patterns:
         raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")

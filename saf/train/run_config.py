@@ -38,7 +38,7 @@ _ARITHMETIC = (
 _FREE_ON_RESUME = frozenset(
     (
         *("out", "data", "device", "activation_checkpointing", "parallel", "eval_every", "save_every", "save_at"),
-        *("keep", "log_every", "token_losses", "tensorboard", "quiet"),
+        *("keep", "log_every", "token_losses", "tensorboard", "quiet", "compile_ahead"),
     )
 )
 """Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""
@@ -152,7 +152,9 @@ def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> Tra
 
 def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -> TrainConfig:
     """Return what `continue_from` does, for a checkpoint that is open already."""
-    settings = TrainConfig.from_dict({**checkpoint.state["settings"], "freeze": None, "rewarm": 0}).to_dict()
+    settings = TrainConfig.from_dict(
+        {**checkpoint.state["settings"], "freeze": None, "rewarm": 0, "compile_ahead": False}
+    ).to_dict()
     if unknown := sorted(changes.keys() - settings.keys()):
         raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
     freeze = changes.get("freeze")

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,11 @@ def two(rank: int, folder: str, settings: dict) -> None:
             pretrain(config(folder, f"{name} {kind}", settings, parallel=kind, **story))
         again = {**STORIES["gradual"], "activation_checkpointing": True}
         pretrain(config(folder, f"again {kind}", settings, parallel=kind, **again))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # programs as traced, in seconds
+        for name in ("gradual", "again"):
+            layers = {"compile": "layers", "activation_checkpointing": name == "again", **STORIES["gradual"]}
+            pretrain(config(folder, f"{name} layers", settings, parallel="fsdp", **layers))
     model = GPT(preset("tiny"))
     optimizer = build_optimizer(model)
     engine = Shards(torch.device("cpu")).engine(model, optimizer, Execution.of("cpu"))
@@ -132,6 +138,12 @@ def test_pruning_and_gradual_freezing_are_those_of_one_process(stories, name, ki
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_computed_again_change_no_bit(stories, kind):
     assert numbers(stories / f"again {kind}") == numbers(stories / f"gradual {kind}")
+
+
+@pytest.mark.parametrize("name", ["gradual", "again"])
+def test_shares_compiled_by_layers_change_no_bit(stories, name):
+    assert events(stories / f"{name} layers") == events(stories / "gradual")
+    assert numbers(stories / f"{name} layers") == numbers(stories / "gradual fsdp")
 
 
 def test_four_processes_go_on_where_two_stopped_and_train_as_one(stories):

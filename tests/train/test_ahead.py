@@ -1,0 +1,98 @@
+"""Compiling ahead: what another process compiles are the programs that an event asks for, and a run begins it once."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+from saf.errors import InputError
+from saf.freezing.config import FreezeConfig
+from saf.machine.execution import Execution
+from saf.models import by_layer
+from saf.train import ahead, pretrain
+from saf.train.ahead import Layouts
+from tests.ops.counted_graphs import CountedGraphs
+
+LENGTH = 16
+SHAPE = saf.preset("tiny", vocab_size=40, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
+
+
+def layouts(**changes) -> Layouts:
+    values = {
+        **{"model": SHAPE, "length": LENGTH, "batch_size": 2, "execution": Execution.of("cpu", compile="layers")},
+        **{"kernel": "auto", "backend": "auto", "trainable": False, "frozen": (1, 2, 4)},
+    }
+    return Layouts(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"execution": Execution.of("cpu", precision="bf16", compile="layers")}], ids=str
+)
+def test_an_event_finds_its_programs(monkeypatch, changes):
+    """Compiled here in place of another process: not one graph more, whichever heads are frozen."""
+    graphs, asked = CountedGraphs(), layouts(**changes)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+    monkeypatch.setattr(by_layer, "_programs", {})
+    model = saf.GPT(SHAPE)
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+
+    def update() -> int:
+        compiled = adapter_for(model).compiled_by_layer()
+        with asked.execution.autocast():
+            loss = compiled(ids, targets=ids)
+        loss.backward()
+        return compiled.new
+
+    update()
+    asked.compile()
+    before = len(graphs.graphs)
+    alpha, rho = torch.randn(2, 7, LENGTH)
+    heads = [(0, 3), (1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)]
+    saf.install_(model, heads, saf.CompactPattern.from_parameters(alpha, rho))
+    assert (update(), len(graphs.graphs)) == (0, before)
+
+
+def test_what_is_asked_reaches_the_process_as_it_is():
+    assert Layouts.from_json(layouts().to_json()) == layouts()
+
+
+class Begun:
+    """Stand for the process."""
+
+    def __init__(self):
+        self.asked, self.ended = [], 0
+
+    def start(self, asked: Layouts, log: Path) -> "Begun":
+        assert log.parent.is_dir()
+        self.asked.append(asked)
+        return self
+
+    def terminate(self) -> None:
+        self.ended += 1
+
+    def wait(self) -> None:
+        assert self.ended
+
+
+def test_a_run_begins_it_once_and_ends_it(settings, monkeypatch):
+    begun = Begun()
+    monkeypatch.setattr(ahead, "start", begun.start)
+    monkeypatch.setattr("torch.compile", lambda model, **_: model)
+    monkeypatch.setattr(by_layer, "_programs", {})
+    freeze = FreezeConfig(count=1, max_fit_kl=10)
+    pretrain(settings(compile="layers", compile_ahead=True, updates=4, freeze=freeze))
+    (asked,) = begun.asked
+    assert (asked.batch_size, asked.length, asked.frozen, begun.ended) == (4, 32, (1, 2, 3, 4), 1)
+    pretrain(
+        settings("late", compile="layers", compile_ahead=True, updates=4, freeze=freeze, schedule=saf.OneTime(at=0))
+    )
+    assert len(begun.asked) == 1, "no event was to come"
+
+
+@pytest.mark.parametrize("changes", [{"compile": "on"}, {"freeze": FreezeConfig(operation="prune")}, {"freeze": None}])
+def test_where_it_would_do_nothing_it_is_refused(settings, changes):
+    with pytest.raises(InputError, match="compile_ahead must be False but to freeze with compile='layers'"):
+        settings(**{"compile": "layers", "compile_ahead": True, "freeze": FreezeConfig(), **changes})
