@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for
 from saf.arguments import checked
 from saf.calibration import calibrate, heads_at_a_time, refit_output
-from saf.calibration.capture import Batch, read_batches
+from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
 from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
@@ -129,16 +129,17 @@ def _decide(
     **options: Any,
 ) -> FreezeReport:
     """Measure, score, select, fit and refit; the model stays as it is."""
-    kept = batches if isinstance(batches, Tensor | Mapping) else list(batches)
-    ids = read_batches(kept)
-    _warn_if_shorter(ids[0].shape[-1], longest)
+    kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
+    sequences = read_sequences(kept)
+    ids = read_batches(kept) if config.heldout_kl else []  # whose halves must have one length
+    _warn_if_shorter(sequences.length, longest)
     adapter = adapter_for(model)
     layouts = [site.layout for site in adapter.sites()]
     check_heads(config, layouts)
-    config.check_length(ids[0].shape[-1])
+    config.check_length(sequences.length)
     names = {name for name in (config.score, config.match) if name is not None}
     collect = scores_collect(config, given)
-    statistics = calibrate(model, ids, collect=collect, **options, progress=progress, watch=watch)
+    statistics = calibrate(model, kept, collect=collect, **options, progress=progress, watch=watch)
     with watch("score"):
         scores = {
             name: score(statistics, name, **gather(model, kept, statistics, name, given=given, heldout=heldout))
@@ -148,7 +149,7 @@ def _decide(
         }
     if config.heads is None:
         for name, values in scores.items():
-            check_ranks(name, values, num_sequences=sum(map(len, ids)))
+            check_ranks(name, values, num_sequences=len(sequences.lengths))
     with watch("select"):
         group_size = layouts[0].num_heads // layouts[0].num_kv_heads
         choose = choose_by(scores, config, group_size=group_size)
@@ -156,7 +157,7 @@ def _decide(
     def make(heads: HeadSet) -> Mapping[Head, Judged]:
         if config.operation == "prune":
             return dict.fromkeys(heads, Judged())
-        return make_patterns(model, ids, statistics, heads, config, watch)
+        return make_patterns(model, kept, statistics, heads, config, watch)
 
     before = len(adapter.heads(config.kind))
     accepted, rejected = accept(choose, make, config, before=before)
@@ -166,7 +167,7 @@ def _decide(
     patterns, output = _stack([made.pattern for made in frozen.values()]), {}
     if config.refit and patterns is not None:
         with watch("refit"):
-            output = refit_output(model, ids, heads, patterns)
+            output = refit_output(model, kept, heads, patterns)
     return FreezeReport(
         heads=heads,
         patterns=patterns,
@@ -188,7 +189,7 @@ def _decide(
 
 def make_patterns(
     model: nn.Module,
-    ids: list[Tensor],
+    batches: Iterable[Batch],
     statistics: AttentionStatistics,
     heads: HeadSet,
     config: FreezeConfig,
@@ -202,7 +203,7 @@ def make_patterns(
     made: dict[Head, Made] = {}
     size = heads_at_a_time(model, names, sequences=statistics.num_sequences, length=statistics.length)
     for some in _chunks(heads, size):
-        found = calibrate(model, ids, collect=names, heads=some, watch=watch) if names else statistics
+        found = calibrate(model, batches, collect=names, heads=some, watch=watch) if names else statistics
         with watch("fit"):
             made |= _make(found, some, config, adapter_for(model).device)
     return made
