@@ -9,6 +9,7 @@ from saf.bench.accuracy.errors import ErrorSettings
 from saf.bench.freezing.settings import CalibrationSettings
 from saf.bench.harness.settings import BenchSettings
 from saf.bench.kinds import BENCHMARKS, measure
+from saf.bench.model.finetune import FinetuneUpdateSettings
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.model.update import UpdateSettings
 from saf.bench.operator.case import OpSettings
@@ -57,6 +58,15 @@ class Update(_Bench, UpdateSettings):
 
 
 @dataclass(kw_only=True)
+class Finetune(_Bench, FinetuneUpdateSettings):
+    """Time updates of finetuning on a task's own examples, padded to the longest of each micro-batch.
+
+    Each order of the examples is measured by itself, the mean of their ratios is told. Ratios are the baseline's time
+    over the arm's: above 1 the arm is faster.
+    """
+
+
+@dataclass(kw_only=True)
 class Prefill(_Bench, PrefillSettings):
     """Time forward passes over whole prompts, with the output layer on the last token alone.
 
@@ -88,4 +98,11 @@ def parts(record: Mapping[str, Any]) -> Iterator[Part]:
         yield REFUSED
 
 
-COMMANDS = {"op": Op, "update": Update, "prefill": Prefill, "errors": Errors, "calibration": Calibration}
+COMMANDS = {
+    "op": Op,
+    "update": Update,
+    "finetune": Finetune,
+    "prefill": Prefill,
+    "errors": Errors,
+    "calibration": Calibration,
+}
