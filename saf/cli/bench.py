@@ -9,6 +9,7 @@ from saf.bench.accuracy.errors import ErrorSettings
 from saf.bench.freezing.settings import CalibrationSettings
 from saf.bench.harness.settings import BenchSettings
 from saf.bench.kinds import BENCHMARKS, measure
+from saf.bench.model.decode import DecodeSettings
 from saf.bench.model.finetune import FinetuneUpdateSettings
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.model.update import UpdateSettings
@@ -75,6 +76,14 @@ class Prefill(_Bench, PrefillSettings):
 
 
 @dataclass(kw_only=True)
+class Decode(_Bench, DecodeSettings):
+    """Time one more token of every sequence after a filled cache of fixed size, and tell the cache's bytes.
+
+    Ratios are the baseline's time over the arm's: above 1 the arm is faster.
+    """
+
+
+@dataclass(kw_only=True)
 class Errors(_Bench, ErrorSettings):
     """Measure errors against float64 of a mixed layer and of frozen heads alone, outputs and every gradient.
 
@@ -103,6 +112,7 @@ COMMANDS = {
     "update": Update,
     "finetune": Finetune,
     "prefill": Prefill,
+    "decode": Decode,
     "errors": Errors,
     "calibration": Calibration,
 }
