@@ -61,6 +61,10 @@ class AttentionStatistics:
     num_sequences: int
     sequences_hash: str
     """SHA-256 of the calibration tokens."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. Then a row's mean and
+    variance are over the sequences that reach it, see `row_counts`; `variance` and `forward_kl` average the rows that
+    two or more reach, the others all rows of the mean pattern alike."""
     collected: Mapping[str, Tensor] = field(default_factory=dict)
     """What was asked for by name, see `COLLECTIONS`; the first dimension follows `collected_heads`."""
     collected_heads: HeadSet = field(default_factory=HeadSet)
@@ -73,6 +77,8 @@ class AttentionStatistics:
         heads = self.variance.shape
         if self.length < 1 or self.num_sequences < 1:
             raise InputError(f"length and num_sequences must be at least 1; got {self.length} and {self.num_sequences}")
+        if self.lengths and (len(self.lengths) != self.num_sequences or max(self.lengths) != self.length):
+            raise InputError(f"lengths must be of {self.num_sequences} sequences, at most {self.length} tokens each")
         if len(heads) != 2:
             raise InputError(f"variance must be [L, H]; got {list(heads)}")
         for name in _TENSORS:
@@ -92,8 +98,14 @@ class AttentionStatistics:
     def __repr__(self) -> str:
         layers, heads = self.variance.shape
         kept = f", with {', '.join(self.collected)}" if self.collected else ""
-        measured = f"{layers} x {heads} heads, {self.num_sequences} sequences of {self.length} tokens"
-        return f"AttentionStatistics({measured}{kept})"
+        measured = sequences_in_words(self.num_sequences, self.length, self.lengths)
+        return f"AttentionStatistics({layers} x {heads} heads, {measured}{kept})"
+
+    @property
+    def row_counts(self) -> Tensor:
+        """Return how many sequences reach each row, int64 `[T]`."""
+        reached = torch.tensor(self.lengths or (self.length,) * self.num_sequences)
+        return (reached[:, None] > torch.arange(self.length)).sum(0)
 
     @property
     def measured(self) -> Tensor:
@@ -125,7 +137,7 @@ class AttentionStatistics:
             raise InputError("parts must be statistics, one at least; got none")
         first = parts[0]
         for part in parts[1:]:
-            same = ("length", "num_sequences", "sequences_hash", "positions")
+            same = ("length", "num_sequences", "sequences_hash", "lengths", "positions")
             differing = [name for name in same if getattr(part, name) != getattr(first, name)]
             if differing or set(part.collected) != set(first.collected):
                 raise InputError(
@@ -146,6 +158,7 @@ class AttentionStatistics:
             length=first.length,
             num_sequences=first.num_sequences,
             sequences_hash=first.sequences_hash,
+            lengths=first.lengths,
             collected=collected,
             collected_heads=HeadSet(given),
             positions=first.positions,
@@ -154,7 +167,8 @@ class AttentionStatistics:
     @checked
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, whole or not at all."""
-        meta = {name: getattr(self, name) for name in ("length", "num_sequences", "sequences_hash", "positions")}
+        names = ("length", "num_sequences", "sequences_hash", "lengths", "positions")
+        meta = {name: getattr(self, name) for name in names}
         meta |= {"schema": SCHEMA, "collected_heads": self.collected_heads.to_list()}
         tensors = {name: getattr(self, name) for name in _TENSORS}
         tensors |= {f"collected.{name}": tensor for name, tensor in self.collected.items()}
@@ -175,9 +189,21 @@ class AttentionStatistics:
             was = f"expected SHA-256 {recorded}" if recorded else "an earlier version wrote it without a SHA-256"
             raise CheckpointError(f"{path} cannot be trusted: {was}, its tensors have {found}; measure again")
         meta["collected_heads"] = HeadSet.from_list(meta.get("collected_heads", ()))
-        meta["positions"] = tuple(meta.get("positions", ()))
+        meta |= {name: tuple(meta.get(name, ())) for name in ("lengths", "positions")}
         collected = {name.removeprefix("collected."): t for name, t in tensors.items() if name.startswith("collected.")}
         return cls(**{name: tensors[name] for name in _TENSORS}, **meta, collected=collected)
+
+
+def sequences_in_words(count: int, length: int, lengths: Sequence[int] = ()) -> str:
+    """Return how many sequences there are of how many tokens, and where they are unequal how far two of them reach.
+
+    >>> sequences_in_words(3, 9, (9, 7, 2))
+    '3 sequences of 2 to 9 tokens (7 rows are reached by two or more)'
+    """
+    if not lengths:
+        return f"{count} sequences of {length:,} tokens"
+    reached = f"{lengths[min(1, count - 1)]:,} rows are reached by two or more"
+    return f"{count} sequences of {lengths[-1]:,} to {length:,} tokens ({reached})"
 
 
 _TENSORS = tuple(field.name for field in fields(AttentionStatistics) if field.type is Tensor)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saf.adapters.adapter import Adapter, Site
+from saf.errors import UnsupportedError
 from saf.heads import EDITED
 from saf.records.files import file_hash, write_json, write_tensors
 
@@ -48,11 +49,28 @@ def described(sites: Sequence[Site]) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def described_beside(adapter: Adapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return `described` for a model whose weights another library keeps: with what tells these weights from others."""
+    """Return `described` for a model whose weights another library keeps: with what tells these weights from others.
+
+    Raises UnsupportedError for weights that `check_plain_weights` refuses.
+    """
+    for site in adapter.sites():
+        check_plain_weights(site)
     state, tensors = described(adapter.sites())
     for layer, site in zip(state["layers"], adapter.sites(), strict=True):
         layer["weights"] = sums_of(site)
     return state | {"attention": adapter.attention_settings()}, tensors
+
+
+def check_plain_weights(site: Site) -> None:
+    """Raise UnsupportedError for projections whose weights are no plain tensors, as quantised and sharded ones are."""
+    for role, (weight, _) in site.projections().items():
+        if type(weight) not in (nn.Parameter, Tensor):
+            kind = type(weight)
+            raise UnsupportedError(
+                f"the weights of a layer's {role} are {kind.__module__}.{kind.__name__}, whose rows can be neither "
+                "moved nor saved by heads: freeze, edit and save the model in its own weights, and quantise it once it "
+                "is open"
+            )
 
 
 def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *others: Path) -> None:

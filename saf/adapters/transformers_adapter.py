@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from saf.adapters.adapter import Adapter, Removed, Sink
+from saf.adapters.description import check_plain_weights
 from saf.adapters.family import CONV1D, Family
 from saf.adapters.gemma import GEMMA2, GEMMA3
 from saf.adapters.gpt2 import GPT2
@@ -118,8 +119,9 @@ class TransformersSite:
         return self._family.norm_after
 
     def check(self, layout: HeadLayout) -> None:
-        """Raise UnsupportedError for attention dropout, for attention that is not plainly causal, for replaced code."""
+        """Raise UnsupportedError for attention dropout, quantised weights, acausal attention, for replaced code."""
         self._adapter.check_dropout()
+        check_plain_weights(self)
         if layout.frozen and self.stays_ordinary is not None:
             raise UnsupportedError(f"{self.stays_ordinary}; leave its heads live")
         if layout.frozen and not getattr(self.attention, "is_causal", True):

@@ -158,8 +158,18 @@ def before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
 
 
 def check_layout(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Raise CheckpointError for weights of a layer that tell of other frozen heads, or of none."""
-    module.saf.compare_layout(state_dict, prefix, f"{prefix}saf.{LAYOUT}")
+    """Raise CheckpointError for weights of a layer that tell of other frozen heads, or of none.
+
+    Adapters of LoRA alone tell of none, and have to fit by their shapes.
+    """
+    names = [prefix + name for name in module.saf.family.projections.values()]
+    told = f"{prefix}saf.{LAYOUT}"
+    if not state_dict.keys().isdisjoint([told, *(f"{name}{own}" for name in names for own in _WEIGHTS)]):
+        module.saf.compare_layout(state_dict, prefix, told)
+
+
+_WEIGHTS = (".weight", ".base_layer.weight")
+"""What a projection's own weight is called, and under an adapter of peft."""
 
 
 def attend(

@@ -18,6 +18,7 @@ from saf.analysis import (
     recovery,
     stability,
     storage,
+    zero_shot,
 )
 from saf.analysis.model import Record
 from saf.records.table import Part
@@ -45,6 +46,7 @@ ANALYSES: dict[str, Analysis] = {
     "storage": Analysis(storage.Storage, storage.measure, storage.tables),
     "geometry": Analysis(geometry.Geometry, geometry.measure, geometry.tables),
     "fits": Analysis(fits.Fits, fits.measure, fits.tables),
+    "zero-shot": Analysis(zero_shot.ZeroShot, zero_shot.measure, zero_shot.tables),
     "distributions": Analysis(distributions.Distributions, distributions.measure, distributions.tables),
 }
 """By the name that the command line and the records have for it."""

@@ -16,27 +16,106 @@ Batch = Tensor | Mapping[str, Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
+class Sequences(NamedTuple):
+    """Hold calibration sequences, longest first, in batches padded behind, and how many tokens of each count."""
+
+    ids: list[Tensor]
+    """LongTensors `[B, T]` on the CPU; those of unequal lengths are as wide as their longest sequence."""
+    lengths: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of the longest one."""
+        return self.lengths[0]
+
+    @property
+    def unequal(self) -> tuple[int, ...]:
+        """Return the lengths where they differ; none where all are one."""
+        return self.lengths if self.lengths[-1] < self.lengths[0] else ()
+
+    def without_padding(self) -> list[Tensor]:
+        """Return batches that hold nothing but tokens: those of one length as they are, otherwise each by itself."""
+        if not self.unequal:
+            return self.ids
+        rows = (row for batch in self.ids for row in batch)
+        return [row[None, :length] for row, length in zip(rows, self.lengths, strict=True)]
+
+    @property
+    def hash(self) -> str:
+        """Return the SHA-256 of the tokens, and of the lengths where they differ."""
+        if not self.unequal:
+            return hash_of(torch.cat(self.ids))
+        return hash_of(torch.cat([torch.tensor(self.lengths), *(row[0] for row in self.without_padding())]))
+
+
+def read_sequences(batches: Iterable[Batch]) -> Sequences:
+    """Return sequences that may have unequal lengths; those of one length stay in the batches that they come in.
+
+    Raises InputError as `read_rows` does.
+    """
+    ids, counts = read_rows(batches)
+    lengths = [length for each in counts for length in each]
+    if len({*lengths, *(tokens.shape[1] for tokens in ids)}) == 1:
+        return Sequences(ids, tuple(lengths))
+    rows = [row[:length] for row, length in zip((row for tokens in ids for row in tokens), lengths, strict=True)]
+    rows.sort(key=len, reverse=True)
+    sizes = [len(tokens) for tokens in ids]
+    parts = [rows[sum(sizes[:at]) : sum(sizes[: at + 1])] for at in range(len(sizes))]
+    # What stands behind a sequence is never looked at; 0 is a token of every vocabulary.
+    padded = [nn.utils.rnn.pad_sequence(part, batch_first=True) for part in parts if part]
+    return Sequences(padded, tuple(map(len, rows)))
+
+
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     """Return the token ids of batches on the CPU; raise InputError unless they are integer `[B, T]` of one T >= 1."""
+    ids, counts = read_rows(batches)
+    if any(length < tokens.shape[1] for tokens, each in zip(ids, counts, strict=True) for length in each):
+        raise InputError("these sequences must not be padded; give sequences of one full length")
+    if len(lengths := {tokens.shape[1] for tokens in ids}) > 1:
+        raise InputError(f"these sequences must have one length; got {sorted(lengths)}")
+    return ids
+
+
+def read_rows(batches: Iterable[Batch]) -> tuple[list[Tensor], list[list[int]]]:
+    """Return the token ids of batches on the CPU, LongTensors `[B, T]`, and how many tokens of each row count.
+
+    An `attention_mask` beside `input_ids` says which; what does not count stands behind.
+
+    Raises:
+        InputError: No sequences, ids that are no integer `[B, T]`, a mask that is not of their shape or has a gap, or
+            a sequence without a token.
+    """
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {_kind(batches)}")
-    ids = []
-    given: Any
-    for given in batches:
-        batch = given[0] if isinstance(given, list | tuple) and len(given) == 1 else given  # as of a TensorDataset
+    ids, counts = [], []
+    for batch in map(unwrapped, batches):
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
             raise InputError(f"batches must be integer tensors [B, T]; got {_kind(tokens)}")
-        if isinstance(batch, Mapping) and not bool(torch.as_tensor(batch.get("attention_mask", 1)).all()):
-            raise InputError("calibration sequences must not be padded; give sequences of one full length")
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         ids.append(tokens.long().cpu())
+        counts.append([tokens.shape[1]] * len(tokens) if mask is None else _counted(mask, tokens))
     if not ids or not sum(map(len, ids)):
         raise InputError("calibration needs batches of at least one sequence; got none")
-    if len(lengths := {tokens.shape[1] for tokens in ids}) > 1:
-        raise InputError(f"calibration sequences must have one length; got {sorted(lengths)}")
-    if 0 in lengths:
+    if 0 in (length for each in counts for length in each):
         raise InputError("calibration sequences need at least one token; got none")
-    return ids
+    return ids, counts
+
+
+def unwrapped(batch: Any) -> Any:
+    """Return a batch, out of the list of one in which the loader of a TensorDataset hands it."""
+    return batch[0] if isinstance(batch, list | tuple) and len(batch) == 1 else batch
+
+
+def _counted(mask: Any, tokens: Tensor) -> list[int]:
+    """Return how many tokens of each row a mask keeps; raise InputError unless they are the row's first ones."""
+    mask = torch.as_tensor(mask).cpu().bool()
+    if mask.shape != tokens.shape:
+        raise InputError(f"attention_mask must have the shape of input_ids, {list(tokens.shape)}; got {_kind(mask)}")
+    lengths = mask.sum(1)
+    if not torch.equal(mask, torch.arange(mask.shape[1]) < lengths[:, None]):
+        raise InputError("padding of calibration sequences must stand behind their tokens; pad on the right")
+    return lengths.tolist()
 
 
 def read_targets(batches: Sequence[Batch], ids: Sequence[Tensor]) -> list[Tensor] | None:
@@ -123,11 +202,12 @@ Captured = tuple[Tensor, Tensor]
 def capture(adapter: Adapter, wanted: Mapping[int, Wanted], ids: Sequence[Tensor]) -> dict[int, Captured]:
     """Run the model over all sequences, a batch at a time, and return queries and keys of the wanted layers.
 
-    Each is copied into its place as it comes, so that no more is held than what is returned and one forward pass.
+    Each is copied into its place as it comes, so that no more is held than what is returned and one forward pass. T is
+    the first batch's, the longest; behind shorter ones there are zeros.
     """
     sites = adapter.sites()
-    count = sum(map(len, ids))
-    kept = {layer: (_Kept(parts.queries, count), _Kept(parts.keys, count)) for layer, parts in wanted.items()}
+    shape = sum(map(len, ids)), ids[0].shape[1]
+    kept = {layer: (_Kept(parts.queries, *shape), _Kept(parts.keys, *shape)) for layer, parts in wanted.items()}
     with ExitStack() as stack:
         for layer, both in kept.items():
             stack.enter_context(sites[layer].capture(_sink(*both)))
@@ -149,16 +229,18 @@ def _sink(queries: "_Kept", keys: "_Kept") -> Callable[[Tensor, Tensor], None]:
 class _Kept:
     """Keep some heads of all sequences; positions lie outside heads in memory, as models store them."""
 
-    def __init__(self, heads: list[int], count: int):
-        self._heads, self._count, self._filled = heads, count, 0
+    def __init__(self, heads: list[int], count: int, length: int):
+        self._heads, self._count, self._length, self._filled = heads, count, length, 0
         self._whole: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
         """Copy the kept heads of the next sequences behind those kept before; `part` is [sequences, heads, T, D]."""
         if self._whole is None:
-            shape = (self._count, part.shape[2], len(self._heads), part.shape[3])
+            shape = (self._count, self._length, len(self._heads), part.shape[3])
             self._whole = part.new_empty(shape).transpose(1, 2)
         place = self._whole[self._filled : self._filled + len(part)]
+        place[:, :, part.shape[2] :] = 0
+        place = place[:, :, : part.shape[2]]
         place.copy_(part if len(self._heads) == part.shape[1] else part[:, self._heads])
         self._filled += len(part)
 

@@ -9,24 +9,34 @@ from saf.calibration.layer import LayerStatistics, diagonal_sums, floor_rows
 from saf.statistics import FLOOR
 
 
-def dense_statistics(query: Tensor, key: Tensor, *, kv_head: Sequence[int]) -> LayerStatistics:
-    """Measure heads as `measure_layer` does, written as the paper writes it; holds `[N, heads, T, T]` in float64."""
+def dense_statistics(
+    query: Tensor, key: Tensor, *, kv_head: Sequence[int], lengths: Sequence[int] | None = None
+) -> LayerStatistics:
+    """Measure heads as `measure_layer` does, written as the paper writes it; holds `[N, heads, T, T]` in float64.
+
+    With `lengths`, row i of sequence n counts where i < lengths[n], in any order of the sequences.
+    """
     count, _, length, dim = query.shape
     scores = query.double() @ key.double()[:, list(kv_head)].mT / dim**0.5
     causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     pattern = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-    mean = pattern.mean(0)
-    deviation = ((pattern - mean) ** 2).sum((0, 2, 3))
+    ends = torch.tensor(list(lengths or [length] * count), device=query.device)
+    reaches = (torch.arange(length, device=query.device) < ends[:, None])[:, None, :, None]  # [N, 1, T, 1]
+    reached = reaches.sum(0).double()  # [1, T, 1]
+    pattern = torch.where(reaches, pattern, 0)
+    mean = pattern.sum(0) / reached
+    deviation = torch.where(reaches, (pattern - mean) ** 2, 0).sum(0) / (reached - 1).clamp(min=1)
     # The mean of the smallest numbers may be zero where they are not.
     above_zero = mean.clamp(min=torch.finfo(mean.dtype).tiny)
-    divergence = (torch.xlogy(pattern, pattern) - torch.xlogy(pattern, above_zero)).sum((0, 2, 3))
+    divergence = (torch.xlogy(pattern, pattern) - torch.xlogy(pattern, above_zero)).sum(0) / reached
+    compared = int((reached > 1).sum()) or length
     floored = mean.clamp(min=FLOOR) * causal
     floored = floored / floored.sum(-1, keepdim=True)
     position = torch.arange(length, device=query.device)
     distance = (position[:, None] - position)[causal]
     return LayerStatistics(
-        variance=deviation / (max(count - 1, 1) * length**2),
-        forward_kl=divergence / (count * length),
+        variance=deviation.sum((1, 2)) / compared**2,
+        forward_kl=divergence.sum((1, 2)) / compared,
         eta_abs=floored.sum(1),
         eta_rel=torch.zeros_like(floored[:, 0]).index_add(1, distance, floored[:, causal]),
         row_entropy=-torch.xlogy(floored, floored).sum((1, 2)) / length,

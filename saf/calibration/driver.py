@@ -10,13 +10,13 @@ from saf.adapters import Adapter, adapter_for
 from saf.arguments import checked
 from saf.calibration.capture import (
     Batch,
+    Sequences,
     Wanted,
     capture,
     check_heads,
     check_vocabulary,
     evaluation_mode,
-    hash_of,
-    read_batches,
+    read_sequences,
 )
 from saf.calibration.collect import COLLECT_BYTES, Collection
 from saf.calibration.layer import LayerStatistics, measure_layer
@@ -46,7 +46,9 @@ def calibrate(
 
     Args:
         model: A supported model; weights, gradients, training mode and random states are left as they were.
-        batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`; one T.
+        batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`. Sequences may have unequal lengths: T
+            differs from batch to batch, or an `attention_mask` marks padding behind them, which enters nothing. The
+            patterns are as long as the longest; what is measured of a row is of the sequences that reach it.
         collect: What to keep beside the statistics, names of `saf.statistics.COLLECTIONS`.
         heads: The heads to measure; if not given, all live heads of layers that can be frozen (none of those that
             attend within a sliding window). Others are NaN.
@@ -64,18 +66,19 @@ def calibrate(
         Exact statistics of all sequences together; no `T x T` array is held but those asked for.
 
     Raises:
-        InputError: No sequences, unequal lengths, or ids that are not a `[B, T]` integer tensor; heads that are
-            not live, unknown names to collect, more to collect than `collect_limit`, or more to hold than fits.
+        InputError: No sequences, padding ahead of one, or ids that are not a `[B, T]` integer tensor; heads that are
+            not live, unknown names to collect, what is kept of every sequence (`rows`, `logit_rows`) where lengths are
+            unequal, more to collect than `collect_limit`, or more to hold than fits.
         CheckpointError: `folder` holds something else, other inputs' layers, or a damaged file.
         UnsupportedError: Heads of a layer that stays ordinary, or a model all of whose layers do.
         DivergenceError: Queries or keys that are not finite.
     """
     adapter = adapter_for(model)
     sites = adapter.sites()
-    ids = read_batches(batches)
-    check_vocabulary(adapter, ids)
+    sequences = read_sequences(batches)
+    check_vocabulary(adapter, sequences.ids)
     chosen = check_heads(adapter, heads)
-    plan = plan_for(adapter, ids, chosen, collect=collect, positions=positions, capture_bytes=capture_bytes)
+    plan = plan_for(adapter, sequences, chosen, collect=collect, positions=positions, capture_bytes=capture_bytes)
     dtype = torch.float64 if adapter.dtype == torch.float64 else torch.float32
     kept = Collection(
         collect,
@@ -89,7 +92,8 @@ def calibrate(
     result = _Result(len(sites), sites[0].layout.num_heads, plan.length, chosen, kept)
     store, total = None, len(plan.layers)
     if folder is not None:
-        store = LayerFolder(folder, inputs_of(model, ids, heads=chosen, collect=collect, positions=kept.positions))
+        inputs = inputs_of(model, sequences, heads=chosen, collect=collect, positions=kept.positions)
+        store = LayerFolder(folder, inputs)
         done = store.finished(plan.layers)
         for layer in done:
             result.put(layer, store.read(layer))
@@ -98,7 +102,7 @@ def calibrate(
     say(total - len(plan.layers), total)
     watch = Stopwatch() if watch is None else watch
     with torch.no_grad(), evaluation_mode(model):
-        for layer, measured in _measure(adapter, plan, ids, kept, watch):
+        for layer, measured in _measure(adapter, plan, sequences, kept, watch):
             result.put(layer, measured)
             if store is not None:
                 store.write(layer, measured | kept.part(layer))
@@ -107,7 +111,8 @@ def calibrate(
         **result.statistics,
         length=plan.length,
         num_sequences=plan.sequences,
-        sequences_hash=hash_of(torch.cat(ids)),
+        sequences_hash=sequences.hash,
+        lengths=sequences.unequal,
         collected=kept.tensors,
         collected_heads=chosen if kept.tensors else HeadSet(),
         positions=kept.positions,
@@ -115,14 +120,14 @@ def calibrate(
 
 
 def _measure(
-    adapter: Adapter, plan: CalibrationPlan, ids: list[Tensor], kept: Collection, watch: Stopwatch
+    adapter: Adapter, plan: CalibrationPlan, sequences: Sequences, kept: Collection, watch: Stopwatch
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the plan's layers with their statistics, on the CPU."""
     sites = adapter.sites()
     for group in plan.groups:
         wanted = {layer: Wanted.of(sites[layer], plan.heads.in_layer(layer)) for layer in group}
         with watch("capture"):
-            captured = capture(adapter, wanted, ids)
+            captured = capture(adapter, wanted, sequences.ids)
         for layer in group:
             with watch("statistics"):
                 query, key = captured.pop(layer)
@@ -133,6 +138,7 @@ def _measure(
                     scale=sites[layer].scale,
                     soft_cap=sites[layer].soft_cap,
                     take=kept.layer(layer),
+                    lengths=sequences.lengths,
                 )
                 measured = {name: values.cpu() for name, values in found._asdict().items()}
                 del query, key

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from saf.adapters import Adapter, Rows, Site, adapter_for, rows_of
 from saf.arguments import checked
-from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches, read_targets
+from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_rows, read_targets
 from saf.errors import CheckpointError, InputError
 
 BETA = 0.9
@@ -123,8 +123,8 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
     Args:
         model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
         batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`, and `targets` of the same shape where
-            the loss is of other tokens than every next one (-100 is no target). Sequences are run one by one, since
-            the absolute value is taken of each one's gradient.
+            the loss is of other tokens than every next one (-100 is no target). Sequences are run one by one, without
+            their padding, since the absolute value is taken of each one's gradient.
         loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; that of the targets, or of the next token,
             if not given.
 
@@ -134,7 +134,7 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
     """
     adapter = adapter_for(model)
     kept = batches if isinstance(batches, Tensor | Mapping) else list(batches)
-    ids = read_batches(kept)
+    ids, lengths = read_rows(kept)
     targets = read_targets(kept, ids) if isinstance(kept, list) else None
     if loss is not None and targets is not None:
         raise InputError("targets have no effect beside loss=; leave one of them out")
@@ -146,11 +146,12 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
         check_vocabulary(adapter, ids)
         for number, batch in enumerate(ids):
             counted = None if targets is None else targets[number].to(adapter.device)
-            for row, sequence in enumerate(batch.to(adapter.device).split(1)):
+            for row, padded in enumerate(batch.to(adapter.device).split(1)):
+                sequence = padded[:, : (length := lengths[number][row])]
                 if loss is not None:
                     value = loss(adapter.model, sequence)
                 elif counted is not None:
-                    value = adapter.next_token_loss(sequence, counted[row : row + 1])
+                    value = adapter.next_token_loss(sequence, counted[row : row + 1, :length])
                 else:
                     value = _next_token_loss(adapter, sequence)
                 gradients = torch.autograd.grad(value, weights)

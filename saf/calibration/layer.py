@@ -35,7 +35,10 @@ class LayerStatistics(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Hold query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all."""
+    """Hold query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all.
+
+    N sequences reach these rows: of unequal lengths the longest ones.
+    """
 
     start: int
     end: int
@@ -65,6 +68,7 @@ def measure_layer(
     strip_elements: int | None = None,
     take: Take | None = None,
     backend: str = "auto",
+    lengths: Sequence[int] | None = None,
 ) -> LayerStatistics:
     """Measure heads from rotated `query [N, heads, T, D]` and `key [N, K, T, D]`; head h reads key `kv_head[h]`.
 
@@ -75,20 +79,24 @@ def measure_layer(
     float64. Results do not depend on `rows` or `strip_elements` beyond rounding. `take` sees every strip once.
     Where the Triton kernels can run, `backend="auto"` takes them instead, "strips" does not, and "triton" raises
     UnsupportedError where they cannot: they hold no strip for `take`, and know no soft cap.
+
+    Of sequences of unequal `lengths`, longest first and the first one T, a row's mean and variance are over the n(i)
+    sequences that reach it; what stands behind a sequence never enters. Variance and divergence average the rows that
+    two sequences or more reach (`compared_rows`), marginals and entropy all rows of the mean pattern alike.
     """
     if _uses_kernels(query, key, backend, strips_wanted=take is not None, soft_cap=soft_cap):
         from saf.calibration.tiles import measure_by_kernel
 
-        return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
+        return measure_by_kernel(query, key, kv_head=kv_head, scale=scale, lengths=lengths)
     count, heads, length, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
     limit = strip_limit(query.device) if strip_elements is None else strip_elements
     rows, together = _cut(count, length, rows, limit)
-    parts = []
+    parts, spans = [], spans_of(lengths or [length] * count)
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, heads, together):
             at = slice(first, min(first + together, heads))
-            parts.append(_measure(query[:, at], key[:, list(kv_head[at])], factor, soft_cap, rows, at, take))
+            parts.append(_measure(query[:, at], key[:, list(kv_head[at])], factor, soft_cap, rows, at, take, spans))
     return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -151,34 +159,73 @@ def _cut(count: int, length: int, rows: int, limit: int) -> tuple[int, int]:
     return rows, max(1, limit // (count * rows * length))
 
 
+class Span(NamedTuple):
+    """Hold rows `start` to `end` that the same `count` sequences reach."""
+
+    start: int
+    end: int
+    count: int
+
+
+def spans_of(lengths: Sequence[int]) -> list[Span]:
+    """Return the rows of sequences, longest first, cut where one of them ends.
+
+    >>> spans_of([5, 5, 2])
+    [Span(start=0, end=2, count=3), Span(start=2, end=5, count=2)]
+    """
+    ends = sorted(set(lengths))
+    starts = [0, *ends[:-1]]
+    return [
+        Span(start, end, sum(length > start for length in lengths)) for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def compared_rows(lengths: Sequence[int]) -> int:
+    """Return how many rows two sequences or more reach, longest first; all rows of a single sequence."""
+    return lengths[min(1, len(lengths) - 1)]
+
+
 def _measure(
-    query: Tensor, key: Tensor, scale: float, soft_cap: float | None, rows: int, at: slice, take: Take | None
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    rows: int,
+    at: slice,
+    take: Take | None,
+    spans: Sequence[Span],
 ) -> LayerStatistics:
-    """Measure heads that share strips, `[N, heads, T, D]` each, strip by strip."""
-    count, heads, length, _ = query.shape
+    """Measure heads that share strips, `[N, heads, T, D]` each, strip by strip, none across the end of a sequence."""
+    _, heads, length, _ = query.shape
+    compared = max((span.end for span in spans if span.count > 1), default=length)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key = query.to(wide) * scale, key.to(wide)
     zeros = query.new_zeros(heads, dtype=torch.float64)
-    deviation, divergence, entropy = zeros, zeros, zeros
+    variance, forward_kl, entropy = zeros, zeros, zeros
     eta_abs, eta_rel = (query.new_zeros(heads, length, dtype=torch.float64) for _ in range(2))
-    for start in range(0, length, rows):
-        end = min(start + rows, length)
-        causal = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
-        logits = capped(query[:, :, start:end] @ key[:, :, :end].mT, soft_cap).masked_fill_(~causal, -torch.inf)
-        pattern = logits.softmax(-1)
-        mean = pattern.mean(0)
-        if take is not None:
-            take(at, Strip(start, end, length, causal, logits, pattern, mean))
-        divergence = divergence + _divergence(pattern, mean)
-        if count > 1:
-            deviation = deviation + pattern.sub_(mean).square_().sum((0, 2, 3), dtype=torch.float64)
-        floored = floor_rows(mean, causal)
-        entropy = entropy - torch.xlogy(floored, floored).sum((1, 2), dtype=torch.float64)
-        eta_abs[:, :end] += floored.sum(1, dtype=torch.float64)
-        eta_rel[:, :end] += diagonal_sums(floored)
+    for first, last, count in spans:
+        deviation, divergence = zeros, zeros
+        for start in range(first, last, rows):
+            end = min(start + rows, last)
+            causal = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
+            products = query[:count, :, start:end] @ key[:count, :, :end].mT
+            logits = capped(products, soft_cap).masked_fill_(~causal, -torch.inf)
+            pattern = logits.softmax(-1)
+            mean = pattern.mean(0)
+            if take is not None:
+                take(at, Strip(start, end, length, causal, logits, pattern, mean))
+            if count > 1:
+                divergence = divergence + _divergence(pattern, mean)
+                deviation = deviation + pattern.sub_(mean).square_().sum((0, 2, 3), dtype=torch.float64)
+            floored = floor_rows(mean, causal)
+            entropy = entropy - torch.xlogy(floored, floored).sum((1, 2), dtype=torch.float64)
+            eta_abs[:, :end] += floored.sum(1, dtype=torch.float64)
+            eta_rel[:, :end] += diagonal_sums(floored)
+        variance = variance + deviation / (max(count - 1, 1) * compared**2)  # Eq. (1)
+        forward_kl = forward_kl + divergence / (count * compared)  # Eq. (2)
     return LayerStatistics(
-        variance=deviation / (max(count - 1, 1) * length**2),  # Eq. (1)
-        forward_kl=divergence / (count * length),  # Eq. (2)
+        variance=variance,
+        forward_kl=forward_kl,
         eta_abs=eta_abs,
         eta_rel=eta_rel,
         row_entropy=entropy / length,

@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from saf.adapters import Adapter, Site, adapter_for
 from saf.arguments import checked
-from saf.calibration.capture import Batch, Wanted, check_heads, read_batches
+from saf.calibration.capture import Batch, Sequences, Wanted, check_heads, read_sequences
 from saf.calibration.collect import COLLECT_BYTES, collection_bytes, latter_half
 from saf.calibration.layer import obstacle, strip_bytes
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
+from saf.statistics import COLLECTIONS, sequences_in_words
 
 SHARE = 0.5
 """Of free memory that queries and keys may take where nothing is said; the rest is a margin."""
@@ -33,6 +34,8 @@ class CalibrationPlan:
     heads: HeadSet
     sequences: int
     length: int
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, longest first, where they differ; `length` is the longest."""
     groups: list[list[int]]
     """Layers whose queries and keys are kept at the same time; the model runs once for each group."""
     layer_bytes: dict[int, int]
@@ -69,10 +72,13 @@ class CalibrationPlan:
 
     def __str__(self) -> str:
         layers = max(map(len, self.groups), default=0)
+        measured = f"{self.sequences} x {self.length:,} tokens"
+        if self.lengths:
+            measured = sequences_in_words(self.sequences, self.length, self.lengths)
         free = "" if self.free_bytes is None else f" of {readable(self.free_bytes)} free"
         kept = f"; {readable(self.collected_bytes)} collected on the CPU" if self.collected_bytes else ""
         return (
-            f"calibration of {len(self.heads)} heads on {self.sequences} x {self.length:,} tokens: about "
+            f"calibration of {len(self.heads)} heads on {measured}: about "
             f"{readable(self.device_bytes)}{free} on {self.device} (queries and keys of {layers} layers at a time "
             f"{readable(self.capture_bytes)}, a forward pass {readable(self.forward_bytes)}, the tile loop "
             f"{readable(self.statistics_bytes)}), model runs {len(self.groups)} x{kept}"
@@ -104,28 +110,36 @@ def plan_calibration(
         InputError: Queries and keys of a single layer, or all that is held at once, do not fit.
     """
     adapter = adapter_for(model)
-    ids, chosen = read_batches(batches), check_heads(adapter, heads)
-    return plan_for(adapter, ids, chosen, collect=collect, positions=positions, capture_bytes=capture_bytes)
+    sequences, chosen = read_sequences(batches), check_heads(adapter, heads)
+    return plan_for(adapter, sequences, chosen, collect=collect, positions=positions, capture_bytes=capture_bytes)
 
 
 def plan_for(
     adapter: Adapter,
-    ids: Sequence[Tensor],
+    given: Sequences,
     chosen: HeadSet,
     *,
     collect: Sequence[str],
     positions: Sequence[int] | None,
     capture_bytes: int | None,
 ) -> CalibrationPlan:
-    """Return the plan of `plan_calibration` for sequences and heads that are checked already."""
+    """Return the plan of `plan_calibration` for sequences and heads that are checked already.
+
+    Raises InputError where what is kept of every sequence is asked of unequal ones.
+    """
+    if given.unequal and (whole := [name for name in collect if "N" in COLLECTIONS.get(name, "")]):
+        raise InputError(
+            f"{' and '.join(whole)} cannot be collected of sequences of unequal lengths, {given.lengths[-1]} to "
+            f"{given.length} tokens; give sequences of one length, or collect the mean"
+        )
     sites, device, dtype = adapter.sites(), adapter.device, adapter.dtype
     itemsize = 8 if dtype == torch.float64 else 4
-    sequences, length = sum(map(len, ids)), ids[0].shape[1]
+    sequences, length = len(given.lengths), given.length
     dtype = (lowered_dtype(device) if dtype == torch.float32 else None) or dtype
     layers = sorted({layer for layer, _ in chosen})
     each = {layer: _layer_bytes(sites[layer], chosen.in_layer(layer), sequences * length, dtype) for layer in layers}
     widest = max((len(chosen.in_layer(layer)) for layer in layers), default=0)
-    forward = _forward_bytes(sites[0], max(map(len, ids)) * length, dtype)
+    forward = _forward_bytes(sites[0], max(tokens.numel() for tokens in given.ids), dtype)
     dim = sites[0].head_dim
     if obstacle(device, (dtype, dtype), dim, strips_wanted=bool(collect), soft_cap=sites[0].soft_cap):
         statistics = strip_bytes(sequences, widest, length, dim, dtype=dtype, device=device)
@@ -144,6 +158,7 @@ def plan_for(
         heads=chosen,
         sequences=sequences,
         length=length,
+        lengths=given.unequal,
         groups=_groups(layers, each, _budget(device, free, each, capture_bytes)),
         layer_bytes=each,
         forward_bytes=forward,

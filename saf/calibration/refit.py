@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for, rows_of, unwrap
 from saf.arguments import checked
-from saf.calibration.capture import Batch, check_heads, check_vocabulary, evaluation_mode, read_batches
+from saf.calibration.capture import Batch, check_heads, check_vocabulary, evaluation_mode, read_sequences
 from saf.calibration.watch import Seen, modules_of, values_of, watch
 from saf.errors import InputError
 from saf.heads import Head
@@ -32,7 +32,8 @@ def refit_output(
 
     Args:
         model: A supported model with these heads live, run in evaluation mode and left as it was.
-        batches: Sequences `[B, T]` of the patterns' length, such as the calibration's own.
+        batches: Sequences `[B, T]` of the patterns' length, such as the calibration's own; of unequal lengths the
+            longest has it, and every position counts alike.
         heads: The heads that are to be frozen, ascending.
         patterns: One for each.
 
@@ -43,13 +44,15 @@ def refit_output(
         InputError: Heads that are not live, a wrong number of patterns, or sequences of another length.
         UnsupportedError: A model whose values cannot be seen.
     """
-    adapter, ids = adapter_for(model), read_batches(batches)
-    check_vocabulary(adapter, ids)
+    adapter, sequences = adapter_for(model), read_sequences(batches)
+    check_vocabulary(adapter, sequences.ids)
     chosen, single = check_heads(adapter, heads), pattern_for_each_head(patterns)
     if len(single) != len(chosen):
         raise InputError(f"{len(chosen)} heads need as many patterns, in (layer, head) order; got {len(single)}")
-    if lengths := {one.length for one in single} - {ids[0].shape[1]}:
-        raise InputError(f"expected sequences of the patterns' length, {sorted(lengths)}; got {ids[0].shape[1]} tokens")
+    if lengths := {one.length for one in single} - {sequences.length}:
+        raise InputError(
+            f"expected sequences of the patterns' length, {sorted(lengths)}; got {sequences.length} tokens"
+        )
     sites, layers = adapter.sites(), {}
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in sorted({layer for layer, _ in chosen}):
@@ -57,7 +60,7 @@ def refit_output(
             layers[layer] = _Layer(sites[layer], own, [single[chosen.index((layer, head))] for head in own])
             found = modules_of(unwrap(model), sites[layer])
             stack.enter_context(watch(sites[layer], found, layers[layer].take))
-        for batch in ids:
+        for batch in sequences.without_padding():
             adapter.run(batch.to(adapter.device))
     return {(layer, head): columns for layer, of in layers.items() for head, columns in of.solve().items()}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for, unwrap
-from saf.calibration.capture import hash_of
+from saf.calibration.capture import Sequences
 from saf.calibration.plan import lowered_dtype
 from saf.errors import CheckpointError
 from saf.heads import HeadSet
@@ -80,7 +80,7 @@ class LayerFolder:
 
 def inputs_of(
     model: nn.Module,
-    ids: Sequence[Tensor],
+    sequences: Sequences,
     *,
     heads: HeadSet,
     collect: Sequence[str],
@@ -90,10 +90,10 @@ def inputs_of(
     device = adapter_for(model).device
     lowered = lowered_dtype(device)
     return {
-        "sequences": hash_of(torch.cat(list(ids))),
-        "num_sequences": sum(map(len, ids)),
-        "length": ids[0].shape[1],
-        "batches": [len(batch) for batch in ids],
+        "sequences": sequences.hash,
+        "num_sequences": len(sequences.lengths),
+        "length": sequences.length,
+        "batches": [len(batch) for batch in sequences.ids],
         "model": model_hash(model),
         "heads": heads.to_list(),
         "collect": sorted(collect),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saf.calibration.kernels import lse_kernel, tile_kernel
-from saf.calibration.layer import MAX_DIM, LayerStatistics
+from saf.calibration.layer import MAX_DIM, LayerStatistics, compared_rows, spans_of
 from saf.errors import InputError
 from saf.ops.launch import launch
 from saf.ops.operator import TRITON_DTYPES
@@ -103,6 +103,7 @@ def measure_by_kernel(
     config: TileConfig | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
     tolerance: float = TOLERANCE,
+    lengths: Sequence[int] | None = None,
 ) -> LayerStatistics:
     """Measure heads as `measure_layer` does, from `query [N, heads, T, D]` and `key [N, K, T, D]` of one dtype.
 
@@ -124,6 +125,7 @@ def measure_by_kernel(
         config: How to run; `choose_tile_config` if not given.
         scratch_bytes: Memory for the sums of tiles, about.
         tolerance: Largest relative error of the marginals from normalising a block of rows as one.
+        lengths: Tokens of each sequence, longest first; T each if not given.
 
     Raises:
         InputError: Other dtypes or more channels.
@@ -136,7 +138,8 @@ def measure_by_kernel(
     count, heads, length, dim = query.shape
     config = choose_tile_config(dim=dim, dtype=query.dtype) if config is None else config
     factor = dim**-0.5 if scale is None else scale
-    loop = _Loop(query, key, kv_head, factor / math.log(2), config)
+    lengths = lengths or [length] * count
+    loop = _Loop(query, key, kv_head, factor / math.log(2), config, lengths)
     size = config.block_m
     totals = query.new_zeros(3, heads, dtype=torch.float64)
     etas = query.new_zeros(2, heads, loop.blocks * size, dtype=torch.float64)
@@ -151,9 +154,12 @@ def measure_by_kernel(
         totals[:2] += sums.scalar
         totals[2] += (sums.row[0].log2() - sums.row[1] / sums.row[0]).sum(-1)
         _add_marginals(etas, sums, 1 / middle)
+    compared = compared_rows(lengths)
+    # Of unequal lengths the kernel has divided each row by its own number of sequences.
+    others, every = (1, 1) if loop.unequal else (max(count - 1, 1), count)
     return LayerStatistics(
-        variance=totals[0] / (max(count - 1, 1) * length**2),  # Eq. (1)
-        forward_kl=totals[1] * (math.log(2) / (count * length)),  # Eq. (2)
+        variance=totals[0] / (others * compared**2),  # Eq. (1)
+        forward_kl=totals[1] * (math.log(2) / (every * compared)),  # Eq. (2)
         eta_abs=etas[0, :, :length],
         eta_rel=etas[1, :, :length],
         row_entropy=totals[2] * (math.log(2) / length),
@@ -163,10 +169,21 @@ def measure_by_kernel(
 class _Loop:
     """Hold the operands of one layer, and launch over them."""
 
-    def __init__(self, query: Tensor, key: Tensor, kv_head: Sequence[int], scale: float, config: TileConfig):
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        kv_head: Sequence[int],
+        scale: float,
+        config: TileConfig,
+        lengths: Sequence[int],
+    ):
         query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
         self.count, self.heads, self.length, dim = query.shape
         self.device, self.config, self.scale = query.device, config, scale
+        self.unequal = lengths[-1] < self.length
+        reach = [span.count for span in spans_of(lengths) for _ in range(span.end - span.start)]
+        self.reach = torch.tensor(reach, dtype=torch.int32, device=query.device)
         self.blocks = -(-self.length // config.block_m)
         self.strides = (*query.stride()[:3], *key.stride()[:3])
         kv = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
@@ -197,10 +214,10 @@ class _Loop:
         for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
             if tiles:
                 launch(
-                    tile_kernel, (tiles, heads), *self.operands, weight, scalar, row, column, diagonal,
+                    tile_kernel, (tiles, heads), *self.operands, self.reach, weight, scalar, row, column, diagonal,
                     self.count, heads, self.length, self.scale, FLOOR, first, num_i, num_j, offset, below + across,
-                    *self.strides, **self.constants, DIAGONAL=diagonals, num_warps=self.config.num_warps,
-                    device=self.device, **options,
+                    *self.strides, **self.constants, DIAGONAL=diagonals, UNEQUAL=self.unequal,
+                    num_warps=self.config.num_warps, device=self.device, **options,
                 )  # fmt: skip
         row = row[..., : self.length - first * rows]
         return Sums(scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal)

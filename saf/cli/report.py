@@ -21,6 +21,7 @@ from saf.experiments.store import Store
 from saf.records.paths import Kind, expect
 from saf.report.benchmarks.bars import write_bars
 from saf.report.benchmarks.page import read_records, write_bench_report
+from saf.report.models.page import write_model_report
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
 from saf.settings import FLAT
@@ -28,15 +29,15 @@ from saf.settings import FLAT
 
 @dataclass(kw_only=True)
 class Report(Command):
-    """Write one self-contained HTML page: about runs, or bars of speedup and tables from files of `saf bench`.
+    """Write one self-contained HTML page: about runs, a model with frozen heads, or bars of speedup from `saf bench`.
 
     Names of recipes instead: their tables, from the records that `saf run` left. With --results, a document of every
     result in a folder, in tables beside the paper's.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Run folders, the first ordinary one is what frozen ones are compared with; .json files of `saf bench`; or names
-    of recipes."""
+    """Run folders, the first ordinary one is what frozen ones are compared with; a folder of a model of transformers,
+    perhaps with the evaluations of the model before and after; .json files of `saf bench`; or names of recipes."""
     at: Annotated[AtScale, FLAT] = field(default_factory=AtScale)
     """Which runs of a recipe."""
     store: Path = Path("runs/recipes")
@@ -99,6 +100,9 @@ class Report(Command):
         """Write the page about runs or about benchmark files, and a picture where one is asked for."""
         if not self.runs:
             raise InputError("nothing to report on; name run folders, files of `saf bench`, or --results FOLDER")
+        first, *others = self.runs
+        if expect(first, Kind.RUN, Kind.RESULT, Kind.TRANSFORMERS) is Kind.TRANSFORMERS:
+            return self._model(first, others)
         files = [path for path in self.runs if expect(path, Kind.RUN, Kind.RESULT) is Kind.RESULT]
         if files and len(files) < len(self.runs):
             raise InputError("a page is about runs or about benchmarks; got folders and .json files together")
@@ -106,10 +110,24 @@ class Report(Command):
             page = write_bench_report(files, self.out or files[-1].with_suffix(".html"))
         else:
             page = write_report(self.runs, self.out or self.runs[-1])
-        result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
-        lines = [f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)"]
+        drawn = None
         if self.picture:
             drawn = write_bars(read_records(files), self.picture) if files else write_picture(self.runs, self.picture)
+        return self._written(page, drawn)
+
+    def _model(self, folder: Path, evaluations: list[Path]) -> dict[str, Any]:
+        """Write the page about a model of transformers, and what two evaluations tell of it."""
+        if self.picture:
+            raise InputError("--picture is of runs and benchmarks; a page about a model has none, leave it out")
+        for path in evaluations:
+            expect(path, Kind.EVALUATION)
+        return self._written(write_model_report(folder, evaluations, self.out or folder))
+
+    def _written(self, page: Path, drawn: Path | None = None) -> dict[str, Any]:
+        """Show where a page and its picture are, and return it."""
+        result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
+        lines = [f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)"]
+        if drawn is not None:
             result["picture"] = str(drawn)
             lines.append(result["picture"])
         show(result, *lines, as_json=self.json)

@@ -5,13 +5,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
 from saf.records.files import file_hash, write_atomically
-from saf.tasks import MQARSettings
-from saf.tasks.mqar import MQARTask
+from saf.tasks import MQARSettings, MQARTask
+from saf.tasks.examples import read_examples
 from saf.train.finetuning import DEFAULTS, MOST_EPOCHS, OF_TASKS
 
 
@@ -47,10 +48,16 @@ LAYOUTS = {
 class Examples:
     """Hold the files of one task."""
 
+    task: str
     train: Path
     test: Path
 
-    @property
+    @cached_property
+    def count(self) -> int:
+        """Return how many examples of the training file can be used, before those that are too long are left out."""
+        return len(read_examples(self.train, self.task).examples)
+
+    @cached_property
     def fingerprint(self) -> str:
         """Return the SHA-256 of both files' sums."""
         return hashlib.sha256((file_hash(self.train) + file_hash(self.test)).encode()).hexdigest()
@@ -66,7 +73,7 @@ def find_examples(folder: Path) -> dict[str, Examples]:
     for task, layout in LAYOUTS.items():
         train, test = (_first(folder, names) for names in (layout.train, layout.test))
         if train and test:
-            found[task] = Examples(train=train, test=test)
+            found[task] = Examples(task=task, train=train, test=test)
     if not found:
         wanted = "; ".join(f"{layout.train[0]} and {layout.test[0]}" for layout in LAYOUTS.values())
         raise InputError(f"{folder} has no examples of a task; expected files such as {wanted}, gzipped or not")
@@ -100,14 +107,17 @@ class Work:
     """Tokens that the model is given to judge it."""
 
 
-def work_of(task: str, settings: Mapping[str, Any], *, chooses: bool, context: int) -> Work:
-    """Return what a run is expected to do: with as many epochs as can be chosen, by the public files' numbers.
+def work_of(
+    task: str, settings: Mapping[str, Any], *, chooses: bool, context: int, files: Examples | None = None
+) -> Work:
+    """Return what a run is expected to do, with as many epochs as can be chosen.
 
     Args:
         task: Its name.
         settings: Of the run.
         chooses: Whether it chooses the number of epochs itself, which takes as many again.
         context: The model's, which no example is longer than.
+        files: Its examples; where they are not known, as many as the public files have.
     """
     rows = int(settings["batch_size"]) * int(settings.get("accumulation", 1))
     if task == MQARTask.name:
@@ -122,10 +132,11 @@ def work_of(task: str, settings: Mapping[str, Any], *, chooses: bool, context: i
             tested=float(tested),
         )
     layout = LAYOUTS[task]
-    examples = min(layout.examples, int(settings.get("most_examples") or layout.examples))
+    known = layout.examples if files is None else files.count
+    examples = min(known, int(settings.get("most_examples") or known))
     epochs = int(settings.get("epochs") or MOST_EPOCHS)
     trained = -(-examples * 9 // 10 // rows)
-    tokens = min(layout.tokens, float(context))
+    tokens = min(layout.tokens, float(context), float(settings.get("max_tokens") or context))
     # A question is read once for each choice; public test files have a tenth of the training ones or fewer.
     tested = 0.2 * examples * tokens * (1 + chooses * MOST_EPOCHS)
     return Work(updates=trained * (epochs + chooses * MOST_EPOCHS), tokens=rows * tokens, length=tokens, tested=tested)

@@ -97,12 +97,12 @@ class Measurement:
     """By which later measurements and `--arms` name it."""
     does: str
     """The words of the command: "bench update", "analyze one-head"."""
-    on: tuple[Reference, ...] = ()
-    """What the command takes before its flags, such as a checkpoint."""
+    on: tuple[Reference | str, ...] = ()
+    """What the command takes before its flags: a checkpoint, or the name of a model that nobody trains here."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Its flags at the paper's scale, by their names without dashes."""
     scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What other scales change of them, by the scale's name."""
+    """What other scales change of them, and as "on" of what comes before them, by the scale's name."""
     numbers: tuple[Number, ...] = ()
     """What stands beside the paper's numbers; the tables of its own kind follow."""
     source: Source | None = None
@@ -124,11 +124,16 @@ class Measurement:
 
     def flags(self, scale: str) -> dict[str, Any]:
         """Return its settings at a scale."""
-        return {**self.settings, **self.scaled.get(scale, {})}
+        changed = self.scaled.get(scale, {})
+        return {**self.settings, **{name: value for name, value in changed.items() if name != "on"}}
+
+    def taken(self, scale: str) -> tuple[Reference | str, ...]:
+        """Return what stands before its flags at a scale."""
+        return self.scaled.get(scale, {}).get("on", self.on)
 
     def references(self, scale: str) -> tuple[Reference, ...]:
         """Return everything that its settings at a scale refer to."""
-        values = (*self.on, *self.flags(scale).values())
+        values = (*self.taken(scale), *self.flags(scale).values())
         return tuple(value for value in values if isinstance(value, Reference))
 
     def arms(self, scale: str) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class PlannedMeasurement:
 
     key: str
     does: str
-    on: tuple[Given, ...]
+    on: tuple[Given | str, ...]
     settings: Mapping[str, Any]
     """Flags; a `Given` stands for a path."""
     seed: int | None
@@ -67,7 +67,7 @@ class PlannedMeasurement:
     @property
     def reads(self) -> tuple[Given, ...]:
         """Return everything that it reads."""
-        return (*self.on, *(value for value in self.settings.values() if isinstance(value, Given)))
+        return tuple(value for value in (*self.on, *self.settings.values()) if isinstance(value, Given))
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ class Measurements:
             return self._given(name, recipe, value, plan, seed) if isinstance(value, Reference) else value
 
         settings = {flag: given(value) for flag, value in measurement.flags(plan.scale.base).items()}
-        on = tuple(map(given, measurement.on))
+        on = tuple(map(given, measurement.taken(plan.scale.base)))
         mine = seed if any(isinstance(each, Given) for each in (*on, *settings.values())) else None
         deciding = [SCHEMA, measurement.does, on, settings]
         text = json.dumps(deciding, sort_keys=True, default=lambda value: value.to_json())
@@ -196,11 +196,13 @@ def carry_out(
 
 def words(each: PlannedMeasurement, store: Store, out: Path) -> list[str]:
     """Return the words after `saf` that make a measurement."""
-    on = [str(_path(given, each, store)) for given in each.on]
-    flags = {
-        name: str(_path(value, each, store)) if isinstance(value, Given) else value
-        for name, value in each.settings.items()
-    }
+
+    def told(value: Any) -> Any:
+        """Return what the command is told for a value."""
+        return str(_path(value, each, store)) if isinstance(value, Given) else value
+
+    on = [told(value) for value in each.on]
+    flags = {name: told(value) for name, value in each.settings.items()}
     return [*each.does.split(), *on, "--out", str(out), *(word for item in flags.items() for word in flag_words(*item))]
 
 

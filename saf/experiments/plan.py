@@ -207,7 +207,8 @@ class Plan:
         if arm.task is not None:
             # What is made needs no files, and what a task's files are decides its runs beside their parent.
             data = self.examples.get(arm.task, "") if is_of_files(arm.task) else ""
-            work = work_of(arm.task, settings, chooses=like is None, context=int(settings["length"]))
+            files, context = self.files.get(arm.task), int(settings["length"])
+            work = work_of(arm.task, settings, chooses=like is None, context=context, files=files)
             settings = {"updates": work.updates, **settings}
         key = run_key(flags, data=data, parent=parent and parent.key, step=step, match=match, heads=heads, like=like)
         self.arms[name, arm.name, seed] = key

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for
 from saf.arguments import checked
 from saf.calibration import calibrate, calibrate_together, heads_at_a_time, refit_output
-from saf.calibration.capture import Batch, read_batches
+from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
 from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
@@ -84,12 +84,12 @@ def freeze_(
     adapter = adapter_for(model)
     watch = Stopwatch(adapter.device)
     kept = done_once(lambda: _checked(model, batches, config, adapter.max_length))
-    ids, given = read_batches(kept), needed or {}
+    given = needed or {}
     options = {"collect": scores_collect(config, given), "capture_bytes": capture_bytes, "progress": progress}
     if folder is None:
-        statistics = calibrate_together(model, ids, watch=watch, **options)
+        statistics = calibrate_together(model, kept, watch=watch, **options)
     else:
-        statistics = done_once(lambda: calibrate(model, ids, folder=folder, watch=watch, **options))
+        statistics = done_once(lambda: calibrate(model, kept, folder=folder, watch=watch, **options))
     report = done_once(lambda: _decide(model, kept, statistics, config, heldout, given, watch, first=first))
     pruning = config.operation == "prune"
     with watch("prune" if pruning else "install"), _in_all_or_none(model, report.heads, optimizer):
@@ -119,8 +119,8 @@ def _in_all_or_none(model: nn.Module, heads: HeadSet, optimizer: torch.optim.Opt
 
 def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, longest: int | None) -> list[Batch]:
     """Return the batches as a list; raise InputError for what cannot be measured or frozen, before anything is."""
-    kept = list(batches) if not isinstance(batches, Tensor | Mapping) else batches
-    length = read_batches(kept)[0].shape[-1]
+    kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
+    length = read_sequences(kept).length
     _warn_if_shorter(length, longest)
     check_heads(config, [site.layout for site in adapter_for(model).sites()])
     config.check_length(length)
@@ -139,7 +139,8 @@ def _decide(
     first: int | None,
 ) -> FreezeReport:
     """Score, select, fit and refit; the model stays as it is."""
-    ids, adapter = read_batches(kept), adapter_for(model)
+    adapter, sequences = adapter_for(model), read_sequences(kept)
+    ids = read_batches(kept) if config.heldout_kl else []  # whose halves must have one length
     layouts = [site.layout for site in adapter.sites()]
     names = {name for name in (config.score, config.match) if name is not None}
     with watch("score"):
@@ -151,7 +152,7 @@ def _decide(
         }
     if config.heads is None:
         for name, values in scores.items():
-            check_ranks(name, values, num_sequences=sum(map(len, ids)))
+            check_ranks(name, values, num_sequences=len(sequences.lengths))
     with watch("select"):
         group_size = layouts[0].num_heads // layouts[0].num_kv_heads
         choose = choose_by(scores, config, group_size=group_size)
@@ -159,7 +160,7 @@ def _decide(
     def make(heads: HeadSet) -> Mapping[Head, Judged]:
         if config.operation == "prune":
             return dict.fromkeys(heads, Judged())
-        return make_patterns(model, ids, statistics, heads, config, watch)
+        return make_patterns(model, kept, statistics, heads, config, watch)
 
     before = len(adapter.heads(config.kind))
     accepted, rejected = accept(choose, make, config, before=before)
@@ -169,7 +170,7 @@ def _decide(
     patterns, output = _stack([made.pattern for made in frozen.values()]), {}
     if config.refit and patterns is not None:
         with watch("refit"):
-            output = refit_output(model, ids, heads, patterns)
+            output = refit_output(model, kept, heads, patterns)
     return FreezeReport(
         heads=heads,
         patterns=patterns,
@@ -191,7 +192,7 @@ def _decide(
 
 def make_patterns(
     model: nn.Module,
-    ids: list[Tensor],
+    batches: Iterable[Batch],
     statistics: AttentionStatistics,
     heads: HeadSet,
     config: FreezeConfig,
@@ -205,7 +206,7 @@ def make_patterns(
     made: dict[Head, Made] = {}
     size = heads_at_a_time(model, names, sequences=statistics.num_sequences, length=statistics.length)
     for some in _chunks(heads, size):
-        found = calibrate(model, ids, collect=names, heads=some, watch=watch) if names else statistics
+        found = calibrate(model, batches, collect=names, heads=some, watch=watch) if names else statistics
         with watch("fit"):
             made |= _make(found, some, config, adapter_for(model).device)
     return made

@@ -88,6 +88,7 @@ class FreezeReport:
         """Return plain values for JSON."""
         rows = [[None if value != value else value for value in row] for row in self.scores.tolist()]
         deferred = {"deferred": [list(head) for head in self.deferred]} if self.deferred else {}
+        lengths = {"lengths": list(self.statistics.lengths)} if self.statistics.lengths else {}
         halves = {"heldout_kl": [[*head, *kls] for head, kls in self.heldout_kl.items()]} if self.heldout else {}
         return {
             "schema": SCHEMA,
@@ -105,6 +106,7 @@ class FreezeReport:
             "num_sequences": self.statistics.num_sequences,
             "length": self.statistics.length,
             "sequences_hash": self.statistics.sequences_hash,
+            **lengths,
             **deferred,
             **halves,
         }

@@ -44,14 +44,18 @@ class ExactLengthModel(TemplateLM):
         batch_size: int = 8,
         precision: str = "auto",
         too_long: TooLong = "refuse",
+        longest: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ):
-        """Take a model and its tokenizer; `too_long` says whether long contexts lose tokens at their beginning."""
+        """Take a model and its tokenizer; `too_long` says whether long contexts lose tokens at their beginning.
+
+        `longest` is the most tokens of an input, where that is fewer than the model takes.
+        """
         super().__init__()
         self.model, self.encoder = model, encoder
         self.batch_size, self.precision, self.progress = batch_size, precision, progress
         self.too_long: TooLong = too_long
-        self.longest = longest_input(model)
+        self.longest = min(filter(None, (longest, longest_input(model))), default=None)
         self.cut: set[tuple[str, str]] = set()
         """The requests whose context was cut, as text."""
 

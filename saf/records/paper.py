@@ -49,6 +49,9 @@ PREFILL_CONTROL = Source(
 )
 FIGURE = Source("fig:systems-across-stages", f"124M, {_FLASH}; a figure without numbers")
 QWEN = Source("tab:qwen-prefill-details", f"Qwen3-4B, prefill; attention alone, {_FLASH}")
+QWEN_ZERO_SHOT = Source(
+    "tab:qwen-zeroshot", "Qwen3-4B, 512 calibration sequences of FineWeb-Edu, no further training; bfloat16"
+)
 COSTS = Source(
     "tab:intervention-costs",
     "seconds, one GH200, 32 sequences of 4,096 (124M, mean ± SE of three seeds) or 16 of 8,192 (1B, one seed)",
@@ -159,6 +162,23 @@ STABILITY = {"overlap": "30 to 31 of 36", "expected": "12.6 to 13.4", "rank_corr
 JOINT_COST = {"residual_cosine": "+4.136%", "variance": "+5.092%", "overlap": "23 of 36"}
 ROW_DISTANCES = {"resampled": "1.10", "gaussian": "1.44", "dirichlet": "2.58"}
 """Median normalised energy distance of generated rows from measured ones."""
+QWEN_ACCURACY = {
+    "hellaswag": ("52.28", "52.02", "51.21", "48.92", "49.10", "45.05", "43.81"),
+    "piqa": ("74.86", "75.19", "74.48", "73.56", "74.70", "72.58", "70.40"),
+    "arc_easy": ("80.43", "79.63", "77.61", "75.72", "72.90", "68.06", "64.10"),
+    "sst2": ("88.65", "88.65", "87.96", "85.44", "87.61", "63.07", "68.81"),
+    "boolq": ("84.46", "83.33", "80.49", "73.12", "80.03", "71.38", "71.38"),
+    "mean change": ("", "−0.37", "−1.79", "−4.79", "−3.27", "−12.11", "−12.44"),
+}
+"""Percent: ordinary, then 10%, 20% and 30% by variance, then by forward KL; the last row in points."""
+QWEN_THIRDS = {"variance": ("37", "31", "47"), "forward_kl": ("50", "18", "47")}
+"""Heads in the first, second and third twelve layers, at 10%."""
+QWEN_FIT_KL = {"variance": "0.027", "forward_kl": "0.029"}
+QWEN_FORWARD_KL = {"variance": "0.578", "forward_kl": "0.296"}
+"""Median of the heads chosen at 10%, nats."""
+QWEN_OVERLAP = {0.1: "31%", 0.3: "43%"}
+QWEN_SST2 = {None: ("479", "393"), 0.2: ("721", "151"), 0.3: ("580", "292")}
+"""How often negative and positive are predicted: by the ordinary model, by forward KL at a rate."""
 STORAGE = {"dense_by_layer": "8.060 GB", "dense_packed": "2.416 GB", "allocated": "0.133 GB"}
 """Of the patterns of 36 heads in 10 layers over 4,096 tokens."""
 GEOMETRY_CORRELATIONS = {

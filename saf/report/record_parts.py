@@ -13,6 +13,7 @@ from saf.records.table import Part, Table, markdown_of
 TITLES = {
     UpdateKind.name: UpdateKind.title,
     "memory": UpdateKind.memory_title,
+    "trainer": "In a Trainer of transformers",
     **{name: kind.title for name, kind in KINDS.items()},
     "analysis": "Analyses",
 }

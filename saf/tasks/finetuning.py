@@ -8,6 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from saf.data import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafWarning
-from saf.evaluate.answers import answer, loss_of, padded, summary, write_answers
+from saf.evaluate.answers import NO_TARGET, answer, loss_of, padded, summary, write_answers
 from saf.machine.execution import Execution
 from saf.machine.processes import done_once
 from saf.models import GPT
 from saf.settings import documented
 from saf.tasks.examples import Encoded, Found, encode_examples, examples_hash, read_examples, stratified
-from saf.tasks.task import TaskSettings
+from saf.tasks.task import FetchedAhead, TaskSettings, inputs_and_targets
 
 _ORDER = 17
 """The random stream of the order of examples; `saf.data.windows` has others."""
@@ -166,43 +167,80 @@ class FinetuneTask:
         if scores_outputs:
             self.heldout()
 
-    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> "ExampleBatches":
-        """Return the micro-batches that follow `update` updates; number `first`, and then each `every`."""
-        size = self.settings.batch_size
-        return ExampleBatches(
-            self.examples,
-            seed=self.settings.seed,
-            size=size,
-            position=update * self.windows_per_update + first * size,
-            step=every * size,
-            padding=self.tokenizer.eot_id,
-            device=device,
-        )
+    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> FetchedAhead:
+        """Return the micro-batches that follow `update` updates; number `first`, and then each `every`.
 
-    def calibration(self) -> list[Tensor]:
-        """Return sequences to calibrate on as LongTensors `[<= batch_size, length]`, the same for every arm.
-
-        They are training examples with their answers laid end to end, in an order drawn by the run's seed, and cut
-        where a sequence is full: each begins with end-of-text, and there is no padding.
+        Each is as long as its longest example; only answers are targets.
         """
+        size, padding = self.settings.batch_size, self.tokenizer.eot_id
+        position = update * self.windows_per_update + first * size
+
+        def make(place: int) -> Tensor:
+            some = [self.examples[number] for number in self.numbers(place, size)]
+            return torch.stack(padded([(each.sequence, len(each.prompt)) for each in some], padding=padding))
+
+        return FetchedAhead(make, inputs_and_targets, position=position, step=every * size, device=device)
+
+    def numbers(self, position: int, count: int) -> list[int]:
+        """Return which examples come next where `position` were consumed; each epoch has an order of its own."""
+        places = (divmod(position + row, len(self.examples)) for row in range(count))
+        return [int(_order(self.settings.seed, epoch, len(self.examples))[place]) for epoch, place in places]
+
+    def calibration(self) -> list[dict[str, Tensor]]:
+        """Return training examples to calibrate on, each with its answer, in batches padded behind.
+
+        They are drawn by the run's seed, the same for every arm; the last one gives its place to the longest example
+        where none as long was drawn, since patterns reach as far as the longest sequence. Where examples that are not
+        trained on, or other choices, are longer still, the longest goes on with the text of further examples.
+
+        Returns:
+            Mappings with `input_ids`, `attention_mask` and, at the examples' answers, `targets`,
+            `[<= batch_size, longest of them]`.
+
+        Raises:
+            DataError: There are fewer training examples, or too few tokens for the longest.
+        """
+        count, size = self.settings.calibration_sequences, self.settings.batch_size
+        if count > len(self.examples):
+            raise DataError(
+                f"calibration_sequences={count} examples are asked for, {len(self.examples)} are trained on; ask for "
+                "fewer, or give more"
+            )
         order = _order(self.settings.seed, 0, len(self.examples), stream=_ORDER + 1)
-        rows = [self.examples[place].sequence for place in order]
-        return self._packed(rows, self.settings.calibration_sequences, "calibration_sequences")
+        chosen = [self.examples[place] for place in order[:count]]
+        longest = max(self.examples, key=lambda each: len(each.sequence))
+        if all(len(each.sequence) < len(longest.sequence) for each in chosen):
+            chosen[-1] = longest
+        reach = max(chosen, key=lambda each: len(each.sequence))
+        further = [token for place in order[::-1] for token in self.examples[place].sequence]
+        batches = []
+        for first in range(0, count, size):
+            some = chosen[first : first + size]
+            sequences = [each.sequence for each in some]
+            if reach in some:
+                sequences[some.index(reach)] = (*reach.sequence, *further)[: self.length + 1]
+            batches.append(_calibration_batch(some, sequences, padding=self.tokenizer.eot_id))
+        if (given := max(batch["input_ids"].shape[1] for batch in batches)) < self.length:
+            raise DataError(
+                f"patterns must reach {self.length:,} tokens, the longest example, and all training examples together "
+                f"have {given:,}; give more of them"
+            )
+        return batches
 
     def heldout(self) -> list[Tensor]:
-        """Return development examples in the same form, which output-aware scores read."""
-        rows = [each.sequence for each in self.development]
-        return self._packed(rows, self.settings.heldout_sequences, "heldout_sequences")
+        """Return development examples laid end to end, which output-aware scores read at the longest's last positions.
 
-    def _packed(self, rows: Sequence[Sequence[int]], count: int, setting: str) -> list[Tensor]:
-        """Return the first `count` sequences of `length` tokens of rows laid end to end, in batches."""
-        ids = [token for row in rows for token in row][: count * self.length]
+        They are cut into sequences of `length` tokens, LongTensors `[<= batch_size, length]`: these scores compare rows
+        that every sequence has. Raises DataError for too few tokens.
+        """
+        ids = [token for each in self.development for token in each.sequence]
+        count = self.settings.heldout_sequences
         if len(ids) < count * self.length:
             raise DataError(
-                f"{setting}={count} sequences of {self.length:,} tokens need {count * self.length:,} tokens, "
+                f"heldout_sequences={count} sequences of {self.length:,} tokens need {count * self.length:,} tokens, "
                 f"{len(ids):,} are there; ask for at most {len(ids) // self.length}"
             )
-        return list(torch.tensor(ids).view(count, self.length).split(self.settings.batch_size))
+        return list(torch.tensor(ids[: count * self.length]).view(count, self.length).split(self.settings.batch_size))
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Return the loss of development answers, nats per token: of the first `eval_windows`, or of batches."""
@@ -293,46 +331,24 @@ def _count(found: Found) -> int:
     return len(found.examples) + sum(map(len, found.left_out.values()))
 
 
+@lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int, *, stream: int = _ORDER) -> np.ndarray:
-    """Return the order of examples in an epoch: a pure function of its arguments."""
+    """Return the order of examples in an epoch: a pure function of its arguments, kept for the next micro-batch."""
     key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(count)
 
 
-class ExampleBatches:
-    """Hand out the micro-batches of examples that follow `position` (examples consumed so far)."""
-
-    def __init__(
-        self,
-        examples: Sequence[Encoded],
-        *,
-        seed: int,
-        size: int,
-        position: int,
-        step: int,
-        padding: int,
-        device: torch.device,
-    ):
-        """Begin at `position` with micro-batches of `size` examples; the next one begins `step` later."""
-        self.examples, self.seed, self.size, self.step = examples, seed, size, step
-        self.padding, self.device = padding, device
-        self._position = position
-        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
-
-    def numbers(self) -> list[int]:
-        """Return which examples the next micro-batch has."""
-        return [self._number(self._position + row) for row in range(self.size)]
-
-    def _number(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.examples))
-        if epoch != self._epoch:
-            self._epoch, self._permutation = epoch, _order(self.seed, epoch, len(self.examples))
-        return int(self._permutation[place])
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, each `[size, longest of them]`, on the device; only answers are targets."""
-        some = [self.examples[number] for number in self.numbers()]
-        self._position += self.step
-        rows = [(each.sequence, len(each.prompt)) for each in some]
-        inputs, targets = padded(rows, padding=self.padding)
-        return inputs.to(self.device), targets.to(self.device)
+def _calibration_batch(
+    examples: Sequence[Encoded], sequences: Sequence[Sequence[int]], *, padding: int
+) -> dict[str, Tensor]:
+    """Return a batch to calibrate on of examples whose tokens are `sequences`, which may go on behind the answer."""
+    rows = [(tokens, len(each.prompt)) for each, tokens in zip(examples, sequences, strict=True)]
+    inputs, targets = padded(rows, padding=padding)
+    places = torch.arange(inputs.shape[1])
+    answered = torch.tensor([len(each.sequence) - 1 for each in examples])[:, None]
+    counted = torch.tensor([len(tokens) - 1 for tokens in sequences])[:, None]
+    return {
+        "input_ids": inputs,
+        "attention_mask": (places < counted).long(),
+        "targets": targets.masked_fill(places >= answered, NO_TARGET),
+    }

@@ -27,7 +27,7 @@ from saf.models import GPT
 from saf.records.files import read_json, write_json
 from saf.records.result import result_header
 from saf.settings import documented
-from saf.tasks.task import FetchedAhead, TaskSettings
+from saf.tasks.task import FetchedAhead, TaskSettings, inputs_and_targets
 
 RECALL = "recall.json"
 """Name of the file of accuracies by condition in a run's folder."""
@@ -277,7 +277,7 @@ class MQARTask:
         def make(place: int) -> Tensor:
             return torch.stack(self._training_source.examples(_Stream.TRAINING, range(place, place + size)))
 
-        return FetchedAhead(make, _both, position=position, step=every * size, device=device)
+        return FetchedAhead(make, inputs_and_targets, position=position, step=every * size, device=device)
 
     def calibration(self) -> list[Mapping[str, Tensor]]:
         """Return sequences of the model's context, `[<= batch_size, context]`, the same for every arm.
@@ -377,8 +377,3 @@ class MQARTask:
         inputs, targets = self._fixed(_Stream.DEVELOPMENT, min(count, self.mqar.development), length=self.length)
         size = self.settings.batch_size
         return answer_queries(model, inputs, targets, batch_size=size, precision=execution.precision)
-
-
-def _both(examples: Tensor) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of examples stacked as `[2, size, length]`."""
-    return examples[0], examples[1]

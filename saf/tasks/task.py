@@ -62,6 +62,11 @@ class FetchedAhead:
         return self.part(batch)
 
 
+def inputs_and_targets(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets that were stacked as `[2, size, length]`."""
+    return both[0], both[1]
+
+
 class TaskSettings(Protocol):
     """Name what a task may read of a run's settings, `saf.train.TrainConfig`, which describes each and its default."""
 

@@ -234,13 +234,14 @@ def test_bad_batches_are_refused():
     made, ids = model(), tokens()
     for batches, message in [
         ([], "at least one sequence"),
-        ([ids, ids[:, :20]], "one length; got \\[20, 40\\]"),
         ([ids.float()], "integer tensors"),
         ([ids[0]], "integer tensors"),
         ([ids > 3], r"integer tensors \[B, T\]; got torch.bool \[5, 40\]"),
         ([{"labels": ids}], "integer tensors .*; got NoneType"),
         ([ids[:, :0]], "at least one token"),
-        ([{"input_ids": ids, "attention_mask": (ids > 3).long()}], "must not be padded"),
+        ([{"input_ids": ids, "attention_mask": (ids > 3).long()}], "must stand behind"),
+        ([{"input_ids": ids, "attention_mask": torch.ones(5, 39)}], r"shape of input_ids, \[5, 40\]"),
+        ([{"input_ids": ids, "attention_mask": torch.zeros(5, 40)}], "at least one token"),
         (ids, r"such as a list of one; got a bare torch.int64 \[5, 40\]"),
         ([ids - 1_000], r"must lie in \[0, \d+\); got -\d+"),
         ([ids + 1_000_000], r"must lie in \[0, \d+\); got 10\d+"),

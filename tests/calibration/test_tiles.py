@@ -18,11 +18,12 @@ FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 CASES = (
     *("N1-T37-D16", "N2-T37-D64", "N5-T64-D16", "N2-T64-D64", "N1-T129-D16", "N5-T129-D16"),
     *("square-tiles", "tall-tiles", "two-channel-steps", "odd-channels", "T1", "half", "sharp", "sharper", "bands"),
-    *("far-apart", "floor-by-rows"),
+    *("unequal", "unequal-bands", "far-apart", "floor-by-rows"),
 )
 BY_BLOCKS = "floor-by-blocks"
-SPILLED = {"bf16 D96": 64, "edge fp32 D64": 64}
-"""Bytes of local memory a thread where registers are capped, or where Triton 3.7 spills in a tile at the edge."""
+SPILLED = {"bf16 D96": 64, "edge fp32 D64": 64, "unequal bf16 D64": 64, "unequal fp32 D64": 64}
+"""Bytes of local memory a thread where registers are capped, or where Triton 3.7 spills in a tile at the edge, or of
+sequences of unequal lengths."""
 
 
 def worker(mode: str, **environment: str) -> dict:

@@ -1,6 +1,7 @@
 """Folders of models of transformers on the command line: frozen, measured, compared, looked into, or refused."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -83,6 +84,36 @@ def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_j
     code, _, told = saf("compare", tmp_path / "text", tmp_path / "frozen")
     assert code == 2
     assert "differ in data_fingerprint" in told
+
+
+def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp_path):
+    for name, folder in (("before", base / "model"), ("after", frozen)):
+        saf_json("evaluate", folder, "--data", base / "data", "--limit", 6, "--device", "cpu", "--out", tmp_path / name)
+    record = saf_json("compare", tmp_path / "before", tmp_path / "after")
+    saf_json("report", frozen, tmp_path / "before", tmp_path / "after", "--out", tmp_path / "whole.html")
+    page = (tmp_path / "whole.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    freezing = json.loads((frozen / "freezing.json").read_text())
+    assert data["freezes"][0]["frozen"] == freezing["heads"]
+    assert f"{record['delta_ppl_percent']:+.3f}%" in page
+    assert f"{max(kl for *_, kl in freezing['fit_kl']):.4f} at most" in page
+    assert freezing["model"][:12] in page
+    # What a Trainer leaves has no scores; what freezing cost may not be known.
+    shutil.copytree(frozen, tmp_path / "bare", ignore=shutil.ignore_patterns("events*", "freezing.json"))
+    saf_json("report", tmp_path / "bare")
+    bare = (tmp_path / "bare" / "report.html").read_text()
+    assert "is not known here" in bare
+    assert bare.count("F", bare.index("<pre>"), bare.index("</pre>")) == 3
+    for words, told in (
+        ((base / "model",), "none of its heads is frozen"),
+        ((frozen, tmp_path / "before"), "two evaluations, of the model before and after; got 1"),
+        ((frozen, tmp_path / "after", tmp_path / "before"), "is not an evaluation of"),
+        ((frozen, base / "data"), "expected an evaluation"),
+        ((frozen, "--picture", tmp_path / "heads.svg"), "--picture is of runs"),
+    ):
+        code, _, said = saf("report", *words)
+        assert code == 2
+        assert told in said
 
 
 def saf_tokens(data):

@@ -49,6 +49,20 @@ def test_agrees_with_float64_from_the_same_queries_and_keys(count, length, dim, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.usefixtures("nan_empty")
+def test_sequences_of_unequal_lengths_agree_with_float64(dim, dtype):
+    lengths = [1000, 777, 776, 64, 1]
+    query, key = operands(len(lengths), 4, 2, 1000, dim, dtype)
+    for place, end in enumerate(lengths):
+        query[place, :, end:] = key[place, :, end:] = torch.nan
+    given = {"kv_head": [0, 0, 1, 1], "lengths": lengths}
+    found = measure_layer(query, key, backend="triton", **given)
+    errors = worst(found, measure_layer(query.double(), key.double(), **given))
+    assert max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_scores_of_one_sequence_are_exactly_zero(dtype):
     query, key = operands(1, 2, 2, 300, 64, dtype, spread=20.0)
     found = measure_layer(query, key, kv_head=[0, 1], backend="triton")

@@ -1,11 +1,14 @@
 """The examples for transformers run as they stand."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from saf.cli import main
 
 pytest.importorskip("transformers")
 
@@ -20,3 +23,32 @@ def test_it_runs(path, hf, tmp_path, monkeypatch, capsys):
         runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()
     assert list((tmp_path / "folder").rglob("saf.json"))
+
+
+def test_two_arms_are_pretrained_and_their_record_is_a_result(hf, tmp_path, monkeypatch, capsys):
+    texts = [" ".join(f"{7 * word * number % 101}" for word in range(400)) for number in range(1, 61)]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    words = ("--vocab-size", "300", "--heldout-fraction", "0.4", "--workers", "1")
+    assert main(["data", "prepare", str(tmp_path / "text.jsonl"), "--out", str(tmp_path / "data"), *words]) == 0
+    sizes = "--updates 6 --length 32 --batch-size 2 --layers 2 --heads 4 --hidden 32 --calibration 4 --windows 8"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["FILE", *f"--data data --out results/run --max-fit-kl 9 {sizes}".split()])
+    with torch.random.fork_rng():
+        runpy.run_path(str(EXAMPLES[0].parent / "pretrain_with_trainer.py"), run_name="__main__")
+    record = json.loads((tmp_path / "results" / "run" / "trainer.json").read_text())
+    assert (record["frozen heads"], record["frozen after update"], record["paired windows"]) == (2, 3, 8)
+    ordinary, frozen = (arm["perplexity"] for arm in record["arms"])
+    assert record["change of perplexity, %"] == pytest.approx(100 * (frozen / ordinary - 1))
+    assert ordinary != frozen
+    log = [
+        json.loads((Path("results/run") / arm / "checkpoint-6" / "trainer_state.json").read_text())
+        for arm in ("ordinary", "frozen")
+    ]
+    before, after = ([entry["loss"] for entry in state["log_history"] if entry["step"] <= 3] for state in log)
+    assert before == after, "one training up to the midpoint"
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "results" / "run" / "trainer.json").rename(tmp_path / "kept" / "trainer.json")
+    assert main(["report", "--results", "kept", "--out", "results.md"]) == 0
+    told = (tmp_path / "results.md").read_text()
+    assert "## In a Trainer of transformers" in told
+    assert f"| frozen | {frozen:.4g}" in told.replace(",", "")

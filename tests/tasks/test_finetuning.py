@@ -13,7 +13,6 @@ from saf.evaluate.answers import answer, loss_of, mcnemar, padded, summary
 from saf.models import GPT, GPTConfig
 from saf.tasks import TASKS, FinetuneSettings
 from saf.tasks.examples import encode_examples, read_examples, stratified
-from saf.tasks.finetuning import ExampleBatches
 from saf.train import TrainConfig
 from tests.conftest import SHARED
 
@@ -131,11 +130,7 @@ def test_every_epoch_has_every_example_once_in_an_order_of_its_own(task):
     task = task()
     assert (len(task.examples), len(task.development), len(task.test)) == (18, 2, 6)
     assert (task.updates_of(1), task.updates_of(2)) == (3, 6)
-    batches = ExampleBatches(task.examples, seed=5, size=18, position=0, step=18, padding=0, device=CPU)
-    orders = []
-    for _ in range(2):
-        orders.append(batches.numbers())
-        batches.take()
+    orders = [task.numbers(position, 18) for position in (0, 18)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(18))
 
@@ -151,21 +146,44 @@ def test_micro_batches_go_on_where_updates_ended_and_processes_share_them(task):
     assert torch.equal(shared.take()[1], batches[3][1])
 
 
-def test_calibration_is_on_the_tasks_own_training_text_without_padding(task):
+def test_calibration_is_on_the_tasks_own_training_examples_as_long_as_they_are(task):
     task = task()
-    (batch,) = task.calibration()
-    assert batch.shape == (2, task.length)
-    told = [list(each.sequence) for each in task.examples]
-    row, begin = batch[0].tolist(), None
-    begin = row.index(task.tokenizer.eot_id, 1) if task.tokenizer.eot_id in row[1:] else len(row)
-    assert any(sequence[:begin] == row[:begin] for sequence in told)
-    assert not {tuple(each.sequence) for each in task.development} & {tuple(row[:begin])}
+    task.settings.calibration_sequences = 7
+    batches = task.calibration()
+    assert [len(batch["input_ids"]) for batch in batches] == [3, 3, 1]
+    told = {each.sequence[:-1]: each for each in task.examples}
+    found = []
+    for batch in batches:
+        for ids, mask, targets in zip(batch["input_ids"], batch["attention_mask"], batch["targets"], strict=True):
+            ids, targets = ids[: int(mask.sum())], targets[: int(mask.sum())]
+            # The longest may go on behind its answer, where nothing is a target.
+            starts = (tuple(ids[:end].tolist()) for end in range(len(ids), 0, -1))
+            each = next(told[start] for start in starts if start in told)
+            found.append(each)
+            assert len(each.sequence) - 1 == len(ids) or len(ids) == task.length
+            answer = each.choices[each.example.answer]
+            assert targets[targets != -100].tolist() == list(answer)
+            assert int((targets != -100).nonzero()[0]) == len(each.prompt) - 1
+    assert len({each.example.id for each in found}) == 7
+    assert max(batch["input_ids"].shape[1] for batch in batches) == task.length
 
 
-def test_too_few_tokens_to_calibrate_on_are_refused_before_training(task):
+def test_patterns_reach_the_longest_example_though_none_is_trained_on_that_is_as_long(task, tmp_path):
+    lines(tmp_path / "test.jsonl", [own(100), {**own(101), "text": "long " * 5}])
+    task = task()
+    longest = max(len(each.sequence) - 1 for each in task.examples)
+    assert task.length > longest
+    assert max(batch["input_ids"].shape[1] for batch in task.calibration()) == task.length
+    task.examples = task.examples[:2]
+    task.length = 1000
+    with pytest.raises(DataError, match="patterns must reach 1,000 tokens"):
+        task.calibration()
+
+
+def test_too_few_examples_to_calibrate_on_are_refused_before_training(task):
     task = task()
     task.settings.calibration_sequences = 1000
-    with pytest.raises(DataError, match="calibration_sequences=1000 sequences"):
+    with pytest.raises(DataError, match="calibration_sequences=1000 examples are asked for, 18 are trained on"):
         task.check(calibrates=True, scores_outputs=False)
 
 

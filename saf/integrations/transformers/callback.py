@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from saf.adapters import adapter_for
@@ -183,6 +184,11 @@ class FreezeCallback(Editing, ExportableState):
         """Check the model and the settings, and start the schedule or take it up where the checkpoint has it."""
         model, optimizer = given["model"], given.get("optimizer")
         check_wrappers(self.trainer)
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedError(
+                f"a Trainer's checkpoint of a {type(model).__name__} does not hold the weights that heads are rows of, "
+                "as that of LoRA, which holds adapters alone; merge them first (merge_and_unload of peft)"
+            )
         precision = "bf16" if args.bf16 else "fp32"
         execution = Execution(torch.device(args.device), precision, compile=False)
         settings = _Settings(freeze=self.config, schedule=self.schedule)

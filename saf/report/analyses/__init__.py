@@ -6,7 +6,7 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.records.files import to_json, write_atomically
-from saf.report.analyses import heads, patterns
+from saf.report.analyses import heads, patterns, tasks
 
 Record = Mapping[str, Any]
 
@@ -22,6 +22,7 @@ FIGURES: dict[str, Callable[[Record], str]] = {
     "geometry": patterns.geometry,
     "fits": patterns.fits,
     "distributions": patterns.distributions,
+    "zero-shot": tasks.zero_shot,
 }
 
 

@@ -18,8 +18,8 @@ from saf.report.runs.page_data import arm_data, freeze_data, gap_data
 from saf.report.runs.picture import picture
 from saf.report.runs.summary import dek, doing, headline, key_figures, past_of, probe_sentence, warning
 
-_SCRIPTS = ("theme.js", "draw.js", "chart.js", "heads.js", "rank.js", "detail.js", "page.js")
-_HEADS = """
+SCRIPTS = ("theme.js", "draw.js", "chart.js", "heads.js", "rank.js", "detail.js", "page.js")
+HEADS = """
 <div class="script">
 <p class="intro" id="map-intro"></p>
 <div class="heads">
@@ -69,7 +69,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
         sections=_sections(runs, names, comparisons, data),
         footer=_footer(runs),
         data=data,
-        scripts=_SCRIPTS,
+        scripts=SCRIPTS,
     )
 
 
@@ -97,7 +97,7 @@ def _sections(
         words = f"Which heads {past_of(runs)}, and what training did"
         figure = f'<img class="still" src="data:image/svg+xml;base64,{drawn}" alt="{words}">'
         into = ", and into what" if any(run.frozen_heads for run in runs) else ""
-        parts.append(section("heads", f"Which heads {past_of(runs)}{into}", f"{_HEADS}{_without(still, figure)}"))
+        parts.append(section("heads", f"Which heads {past_of(runs)}{into}", f"{HEADS}{_without(still, figure)}"))
     if any(arm["raw"]["x"] for arm in data["arms"]):
         still = "The curves of training are drawn by scripts, which do not run here."
         still += " Those of losses stand beside the map of heads above." * bool(data["freezes"])
@@ -107,7 +107,7 @@ def _sections(
             section("training", "What training did", f"{told}{_TRAINING}{_without(still)}{events_table(runs, names)}")
         )
     table = arms_table(runs, names, comparisons).html()
-    parts.append(section("arms", "Cost and saving", table + _costs(data["freezes"], runs)))
+    parts.append(section("arms", "Cost and saving", table + costs(data["freezes"], doing(runs))))
     if answered := [(run, name) for run, name in zip(runs, names, strict=True) if has_answers(run)]:
         parts.append(section("answers", "Answers", _answers(answered, comparisons)))
     parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
@@ -157,14 +157,14 @@ def _without(words: str, figure: str = "") -> str:
     return f'<noscript><p class="intro">{words}</p>{drawn}</noscript>'
 
 
-def _costs(freezes: Sequence[dict[str, Any]], runs: Sequence[RecordedRun]) -> str:
-    """Return bars of the seconds that each part of each run's events took, to one scale; nothing without any."""
+def costs(freezes: Sequence[dict[str, Any]], doing: str) -> str:
+    """Return bars of the seconds that each part of events took, to one scale, `doing` in words; nothing without any."""
     shown = [freeze for freeze in freezes if freeze["seconds"]]
     if not shown:
         return ""
     longest = max(value for freeze in shown for value in freeze["seconds"].values())
     figures = "".join(_cost(freeze, longest, freeze["name"] if len(shown) > 1 else "") for freeze in shown)
-    return f'<h3>What {doing(runs)} itself took</h3><div class="all-costs">{figures}</div>'
+    return f'<h3>What {doing} itself took</h3><div class="all-costs">{figures}</div>'
 
 
 def _cost(freeze: dict[str, Any], longest: float, name: str) -> str:

@@ -1,0 +1,185 @@
+"""Pretrain a Llama of transformers by its Trainer, with a quarter of the heads frozen from the midpoint on and without.
+
+    saf data prepare TEXT --tokenizer TOKENIZER --out DATA
+    python examples/pretrain_with_trainer.py --data DATA --out runs/trainer
+
+Both arms are the same training up to the midpoint: the frozen one goes on from the ordinary one's checkpoint there, on
+the same batches. What freezing cost is paired window by window of held-out text. `OUT/trainer.json` is a result that
+`saf report --results` shows; copy it into a folder of results. The sizes below are 124M parameters and 13M tokens.
+"""
+
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
+from transformers.trainer import Trainer
+from transformers.training_args import TrainingArguments
+
+import saf
+from saf.adapters.transformers_folder import folder_hash
+from saf.data import TokenData, calibration_windows
+from saf.evaluate.compare import compare_evaluations
+from saf.evaluate.perplexity import evaluate_perplexity
+from saf.integrations.transformers import FreezeCallback
+from saf.machine.execution import device_name
+from saf.records.files import write_json
+from saf.records.result import result_header
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Train two arms of a small Llama by transformers' Trainer and compare them."""
+
+    data: Path
+    """Folder made by `saf data prepare`."""
+    out: Path
+    """New folder: checkpoints of both arms, their evaluations, and trainer.json."""
+    rate: float = 0.25
+    """Share of heads to freeze at the midpoint."""
+    updates: int = 400
+    length: int = 4096
+    batch_size: int = 8
+    """Sequences of an update."""
+    layers: int = 12
+    heads: int = 12
+    hidden: int = 768
+    peak_lr: float = 6e-4
+    calibration: int = 32
+    """Sequences to measure heads on."""
+    windows: int = 64
+    """Held-out windows that both arms are compared on."""
+    max_fit_kl: float = 0.2
+    seed: int = 0
+    compile: bool = False
+    """Whether the Trainer compiles the model."""
+
+
+class Rows(torch.utils.data.Dataset):
+    """Windows of the training text, each its own labels."""
+
+    def __init__(self, data: TokenData, length: int):
+        self.tokens, self.length = data.tokens("train"), length
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        """Return one window `[T]`."""
+        window = torch.tensor(self.tokens[row * self.length : (row + 1) * self.length]).long()
+        return {"input_ids": window, "labels": window}
+
+
+class Seconds(TrainerCallback):
+    """Time each update, without the events before it."""
+
+    def __init__(self):
+        self.updates: dict[int, float] = {}
+        self._start = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._start = _now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keep what the update took."""
+        self.updates[state.global_step] = _now() - self._start
+
+
+def _now() -> float:
+    """Return the clock once the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def arm(settings: Settings, data: TokenData, name: str, *callbacks: TrainerCallback, resume: Path | None = None) -> Any:
+    """Train one arm and evaluate it; return what the record says of it, and the hash of its last checkpoint."""
+    set_seed(settings.seed)
+    config = LlamaConfig(
+        vocab_size=-(-data.vocab_size // 64) * 64,
+        hidden_size=settings.hidden,
+        intermediate_size=8 * settings.hidden // 3,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        max_position_embeddings=settings.length,
+        tie_word_embeddings=True,
+    )
+    folder, seconds, cuda = settings.out / name, Seconds(), torch.cuda.is_available()
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=settings.updates,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.peak_lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=settings.updates // 10,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        bf16=cuda,
+        torch_compile=settings.compile,
+        save_steps=settings.updates // 2,
+        logging_steps=max(1, settings.updates // 20),
+        seed=settings.seed,
+        report_to=[],
+        use_cpu=not cuda,
+    )
+    model = LlamaForCausalLM(config)
+    trainer = Trainer(model, arguments, train_dataset=Rows(data, settings.length), callbacks=[*callbacks, seconds])
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    model_hash = folder_hash(folder / f"checkpoint-{settings.updates}")
+    judged = {"length": settings.length, "limit": settings.windows, "batch_size": settings.batch_size}
+    found = evaluate_perplexity(
+        model.eval(), data, **judged, out=folder / "evaluation", checkpoints={"model": model_hash}
+    )
+    late = [took for update, took in seconds.updates.items() if update > settings.updates // 2]
+    told = {"perplexity": found["perplexity"], "loss": found["loss"], "median update, s": statistics.median(late)}
+    return {"arm": name, **told}, model_hash
+
+
+def main(settings: Settings) -> None:
+    """Train both arms, compare them, and write the record."""
+    data, middle = TokenData.open(settings.data), settings.updates // 2
+    ordinary, ordinary_hash = arm(settings, data, "ordinary")
+    windows = calibration_windows(data, length=settings.length, count=settings.calibration, seed=settings.seed)
+    config = saf.FreezeConfig(rate=settings.rate, max_fit_kl=settings.max_fit_kl)
+    freezing = FreezeCallback(config, windows.split(settings.batch_size), saf.OneTime(middle))
+    midpoint = settings.out / "ordinary" / f"checkpoint-{middle}"
+    frozen, frozen_hash = arm(settings, data, "frozen", freezing, resume=midpoint)
+    (event,) = freezing.events
+    change = compare_evaluations(settings.out / "ordinary/evaluation", settings.out / "frozen/evaluation")
+    head = result_header(
+        "trainer",
+        asdict(settings),
+        device=device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        checkpoints={"parent": folder_hash(midpoint), "ordinary": ordinary_hash, "frozen": frozen_hash},
+        data={"train": data.fingerprint, "report": data.fingerprint},
+    )
+    record = {
+        **head,
+        "updates": settings.updates,
+        "tokens": settings.updates * settings.batch_size * settings.length,
+        "heads": settings.layers * settings.heads,
+        "frozen heads": len(event.heads),
+        "frozen after update": event.update,
+        "freezing, s": sum(event.seconds.values()),
+        "compiled": settings.compile,
+        "change of perplexity, %": change["delta_ppl_percent"],
+        "95% interval, %": change["ci95"],
+        "paired windows": change["windows"],
+        "update, ordinary / frozen": ordinary["median update, s"] / frozen["median update, s"],
+        "arms": [ordinary, frozen],
+    }
+    write_json(settings.out / "trainer.json", record)
+    low, high = change["ci95"]
+    print(f"{len(event.heads)} of {record['heads']} heads frozen after update {event.update}")
+    print(f"perplexity {change['ppl_ordinary']:.3f} -> {change['ppl_frozen']:.3f}: ", end="")
+    print(f"{change['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})")
+    print(f"update {record['update, ordinary / frozen']:.3f}x; {settings.out / 'trainer.json'}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

@@ -1,0 +1,1 @@
+"""The page about a model of transformers with frozen heads."""

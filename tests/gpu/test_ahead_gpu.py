@@ -1,0 +1,64 @@
+"""On a CUDA device: an event compiles nothing where another process compiled its layouts, and outputs are refitted."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import saf
+from saf.adapters import adapter_for
+from saf.calibration import refit_output
+from saf.machine.execution import Execution
+from saf.models import by_layer
+from saf.train.ahead import Layouts, start
+
+pytestmark = pytest.mark.gpu
+LENGTH = 256
+SHAPE = saf.preset("tiny", vocab_size=128, num_layers=3, num_heads=4, hidden_size=256, max_length=LENGTH)
+HEADS = [(0, 1), (1, 0), (1, 3)]
+
+
+def drawn() -> saf.GPT:
+    model = saf.GPT(SHAPE).cuda()
+    model.reset_parameters(torch.Generator("cuda").manual_seed(0))
+    return model
+
+
+def patterns() -> saf.CompactPattern:
+    generator = torch.Generator().manual_seed(1)
+    return saf.CompactPattern.from_parameters(*torch.randn(2, len(HEADS), LENGTH, generator=generator))
+
+
+def test_an_event_finds_all_its_code_on_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(by_layer, "_programs", {})
+    model, execution = drawn(), Execution.of("cuda", compile="layers")
+    ids = torch.zeros(2, LENGTH, dtype=torch.long, device="cuda")
+
+    def update() -> None:
+        with execution.autocast():
+            loss = adapter_for(model).compiled_by_layer()(ids, targets=ids)
+        loss.backward()
+
+    update()
+    asked = {"model": SHAPE, "length": LENGTH, "batch_size": 2, "execution": execution, "frozen": (1, 2)}
+    process = start(Layouts(**asked, kernel="auto", backend="auto", trainable=False), tmp_path / "log")
+    assert process.wait() == 0, (tmp_path / "log").read_text()
+    counters.clear()
+    saf.install_(model, HEADS, patterns())
+    update()
+    assert counters["inductor"]["fxgraph_cache_hit"] == 4  # two layouts, forward and backward
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+def test_refitted_columns_are_those_of_float64():
+    model, ids = drawn(), torch.randint(0, 128, (8, LENGTH), generator=torch.Generator().manual_seed(2))
+    found = refit_output(model, [ids], HEADS, patterns())
+    expected = refit_output(copy.deepcopy(model).cpu().double(), [ids], HEADS, patterns().to(dtype=torch.float64))
+    for head, columns in expected.items():
+        own = model.blocks[head[0]].attention.o_proj.weight.detach().cpu().double()
+        # Errors of float32, 1e-6, grow by the condition of the equations, which the ridge keeps below 1e4.
+        change = columns - own.T.unflatten(0, (4, -1))[head[1]]
+        assert (found[head] - columns).norm() <= 1e-2 * change.norm()

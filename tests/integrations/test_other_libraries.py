@@ -1,0 +1,133 @@
+"""LoRA adapters of peft and torchao's quantised weights, before heads are frozen and after it."""
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+from saf.errors import UnsupportedError
+from saf.heads import HeadSet
+from tests.transformers_models import freeze, make, tokens
+
+transformers = pytest.importorskip("transformers")
+
+import saf.integrations.transformers  # noqa: E402
+
+CONFIG = saf.FreezeConfig(count=3, max_fit_kl=99)
+
+
+def logits(model, ids=None):
+    with torch.no_grad():
+        return model(tokens(2, seed=6) if ids is None else ids, use_cache=False).logits
+
+
+def with_lora(model, *modules):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=[*modules], r=4, task_type="CAUSAL_LM"))
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(1)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.3)
+    return adapted
+
+
+@pytest.mark.parametrize(("family", "module"), [("llama", "q_proj"), ("qwen3", "o_proj"), ("gpt2", "c_attn")])
+def test_lora_on_attention_is_refused_before_freezing_and_merged_it_is_frozen(family, module):
+    adapted = with_lora(make(family), module)
+    with pytest.raises(UnsupportedError, match=r"got peft\.tuners\.lora\.layer\.Linear; merge adapters into"):
+        saf.freeze_(adapted, [tokens()], CONFIG)
+    expected = logits(adapted)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-3)
+    assert len(saf.freeze_(merged, [tokens()], CONFIG).heads) == 3
+
+
+def test_lora_elsewhere_stays_when_heads_freeze(tmp_path):
+    adapted = with_lora(make("llama"), "up_proj")
+    base = adapted.get_base_model()
+    report = saf.freeze_(base, [tokens()], CONFIG)
+    assert adapter_for(base).frozen_heads() == report.heads
+    adapted.save_pretrained(tmp_path / "adapter")
+    saf.save(base, tmp_path / "heads")
+    peft = pytest.importorskip("peft")
+    again = peft.PeftModel.from_pretrained(saf.load(make("llama"), tmp_path / "heads"), tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(again), logits(adapted))
+
+
+def test_lora_after_freezing_trains_merges_and_opens_on_the_saved_model(tmp_path):
+    model = make("llama")
+    freeze(model)
+    model.save_pretrained(tmp_path / "frozen")
+    adapted = with_lora(model, "q_proj", "k_proj", "v_proj", "o_proj")
+    ids = tokens()
+    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = adapted(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    adapted.save_pretrained(tmp_path / "adapter")
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "frozen")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(again), logits(adapted))
+    with pytest.raises(UnsupportedError, match="merge adapters into"):
+        saf.uninstall_(again)
+    torch.testing.assert_close(logits(adapted.merge_and_unload()), logits(again), rtol=1e-3, atol=1e-3)
+
+
+def test_a_trainer_does_not_freeze_under_adapters(hf, tmp_path):
+    adapted = with_lora(make("llama"), "up_proj")
+    freezing = saf.integrations.transformers.FreezeCallback(CONFIG, [tokens()])
+    args = hf.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, report_to=[])
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
+    with pytest.raises(UnsupportedError, match="PeftModelForCausalLM does not hold the weights"):
+        hf.Trainer(adapted, args, train_dataset=rows, callbacks=[freezing]).train()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_weights_are_quantised_after_freezing(family):
+    quantization = pytest.importorskip("torchao.quantization")
+    model, ordinary, ids = make(family), make(family), tokens(2, seed=6)
+    freeze(model, HeadSet([(0, head) for head in range(4)] + [(1, 1)]))
+    before = [logits(each) for each in (model, ordinary)]
+    for each in (model, ordinary):
+        # torchao cannot quantise the weight without rows that a layer without live heads has.
+        filled = lambda module, _: isinstance(module, torch.nn.Linear) and module.weight.numel() > 0  # noqa: E731
+        quantization.quantize_(each, quantization.Int8WeightOnlyConfig(), filter_fn=filled)
+    lost = [(logits(each) - old).norm() / old.norm() for each, old in zip((model, ordinary), before, strict=True)]
+    assert 0 < lost[0] < 2 * lost[1]
+    options = {"attention_mask": torch.ones_like(ids[:, :9]), "max_new_tokens": 4, "do_sample": False}
+    cached = model.generate(ids[:, :9], **options, eos_token_id=None)
+    assert torch.equal(cached[:, 9], logits(model, ids[:, :9])[:, -1].argmax(-1))
+
+
+class Quantised(torch.Tensor):
+    """Be another kind of tensor, as weights of torchao are."""
+
+
+def quantised(model):
+    linear = model.model.layers[1].self_attn.v_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Quantised))
+    return model
+
+
+def test_quantised_weights_are_neither_edited_nor_saved_by_heads(tmp_path):
+    model = make("llama")
+    freeze(model, HeadSet([(0, 1), (1, 2)]))
+    model, before = quantised(model), logits(model)
+    for refused in (
+        lambda: saf.freeze_(quantised(make("llama")), [tokens()], CONFIG),
+        lambda: saf.uninstall_(model),
+        lambda: saf.prune_(model, [(1, 0)]),
+        lambda: saf.save(model, tmp_path / "heads"),
+        lambda: model.save_pretrained(tmp_path / "whole"),
+    ):
+        with pytest.raises(UnsupportedError, match=r"Quantised, whose rows .* quantise it once it is open"):
+            refused()
+    assert torch.equal(logits(model), before)
+    assert not any(tmp_path.iterdir())
