@@ -11,6 +11,10 @@ from torch import distributed
 
 import saf
 import saf.train.loop as loop
+from saf.bench.kinds import measure
+from saf.bench.model.prefill import PrefillSettings
+from saf.bench.model.update import UpdateKind, UpdateSettings
+from saf.errors import InputError
 from saf.experiments.scaling import Interconnect, foretell
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
@@ -53,6 +57,7 @@ def two(rank: int, folder: str, settings: dict) -> None:
         for name in ("gradual", "again"):
             layers = {"compile": "layers", "activation_checkpointing": name == "again", **STORIES["gradual"]}
             pretrain(config(folder, f"{name} layers", settings, parallel="fsdp", **layers))
+    bench(rank, folder)
     model = GPT(preset("tiny"))
     optimizer = build_optimizer(model)
     engine = Shards(torch.device("cpu")).engine(model, optimizer, Execution.of("cpu"))
@@ -61,6 +66,19 @@ def two(rank: int, folder: str, settings: dict) -> None:
     engine.optimizer.step()
     held += [own(value) for of in engine.optimizer.state.values() for value in of.values() if value.dim()]
     Path(folder, f"held {rank}.json").write_text(json.dumps({"bytes": sum(held)}))
+
+
+def bench(rank: int, folder: str) -> None:
+    """Time updates that two processes share, and tell what each was told; prefill is measured by one alone."""
+    shape = {"model": "tiny", "device": "cpu", "pairs": 2, "warmup": 1, "tolerance": 10, "profile": False}
+    for kind in KINDS:
+        settings = UpdateSettings(points=("16x1x2",), rates=(0.5,), free=False, repeats=1, parallel=kind, **shape)
+        record = measure(settings, out=Path(folder, f"bench {kind}.json"), say=lambda line: None)
+        Path(folder, f"bench {kind} {rank}.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match="2 processes were started, and one measures prefill"):
+        measure(PrefillSettings(points=("16x1",), **shape))
+    with pytest.raises(InputError, match="2 were started, which would all do the same"):
+        measure(UpdateSettings(points=("16x1x2",), **shape))
 
 
 def stop_at(update: int, settings: TrainConfig, *, signalled: bool) -> None:
@@ -144,6 +162,18 @@ def test_layers_computed_again_change_no_bit(stories, kind):
 def test_shares_compiled_by_layers_change_no_bit(stories, name):
     assert events(stories / f"{name} layers") == events(stories / "gradual")
     assert numbers(stories / f"{name} layers") == numbers(stories / "gradual fsdp")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_that_two_processes_share_are_timed_by_the_slowest(stories, kind):
+    written, *told = (read_json(stories / f"bench {kind}{of}.json") for of in ("", " 0", " 1"))
+    assert [row["role"] for row in written["rows"]] == ["control", "frozen", "apart"]
+    assert written["provenance"]["processes"] == 2
+    assert written["left_out"] == []
+    times = [[row["pair_ms"] for row in record["rows"]] for record in (written, *told)]
+    assert times[0] == times[1] == times[2]
+    parts = UpdateKind().tables(written, brief=True)
+    assert f"in 2 processes ({kind}), the slowest one's time" in str(parts[0])
 
 
 def test_four_processes_go_on_where_two_stopped_and_train_as_one(stories):
