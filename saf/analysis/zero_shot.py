@@ -4,7 +4,7 @@ One calibration serves all arms: each score and rate chooses and fits its own he
 and are undone. Or models that were frozen elsewhere answer them as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.analysis.costs import frozen_for_now
-from saf.analysis.model import SILENT, Record, Watch
+from saf.analysis.model import SILENT, Countdown, Record, Watch
 from saf.arguments import SHARES, above, at_least, check_fields
 from saf.calibration import calibrate
 from saf.data import calibration_windows
@@ -44,7 +44,10 @@ paper's other patterns of Qwen3-4B."""
 @documented
 @dataclass(frozen=True, kw_only=True)
 class ZeroShot:
-    """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question."""
+    """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
+
+    With --out, what is there is written after every arm, in case the command is cut off.
+    """
 
     model: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (step-N), a run, a folder of saf.save, or a model of transformers: its folder or hub name."""
@@ -103,8 +106,21 @@ class _Study:
             precision=settings.precision,
             too_long=settings.too_long,
             longest=self.longest,
+            progress=self._progress(),
         )
         return harness.answer_tasks(lm, settings.tasks, folder=settings.task_data, questions=settings.questions)
+
+    def _progress(self) -> Callable[[int, int], None]:
+        """Return what tells how many of a model's likelihoods are there, and how much time is left."""
+        countdown: list[Countdown] = []
+
+        def progress(done: int, total: int) -> None:
+            """Tell it, from the first call on."""
+            if not countdown:
+                countdown.append(self.watch.countdown("continuations", total))
+            countdown[0](done)
+
+        return progress
 
 
 def measure(settings: ZeroShot, watch: Watch = SILENT) -> dict[str, Any]:
@@ -116,7 +132,6 @@ def measure(settings: ZeroShot, watch: Watch = SILENT) -> dict[str, Any]:
     longest = min([longest, *(other.longest for other in others)])
     study = _Study(settings, longest, watch)
     ordinary = study.answers(opened, "the model as it is")
-    values = _elsewhere(study, others, ordinary) if others else _frozen_here(study, opened, ordinary)
     head = result_header(
         "zero-shot",
         vars(settings),
@@ -129,25 +144,32 @@ def measure(settings: ZeroShot, watch: Watch = SILENT) -> dict[str, Any]:
         "length": longest,
         "precision": resolve_precision(pick_device(settings.device), settings.precision),
         "ordinary": {"tasks": {name: task.to_dict() for name, task in ordinary.items()}},
+        "asked": len(others) or len(settings.scores) * len(settings.rates),
     }
-    return {**head, **told, **values}
+    arms: list[dict[str, Any]] = []
+    record = {**head, **told, "arms": arms, "overlap": {}}
+    for arm in _elsewhere(study, others, ordinary) if others else _frozen_here(study, opened, ordinary):
+        arms.append(arm)
+        record["overlap"] = _overlaps(arms)
+        watch.keep(record)
+    return record
 
 
-def _elsewhere(study: _Study, others: Sequence[OpenedModel], ordinary: Mapping[str, TaskAnswers]) -> dict[str, Any]:
-    """Return the arms of models that were frozen elsewhere."""
-    arms = []
+def _elsewhere(
+    study: _Study, others: Sequence[OpenedModel], ordinary: Mapping[str, TaskAnswers]
+) -> Iterator[dict[str, Any]]:
+    """Yield the arms of models that were frozen elsewhere."""
     for number, other in enumerate(others, 1):
         adapter = adapter_for(other.model)
         heads = adapter.frozen_heads()
         share = len(heads) / sum(site.layout.num_heads for site in adapter.sites())
         name = f"model {number}, {percent(share)} frozen"
         arm = {"name": name, "path": str(other.folder), "score": None, "rate": None, "share": share}
-        arms.append(arm | {"heads": heads.to_list()} | _compared(ordinary, study.answers(other, name)))
-    return {"arms": arms, "overlap": {}}
+        yield arm | {"heads": heads.to_list()} | _compared(ordinary, study.answers(other, name))
 
 
-def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Mapping[str, TaskAnswers]) -> dict[str, Any]:
-    """Return the arms of every score and rate, and the share of heads that two scores both choose, by rate."""
+def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Mapping[str, TaskAnswers]) -> Iterator[dict[str, Any]]:
+    """Yield the arms of every score and rate."""
     settings, model = study.settings, opened.model
     assert opened.data is not None
     windows = calibration_windows(
@@ -158,7 +180,6 @@ def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Mapping[str, Task
         setting="--sequences",
     )
     ids = list(windows.split(settings.batch_size))
-    arms, chosen = [], {}
     with autocast(pick_device(settings.device), settings.precision):
         study.watch.say(f"calibrating on {len(windows)} sequences of {study.longest:,} tokens")
         statistics = calibrate(model, ids)
@@ -167,13 +188,12 @@ def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Mapping[str, Task
             for rate in settings.rates:
                 config = FreezeConfig(score=name, rate=rate, max_fit_kl=settings.max_fit_kl)
                 accepted, rejected = _choose(model, ids, statistics, config, made)
-                heads = chosen[name, rate] = HeadSet(accepted)
+                heads = HeadSet(accepted)
                 with frozen_for_now(model, heads, [made[head].pattern for head in heads], config.backend):
                     answers = study.answers(opened, f"{name}, {percent(rate)}")
                 told = {"name": f"{name} {percent(rate)}", "score": name, "rate": rate, "heads": heads.to_list()}
                 told |= _described(heads, made, rejected, statistics)
-                arms.append(told | _compared(ordinary, answers))
-    return {"arms": arms, "overlap": _overlaps(settings, chosen)}
+                yield told | _compared(ordinary, answers)
 
 
 def _choose(
@@ -227,15 +247,14 @@ def _compared(ordinary: Mapping[str, TaskAnswers], frozen: Mapping[str, TaskAnsw
     return {"tasks": tasks, "mean_difference": changes["mean_difference"]}
 
 
-def _overlaps(settings: ZeroShot, chosen: Mapping[tuple[str, float], HeadSet]) -> dict[str, float]:
+def _overlaps(arms: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return by rate the heads that two scores both choose, over those that the first one chooses."""
-    if len(settings.scores) != 2:
-        return {}
-    found = {}
-    for rate in settings.rates:
-        one, other = (set(chosen[name, rate]) for name in settings.scores)
-        if one:
-            found[f"{rate:g}"] = len(one & other) / len(one)
+    found, first = {}, {}
+    for arm in (arm for arm in arms if arm["score"] is not None):
+        heads = {tuple(head) for head in arm["heads"]}
+        one = first.setdefault(arm["rate"], heads)
+        if one is not heads and one:
+            found[f"{arm['rate']:g}"] = len(one & heads) / len(one)
     return found
 
 
@@ -247,6 +266,8 @@ def tables(record: Record) -> list[Part]:
         f"Zero-shot accuracy of {record['model']}: {count:,} questions of {len(tasks)} tasks, inputs of up to "
         f"{record['length']:,} tokens, {record['precision']}; heads frozen without further training."
     )
+    if len(arms) < record["asked"]:
+        conditions += f" Cut off after {len(arms)} of {record['asked']} arms."
     changes = _changes_table(record)
     if cut := sum(task["shortened"] for task in tasks.values()):
         note = f"{cut:,} questions were longer, and cut at their beginning."

@@ -9,6 +9,7 @@ from saf.bench.accuracy.errors import ErrorSettings
 from saf.bench.freezing.settings import CalibrationSettings
 from saf.bench.harness.settings import BenchSettings
 from saf.bench.kinds import BENCHMARKS, measure
+from saf.bench.model.decode import DecodeSettings
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.model.update import UpdateSettings
 from saf.bench.operator.case import OpSettings
@@ -69,6 +70,14 @@ class Prefill(_Bench, PrefillSettings):
 
 
 @dataclass(kw_only=True)
+class Decode(_Bench, DecodeSettings):
+    """Time one more token of every sequence after a filled cache of fixed size, and tell the cache's bytes.
+
+    Ratios are the baseline's time over the arm's: above 1 the arm is faster.
+    """
+
+
+@dataclass(kw_only=True)
 class Errors(_Bench, ErrorSettings):
     """Measure errors against float64 of a mixed layer and of frozen heads alone, outputs and every gradient.
 
@@ -92,4 +101,11 @@ def parts(record: Mapping[str, Any]) -> Iterator[Part]:
         yield REFUSED
 
 
-COMMANDS = {"op": Op, "update": Update, "prefill": Prefill, "errors": Errors, "calibration": Calibration}
+COMMANDS = {
+    "op": Op,
+    "update": Update,
+    "prefill": Prefill,
+    "decode": Decode,
+    "errors": Errors,
+    "calibration": Calibration,
+}

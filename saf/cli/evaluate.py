@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -83,15 +84,18 @@ class Evaluate(Command):
         with agreed():  # all have looked before the first one writes
             if self.out is not None:
                 _check_own(self.out)
-        opened = open_model(self.model, self.data, self.device, needs_data=not self.tasks)
+        harness = lm_eval_tasks() if self.tasks else None
+        opened = open_model(self.model, self.data, self.device, needs_data=harness is None)
         record: dict[str, Any] = {}
         parts: list[Part] = []
+        # Tasks first: what is missing or too long is known before minutes of perplexity.
+        answered = None if harness is None else self._zero_shot(opened, harness)
         if opened.data is not None:
             record = self._perplexity(opened)
             parts.append(self._facts(opened, record))
-        if self.tasks:
-            record["zero_shot"] = self._zero_shot(opened)
-            parts += zero_shot_tables(record["zero_shot"])
+        if answered is not None:
+            record["zero_shot"] = answered
+            parts += zero_shot_tables(answered)
         if is_first():
             show({"model": opened.folder, **record}, *parts, as_json=self.json)
         return record
@@ -127,10 +131,9 @@ class Evaluate(Command):
         }
         return Table.facts(str(opened.folder), rows)
 
-    def _zero_shot(self, opened: OpenedModel) -> dict[str, Any]:
+    def _zero_shot(self, opened: OpenedModel, harness: ModuleType) -> dict[str, Any]:
         """Return the record of the model's answers."""
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
-        harness = lm_eval_tasks()
         lm = harness.ExactLengthModel(
             opened.model,
             opened.encoder(),

@@ -17,6 +17,7 @@ from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.examples import Examples, find_examples, is_of_files, write_smoke_examples
 from saf.experiments.execution import Lanes, Outcome, Stop, execute, in_a_process
+from saf.experiments.foretelling import foretell
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
 from saf.experiments.packing import Lacks, Packing, packing_table
 from saf.experiments.plan import Plan, PlannedRun, events_of, plan
@@ -254,11 +255,13 @@ class Run(Command):
             *([] if made.data else ["Without --data nothing is known to be done."]),
         ]
         table = replace(packing_table(stays, packing, made), notes=tuple(notes))
-        others = [[each.title, f"saf {each.does}"] for each in measured.planned.values()]
+        unmade = [each for each in measured.planned.values() if store.measurement(each.key) is None]
+        takes = {each.key: foretell(each, made, rates) for each in unmade}
         result = {
             "runs": len(runs),
-            "measurements": len(others),
+            "measurements": len(unmade),
             "seconds": seconds,
+            "measuring_seconds": takes,
             "bytes": max((run.predicted_bytes for run in runs), default=0),
             "rates": vars(rates),
             "budgets": [
@@ -272,7 +275,12 @@ class Run(Command):
             shared, told = scaling_table(pretrained, rates, gpus=self.gpus, nodes=self.nodes, links=self.links)
             tables += [shared] * bool(pretrained)
             result["many_gpus"] = {key: each.to_dict() for key, each in told.items()}
-        tables += [Table.of("Measurements, afterwards", ["", "command"], others)] * bool(others)
+        if unmade:
+            rows = [[each.title, f"saf {each.does}", f"{takes[each.key] / 60:.1f}"] for each in unmade]
+            told = (
+                f"{len(rows)} to make, {duration(sum(takes.values()))} on one GPU, one after the other; the same rates."
+            )
+            tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min"], rows, [told]))
         show(result, *tables, as_json=self.json)
         return result
 

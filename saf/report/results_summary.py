@@ -20,7 +20,7 @@ RATES = (0.25, 0.5)
 """Shares of frozen heads that have a column: those of the paper's main tables."""
 BACKEND = "toeplitz"
 """Whose speed is the summary's: the default one."""
-_SPEEDS = {"update": "update", "prefill": "prefill", "op": "attention"}
+_SPEEDS = {"update": "update", "prefill": "prefill", "decode": "decoding", "op": "attention"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'sa
 
 import saf
 import saf.integrations.transformers
+from saf.analysis.model import Watch
 from saf.analysis.zero_shot import ZeroShot, measure, tables
 from saf.data import calibration_windows
 from saf.data.text_data import TextData
@@ -45,9 +46,13 @@ def settings(folder, **more) -> ZeroShot:
     return ZeroShot(**{**given, "sequences": 6, "rates": (0.25, 0.5), "max_fit_kl": 100.0, "device": "cpu", **more})
 
 
+KEPT: list[dict] = []
+SAID: list[str] = []
+
+
 @pytest.fixture(scope="module")
 def record(folder):
-    return measure(settings(folder))
+    return measure(settings(folder), Watch(say=SAID.append, keep=lambda record: KEPT.append(to_json(record))))
 
 
 def test_every_arm_is_the_model_frozen_by_its_score_and_rate(folder, record):
@@ -102,19 +107,31 @@ def test_tables_and_figure_say_what_the_record_holds(record):
     assert drawn.count("<polyline") == 3 * (1 + 2)  # two tasks and their mean: nothing, and a line a score
 
 
+def test_what_is_there_is_kept_after_every_arm(record):
+    assert [len(kept["arms"]) for kept in KEPT] == [1, 2, 3, 4]
+    assert KEPT[-1] == to_json(record)
+    assert KEPT[1]["overlap"] == {}
+    assert "Cut off after 2 of 4 arms" in tables(KEPT[1])[0]
+    assert "Cut off" not in tables(KEPT[3])[0]
+    assert any("continuations" in line for line in SAID)
+
+
 def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
     model = make("qwen3", vocab_size=300, max_position_embeddings=LENGTH, num_hidden_layers=6)
     ids = torch.randint(0, 300, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, max_fit_kl=100.0))
     model.save_pretrained(tmp_path / "frozen")
     (tmp_path / "frozen" / "tokenizer.json").write_bytes((folder / "model" / "tokenizer.json").read_bytes())
-    found = measure(settings(folder, frozen=(tmp_path / "frozen",), data=None))
-    (arm,) = found["arms"]
+    found = measure(settings(folder, frozen=(tmp_path / "frozen",) * 2, data=None))
+    arm, again = found["arms"]
+    assert arm["tasks"] == again["tasks"]
+    assert found["overlap"] == {}
     assert arm["share"] == 0.25
     assert len(arm["heads"]) == 6
     assert found["ordinary"] == record["ordinary"]
     shown = " ".join(filter(None, map(markdown_of, tables(to_json(found)))))
     assert "model 1, 25% frozen" in shown
+    assert "model 2, 25% frozen" in shown
     assert "thirds" not in shown
     assert "25" in analysis_figure(found)
 

@@ -1,9 +1,12 @@
 """`saf evaluate --tasks` and `saf compare` of what it wrote: a checkpoint of the project, a folder of transformers."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'saf[eval]'")
 
+import saf.integrations as saf_integrations
 import saf.integrations.transformers  # noqa: F401
 from saf.data.tokenizer import train_bpe
 from saf.heads import HeadSet
@@ -82,3 +85,11 @@ def test_flags_without_an_effect_are_refused(arms, files, saf, tmp_path):
     code, _, told = saf("evaluate", arms[0], "--tasks", "sst2", "--task-data", tmp_path, "--limit", 1)
     assert code == 2
     assert "holds no dev.tsv" in told
+
+
+def test_a_missing_package_is_named_with_its_extra(arms, files, saf, monkeypatch):
+    monkeypatch.setitem(sys.modules, "saf.integrations.lm_eval", None)
+    monkeypatch.delattr(saf_integrations, "lm_eval", raising=False)
+    code, _, told = saf("evaluate", arms[0], "--tasks", "sst2", "--task-data", files, "--limit", 1)
+    assert code == 2
+    assert "pip install 'saf[eval]'" in told

@@ -75,7 +75,7 @@ def test_tables_are_made_of_the_records_alone(made, tmp_path, capsys):
     chosen = ["timing", "matched_time", "stability"]
     assert main(["report", *chosen, *SEED, "--store", str(store), "--out", str(tmp_path / "again")]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"heads in both +│ +\d\.\d │ 30 to 31 of 36", shown)
+    assert re.search(r"heads in both, at 25% and at 50% +│ +\d\.\d │ 30 to 31 of 36", shown)
     again = list((tmp_path / "again").iterdir())
     assert len(again) == 15
     for path in again:

@@ -17,7 +17,7 @@ HEADS = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (1, 5), (2, 7)])
 
 
 def make(dtype: torch.dtype) -> torch.nn.Module:
-    from saf.integrations.qwen3 import random_qwen3
+    from saf.integrations.random_model import random_model
 
     sizes = {
         "vocab_size": VOCAB,
@@ -29,7 +29,7 @@ def make(dtype: torch.dtype) -> torch.nn.Module:
         "head_dim": 128,
     }
     generator = torch.Generator("cuda").manual_seed(0)
-    return random_qwen3(max_length=LENGTH, device=CUDA, dtype=dtype, generator=generator, **sizes).eval()
+    return random_model("Qwen3", max_length=LENGTH, device=CUDA, dtype=dtype, generator=generator, **sizes).eval()
 
 
 def freeze_(model: torch.nn.Module, backend: str, kernel: str) -> None:

@@ -2,16 +2,21 @@
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'saf[eval]'")
 
+from lm_eval.models.huggingface import HFLM
+from transformers import PreTrainedTokenizerFast
+
 import saf
 from saf.adapters import language_model
 from saf.bench.harness.synthetic import synthetic_patterns
+from saf.data.tokenizer import train_bpe
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.integrations.lm_eval import ExactLengthModel, answer_tasks
-from saf.integrations.models import Encoder
+from saf.integrations.models import Encoder, open_model
 from saf.models import GPT, GPTConfig
 from saf.tasks.zero_shot import ZERO_SHOT
 from tests.transformers_models import make
@@ -70,6 +75,35 @@ def test_every_task_is_answered_with_lm_evals_prompts_and_exact_likelihoods(make
                 assert answer["right_norm"] == (max(range(len(sums)), key=by_length.__getitem__) == right)
     assert found["sst2"].labels == ("negative", "positive")
     assert found["boolq"].to_dict()["source"]["path"].endswith("boolq/val.jsonl")
+
+
+def test_lm_evals_own_model_class_says_the_same(files, tmp_path):
+    """With a tokenizer that begins a text with a token of its own; that class pads, which an ordinary model ignores."""
+    model = make("llama-grouped", vocab_size=300, max_position_embeddings=LENGTH)
+    text = [path.read_text() for path in sorted(files.rglob("*.*")) if path.suffix in (".jsonl", ".tsv")]
+    train_bpe(text, vocab_size=299).save(tmp_path / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<s>"])
+    first = backend.token_to_id("<s>")
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|endoftext|>").save_pretrained(
+        tmp_path
+    )
+    model.save_pretrained(tmp_path)
+    opened = open_model(tmp_path, None, "cpu", needs_data=False)
+    ours, seen = ExactLengthModel(opened.model, opened.encoder(), batch_size=4), []
+    handle = opened.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    found = answer_tasks(ours, list(ZERO_SHOT), folder=files)
+    handle.remove()
+    assert all((ids[:, 0] == first).all() and not (ids[:, 1:] == first).any() for ids in seen)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    other = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
+    other.cut = set()
+    theirs = answer_tasks(other, list(ZERO_SHOT), folder=files)
+    for name, task in found.items():
+        for one, two in zip(task.answers, theirs[name].answers, strict=True):
+            assert one["log_probs"] == pytest.approx(two["log_probs"], abs=1e-4), name
+            assert {**one, "log_probs": 0} == {**two, "log_probs": 0}
 
 
 def test_long_questions_are_refused_or_cut_at_their_beginning(files):

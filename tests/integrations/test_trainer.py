@@ -223,7 +223,7 @@ def test_the_last_update_may_be_the_moment(hf, tmp_path):
     assert len(frozen(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4"))) == 4
 
 
-def test_what_cannot_work_is_refused_before_training(hf, tmp_path):
+def test_what_cannot_work_is_refused_before_training(hf, tmp_path, monkeypatch):
     def refuses(kind, match, made, **options):
         with pytest.raises(kind, match=match):
             trainer(hf, tmp_path / "run", made, **options).train()
@@ -246,6 +246,9 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path):
     ):
         with pytest.raises(UnsupportedError, match=match):
             callback().on_init_end(SimpleNamespace(**several | changes), None, None)
+    monkeypatch.setattr("saf.integrations.transformers.trainer.group_place", lambda: (1, 2))
+    with pytest.raises(UnsupportedError, match="pass use_cpu=True where they are to train together"):
+        callback().on_init_end(SimpleNamespace(**several | {"world_size": 1}), None, None)
     with pytest.raises(InputError, match="schedule"):
         FreezeCallback(CONFIG, [tokens()], 0.5)
     with pytest.raises(InputError, match="batch_size is a whole number from 1"):

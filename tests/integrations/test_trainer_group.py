@@ -15,6 +15,8 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 UPDATES = 8
+RESUMES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+"""transformers 5.17 loads the optimiser of several processes on a CPU to "cpu:0", which PyTorch does not know."""
 FIRST_LAYER = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1)]
 """A layer without live heads, and one with some."""
 
@@ -93,6 +95,8 @@ def work(rank: int, folder: str) -> None:
     for name, (config, schedule, options) in CASES.items():
         options = options | {"rank": rank, "processes": 2}
         keep(rank, Path(folder) / name, *trained(Path(folder) / name, config, schedule, **options))
+    if not RESUMES:
+        return
     config, schedule, options = CASES["once"]
     options = {"rank": rank, "processes": 2}
     again = Path(folder) / "again"
@@ -135,12 +139,13 @@ def test_two_processes_train_and_freeze_as_one_does(name, group, tmp_path):
         torch.testing.assert_close(weights[key], mine.detach(), rtol=5e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", [*CASES, "again"])
+@pytest.mark.parametrize("name", [*CASES, *(["again"] if RESUMES else [])])
 def test_all_processes_hold_the_same_bits(name, group):
     assert same(told(group / name)[0], told(group / name, 1)[0])
     assert told(group / name)[1] == told(group / name, 1)[1]
 
 
+@pytest.mark.skipif(not RESUMES, reason="this version of transformers cannot resume several processes on a CPU")
 def test_killed_and_resumed_it_ends_bit_for_bit_the_same(group):
     assert same(told(group / "again")[0], told(group / "once")[0])
 

@@ -25,7 +25,9 @@ class ModelShape:
     mlp_size: int
     """Their other dimension."""
     gpt: GPTConfig | None = None
-    """Of this project's decoder; None for Qwen3 of transformers."""
+    """Of this project's decoder; None for models of transformers."""
+    family: str | None = None
+    """Of a model of transformers: "Qwen3", "Llama"."""
 
     @classmethod
     def of(cls, config: GPTConfig) -> "ModelShape":
@@ -51,8 +53,8 @@ class ModelShape:
         heads = sum(map(len, layout.rows.values()))
         return self.hidden_size * (self.head_dim * heads + self.mlp_matrices * self.mlp_size)
 
-    def qwen3(self) -> dict[str, Any]:
-        """Return the sizes in the words of `Qwen3Config`."""
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes in the words of transformers' configurations."""
         return {
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
@@ -64,8 +66,33 @@ class ModelShape:
         }
 
 
-QWEN3 = {
+# Llama's sizes: 124m has the layers, heads and channels of GPT-2's small model, its gated MLP as many weights as that
+# model's; 7b is the second Llama's smallest.
+TRANSFORMERS = {
+    "llama-124m": ModelShape(
+        family="Llama",
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        hidden_size=768,
+        vocab_size=50_304,
+        mlp_matrices=3,
+        mlp_size=2_048,
+    ),
+    "llama-7b": ModelShape(
+        family="Llama",
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        hidden_size=4_096,
+        vocab_size=32_000,
+        mlp_matrices=3,
+        mlp_size=11_008,
+    ),
     "qwen3-4b": ModelShape(
+        family="Qwen3",
         num_layers=36,
         num_heads=32,
         num_kv_heads=8,
@@ -74,15 +101,15 @@ QWEN3 = {
         vocab_size=151_936,
         mlp_matrices=3,
         mlp_size=9_728,
-    )
+    ),
 }
 
 
 def shape_of(name: str, length: int, num_layers: int | None = None) -> ModelShape:
     """Return the shape of a preset at a context, or with other layers; raise InputError for an unknown name."""
-    if name not in QWEN3:
+    if name not in TRANSFORMERS:
         if name not in PRESETS:
-            raise InputError(f"unknown model {name!r}; expected one of {sorted([*PRESETS, *QWEN3])}")
+            raise InputError(f"unknown model {name!r}; expected one of {sorted([*PRESETS, *TRANSFORMERS])}")
         more = {} if num_layers is None else {"num_layers": num_layers}
         return ModelShape.of(preset(name, max_length=length, **more))
-    return QWEN3[name] if num_layers is None else replace(QWEN3[name], num_layers=num_layers)
+    return TRANSFORMERS[name] if num_layers is None else replace(TRANSFORMERS[name], num_layers=num_layers)

@@ -15,7 +15,7 @@ from saf.bench.harness.measured import (
 from saf.bench.harness.recorder import UNFINISHED, left_out
 from saf.bench.harness.timing import REST_MS, SETTLE_MS
 from saf.records.paper import Quoted
-from saf.records.quantities import MISSING, number, signed
+from saf.records.quantities import MISSING, gibibytes, number, signed
 from saf.records.table import Cell, Table
 
 REFUSED = "refused"
@@ -40,7 +40,7 @@ def speed_table(groups: Sequence[Group], sources: Mapping[str, Cell] | None = No
     """
     head = ["point", "baseline", "arm", "heads", "baseline, ms (TFLOP/s)", "baseline floor, ms"]
     head += ["arm, ms (TFLOP/s)", "arm floor, ms", "speedup", "middle half of pairs", "pairs", "share of time"]
-    head += ["control", "free bound", "of the bound", "paper"]
+    head += ["control", "free bound", "of the bound", "baseline cache", "cache", "paper"]
     several = len({group.baseline for group in groups}) > 1
     head += ["in"] if sources else []
     rows = [
@@ -71,6 +71,8 @@ def _speed_cells(group: Group, arm: Measured, *, baseline: bool) -> list[str]:
         MISSING if group.control is None else f"{group.control['ratio']:.4f}",
         MISSING if arm.bound is None else f"{arm.bound:.3f}×",
         MISSING if share is None else f"{100 * share:.0f}%",
+        gibibytes(row.get("baseline_cache_bytes")),
+        gibibytes(row.get("cache_bytes")),
         _quoted(arm.paper),
     ]
 

@@ -1,1 +1,1 @@
-"""Benchmarks of whole models: updates and prefill."""
+"""Benchmarks of whole models: updates, prefill and decoding."""

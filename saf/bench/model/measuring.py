@@ -1,8 +1,8 @@
 """Measuring whole models: peak memory of each arm, then time."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,10 @@ class ModelKind(SpeedKind[Asked]):
     @abstractmethod
     def work(self, settings: Asked, point: Point, arm: Arm) -> Work:
         """Return the work of one timed call."""
+
+    def describe(self, settings: Asked, plan: ModelPlan, point: Point, arm: Arm) -> Mapping[str, Any]:
+        """Return what a row tells of an arm."""
+        return plan.describe(arm)
 
     def cases(self, settings: Asked, points: Sequence[Point], device: torch.device) -> list[Point]:
         """Return the points with everything that varies filled in."""
@@ -97,7 +101,7 @@ class ModelKind(SpeedKind[Asked]):
                 build,
                 variants=self.variants(settings, context.execution.device),
                 work=lambda arm, _: self.work(settings, point, arm),
-                describe=lambda arm, _: plan.describe(arm),
+                describe=lambda arm, _: self.describe(settings, plan, point, arm),
             )
 
 

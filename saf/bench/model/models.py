@@ -19,7 +19,7 @@ from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
 from saf.surgery import finalize_, install_, prune_
 
-Placement = Literal["early", "even"]
+Placement = Literal["early", "even", "groups"]
 
 
 @dataclass(kw_only=True)
@@ -27,11 +27,12 @@ class ModelSettings(SpeedSettings):
     """Hold what benchmarks of whole models take."""
 
     model: str = "124m"
-    """Preset of the model's shape; qwen3-4b, of transformers, for prefill alone."""
+    """Preset of the model's shape; qwen3-4b and llamas, of transformers, for prefill and decoding alone."""
     num_layers: int | None = None
     """Layers, instead of the preset's: compiling all of a large model takes minutes."""
     placement: Placement = "early"
-    """Which layers have frozen heads: mostly early ones, as measured on trained models, or all alike."""
+    """Which layers have frozen heads: mostly early ones, as measured on trained models, or all alike; groups are early
+    too, of whole groups of heads that share keys."""
     per_layer: tuple[int, ...] = ()
     """Frozen heads of each layer, instead of --rates and --placement."""
     pruned: bool = False
@@ -83,7 +84,7 @@ class ModelPlan:
     def config(self) -> GPTConfig:
         """Return the configuration of this project's decoder; raise InputError for another family."""
         if self.shape.gpt is None:
-            raise InputError(f"{self.settings.model} can be measured by prefill alone; take another --model")
+            raise InputError(f"{self.settings.model} can be measured by prefill and decode alone; take another --model")
         return self.shape.gpt
 
     @property
@@ -104,18 +105,24 @@ class ModelPlan:
             return [0] * self.shape.num_layers
         if self.settings.per_layer:
             return list(self.settings.per_layer)
-        return heads_per_layer(
+        counts = heads_per_layer(
             num_layers=self.shape.num_layers,
-            num_heads=self.shape.num_heads,
+            num_heads=self.shape.num_heads // self._chosen_at_once,
             rate=arm.rate,
-            placement=self.settings.placement,
+            placement="early" if self.settings.placement == "groups" else self.settings.placement,
         )
+        return [count * self._chosen_at_once for count in counts]
+
+    @property
+    def _chosen_at_once(self) -> int:
+        """Return how many heads are frozen together: one, or a whole group."""
+        return self.shape.num_heads // self.shape.num_kv_heads if self.settings.placement == "groups" else 1
 
     def heads(self, arm: Arm) -> HeadSet:
         """Return the frozen heads."""
-        return choose_heads(
-            self.per_layer(arm), self.shape.num_heads, torch.Generator().manual_seed(self.settings.seed)
-        )
+        size, drawn = self._chosen_at_once, torch.Generator().manual_seed(self.settings.seed)
+        chosen = choose_heads([count // size for count in self.per_layer(arm)], self.shape.num_heads // size, drawn)
+        return HeadSet((layer, size * one + each) for layer, one in chosen for each in range(size))
 
     def layouts(self, arm: Arm) -> list[HeadLayout]:
         """Return each layer's layout."""
@@ -138,7 +145,7 @@ def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch
     """
     generator = torch.Generator(device).manual_seed(plan.settings.seed)
     if plan.shape.gpt is None:
-        model = _qwen3(plan, arm, device, dtype, generator)
+        model = _of_transformers(plan, arm, device, dtype, generator)
     else:
         model = _gpt(plan.shape.gpt, arm, device, dtype, generator)
     heads = plan.heads(arm)
@@ -156,16 +163,16 @@ def build_model(plan: ModelPlan, arm: Arm, *, device: torch.device, dtype: torch
     return model
 
 
-def _qwen3(
+def _of_transformers(
     plan: ModelPlan, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> nn.Module:
-    """Return a random Qwen3 of the plan's shape, as transformers runs it."""
-    from saf.integrations.qwen3 import random_qwen3
+    """Return a random model of the plan's shape, as transformers runs it."""
+    from saf.integrations.random_model import random_model
 
     if arm.kernel == FLEX:
         raise UnsupportedError("flex is measured in this project's decoder only")
-    sizes = plan.shape.qwen3()
-    return random_qwen3(max_length=plan.max_length, device=device, dtype=dtype, generator=generator, **sizes)
+    made = {"max_length": plan.max_length, "device": device, "dtype": dtype, "generator": generator}
+    return random_model(str(plan.shape.family), **made, **plan.shape.sizes())
 
 
 def _gpt(config: GPTConfig, arm: Arm, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> GPT:

@@ -32,7 +32,7 @@ class OpSettings(SpeedSettings):
     grid: Literal["lengths", "qwen"] = "lengths"
     """32,768 tokens at 1K to 64K, or B 4 and 8 at 2K, 4K, 8K."""
     shape: str = "124m"
-    """Preset whose heads and channels the layer has; also qwen3-4b."""
+    """Preset whose heads and channels the layer has; also qwen3-4b and llamas."""
     num_heads: int | None = None
     """Query heads, instead of the shape's."""
     num_kv_heads: int | None = None

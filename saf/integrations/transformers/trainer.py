@@ -17,6 +17,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from saf.adapters.transformers_attention import idle_tensors
 from saf.errors import UnsupportedError
+from saf.machine.processes import group_place
 
 
 class Editing(TrainerCallback):
@@ -65,6 +66,11 @@ def join_trainers() -> None:
 
 def check_arguments(args: Any) -> None:
     """Raise UnsupportedError for arguments by which a Trainer shares out what edits need whole."""
+    if args.world_size == 1 and (processes := group_place()[1]) > 1:
+        raise UnsupportedError(
+            f"{processes} processes were started, and the Trainer lets each train by itself, into one folder: pass "
+            "use_cpu=True where they are to train together on a CPU, or start one process"
+        )
     if any(getattr(args, name, None) for name in ("fsdp", "deepspeed", "parallelism_config")):
         raise UnsupportedError(_SHARES)
     if args.n_gpu > 1:

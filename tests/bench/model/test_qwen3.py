@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from saf.adapters import transformers_attention
 from saf.bench.harness import shape as shapes
 from saf.bench.harness.arms import Arm
 from saf.bench.harness.baselines import free_backend
@@ -15,12 +14,14 @@ from saf.bench.model.update import UpdateSettings, UpdateSubject
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
 from saf.models import preset
+from saf.ops import layer
 from saf.prefill import LastToken
 
 pytest.importorskip("transformers")
 
 CPU, LENGTH = torch.device("cpu"), 40
 SMALL = shapes.ModelShape(
+    family="Qwen3",
     num_layers=3,
     num_heads=4,
     num_kv_heads=2,
@@ -42,7 +43,7 @@ def rates_of(settings):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setitem(shapes.QWEN3, "qwen3-4b", SMALL)
+    monkeypatch.setitem(shapes.TRANSFORMERS, "qwen3-4b", SMALL)
 
 
 def settings(**changes) -> PrefillSettings:
@@ -107,7 +108,7 @@ def test_fewer_layers_are_told():
 def test_what_is_not_measured_says_so():
     with pytest.raises(UnsupportedError, match="flex is measured in this project's decoder only"):
         build_model(ModelPlan.of(settings(), LENGTH), Arm("flex"), device=CPU)
-    with pytest.raises(InputError, match="qwen3-4b can be measured by prefill alone"):
+    with pytest.raises(InputError, match="qwen3-4b can be measured by prefill and decode alone"):
         UpdateSubject(UpdateSettings(model="qwen3-4b", device="cpu", compile="off"), Point(LENGTH, 1, 1), Arm("auto"))
     with pytest.raises(InputError, match=r"unknown model 'qwen4'; expected one of .*'qwen3-4b'"):
         ModelPlan.of(settings(model="qwen4"), LENGTH)
@@ -122,12 +123,12 @@ def test_the_paper_s_grid():
 def test_ordinary_models_attend_through_the_seam_too(monkeypatch):
     model = build_model(ModelPlan.of(settings(), LENGTH), Arm("math"), device=CPU)
     calls = []
-    real = transformers_attention.live_attention
+    real = layer.live_attention
 
     def counted(*inputs, **options):
         calls.append(options["kernel"])
         return real(*inputs, **options)
 
-    monkeypatch.setattr(transformers_attention, "live_attention", counted)
+    monkeypatch.setattr(layer, "live_attention", counted)
     model(torch.zeros(1, LENGTH, dtype=torch.long))
     assert calls == ["math"] * SMALL.num_layers

@@ -1,0 +1,235 @@
+"""`saf bench decode`: one more token after a filled cache of fixed size, called and as a CUDA graph, and its bytes."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from saf.bench.harness.arms import FREE, Arm
+from saf.bench.harness.kernels import kernels_of
+from saf.bench.harness.measured import Record
+from saf.bench.harness.recorder import Say, say_on_stderr
+from saf.bench.harness.runner import Subject
+from saf.bench.harness.settings import Point
+from saf.bench.harness.shape import ModelShape
+from saf.bench.harness.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
+from saf.bench.harness.work import Work
+from saf.bench.model.measuring import ModelKind
+from saf.bench.model.models import ModelPlan, ModelSettings, build_model
+from saf.errors import AccuracyError, InputError
+from saf.heads import HeadLayout
+from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
+from saf.machine.execution import Execution, own_program
+from saf.ops import for_graphs
+from saf.records.paper import Quoted
+from saf.settings import documented
+
+OTHERS = ("cudnn", "efficient", "math")
+"""Kernels of ordinary attention beside PyTorch's choice: those that take a mask, which a cache of fixed size needs."""
+SAME = 2e-2
+"""How far a graph's logits may be from those of a call, relative: some roundings of bfloat16. Chosen, not measured."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@documented
+@dataclass(kw_only=True)
+class DecodeSettings(ModelSettings):
+    """Time one more token of every sequence after a filled cache of fixed size, and tell the cache's bytes."""
+
+    kind: ClassVar[str] = "decode"
+    grid: Literal["contexts"] = "contexts"
+    """4K and 64K tokens, of 1 and of 8 sequences."""
+    model: str = "llama-124m"
+    """A model of transformers: llama-124m and llama-7b, of one KV head each, or qwen3-4b, of grouped queries."""
+    backends: tuple[str, ...] = ("toeplitz",)
+    """Backends of frozen heads that decode."""
+    kernels: tuple[str, ...] = ("auto",)
+    """Attention kernels of live heads, the same on both sides of a ratio."""
+    others: tuple[str, ...] | None = None
+    """More kernels of ordinary attention to measure against the first one; left out: cudnn, efficient and math on CUDA,
+    none on CPU. Measure with the fastest of them by --kernels."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of weights and cache; bf16 on CUDA, fp32 on CPU."""
+    graphs: Literal["off", "on", "both"] = "both"
+    """Call the model, replay a CUDA graph of it, or both; calls alone on CPU."""
+    repeats: int = 40
+    """Timed steps in a timed block; the block's time is their median."""
+    block_ms: float = 200.0
+    """Fewer repeats where a timed block would take longer than this, milliseconds."""
+    settle_ms: float | None = None
+    """Untimed steps before every timed block for about this long; left out: 400 ms on CUDA, none on CPU."""
+
+    def __post_init__(self):
+        """Check the settings of decoding too."""
+        super().__post_init__()
+        self._require("block_ms", self.block_ms > 0, "above 0")
+        self._require("settle_ms", self.settle_ms is None or self.settle_ms >= 0, "at least 0")
+
+
+def dtype_of(settings: DecodeSettings, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights and cache."""
+    usual = "bf16" if device.type == "cuda" else "fp32"
+    return DTYPES[usual if settings.dtype == "auto" else settings.dtype]
+
+
+class Step(nn.Module):
+    """Compute the logits of one more token of every sequence, which stands at the last place of a cache."""
+
+    def __init__(self, model: nn.Module, batch: int, places: int, vocabulary: int, generator: torch.Generator):
+        """Draw the token, and the keys and values before it."""
+        from saf.integrations.random_model import random_cache
+
+        super().__init__()
+        self.model = model
+        device = next(model.parameters()).device
+        self.token, self.last = torch.randint(vocabulary, (batch, 1), generator=generator).to(device), places - 1
+        self.position = torch.full((batch, 1), self.last, device=device)
+        self.cache, self.filled = random_cache(model, self.token, places)
+
+    def forward(self) -> Tensor:
+        """Return logits `[B, 1, V]`."""
+        self.filled.fill_(self.last)
+        model: Any = self.model
+        return model(input_ids=self.token, position_ids=self.position, past_key_values=self.cache).logits
+
+    def compiled(self) -> Call:
+        """Return this as a compiled program of its own."""
+        return partial(torch.compile(own_program(_run), fullgraph=True, dynamic=False), self)
+
+
+def _run(step: nn.Module) -> Tensor:
+    """Return what a step computes."""
+    return step()
+
+
+class DecodeSubject:
+    """Run steps of one model after one filled cache."""
+
+    def __init__(self, settings: DecodeSettings, point: Point, arm: Arm, pool: GraphPool):
+        self._settings, self._pool = settings, pool
+        execution = Execution.of(settings.device, compile=settings.compile)
+        self._device, self._compile = execution.device, execution.compile
+        plan = ModelPlan.of(settings, point.length)
+        model = build_model(plan, arm, device=self._device, dtype=dtype_of(settings, self._device)).eval()
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.step = Step(model, point.batch_size, point.length, plan.shape.vocab_size, generator)
+        self._calls: dict[str, tuple[Call, int, int]] = {}
+        if self._compile:
+            torch._dynamo.reset()  # what an earlier point compiled
+
+    def _call(self) -> Call:
+        """Return what computes a step, a program of its own where it is compiled."""
+        forward = self.step.compiled() if self._compile else self.step
+
+        def call() -> Tensor:
+            with torch.no_grad():
+                return forward()
+
+        return call
+
+    def warm_up(self) -> None:
+        """Compile, run untimed, check the logits, capture the graph if one is timed and check it against a call."""
+        for variant in ways_of(self._settings.graphs, self._device):
+            call = self._call()
+            with for_graphs(self.step) if variant == GRAPH else nullcontext():
+                for _ in range(self._settings.warmup):
+                    call()
+                logits = call().float()
+                if not bool(logits.isfinite().all()):
+                    raise InputError("the logits are not finite")
+                if variant == GRAPH:
+                    call = GraphReplay(call, device=self._device, pool=self._pool)
+                    call()
+                    error = ((call.outcome.float() - logits).norm() / logits.norm()).item()
+                    if not error <= SAME:
+                        raise AccuracyError(f"a replayed step is {error:.1e} from a called one, the bar is {SAME:g}")
+            once = wall_block(call, repeats=2, device=self._device)
+            repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
+            self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once, self._device)
+
+    def timed_block(self, variant: str) -> float:
+        """Return the median milliseconds of one step, the device waited for before and after."""
+        call, repeats, settle = self._calls[variant]
+        return wall_block(call, repeats=repeats, device=self._device, settle=settle)
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of one step, those of a graph where one is timed."""
+        call, *_ = self._calls.get(GRAPH) or next(iter(self._calls.values()))
+        return kernels_of(call, self._device)
+
+
+def cached_bytes(shape: ModelShape, layouts: Sequence[HeadLayout], point: Point, dtype: torch.dtype) -> int:
+    """Return the bytes of the keys and values of every layer, over all places."""
+    heads = sum(len(layout.rows[role]) for layout in layouts for role in ("key", "value"))
+    return heads * point.batch_size * point.length * shape.head_dim * dtype.itemsize
+
+
+def decode_work(
+    shape: ModelShape, layouts: Sequence[HeadLayout], point: Point, dtype: torch.dtype, *, free: bool
+) -> Work:
+    """Return the work of one step: every matrix and the whole cache read once; `free` frozen heads read no values."""
+    matrices = sum(map(shape.layer_entries, layouts)) + shape.vocab_size * shape.hidden_size
+    products = 2.0 * point.batch_size * matrices
+    live, frozen = (sum(getattr(layout, name) for layout in layouts) for name in ("num_live", "num_frozen"))
+    mixing = 2.0 * point.batch_size * point.length * shape.head_dim * (2 * live + (0 if free else frozen))
+    cached = cached_bytes(shape, layouts, point, dtype)
+    if free:
+        unread = sum(len(layout.rows["value"]) - len(layout.rows["key"]) for layout in layouts)
+        cached -= unread * point.batch_size * point.length * shape.head_dim * dtype.itemsize
+    return Work(products + mixing, float(dtype.itemsize * matrices + cached))
+
+
+class DecodeKind(ModelKind[DecodeSettings]):
+    """Measure decoding."""
+
+    name = "decode"
+    title = "Decoding"
+    panel = "One more token"
+    subject = "decoding"
+    settings = DecodeSettings
+    grids: ClassVar = {"contexts": ((4096, 1), (4096, 8), (65536, 1), (65536, 8))}
+
+    def measure(self, settings: DecodeSettings, *, out: Path | None = None, say: Say = say_on_stderr) -> dict[str, Any]:
+        """Measure with the other kernels that the device has; raise as `SpeedKind.measure` does."""
+        if settings.others is None:
+            cuda = Execution.of(settings.device, compile=settings.compile).device.type == "cuda"
+            settings = replace(settings, others=OTHERS if cuda else ())
+        return super().measure(settings, out=out, say=say)
+
+    def check_shape(self, settings: DecodeSettings) -> None:
+        """Raise InputError for a model that does not decode."""
+        super().check_shape(settings)
+        if ModelPlan.of(settings, 1).shape.gpt is not None:
+            raise InputError(f"{settings.model} has no cache; --model is one of transformers, such as llama-124m")
+
+    def variants(self, settings: DecodeSettings, device: torch.device) -> tuple[str, ...]:
+        """Return what is timed of each arm; raise UnsupportedError for graphs without CUDA."""
+        return ways_of(settings.graphs, device)
+
+    def build(self, settings: DecodeSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
+        """Return an arm ready to be warmed up in this process."""
+        return DecodeSubject(settings, point, arm, pool)
+
+    def work(self, settings: DecodeSettings, point: Point, arm: Arm) -> Work:
+        """Return the work of one step of an arm."""
+        plan, dtype = ModelPlan.of(settings, point.length), _dtype(settings)
+        return decode_work(plan.shape, plan.layouts(arm), point, dtype, free=arm.backend == FREE)
+
+    def describe(self, settings: DecodeSettings, plan: ModelPlan, point: Point, arm: Arm) -> Mapping[str, Any]:
+        """Return what a row tells of the arm: its heads, the bytes of its cache and of the baseline's."""
+        dtype = _dtype(settings)
+        own, ordinary = (cached_bytes(plan.shape, plan.layouts(each), point, dtype) for each in (arm, Arm("auto")))
+        return {**plan.describe(arm), "cache_bytes": own, "baseline_cache_bytes": ordinary}
+
+    def quoted(self, row: Record) -> Quoted | None:
+        """Return None: the paper leaves decoding out."""
+        return None
+
+
+def _dtype(settings: DecodeSettings) -> torch.dtype:
+    return dtype_of(settings, Execution.of(settings.device, compile=settings.compile).device)

@@ -1,0 +1,115 @@
+"""What a measurement takes, foretold from the rates of runs: benchmarks by their arms and pairs, analyses by passes.
+
+Constants were chosen by what the records of results/bench say that they took; they are within a third of most.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from saf.analysis import ANALYSES
+from saf.bench.harness.arms import arms_of, default_backends, default_others
+from saf.bench.harness.arms import plan as compared
+from saf.bench.harness.settings import MICRO_BATCHES, QWEN_POINTS
+from saf.experiments.measuring import Given, PlannedMeasurement
+from saf.experiments.plan import Plan
+from saf.experiments.rates import Rates
+from saf.models import preset
+from saf.models.config import GPTConfig
+
+CACHED = 0.5
+"""Of a compilation, what an arm takes of it that was compiled ahead: building, loading and its kernels' own choice."""
+FORWARD_COMPILATION = 0.5
+"""Of a compilation for updates, what one of a forward pass takes."""
+BLOCK_SECONDS = {"prefill": 0.6, "op": 0.4}
+"""Of a timed block: 200 ms of calls after 400 ms of settling; 20 calls of an operator, forward alone and with its
+gradients."""
+USUAL_RATES = (0.1, 0.25, 0.5, 0.75)
+"""Where a benchmark's grid has them."""
+ERRORS_SECONDS = 10.0
+"""Of a layer against float64, whose record says 6 s with 50 changes of heads left out."""
+RECORDS_SECONDS = 5.0
+"""Of an analysis that runs no model."""
+
+
+def foretell(each: PlannedMeasurement, plan: Plan, rates: Rates) -> float:
+    """Return the seconds that a measurement is expected to take on one GPU, all heads counted as live.
+
+    One with a limit of its own (`seconds`) takes no longer than that, whatever it leaves out.
+    """
+    kind = each.does.partition(" ")[2]
+    seconds = rates.start + (_analysis(kind, each, plan, rates) if kind in ANALYSES else _benchmark(kind, each, rates))
+    limit = each.settings.get("seconds")
+    return seconds if limit is None else min(seconds, float(limit))
+
+
+def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
+    """Return the seconds of a benchmark beside its start."""
+    settings = each.settings
+    if kind not in ("update", *BLOCK_SECONDS):
+        return ERRORS_SECONDS + 0.2 * float(settings.get("transitions", 0))
+    device = "cuda"
+    comparisons = compared(
+        kernels=("cudnn",),
+        others=default_others(settings.get("others"), device, compiled=True),
+        backends=default_backends(settings.get("backends", ()), device),
+        rates=settings.get("rates") or USUAL_RATES,
+        free=settings.get("free", True),
+        pruned=settings.get("pruned", False),
+    )
+    arms, pairs = len(arms_of(comparisons)), int(settings.get("pairs", 8))
+    points = [tuple(map(int, point.split("x"))) for point in settings.get("points", ())] or list(QWEN_POINTS)
+    compilation = 0.0 if kind == "op" else rates.compilation * (1.0 if kind == "update" else FORWARD_COMPILATION)
+    workers = int(settings.get("workers", 1))
+    total = 0.0
+    for length, size, *micro in points:
+        block, warming = BLOCK_SECONDS.get(kind, 0.0), 0.0
+        if kind == "update":
+            one = _update_seconds(settings, length, size * (micro[0] if micro else MICRO_BATCHES), rates)
+            block, warming = int(settings.get("repeats", 2)) * one, int(settings.get("warmup", 2)) * one
+        if settings.get("fresh"):
+            # Every block is a process that compiles from the cache.
+            total += compilation * arms + 2 * pairs * len(comparisons) * (
+                rates.start / 4 + CACHED * compilation + block
+            )
+            continue
+        ahead = settings.get("precompile", False)
+        if pairs:
+            total += (math.ceil(arms / workers) + CACHED * arms if ahead else arms) * compilation
+            total += arms * warming + 2 * pairs * len(comparisons) * block
+        if settings.get("memory"):
+            total += math.ceil(arms / workers) * (rates.start / 4 + CACHED * compilation + 2 * block)
+    return total
+
+
+def _update_seconds(settings: Mapping[str, Any], length: int, sequences: int, rates: Rates) -> float:
+    """Return the seconds of an ordinary update of a benchmark's model."""
+    layers = {} if settings.get("num_layers") is None else {"num_layers": settings["num_layers"]}
+    shape = preset(settings.get("model", "124m"), max_length=length, **layers)
+    return sequences * length * shape.flops_per_token(length) / rates.flops
+
+
+def _analysis(kind: str, each: PlannedMeasurement, plan: Plan, rates: Rates) -> float:
+    """Return the seconds of an analysis beside its start: of windows that go through its model, three times to measure.
+
+    Patterns of every head, where it fits them, are counted as one more calibration.
+    """
+    read = [plan.runs[given.run] for given in each.reads if isinstance(given, Given) and given.run in plan.runs]
+    if not read:
+        return RECORDS_SECONDS
+    shape, settings = read[0].shape, each.settings
+    length, heads = shape.max_length, shape.num_layers * shape.num_heads
+    windows, sequences = int(settings.get("windows", 0)), int(settings.get("sequences", 0))
+    passes = {
+        "one-head": (heads + 1) * windows + 3 * (2 * sequences + int(settings.get("heldout_sequences", 0))),
+        "joint-cost": 4 * windows + 6 * sequences,
+        "profiles": windows,
+        "distributions": 3 * sequences,
+        "geometry": 3 * sequences * len(settings.get("rates", USUAL_RATES)),
+    }.get(kind)
+    return RECORDS_SECONDS if passes is None else RECORDS_SECONDS + passes * _window_seconds(shape, length, rates)
+
+
+def _window_seconds(shape: GPTConfig, length: int, rates: Rates) -> float:
+    """Return the seconds of a forward pass of one window, not compiled."""
+    return length * shape.flops_per_token(length) / 3 / rates.flops * rates.uncompiled
