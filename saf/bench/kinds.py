@@ -11,6 +11,7 @@ from saf.bench.harness.measured import Group
 from saf.bench.harness.recorder import Say, say_on_stderr
 from saf.bench.harness.settings import BenchSettings
 from saf.bench.model.decode import DecodeKind
+from saf.bench.model.finetune import FinetuneKind
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.nanogpt import NanoGPTKind
 from saf.bench.model.prefill import PrefillKind
@@ -19,7 +20,9 @@ from saf.bench.operator.operator import OperatorKind
 from saf.errors import InputError
 from saf.machine.processes import group_place
 
-MODEL_KINDS: dict[str, ModelKind[Any]] = {kind.name: kind for kind in (UpdateKind(), PrefillKind(), DecodeKind())}
+MODEL_KINDS: dict[str, ModelKind[Any]] = {
+    kind.name: kind for kind in (UpdateKind(), FinetuneKind(), PrefillKind(), DecodeKind())
+}
 """Those whose arms are whole models, which may run in processes of their own."""
 SPEED_KINDS: dict[str, SpeedKind[Any]] = {**MODEL_KINDS, OperatorKind.name: OperatorKind()}
 """Those that compare arms."""

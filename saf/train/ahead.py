@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,16 @@ class Layouts:
 
 
 def start(layouts: Layouts, log: Path) -> subprocess.Popen[str]:
-    """Begin the process and return it; what it says goes to `log`, and its compiler's cache is this process's."""
+    """Begin the process and return it; what it says goes to `log`, and its compiler's cache is this process's.
+
+    Its standard input stays open: when this process ends, however it does, so does that one.
+    """
     root = str(Path(saf.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     surroundings = {"PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(COMPILE_THREADS)}
     with log.open("w") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "saf.train.ahead"],
+            [sys.executable, "-c", "from saf.train import ahead; ahead.main()"],
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,
@@ -109,8 +113,8 @@ def start(layouts: Layouts, log: Path) -> subprocess.Popen[str]:
             env={**os.environ, **surroundings},
         )
     assert process.stdin is not None
-    with process.stdin:
-        process.stdin.write(layouts.to_json())
+    process.stdin.write(layouts.to_json() + "\n")
+    process.stdin.flush()
     return process
 
 
@@ -161,9 +165,19 @@ def layouts_of(run: Run) -> Layouts:
 
 
 def main() -> None:
-    """Compile what standard input asks for."""
+    """Compile what the first line of standard input asks for; end at once when it is closed."""
     os.nice(NICENESS)
-    Layouts.from_json(sys.stdin.read()).compile()
+    layouts = Layouts.from_json(sys.stdin.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    layouts.compile()
+
+
+def _end_with_input() -> None:
+    """Wait until nobody can write to standard input any more, and end this process with its threads."""
+    # Not by sys.stdin, whose lock this thread would hold while the interpreter ends.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

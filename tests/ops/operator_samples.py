@@ -79,7 +79,7 @@ def row_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.dty
             (value, [2, 0], *tables, first, 0, start, 3, 2, True),
             (value, [1, 1], *tables, None, 37, None, 3, 1, False),
         ],
-        "join_rows": [(parts, value[:0], None), (parts, value[:0], draw(2, 3, 3, 16))],
+        "join_rows": [(parts, value, None, None, None), (parts, value, first, start, draw(2, 3, 3, 16))],
     }
 
 

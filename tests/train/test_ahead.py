@@ -59,6 +59,13 @@ def test_what_is_asked_reaches_the_process_as_it_is():
     assert Layouts.from_json(layouts().to_json()) == layouts()
 
 
+def test_the_process_ends_with_the_one_that_began_it(tmp_path):
+    """As after a kill: nobody says goodbye, the input is closed."""
+    process = ahead.start(layouts(), tmp_path / "log")
+    process.stdin.close()
+    assert process.wait(timeout=120) == 1, (tmp_path / "log").read_text()
+
+
 class Begun:
     """Stand for the process."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saf.bench.harness.arms import FREE, PRUNED, Arm, Comparison
 from saf.bench.harness.kernels import kernels_of
@@ -18,7 +18,7 @@ from saf.bench.harness.synthetic import random_tokens
 from saf.bench.harness.timing import wait_for
 from saf.bench.harness.work import Work, layers_work
 from saf.bench.model.measuring import ModelKind
-from saf.bench.model.models import ModelPlan, ModelSettings, build_model
+from saf.bench.model.models import ModelSettings, build_model
 from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import Execution
@@ -27,7 +27,7 @@ from saf.records import paper
 from saf.records.paper import Quoted
 from saf.settings import documented
 from saf.train.optimizer import build_optimizer
-from saf.train.parallel import Alone
+from saf.train.parallel import Alone, Parallel
 from saf.train.sharing import micro_batches_of_one, parallel_of
 from saf.train.updater import Updater
 
@@ -89,35 +89,25 @@ def execution_of(settings: UpdateSettings) -> Execution:
 class UpdateSubject:
     """Run the updates of one model with its optimiser."""
 
-    def __init__(self, settings: UpdateSettings, point: Point, arm: Arm):
+    def __init__(
+        self,
+        settings: ModelSettings,
+        model: nn.Module,
+        execution: Execution,
+        *,
+        batches: list[tuple[Tensor, Tensor]],
+        accumulation: int,
+        parallel: Parallel | None = None,
+    ):
         self._settings = settings
-        execution = execution_of(settings)
-        if arm.keeping:
-            execution = replace(execution, activation_checkpointing=False)
-        parallel, processes = Alone(), group_place()[1]
-        if not arm.apart:
-            parallel, _ = parallel_of(settings.parallel, parameters=0, execution=execution, trained_patterns=False)
-        accumulation = micro_batches_of_one(point.accumulation or 1, processes, batch_size=point.batch_size)
-        plan = ModelPlan.of(settings, point.length)
-        vocabulary = plan.config.vocab_size
-        model = build_model(plan, arm, device=execution.device)
-        generator = torch.Generator().manual_seed(settings.seed + group_place()[0])
-        tokens = random_tokens(
-            min(PRELOADED, accumulation),
-            point.batch_size,
-            point.length,
-            vocabulary,
-            generator,
-            execution.device,
-        )
         self.updater = Updater(
             model=model.train(),
             optimizer=build_optimizer(model),
-            batches=Preloaded(tokens),
+            batches=Preloaded(batches),
             execution=execution,
             accumulation=accumulation,
             clip=CLIP,
-            parallel=parallel,
+            parallel=Alone() if parallel is None else parallel,
         )
 
     def warm_up(self) -> None:
@@ -204,11 +194,28 @@ class UpdateKind(ModelKind[UpdateSettings]):
 
     def build(self, settings: UpdateSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm ready to be warmed up in this process."""
-        return UpdateSubject(settings, point, arm)
+        execution = execution_of(settings)
+        if arm.keeping:
+            execution = replace(execution, activation_checkpointing=False)
+        parallel, (rank, processes) = None, group_place()
+        if not arm.apart:
+            parallel, _ = parallel_of(settings.parallel, parameters=0, execution=execution, trained_patterns=False)
+        accumulation = micro_batches_of_one(point.accumulation or 1, processes, batch_size=point.batch_size)
+        plan = self.plan(settings, point)
+        tokens = random_tokens(
+            min(PRELOADED, accumulation),
+            point.batch_size,
+            point.length,
+            plan.config.vocab_size,
+            torch.Generator().manual_seed(settings.seed + rank),
+            execution.device,
+        )
+        model = build_model(plan, arm, device=execution.device)
+        return UpdateSubject(settings, model, execution, batches=tokens, accumulation=accumulation, parallel=parallel)
 
     def work(self, settings: UpdateSettings, point: Point, arm: Arm) -> Work:
         """Return the work of one update of an arm, of which each process has its share."""
-        plan = ModelPlan.of(settings, point.length)
+        plan = self.plan(settings, point)
         return update_work(
             plan.shape,
             plan.layouts(arm),

@@ -45,8 +45,9 @@ def rows_beside(
     moves = isinstance(rows.first, Tensor)
     first, place = (rows.first, 0) if moves else (None, rows.first)
     where = first, place, rows.start, rows.count
-    parts = frozen_rows(unit_stride(value), list(heads), *own, *where, count, live is not None)
-    return join_rows(parts, value[:0], None if live is None else unit_stride(live()))
+    value = unit_stride(value)
+    parts = frozen_rows(value, list(heads), *own, *where, count, live is not None)
+    return join_rows(parts, value, first, rows.start, None if live is None else unit_stride(live()))
 
 
 def parts_of(groups: int, length: int) -> int:
@@ -107,22 +108,23 @@ def head_groups(heads: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
 
 
 @operator("saf::join_rows")
-def join_rows(parts: Tensor, like: Tensor, live: Tensor | None) -> Tensor:
+def join_rows(parts: Tensor, value: Tensor, first: Tensor | None, start: Tensor | None, live: Tensor | None) -> Tensor:
     """Return live heads `[B, L, rows, D]` and then the sums of `parts [S, B, F, rows, D]`, stored as `[B, rows, H, D]`.
 
-    The result has the dtype of `like`.
+    The other arguments are those of `saf::frozen_rows`, whose dtype of values the result has: named here too, their
+    memory is not used again before the streams have met.
     """
     from saf.ops.toeplitz.row_kernels import add_parts
 
     meet(parts.device)
-    out = _joint_like(parts, like, live)
+    out = _joint_like(parts, value, live)
     add_parts(parts, live, out)
     return out
 
 
 @torch.library.register_fake("saf::join_rows")
-def _(parts, like, live) -> Tensor:
-    return _joint_like(parts, like, live)
+def _(parts, value, first, start, live) -> Tensor:
+    return _joint_like(parts, value, live)
 
 
 def _joint_like(parts: Tensor, like: Tensor, live: Tensor | None) -> Tensor:
