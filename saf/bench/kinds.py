@@ -11,13 +11,16 @@ from saf.bench.harness.measured import Group
 from saf.bench.harness.recorder import Say, say_on_stderr
 from saf.bench.harness.settings import BenchSettings
 from saf.bench.model.decode import DecodeKind
+from saf.bench.model.finetune import FinetuneKind
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.nanogpt import NanoGPTKind
 from saf.bench.model.prefill import PrefillKind
 from saf.bench.model.update import UpdateKind
 from saf.bench.operator.operator import OperatorKind
 
-MODEL_KINDS: dict[str, ModelKind[Any]] = {kind.name: kind for kind in (UpdateKind(), PrefillKind(), DecodeKind())}
+MODEL_KINDS: dict[str, ModelKind[Any]] = {
+    kind.name: kind for kind in (UpdateKind(), FinetuneKind(), PrefillKind(), DecodeKind())
+}
 """Those whose arms are whole models, which may run in processes of their own."""
 SPEED_KINDS: dict[str, SpeedKind[Any]] = {**MODEL_KINDS, OperatorKind.name: OperatorKind()}
 """Those that compare arms."""

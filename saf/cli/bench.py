@@ -10,6 +10,7 @@ from saf.bench.freezing.settings import CalibrationSettings
 from saf.bench.harness.settings import BenchSettings
 from saf.bench.kinds import BENCHMARKS, measure
 from saf.bench.model.decode import DecodeSettings
+from saf.bench.model.finetune import FinetuneUpdateSettings
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.model.update import UpdateSettings
 from saf.bench.operator.case import OpSettings
@@ -58,6 +59,15 @@ class Update(_Bench, UpdateSettings):
 
 
 @dataclass(kw_only=True)
+class Finetune(_Bench, FinetuneUpdateSettings):
+    """Time updates of finetuning on a task's own examples, padded to the longest of each micro-batch.
+
+    Each order of the examples is measured by itself, the mean of their ratios is told. Ratios are the baseline's time
+    over the arm's: above 1 the arm is faster.
+    """
+
+
+@dataclass(kw_only=True)
 class Prefill(_Bench, PrefillSettings):
     """Time forward passes over whole prompts, with the output layer on the last token alone.
 
@@ -100,6 +110,7 @@ def parts(record: Mapping[str, Any]) -> Iterator[Part]:
 COMMANDS = {
     "op": Op,
     "update": Update,
+    "finetune": Finetune,
     "prefill": Prefill,
     "decode": Decode,
     "errors": Errors,

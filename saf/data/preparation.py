@@ -111,7 +111,7 @@ def _check_enough(train: Sequence[Source], config: PrepareConfig):
     if (found := sum(count or 0 for count in most)) < partitions:
         raise DataError(
             f"too few documents: {found} in all (a file of text is one document) for {partitions} partitions; give "
-            f"more files, held-out text of its own (heldout), or cut long documents with split_characters"
+            f"more files, other files of held-out text, or cut long documents with split_characters"
         )
 
 

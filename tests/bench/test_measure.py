@@ -179,7 +179,7 @@ def test_arms_that_fail_to_compile_in_advance_are_said(monkeypatch, said):
     assert {entry["why"] for entry in record["left_out"]} == {"InputError: not built here"}
 
 
-def _nothing(*_: object):
+def _nothing(*_: object, **__: object):
     raise InputError("not built here")
 
 

@@ -76,7 +76,7 @@ def test_messages_call_settings_by_their_flags(saf, text_data, arms, tmp_path):
     event = ["freeze", arms[0], *out]
     many = 10**6
     for words, message in (
-        (data, "a larger --heldout-fraction, or cut long ones with --split-characters"),
+        (data, "or cut long documents with --split-characters"),
         ([*train, "--freeze.rate", "0.25", "--freeze.max-fit-kl", "-1"], "--freeze.max-fit-kl is in nats"),
         ([*event, "--max-fit-kl", "-1"], "freeze: --max-fit-kl is in nats"),
         ([*train, "--freeze.rate", "0.25", "--calibration-sequences", many], "ask for fewer with --calibration-seq"),

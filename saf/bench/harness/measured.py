@@ -88,7 +88,11 @@ class Group:
     @property
     def way(self) -> str:
         """Return subject and variant: groups that share them share an axis."""
-        words = [self.subject, *(_WAYS[word] for word in self.variant.split()), self.point.get("precision", "")]
+        words = [
+            self.subject,
+            *(_WAYS.get(word, word.replace("-", " ")) for word in self.variant.split()),
+            self.point.get("precision", ""),
+        ]
         return ", ".join(word for word in words if word)
 
     @property

@@ -41,6 +41,10 @@ class ModelKind(SpeedKind[Asked]):
         """Return what a row tells of an arm."""
         return plan.describe(arm)
 
+    def plan(self, settings: Asked, point: Point) -> ModelPlan:
+        """Return the models of a point; they take as many tokens as it has."""
+        return ModelPlan.of(settings, point.length)
+
     def cases(self, settings: Asked, points: Sequence[Point], device: torch.device) -> list[Point]:
         """Return the points with everything that varies filled in."""
         return list(points)
@@ -76,7 +80,7 @@ class ModelKind(SpeedKind[Asked]):
 
     def _measure_point(self, context: Context, settings: Asked, point: Point, children: Children) -> None:
         """Measure the memory, then the speed, of every arm at one point."""
-        plan = ModelPlan.of(settings, point.length)
+        plan = self.plan(settings, point)
         comparisons = context.plan(plan.own_rate or self.rates(settings), pruned=settings.pruned)
         comparisons = self.compared(settings, comparisons)
         arms = [arm for arm in arms_of(comparisons) if not arm.control]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saf.bench.harness.arms import FREE, PRUNED, Arm, Comparison
 from saf.bench.harness.kernels import kernels_of
@@ -18,7 +18,7 @@ from saf.bench.harness.synthetic import random_tokens
 from saf.bench.harness.timing import wait_for
 from saf.bench.harness.work import Work, layers_work
 from saf.bench.model.measuring import ModelKind
-from saf.bench.model.models import ModelPlan, ModelSettings, build_model
+from saf.bench.model.models import ModelSettings, build_model
 from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import Execution
@@ -76,28 +76,20 @@ def execution_of(settings: UpdateSettings) -> Execution:
 class UpdateSubject:
     """Run the updates of one model with its optimiser."""
 
-    def __init__(self, settings: UpdateSettings, point: Point, arm: Arm):
+    def __init__(
+        self,
+        settings: ModelSettings,
+        model: nn.Module,
+        execution: Execution,
+        *,
+        batches: list[tuple[Tensor, Tensor]],
+        accumulation: int,
+    ):
         self._settings = settings
-        execution = execution_of(settings)
-        if arm.keeping:
-            execution = replace(execution, activation_checkpointing=False)
-        accumulation = point.accumulation or 1
-        plan = ModelPlan.of(settings, point.length)
-        vocabulary = plan.config.vocab_size
-        model = build_model(plan, arm, device=execution.device)
-        generator = torch.Generator().manual_seed(settings.seed)
-        tokens = random_tokens(
-            min(PRELOADED, accumulation),
-            point.batch_size,
-            point.length,
-            vocabulary,
-            generator,
-            execution.device,
-        )
         self.updater = Updater(
             model=model.train(),
             optimizer=build_optimizer(model),
-            batches=Preloaded(tokens),
+            batches=Preloaded(batches),
             execution=execution,
             accumulation=accumulation,
             clip=CLIP,
@@ -176,11 +168,24 @@ class UpdateKind(ModelKind[UpdateSettings]):
 
     def build(self, settings: UpdateSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm ready to be warmed up in this process."""
-        return UpdateSubject(settings, point, arm)
+        execution = execution_of(settings)
+        if arm.keeping:
+            execution = replace(execution, activation_checkpointing=False)
+        accumulation, plan = point.accumulation or 1, self.plan(settings, point)
+        tokens = random_tokens(
+            min(PRELOADED, accumulation),
+            point.batch_size,
+            point.length,
+            plan.config.vocab_size,
+            torch.Generator().manual_seed(settings.seed),
+            execution.device,
+        )
+        model = build_model(plan, arm, device=execution.device)
+        return UpdateSubject(settings, model, execution, batches=tokens, accumulation=accumulation)
 
     def work(self, settings: UpdateSettings, point: Point, arm: Arm) -> Work:
         """Return the work of one update of an arm."""
-        plan = ModelPlan.of(settings, point.length)
+        plan = self.plan(settings, point)
         return update_work(
             plan.shape,
             plan.layouts(arm),

@@ -1,0 +1,71 @@
+"""FreezeCallback in a Trainer on a CUDA device: bf16 autocast, compiled or not, resumed from its checkpoint."""
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from saf.integrations.transformers import FreezeCallback  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+LENGTH, VOCAB, UPDATES = 256, 512, 8
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def train(folder, *, resume=None, **options):
+    """Train a small Llama, a quarter of whose heads freezes halfway; return its Trainer."""
+    if torch.cuda.device_count() > 1:
+        pytest.skip("one process with several GPUs trains by DataParallel, which is refused; show it one")
+    transformers.set_seed(0)
+    tokens = torch.randint(0, VOCAB, (40, LENGTH), generator=torch.Generator().manual_seed(1))
+    config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **SIZES)
+    settings = {
+        "max_steps": UPDATES,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "bf16": True,
+        "report_to": [],
+    }
+    run = transformers.Trainer(
+        transformers.LlamaForCausalLM(config),
+        transformers.TrainingArguments(str(folder), **settings | options),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens[8:]],
+        callbacks=[FreezeCallback(saf.FreezeConfig(rate=0.25, max_fit_kl=9), [tokens[:8]], saf.OneTime(0.5))],
+    )
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_it_freezes_trains_on_and_opens(tmp_path):
+    run = train(tmp_path)
+    heads = adapter_for(run.model).frozen_heads()
+    assert len(heads) == 3
+    assert all(weight.is_cuda for weight in run.model.state_dict().values())
+    assert losses(run)[-1] < losses(run)[0]
+    again = train(tmp_path, resume=str(tmp_path / "checkpoint-6"))
+    assert adapter_for(again.model).frozen_heads() == heads
+    assert losses(again) == pytest.approx(losses(run), rel=0.01)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{UPDATES}").cuda().eval()
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        expected = run.model.eval()(tokens, use_cache=False).logits
+        torch.testing.assert_close(
+            opened(tokens, use_cache=False).logits.float(), expected.float(), rtol=0.05, atol=0.05
+        )
+
+
+def test_compiled_it_loses_what_it_loses_uncompiled(tmp_path):
+    plain = train(tmp_path / "plain", save_strategy="no")
+    compiled = train(tmp_path / "compiled", save_strategy="no", torch_compile=True)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=0.02)
+    assert len(adapter_for(compiled.model).frozen_heads()) == 3
