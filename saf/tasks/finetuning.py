@@ -51,7 +51,7 @@ class FinetuneSettings:
     """Of that share, and of a part of the file; the run's own seed orders the rest."""
     most_examples: int | None = None
     """Use a part of the training file of so many examples where it has more, stratified by answer, the same for every
-    seed of a run."""
+    seed of a run; those of it that are too long are left out."""
     judge: Literal["test", "development"] = "test"
     """Examples that the final report is of; development where epochs are chosen."""
 
@@ -88,12 +88,13 @@ class FinetuneTask:
         self.own: FinetuneSettings = settings.finetuning
         self.tokenizer = Tokenizer.load(self.own.tokenizer)
         limit = min(self.own.max_tokens - 1, length)
-        given, tested = (self._read(path, limit) for path in (settings.data, self.own.test))
+        given = self._read(settings.data, limit, most=self.own.most_examples)
+        tested = self._read(self.own.test, limit)
         self.left_out = {"train": given.left_out, "test": tested.left_out}
-        part = self._part(given.examples)
-        places = set(stratified([each.example.answer for each in part], self.own.development, seed=self.own.split_seed))
-        self.development: list[Encoded] = [each for at, each in enumerate(part) if at in places]
-        self.examples: list[Encoded] = [each for at, each in enumerate(part) if at not in places]
+        labels = [each.example.answer for each in given.examples]
+        places = set(stratified(labels, self.own.development, seed=self.own.split_seed))
+        self.development: list[Encoded] = [each for at, each in enumerate(given.examples) if at in places]
+        self.examples: list[Encoded] = [each for at, each in enumerate(given.examples) if at not in places]
         self.test: list[Encoded] = tested.examples
         if not self.development or not self.examples:
             raise DataError(
@@ -103,9 +104,14 @@ class FinetuneTask:
         self._tell_of_shared()
         self.length = max(each.longest for each in (*self.examples, *self.development, *self.test))
 
-    def _read(self, path: str, limit: int) -> Found:
-        """Return a file's examples as tokens; warn of those left out, or refuse them."""
+    def _read(self, path: str, limit: int, *, most: int | None = None) -> Found:
+        """Return a file's examples as tokens, at most so many of them; warn of those left out, or refuse them."""
         found = read_examples(path, self.name)
+        if most is not None and len(found.examples) > most:
+            # Before any is made tokens, which takes longer than all else.
+            labels = [each.answer for each in found.examples]
+            places = stratified(labels, most / len(labels), seed=self.own.split_seed)
+            found.examples = [found.examples[place] for place in places]
         encoded = encode_examples(found, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
         if words := encoded.words():
             if self.own.too_long == "refuse" or not encoded.examples:
@@ -117,14 +123,6 @@ class FinetuneTask:
             told = f"{path}: the text of {cut} of {_count(encoded)} examples is shortened to {limit + 1} tokens in all"
             warnings.warn(told, SafWarning, stacklevel=4)
         return encoded
-
-    def _part(self, examples: list[Encoded]) -> list[Encoded]:
-        """Return the examples of the training file that are used, in its order."""
-        most = self.own.most_examples
-        if most is None or len(examples) <= most:
-            return examples
-        labels = [each.example.answer for each in examples]
-        return [examples[place] for place in stratified(labels, most / len(examples), seed=self.own.split_seed)]
 
     def _tell_of_shared(self) -> None:
         """Warn of test examples whose text and question are trained on."""
