@@ -17,6 +17,8 @@ from saf.bench.model.nanogpt import NanoGPTKind
 from saf.bench.model.prefill import PrefillKind
 from saf.bench.model.update import UpdateKind
 from saf.bench.operator.operator import OperatorKind
+from saf.errors import InputError
+from saf.machine.processes import group_place
 
 MODEL_KINDS: dict[str, ModelKind[Any]] = {
     kind.name: kind for kind in (UpdateKind(), FinetuneKind(), PrefillKind(), DecodeKind())
@@ -42,9 +44,13 @@ def measure(settings: BenchSettings, *, out: Path | None = None, say: Say = say_
     """Run the benchmark that takes these settings and return its record, written to `out` after every point.
 
     Raises:
-        InputError: Settings that name something unknown or have no effect here, or `out` exists.
+        InputError: Settings that name something unknown or have no effect here, `out` exists, or several processes for
+            what one measures.
         UnsupportedError: A device that is not there.
     """
+    processes = group_place()[1]
+    if processes > 1 and not BENCHMARKS[settings.kind].shared:
+        raise InputError(f"{processes} processes were started, and one measures {settings.kind}: start one")
     return BENCHMARKS[settings.kind].measure(settings, out=out, say=say)
 
 

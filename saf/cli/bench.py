@@ -17,6 +17,7 @@ from saf.bench.operator.case import OpSettings
 from saf.cli.command import Command
 from saf.cli.output import machine, show
 from saf.errors import AccuracyError, UnsupportedError
+from saf.machine.processes import is_first, joined
 from saf.records.table import Part
 
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
@@ -33,8 +34,10 @@ class _Bench(Command, BenchSettings):
 
     def run(self) -> dict[str, Any]:
         """Measure, write, show and return the record; raise AccuracyError for rows above their limits."""
-        record = measure(self, out=self.out)
-        show(record, *parts(record), f"written to {self.out}", as_json=self.json)
+        with joined(getattr(self, "device", "auto")):
+            record, prints = measure(self, out=self.out), is_first()
+        if prints:
+            show(record, *parts(record), f"written to {self.out}", as_json=self.json)
         if not record["rows"] and not record["memory"]:
             raise UnsupportedError(f"nothing could be measured; {self.out} says why")
         if failed := BENCHMARKS[self.kind].failures(record):
@@ -55,6 +58,7 @@ class Update(_Bench, UpdateSettings):
     """Time whole optimiser updates of a model: accumulation, backward, clipping, AdamW, gradient reset.
 
     Data loading is left out. Ratios are the baseline's time over the arm's: above 1 the arm is faster.
+    With --parallel, the processes that `torchrun --nproc-per-node N -m saf bench update ...` started share updates.
     """
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.arguments import checked
-from saf.calibration import calibrate, heads_at_a_time, refit_output
+from saf.calibration import calibrate, calibrate_together, heads_at_a_time, refit_output
 from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
 from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
@@ -46,9 +46,9 @@ def freeze_(
 ) -> FreezeReport:
     """Freeze the heads whose attention depends least on the input, changing the model in place.
 
-    In a `torch.distributed` group every process calls it with the same weights. The first one measures and decides, on
-    its own batches; all of them install that (paper, Appendix on 1B), or none where one of them fails. Wrap for data
-    parallelism again afterwards.
+    In a `torch.distributed` group every process calls it with the same weights. All measure the first one's batches,
+    each some of the heads; with a `folder` the first one alone does, as in the paper's appendix on 1B. It decides, and
+    all of them install that, or none where one of them fails. Wrap for data parallelism again afterwards.
 
     With `FreezeConfig(operation="prune")` the heads chosen are removed by `prune_` instead, and nothing is fitted.
 
@@ -83,12 +83,14 @@ def freeze_(
     check_editable(model, optimizer)  # now, not after the whole measurement
     adapter = adapter_for(model)
     watch = Stopwatch(adapter.device)
-    report = done_once(
-        lambda: _decide(
-            model, batches, config, heldout, needed or {}, watch, adapter.max_length, progress,
-            first=first, folder=folder, capture_bytes=capture_bytes,
-        )
-    )  # fmt: skip
+    kept = done_once(lambda: _checked(model, batches, config, adapter.max_length))
+    given = needed or {}
+    options = {"collect": scores_collect(config, given), "capture_bytes": capture_bytes, "progress": progress}
+    if folder is None:
+        statistics = calibrate_together(model, kept, watch=watch, **options)
+    else:
+        statistics = done_once(lambda: calibrate(model, kept, folder=folder, watch=watch, **options))
+    report = done_once(lambda: _decide(model, kept, statistics, config, heldout, given, watch, first=first))
     pruning = config.operation == "prune"
     with watch("prune" if pruning else "install"), _in_all_or_none(model, report.heads, optimizer):
         if pruning:
@@ -115,31 +117,32 @@ def _in_all_or_none(model: nn.Module, heads: HeadSet, optimizer: torch.optim.Opt
         raise
 
 
+def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, longest: int | None) -> list[Batch]:
+    """Return the batches as a list; raise InputError for what cannot be measured or frozen, before anything is."""
+    kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
+    length = read_sequences(kept).length
+    _warn_if_shorter(length, longest)
+    check_heads(config, [site.layout for site in adapter_for(model).sites()])
+    config.check_length(length)
+    return list(kept)
+
+
 def _decide(
     model: nn.Module,
-    batches: Iterable[Batch],
+    kept: list[Batch],
+    statistics: AttentionStatistics,
     config: FreezeConfig,
     heldout: Iterable[Batch] | None,
     given: Mapping[str, Any],
     watch: Stopwatch,
-    longest: int | None,
-    progress: Callable[[int, int], None] | None,
     *,
     first: int | None,
-    **options: Any,
 ) -> FreezeReport:
-    """Measure, score, select, fit and refit; the model stays as it is."""
-    kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
-    sequences = read_sequences(kept)
+    """Score, select, fit and refit; the model stays as it is."""
+    adapter, sequences = adapter_for(model), read_sequences(kept)
     ids = read_batches(kept) if config.heldout_kl else []  # whose halves must have one length
-    _warn_if_shorter(sequences.length, longest)
-    adapter = adapter_for(model)
     layouts = [site.layout for site in adapter.sites()]
-    check_heads(config, layouts)
-    config.check_length(sequences.length)
     names = {name for name in (config.score, config.match) if name is not None}
-    collect = scores_collect(config, given)
-    statistics = calibrate(model, kept, collect=collect, **options, progress=progress, watch=watch)
     with watch("score"):
         scores = {
             name: score(statistics, name, **gather(model, kept, statistics, name, given=given, heldout=heldout))
@@ -261,5 +264,5 @@ def _warn_if_shorter(length: int, longest: int | None) -> None:
             f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "
             f"than {length} tokens are refused; calibrate on {longest} tokens to keep them",
             SafWarning,
-            stacklevel=7,  # past _decide, done_once and `checked`, at the caller of freeze_
+            stacklevel=7,  # past _checked, done_once and `checked`, at the caller of freeze_
         )

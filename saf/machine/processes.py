@@ -107,15 +107,20 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(RuntimeError):  # the others may be elsewhere; ending is then what tells them
-            _told((type(error).__name__, str(error)), LAST_WORDS)
+            gathered((type(error).__name__, str(error)), limit=LAST_WORDS)
         raise
-    for number, failure in enumerate(_told(None, PATIENCE)):
+    for number, failure in enumerate(gathered(None)):
         if failure is not None:
             raise _same_error(*failure, process=f"process {number}")
 
 
-def _told(own: Any, limit: timedelta) -> list[Any]:
-    """Return what every process tells, in their order, in all of them; wait so long for the last one."""
+def gathered(own: Any, *, limit: timedelta = PATIENCE) -> list[Any]:
+    """Return what every process gives, in their order, in all of them; `[own]` without a group.
+
+    Tensors should be on the CPU. Every process must call this, and waits so long for the last one.
+    """
+    if group_place()[1] == 1:
+        return [own]
     group = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=limit))
     try:
         found: list[Any] = [None] * distributed.get_world_size()
@@ -136,7 +141,7 @@ def shared_out(work: Callable[[Item], Outcome], items: Sequence[Item]) -> list[O
     with agreed():
         own = [work(item) for item in items[rank::count]]
     found: list[Any] = [None] * len(items)
-    for number, part in enumerate(_told(own, PATIENCE) if count > 1 else [own]):
+    for number, part in enumerate(gathered(own)):
         found[number::count] = part
     return found
 

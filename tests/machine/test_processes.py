@@ -11,15 +11,17 @@ import torch
 from torch import distributed, multiprocessing
 
 import saf
+from saf.calibration.layer import LayerStatistics
 from saf.errors import SafError, SelectionError
 from saf.machine.processes import done_once
 from saf.patterns import CompactPattern
+from saf.records.files import tensors_hash
 
 LENGTH, WORLD = 24, 2
 
 
 def model_of_all() -> saf.GPT:
-    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=LENGTH))
+    model = saf.GPT(saf.preset("tiny", num_layers=3, vocab_size=64, max_length=LENGTH))
     model.reset_parameters(torch.Generator().manual_seed(0))
     return model
 
@@ -42,12 +44,18 @@ def process(rank: int, folder: str) -> None:
         "heads": report.heads.to_list(),
         "alpha": report.patterns.alpha.tolist(),
         "sequences": report.statistics.sequences_hash,
+        "statistics": sums(report.statistics),
         "seconds": sorted(report.seconds),
         "output": model(own[:1] * 0)[0].sum().item(),
         "own": own.sum().item(),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(answers))
     distributed.destroy_process_group()
+
+
+def sums(statistics: saf.AttentionStatistics) -> str:
+    """Return the SHA-256 of all that was measured of all heads."""
+    return tensors_hash({name: getattr(statistics, name) for name in LayerStatistics._fields})
 
 
 def slow_process(rank: int, folder: str) -> None:
@@ -80,11 +88,13 @@ def test_every_process_installs_what_the_first_decided(tmp_path):
     assert first["known"] == ["SelectionError", "too few"]
     assert first["strange"] == ["_Unpicklable", "holds a lock"]
     assert second["strange"] == ["SafError", "the first process failed: _Unpicklable: holds a lock"]
-    assert {"capture", "fit", "install"} <= set(first["seconds"])
+    assert {"capture", "gather", "fit", "install"} <= set(first["seconds"])
     # One process alone, with the first one's batches, comes to the same.
     own = torch.randint(0, 64, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     alone = saf.freeze_(model_of_all(), [own], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
     assert alone.heads.to_list() == first["heads"]
+    # Six heads were measured by each process, those of the middle layer by both: the same bits.
+    assert sums(alone.statistics) == first["statistics"]
     torch.testing.assert_close(alone.patterns.alpha, torch.tensor(first["alpha"], dtype=alone.patterns.alpha.dtype))
 
 

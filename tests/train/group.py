@@ -6,11 +6,28 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
+import pytest
 import torch
 
 from saf.machine.processes import joined
+from saf.schedules import train_loss
+from saf.schedules.train_loss import TrainLossProposer
 
 SECONDS = 120
+
+
+def brisk(patch: pytest.MonkeyPatch) -> None:
+    """Let a train-loss controller decide within 40 updates: its loss levels off, and a freeze raises it."""
+    patch.setattr(train_loss, "_BURN_IN", (4, 0.0))
+    patch.setattr(train_loss, "_HALF_LIFE", (2, 0.0))
+    observe = TrainLossProposer.observe
+
+    def shown(proposer, update, loss):
+        assert loss > 0
+        raised = 0.5 if proposer.decisions.step else 0.0
+        observe(proposer, update, max(4 - update / 20, 3.7) + 0.02 * (-1) ** update + raised)
+
+    patch.setattr(TrainLossProposer, "observe", shown)
 
 
 def together(count: int, work: Callable[..., None], *arguments: Any) -> None:

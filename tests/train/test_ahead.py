@@ -59,6 +59,11 @@ def test_what_is_asked_reaches_the_process_as_it_is():
     assert Layouts.from_json(layouts().to_json()) == layouts()
 
 
+def test_the_process_ends_in_silence_when_all_is_compiled(tmp_path):
+    assert ahead.start(layouts(frozen=()), tmp_path / "log").wait(timeout=120) == 0
+    assert (tmp_path / "log").read_text() == ""
+
+
 def test_the_process_ends_with_the_one_that_began_it(tmp_path):
     """As after a kill: nobody says goodbye, the input is closed."""
     process = ahead.start(layouts(), tmp_path / "log")

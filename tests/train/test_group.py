@@ -1,7 +1,12 @@
 """What else processes share: pruning, a gradual schedule, layers computed again, memory; four of them once."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,17 +16,21 @@ from torch import distributed
 
 import saf
 import saf.train.loop as loop
+from saf.bench.kinds import measure
+from saf.bench.model.prefill import PrefillSettings
+from saf.bench.model.update import UpdateKind, UpdateSettings
+from saf.errors import InputError
 from saf.experiments.scaling import Interconnect, foretell
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
 from saf.models import GPT, preset
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
-from saf.schedules import Gradual
+from saf.schedules import Gradual, TrainLoss
 from saf.train import TrainConfig, latest, open_checkpoint, pretrain
 from saf.train.optimizer import build_optimizer
 from saf.train.parallel import Shards
-from tests.train.group import together
+from tests.train.group import brisk, together
 
 LOSSES = 2e-6
 """Relative: losses and gradient norms of several processes are sums in another order, in float32."""
@@ -48,11 +57,13 @@ def two(rank: int, folder: str, settings: dict) -> None:
             pretrain(config(folder, f"{name} {kind}", settings, parallel=kind, **story))
         again = {**STORIES["gradual"], "activation_checkpointing": True}
         pretrain(config(folder, f"again {kind}", settings, parallel=kind, **again))
+        levelled(config(folder, f"levelled {kind}", settings, parallel=kind))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # programs as traced, in seconds
         for name in ("gradual", "again"):
             layers = {"compile": "layers", "activation_checkpointing": name == "again", **STORIES["gradual"]}
             pretrain(config(folder, f"{name} layers", settings, parallel="fsdp", **layers))
+    bench(rank, folder)
     model = GPT(preset("tiny"))
     optimizer = build_optimizer(model)
     engine = Shards(torch.device("cpu")).engine(model, optimizer, Execution.of("cpu"))
@@ -61,6 +72,27 @@ def two(rank: int, folder: str, settings: dict) -> None:
     engine.optimizer.step()
     held += [own(value) for of in engine.optimizer.state.values() for value in of.values() if value.dim()]
     Path(folder, f"held {rank}.json").write_text(json.dumps({"bytes": sum(held)}))
+
+
+def bench(rank: int, folder: str) -> None:
+    """Time updates that two processes share, and tell what each was told; prefill is measured by one alone."""
+    shape = {"model": "tiny", "device": "cpu", "pairs": 2, "warmup": 1, "tolerance": 10, "profile": False}
+    for kind in KINDS:
+        settings = UpdateSettings(points=("16x1x2",), rates=(0.5,), free=False, repeats=1, parallel=kind, **shape)
+        record = measure(settings, out=Path(folder, f"bench {kind}.json"), say=lambda line: None)
+        Path(folder, f"bench {kind} {rank}.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match="2 processes were started, and one measures prefill"):
+        measure(PrefillSettings(points=("16x1",), **shape))
+    with pytest.raises(InputError, match="2 were started, which would all do the same"):
+        measure(UpdateSettings(points=("16x1x2",), **shape))
+
+
+def levelled(settings: TrainConfig) -> None:
+    """Train by the train-loss schedule across a freeze and its undo."""
+    few = {"updates": 40, "batch_size": 1, "accumulation": 2, "eval_windows": 1, "calibration_sequences": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        brisk(patch)
+        pretrain(replace(settings, freeze=HALF, schedule=TrainLoss(multiplier=2.0), **few))
 
 
 def stop_at(update: int, settings: TrainConfig, *, signalled: bool) -> None:
@@ -110,6 +142,7 @@ def stories(data, tmp_path_factory):
     }
     for name, story in STORIES.items():
         pretrain(config(folder, name, settings, **story))
+    levelled(config(folder, "levelled", settings))
     together(2, two, folder, settings)
     together(4, four, folder, settings)
     return Path(folder)
@@ -136,6 +169,32 @@ def test_pruning_and_gradual_freezing_are_those_of_one_process(stories, name, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_train_loss_schedule_decides_as_in_one_process(stories, kind):
+    assert [(each, update) for each, update, _ in events(stories / "levelled")] == [("freeze", 30), ("undo", 39)]
+    assert events(stories / f"levelled {kind}") == events(stories / "levelled")
+    assert numbers(stories / f"levelled {kind}") == pytest.approx(numbers(stories / "levelled"), rel=2 * LOSSES)
+
+
+def test_a_process_that_fails_ends_the_others_with_its_reason_and_one_process_goes_on(stories, data):
+    """As torchrun starts and ends them."""
+    settings = read_json(stories / "pruned ddp" / "config.json")["settings"]
+    settings |= {"out": str(stories / "died"), "save_every": 2}
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*starter, str(Path(__file__).with_name("dying.py")), json.dumps(settings)]
+    paths = os.pathsep.join([str(Path(saf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    began = time.monotonic()
+    ended = subprocess.run(
+        words, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert time.monotonic() - began < 60
+    assert ended.returncode != 0
+    assert "RuntimeError: the power of this node is gone" in ended.stderr
+    assert "process 0 of 2 lost another one" in ended.stderr
+    pretrain(TrainConfig.from_dict({**settings, "parallel": "auto"}), resume=True)
+    assert numbers(stories / "died") == pytest.approx(numbers(stories / "pruned"), rel=LOSSES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_computed_again_change_no_bit(stories, kind):
     assert numbers(stories / f"again {kind}") == numbers(stories / f"gradual {kind}")
 
@@ -144,6 +203,18 @@ def test_layers_computed_again_change_no_bit(stories, kind):
 def test_shares_compiled_by_layers_change_no_bit(stories, name):
     assert events(stories / f"{name} layers") == events(stories / "gradual")
     assert numbers(stories / f"{name} layers") == numbers(stories / "gradual fsdp")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_that_two_processes_share_are_timed_by_the_slowest(stories, kind):
+    written, *told = (read_json(stories / f"bench {kind}{of}.json") for of in ("", " 0", " 1"))
+    assert [row["role"] for row in written["rows"]] == ["control", "frozen", "apart"]
+    assert written["provenance"]["processes"] == 2
+    assert written["left_out"] == []
+    times = [[row["pair_ms"] for row in record["rows"]] for record in (written, *told)]
+    assert times[0] == times[1] == times[2]
+    parts = UpdateKind().tables(written, brief=True)
+    assert f"in 2 processes ({kind}), the slowest one's time" in str(parts[0])
 
 
 def test_four_processes_go_on_where_two_stopped_and_train_as_one(stories):

@@ -15,10 +15,10 @@ from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freezing.config import FreezeConfig
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
-from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget, train_loss
-from saf.schedules.train_loss import TrainLossProposer
+from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.train import continue_from, load_model, pretrain
 from saf.train.run import Run
+from tests.train import group
 from tests.train.killed import killed_and_resumed, told
 
 FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
@@ -123,16 +123,7 @@ def test_validation_budget_keeps_what_fits_and_measures_eight_fixed_batches(sett
 @pytest.fixture
 def brisk(monkeypatch):
     """Let a controller decide within 40 updates, and show it a loss that levels off and that a freeze raises."""
-    monkeypatch.setattr(train_loss, "_BURN_IN", (4, 0.0))
-    monkeypatch.setattr(train_loss, "_HALF_LIFE", (2, 0.0))
-    observe = TrainLossProposer.observe
-
-    def shown(proposer, update, loss):
-        assert loss > 0
-        raised = 0.5 if proposer.decisions.step else 0.0
-        observe(proposer, update, max(4 - update / 20, 3.7) + 0.02 * (-1) ** update + raised)
-
-    monkeypatch.setattr(TrainLossProposer, "observe", shown)
+    group.brisk(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from saf.ops.backends import BACKENDS
 
-Role = Literal["control", "kernel", "keeping", "frozen", "free", "pruned"]
+Role = Literal["control", "kernel", "keeping", "apart", "frozen", "free", "pruned"]
 FREE = "free"
 """The backend whose frozen heads cost nothing."""
 PRUNED = "pruned"
@@ -26,12 +26,15 @@ class Arm:
     """A second, independent ordinary model."""
     keeping: bool = False
     """An ordinary model that keeps every activation where the other arms compute them again."""
+    apart: bool = False
+    """An ordinary model of each process by itself, which sends nothing where the other arms' processes share one."""
 
     @property
     def name(self) -> str:
         """Return a short label."""
         if self.backend is None:
-            return f"{'control' if self.control else 'ordinary'}{' keeping' * self.keeping} {self.kernel}"
+            more = " keeping" * self.keeping + " apart" * self.apart
+            return f"{'control' if self.control else 'ordinary'}{more} {self.kernel}"
         return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
 
     @property

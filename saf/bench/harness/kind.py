@@ -29,6 +29,7 @@ from saf.bench.harness.speed_tables import (
 from saf.bench.harness.timing import Budget
 from saf.errors import InputError
 from saf.machine.execution import Execution
+from saf.machine.processes import agreed, group_place
 from saf.ops import BACKENDS
 from saf.ops.live import KERNELS
 from saf.records.paper import Quoted, footnotes
@@ -84,6 +85,8 @@ class Benchmark(Kind, Generic[Asked]):
     """Measure one kind of benchmark, from its settings to its record."""
 
     settings: type[Asked]
+    shared: ClassVar[bool] = False
+    """Whether several processes measure it together."""
 
     @abstractmethod
     def measure(self, settings: Asked, *, out: Path | None = None, say: Say = say_on_stderr) -> dict[str, Any]:
@@ -123,17 +126,18 @@ class SpeedKind(Benchmark[AskedSpeed]):
             UnsupportedError: A device that is not there.
         """
         budget = Budget(settings.seconds)
-        _check_names(settings)
-        self.check_shape(settings)
-        points = self.points(settings)
-        execution = Execution.of(settings.device, compile=settings.compile)
-        recorder = Recorder(out, kind=self.name, settings=settings.to_dict(), budget=budget, say=say)
-        if execution.by_layer and not self.by_layer:
-            raise InputError(f"compile='layers' is for updates, {self.name} has none; use 'auto', 'on' or 'off'")
-        _check_flex(settings, execution)
-        self.check_compile(settings, execution)
+        with agreed():
+            _check_names(settings)
+            self.check_shape(settings)
+            points = self.points(settings)
+            execution = Execution.of(settings.device, compile=settings.compile)
+            recorder = Recorder(out, kind=self.name, settings=settings.to_dict(), budget=budget, say=say)
+            if execution.by_layer and not self.by_layer:
+                raise InputError(f"compile='layers' is for updates, {self.name} has none; use 'auto', 'on' or 'off'")
+            _check_flex(settings, execution)
+            self.check_compile(settings, execution)
         with recorder, free_backend():
-            recorder.trace(**environment(execution.device, execution.device_name))
+            recorder.trace(**environment(execution.device, execution.device_name), processes=group_place()[1])
             self.measure_points(Context(settings, execution, recorder), settings, points)
         return recorder.record
 

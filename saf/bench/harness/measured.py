@@ -16,6 +16,7 @@ _WAYS = {
     "graph": "replayed as a CUDA graph",
 }
 KEEPING = "ordinary, every activation kept"
+APART = "ordinary, each process by itself"
 NEAR_ONE = 0.005
 """A bound this close to 1 leaves nothing to take a share of."""
 
@@ -41,7 +42,8 @@ class Measured:
     def name(self) -> str:
         """Say what the arm is: a share of frozen heads with their backend, or another attention kernel."""
         if self.row["backend"] is None:
-            return KEEPING if self.row["role"] == "keeping" else f"ordinary, {kernel_name(self.row['kernel'])}"
+            usual = f"ordinary, {kernel_name(self.row['kernel'])}"
+            return {"keeping": KEEPING, "apart": APART}.get(self.row["role"], usual)
         return edited_name(self.row)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from saf.bench.harness.timing import Budget
 from saf.errors import InputError
+from saf.machine.processes import is_first
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
 from saf.records.table import Notes, Part
@@ -29,6 +30,8 @@ def say_on_stderr(line: str) -> None:
 class Recorder:
     """Keep rows and say each finished measurement; the file is whole whenever the process may die.
 
+    In a group the first process says and writes, the others keep theirs.
+
     Use it as a context: leaving it writes the file, with `finished` false after an exception.
     """
 
@@ -36,8 +39,8 @@ class Recorder:
         """Write nothing yet; raise InputError when `path` exists already."""
         if path is not None and path.exists():
             raise InputError(f"{path} exists already; remove it, or write to another file")
-        self._path = path
-        self._say = say
+        self._path = path if is_first() else None
+        self._say = say if is_first() else lambda line: None
         self._saved = float("-inf")
         self.budget = budget
         self._parts: dict[str, list[dict[str, Any]]] = {"rows": [], "memory": [], "kernels": [], "left_out": []}

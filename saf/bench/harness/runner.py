@@ -14,6 +14,7 @@ from saf.bench.harness.settings import SpeedSettings
 from saf.bench.harness.speed_tables import row_line
 from saf.machine.execution import Execution
 from saf.machine.peaks import Peak, peak_of
+from saf.machine.processes import agreed
 
 
 class Subject(Protocol):
@@ -77,7 +78,8 @@ class PointRunner:
                 break
             began = time.perf_counter()
             try:
-                self._round(taken, subjects, number)
+                with agreed():
+                    self._round(taken, subjects, number)
             except Exception as error:
                 self.recorder.leave_out(self.name, f"pairs from {number + 1}: {in_short(error)}")
                 break
@@ -116,9 +118,10 @@ class PointRunner:
         return subjects
 
     def _attempt(self, arm: Arm, action: Callable[[], None]) -> bool:
-        """Do it; whatever error stops one arm is recorded, and the others go on."""
+        """Do it; whatever error stops one arm, in any process, is recorded, and the others go on."""
         try:
-            action()
+            with agreed():
+                action()
         except Exception as error:
             self.recorder.leave_out(f"{self.name}: {arm.name}", in_short(error))
             return False

@@ -172,6 +172,9 @@ def protocol(record: Record, groups: Sequence[Group], *, same: str, up_to_repeat
     settings = record["settings"]
     baselines = " or ".join(dict.fromkeys(baseline_name(group.baseline) for group in groups))
     process = "every timed block in a process of its own" if settings.get("fresh") else "in the same process"
+    if settings.get("parallel", "none") != "none":
+        count = record["provenance"]["processes"]
+        process = f"in {count} process{'es' * (count > 1)} ({settings['parallel']}), the slowest one's time"
     count = number(settings["repeats"])
     block = f"each timed block the median of {'up to ' * up_to_repeats}{count} calls"
     block = "each timed block one call" if settings["repeats"] == 1 else block

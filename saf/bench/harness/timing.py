@@ -8,6 +8,7 @@ import torch
 
 from saf.errors import UnsupportedError
 from saf.machine.cuda_graphs import Call
+from saf.machine.processes import done_once
 
 CALL, GRAPH = "call", "graph"
 SETTLE_MS = 400.0
@@ -114,8 +115,8 @@ class Budget:
         return float("inf") if self._limit is None else self._limit - self.spent
 
     def fits(self, seconds: float) -> bool:
-        """Return whether something that takes `seconds` would end in time."""
-        return self.left > seconds
+        """Return whether something that takes `seconds` would end in time: in a group, by the first process's clock."""
+        return self._limit is None or done_once(lambda: self.left > seconds)
 
     def begins(self, longest: float) -> bool:
         """Return whether enough is left to begin something of which the longest so far took `longest` seconds."""

@@ -22,10 +22,13 @@ from saf.bench.model.models import ModelSettings, build_model
 from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import Execution
+from saf.machine.processes import gathered, group_place
 from saf.records import paper
 from saf.records.paper import Quoted
 from saf.settings import documented
 from saf.train.optimizer import build_optimizer
+from saf.train.parallel import Alone, Parallel
+from saf.train.sharing import micro_batches_of_one, parallel_of
 from saf.train.updater import Updater
 
 LEARNING_RATE = 6e-8
@@ -51,6 +54,16 @@ class UpdateSettings(ModelSettings):
     activation_checkpointing: bool = False
     """Keep only what enters each decoder layer and compute it again in the backward pass, in all arms; one more
     ordinary arm keeps everything, and shows what that costs."""
+    parallel: Literal["none", "ddp", "fsdp"] = "none"
+    """How the processes that torchrun started share updates, as in `saf pretrain`; one process may be a group, too. A
+    block's time is the slowest one's. In one more arm each process updates an ordinary model by itself, with its share
+    of the micro-batches: what that takes less is what messages cost."""
+
+    def __post_init__(self):
+        """Check the settings of updates too."""
+        super().__post_init__()
+        for name in ("memory", "fresh", "precompile"):
+            self._refuse(name, self.parallel != "none", "in a group of processes; leave one of them out")
 
 
 class Preloaded:
@@ -84,6 +97,7 @@ class UpdateSubject:
         *,
         batches: list[tuple[Tensor, Tensor]],
         accumulation: int,
+        parallel: Parallel | None = None,
     ):
         self._settings = settings
         self.updater = Updater(
@@ -93,6 +107,7 @@ class UpdateSubject:
             execution=execution,
             accumulation=accumulation,
             clip=CLIP,
+            parallel=Alone() if parallel is None else parallel,
         )
 
     def warm_up(self) -> None:
@@ -101,14 +116,17 @@ class UpdateSubject:
             self.updater.update(LEARNING_RATE)
 
     def timed_block(self, variant: str) -> float:
-        """Return the mean milliseconds of `repeats` updates in a row, the device waited for before and after."""
+        """Return the mean milliseconds of `repeats` updates in a row, the device waited for before and after.
+
+        Of several processes it is the time of the slowest one.
+        """
         device, repeats = self.updater.execution.device, self._settings.repeats
         wait_for(device)
         began = time.perf_counter()
         for _ in range(repeats):
             self.updater.update(LEARNING_RATE)
         wait_for(device)
-        return 1e3 * (time.perf_counter() - began) / repeats
+        return max(gathered(1e3 * (time.perf_counter() - began) / repeats))
 
     def kernels(self) -> list[dict[str, Any]]:
         """Return the kernels of one update."""
@@ -144,6 +162,7 @@ class UpdateKind(ModelKind[UpdateSettings]):
     up_to_repeats = False
     micro_batches = True
     by_layer = True
+    shared = True
     grids: ClassVar = {
         "contexts": ((4096, 8, 15), (8192, 4, 15), (16384, 2, 15)),
         "batches": ((4096, 2, 60), (4096, 4, 30), (4096, 8, 15)),
@@ -159,39 +178,50 @@ class UpdateKind(ModelKind[UpdateSettings]):
         """Return the one thing that is timed of each arm."""
         return ("update",)
 
+    def check_compile(self, settings: UpdateSettings, execution: Execution) -> None:
+        """Raise InputError or UnsupportedError, too, where the processes that there are cannot share updates."""
+        super().check_compile(settings, execution)
+        parallel_of(settings.parallel, parameters=0, execution=execution, trained_patterns=False)
+
     def compared(self, settings: UpdateSettings, comparisons: list[Comparison]) -> list[Comparison]:
-        """Return what is compared; with activation checkpointing an ordinary model without it, too."""
-        if not settings.activation_checkpointing:
-            return comparisons
-        first = comparisons[0].baseline
-        return [*comparisons, Comparison(first, replace(first, keeping=True), "keeping")]
+        """Return what is compared; with activation checkpointing an ordinary model without it, in a group one apart."""
+        first, more = comparisons[0].baseline, list(comparisons)
+        if settings.activation_checkpointing:
+            more.append(Comparison(first, replace(first, keeping=True), "keeping"))
+        if settings.parallel != "none":
+            more.append(Comparison(first, replace(first, apart=True), "apart"))
+        return more
 
     def build(self, settings: UpdateSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm ready to be warmed up in this process."""
         execution = execution_of(settings)
         if arm.keeping:
             execution = replace(execution, activation_checkpointing=False)
-        accumulation, plan = point.accumulation or 1, self.plan(settings, point)
+        parallel, (rank, processes) = None, group_place()
+        if not arm.apart:
+            parallel, _ = parallel_of(settings.parallel, parameters=0, execution=execution, trained_patterns=False)
+        accumulation = micro_batches_of_one(point.accumulation or 1, processes, batch_size=point.batch_size)
+        plan = self.plan(settings, point)
         tokens = random_tokens(
             min(PRELOADED, accumulation),
             point.batch_size,
             point.length,
             plan.config.vocab_size,
-            torch.Generator().manual_seed(settings.seed),
+            torch.Generator().manual_seed(settings.seed + rank),
             execution.device,
         )
         model = build_model(plan, arm, device=execution.device)
-        return UpdateSubject(settings, model, execution, batches=tokens, accumulation=accumulation)
+        return UpdateSubject(settings, model, execution, batches=tokens, accumulation=accumulation, parallel=parallel)
 
     def work(self, settings: UpdateSettings, point: Point, arm: Arm) -> Work:
-        """Return the work of one update of an arm."""
+        """Return the work of one update of an arm, of which each process has its share."""
         plan = self.plan(settings, point)
         return update_work(
             plan.shape,
             plan.layouts(arm),
             batch=point.batch_size,
             length=point.length,
-            accumulation=point.accumulation or 1,
+            accumulation=(point.accumulation or 1) // group_place()[1],
             free=arm.backend == FREE,
         )
 
