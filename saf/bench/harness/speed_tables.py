@@ -167,7 +167,8 @@ def _quoted(quoted: Quoted | None) -> str:
 def protocol(record: Record, groups: Sequence[Group], *, same: str, up_to_repeats: bool) -> str:
     """Return in one paragraph how a record's speeds were measured, and against what.
 
-    `same` is what the baseline is but for its heads; `up_to_repeats` says that a timed block may have fewer calls.
+    `same` is what the baseline is but for its heads; `up_to_repeats` says that a timed block may have fewer calls, of
+    which it takes the median, and not the mean of all.
     """
     settings = record["settings"]
     baselines = " or ".join(dict.fromkeys(baseline_name(group.baseline) for group in groups))
@@ -176,7 +177,7 @@ def protocol(record: Record, groups: Sequence[Group], *, same: str, up_to_repeat
         count = record["provenance"]["processes"]
         process = f"in {count} process{'es' * (count > 1)} ({settings['parallel']}), the slowest one's time"
     count = number(settings["repeats"])
-    block = f"each timed block the median of {'up to ' * up_to_repeats}{count} calls"
+    block = f"each timed block the {'median of up to' if up_to_repeats else 'mean of'} {count} calls"
     block = "each timed block one call" if settings["repeats"] == 1 else block
     return (
         f"Baseline: {same} with {baselines} in every head, "
