@@ -23,9 +23,9 @@ SHORT = f"{PAIRED} --no-free --kernels auto --settle-ms 100 --pairs 6"
 
 COMMANDS: dict[str, tuple[int, str]] = {
     # The most seconds it may measure, and the command: first what README quotes.
-    "update-4k-again": (130, f"update --points 4096x8x4 --pairs 8 --repeats 1 --no-free {PAIRED}"),
-    "update-8k": (130, f"update --points 8192x4x4 --pairs 6 --repeats 1 --no-free {PAIRED}"),
-    "update-16k": (200, f"update --points 16384x2x4 --pairs 7 --repeats 1 {PAIRED}"),
+    "update-4k-again": (190, f"update --points 4096x8x4 --pairs 8 --repeats 1 --no-free --pruned {PAIRED}"),
+    "update-16k": (220, f"update --points 16384x2x4 --pairs 7 --repeats 1 --no-free --pruned {PAIRED}"),
+    "update-8k": (190, f"update --points 8192x4x4 --pairs 6 --repeats 1 --no-free --pruned {PAIRED}"),
     "prefill-b1": (110, f"prefill --points 4096x1 --graphs both --pairs 6 {PAIRED}"),
     "prefill-called": (70, f"prefill --points 4096x1 --graphs off {SHORT}"),
     "prefill-b64-4k": (150, f"prefill --points 4096x64 --pairs 5 {PAIRED}"),
@@ -43,6 +43,12 @@ COMMANDS: dict[str, tuple[int, str]] = {
         " --graphs on --pairs 6 --no-profile",
     ),
     "errors": (15, "errors --transitions 8"),
+    "decode-4k": (150, "decode --points 4096x1 4096x8 --rates 0.25 0.5 --pairs 5 --no-profile"),
+    "decode-64k": (150, "decode --points 65536x8 --rates 0.25 0.5 --others --pairs 4 --no-profile"),
+    "decode-qwen3": (
+        120,
+        "decode --model qwen3-4b --num-layers 12 --points 4096x8 --rates 0.25 --others --pairs 4 --no-profile",
+    ),
     "update-1b": (200, f"update --model 1b --points 8192x1x1 --pairs 4 --repeats 1 {PAIRED}"),
     "prefill-512-few": (120, f"prefill --points 512x1 512x4 1024x1 2048x1 --graphs both {SHORT}"),
     "prefill-graphs": (190, f"prefill --points 2048x2 4096x2 2048x4 1024x4 --graphs on {SHORT}"),

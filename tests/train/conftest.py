@@ -7,6 +7,15 @@ import torch
 from saf.data import prepare
 from saf.train import TrainConfig, pretrain
 
+SMALL = {
+    "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
+    "batch_size": 4,
+    "calibration_sequences": 4,
+    "tensorboard": False,
+    "quiet": True,
+    "device": "cpu",
+}
+"""Settings of runs of under a second."""
 WORDS = ["the", "of", "head", "freeze", "pattern", "window", "token", "loss", "update", "rate", "layer", "model"]
 
 
@@ -28,21 +37,16 @@ def settings(data, tmp_path):
 
     def make(name: str = "run", **changes) -> TrainConfig:
         values = {
+            **SMALL,
             "data": str(data),
             "out": str(tmp_path / name),
-            "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
             "length": 32,
-            "batch_size": 4,
             "accumulation": 2,
             "updates": 12,
             "peak_lr": 3e-3,
             "eval_every": 4,
             "eval_windows": 4,
             "save_every": 3,
-            "calibration_sequences": 4,
-            "tensorboard": False,
-            "quiet": True,
-            "device": "cpu",
         }
         return TrainConfig(**{**values, **changes})
 

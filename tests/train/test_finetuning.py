@@ -12,6 +12,7 @@ from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
 from saf.train import latest, pretrain
+from tests.train.conftest import SMALL
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,8 @@ def parents(data, tmp_path_factory):
             "freeze": FreezeConfig(rate=0.25, max_fit_kl=10.0),
             "prune": FreezeConfig(rate=0.25, operation="prune"),
         }[name]
-        config = TrainConfig(
-            data=str(data), out=str(tmp_path_factory.mktemp("parents") / name), length=64, batch_size=4, updates=4,
-            model_overrides={"num_layers": 2, "num_heads": 4, "hidden_size": 32}, calibration_sequences=4,
-            tensorboard=False, quiet=True, device="cpu", freeze=freeze,
-        )  # fmt: skip
+        out = str(tmp_path_factory.mktemp("parents") / name)
+        config = TrainConfig(data=str(data), out=out, length=64, updates=4, freeze=freeze, **SMALL)
         pretrain(config)
         found[name] = latest(f"{config.out}/checkpoints")
     return found

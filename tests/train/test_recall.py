@@ -18,6 +18,7 @@ from saf.records.events import read_events
 from saf.records.files import read_json
 from saf.tasks import MQARSettings, MQARTask
 from saf.train import TrainConfig, continue_from, load_model, open_checkpoint, pretrain
+from tests.train.conftest import SMALL
 from tests.train.killed import Killed, die_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:the task is not learnt")
@@ -143,11 +144,7 @@ FREEZE = ["--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"]
 def finetuned(data, tmp_path_factory):
     """Return a function that runs `saf finetune` on recall and returns the run's folder; once for equal names."""
     folder, done = tmp_path_factory.mktemp("finetuned-recall"), {}
-    text = TrainConfig(
-        data=str(data), out=str(folder / "text"), length=32, batch_size=4, updates=2, eval_every=0, device="cpu",
-        model_overrides={"num_layers": 2, "num_heads": 4, "hidden_size": 32}, calibration_sequences=4,
-        tensorboard=False, quiet=True,
-    )  # fmt: skip
+    text = TrainConfig(data=str(data), out=str(folder / "text"), length=32, updates=2, eval_every=0, **SMALL)
     pretrain(text)
 
     def run(name, *words, parent="text/checkpoints/step-2"):
