@@ -8,8 +8,9 @@ from saf.bench.harness.synthetic import synthetic_patterns
 from saf.bench.model.models import ModelPlan, build_model
 from saf.bench.model.placement import choose_heads, heads_per_layer
 from saf.bench.model.prefill import LastToken
-from saf.bench.model.update import UpdateKind, UpdateSettings, UpdateSubject
+from saf.bench.model.update import UpdateKind, UpdateSettings
 from saf.errors import InputError
+from saf.machine.cuda_graphs import GraphPool
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention
 
 CPU = torch.device("cpu")
@@ -100,14 +101,15 @@ def test_the_free_arm_runs_no_mixing():
     for backend in ("toeplitz", "free"):
         settings = UpdateSettings(model="tiny", warmup=0)
         with free_backend():
-            subject = UpdateSubject(settings, Point(32, 1, 1), Arm("auto", backend, 0.5))
+            subject = UpdateKind().build(settings, Point(32, 1, 1), Arm("auto", backend, 0.5), GraphPool())
             names[backend] = {kernel["name"] for kernel in subject.kernels()}
     assert any("toeplitz" in name for name in names["toeplitz"])
     assert not any("toeplitz" in name for name in names["free"])
 
 
 def test_updates_are_the_trainers_own_and_change_weights():
-    subject = UpdateSubject(UpdateSettings(model="tiny", repeats=2), Point(32, 1, 3), Arm("auto", "toeplitz", 0.25))
+    settings, arm = UpdateSettings(model="tiny", repeats=2), Arm("auto", "toeplitz", 0.25)
+    subject = UpdateKind().build(settings, Point(32, 1, 3), arm, GraphPool())
     before = subject.updater.model.blocks[0].mlp.up.weight.detach().clone()
     taken = []
     take = subject.updater.batches.take

@@ -10,7 +10,7 @@ from saf.bench.harness.settings import Point
 from saf.bench.kinds import SPEED_KINDS
 from saf.bench.model.models import ModelPlan, build_model
 from saf.bench.model.prefill import PrefillKind, PrefillSettings, PrefillSubject
-from saf.bench.model.update import UpdateSettings, UpdateSubject
+from saf.bench.model.update import UpdateKind, UpdateSettings
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
 from saf.models import preset
@@ -108,8 +108,9 @@ def test_fewer_layers_are_told():
 def test_what_is_not_measured_says_so():
     with pytest.raises(UnsupportedError, match="flex is measured in this project's decoder only"):
         build_model(ModelPlan.of(settings(), LENGTH), Arm("flex"), device=CPU)
+    asked = UpdateSettings(model="qwen3-4b", device="cpu", compile="off")
     with pytest.raises(InputError, match="qwen3-4b can be measured by prefill and decode alone"):
-        UpdateSubject(UpdateSettings(model="qwen3-4b", device="cpu", compile="off"), Point(LENGTH, 1, 1), Arm("auto"))
+        UpdateKind().build(asked, Point(LENGTH, 1, 1), Arm("auto"), GraphPool())
     with pytest.raises(InputError, match=r"unknown model 'qwen4'; expected one of .*'qwen3-4b'"):
         ModelPlan.of(settings(model="qwen4"), LENGTH)
 
