@@ -29,7 +29,7 @@ class Stop(Protocol):
         ...
 
 
-Launch = Callable[[Sequence[str], Path, str | None, Stop], int]
+Launch = Callable[..., int]
 """Runs `saf` with the words given, its output in a file, on one device, until it ends or a stop is requested; returns
 its exit code."""
 
@@ -331,13 +331,15 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     return [run.verb, *start, "--out", str(folder), *(word for item in flags.items() for word in flag_words(*item))]
 
 
-def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: Stop) -> int:
+def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: Stop, processes: int = 1) -> int:
     """Run `saf` in a process of its own, on one CUDA device where one is named, and return its exit code.
 
-    It has a session of its own, so that a terminal's Ctrl-C comes to it once, from here: it then saves and stops.
+    Several `processes` are started by torchrun, a device each. What is started has a session of its own, so that a
+    terminal's Ctrl-C comes to it once, from here: it then saves and stops.
     """
     chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-    command = [sys.executable, "-m", "saf", *arguments]
+    group = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    command = [sys.executable, "-m", *(group if processes > 1 else []), "saf", *arguments]
     with (
         open(log, "ab") as file,
         subprocess.Popen(

@@ -65,7 +65,8 @@ def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
     for length, size, *micro in points:
         block, warming = BLOCK_SECONDS.get(kind, 0.0), 0.0
         if kind == "update":
-            one = _update_seconds(settings, length, size * (micro[0] if micro else MICRO_BATCHES), rates)
+            sequences = size * (micro[0] if micro else MICRO_BATCHES) / each.processes
+            one = _update_seconds(settings, length, sequences, rates)
             block, warming = int(settings.get("repeats", 2)) * one, int(settings.get("warmup", 2)) * one
         if settings.get("fresh"):
             # Every block is a process that compiles from the cache.
@@ -82,7 +83,7 @@ def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
     return total
 
 
-def _update_seconds(settings: Mapping[str, Any], length: int, sequences: int, rates: Rates) -> float:
+def _update_seconds(settings: Mapping[str, Any], length: int, sequences: float, rates: Rates) -> float:
     """Return the seconds of an ordinary update of a benchmark's model."""
     layers = {} if settings.get("num_layers") is None else {"num_layers": settings["num_layers"]}
     shape = preset(settings.get("model", "124m"), max_length=length, **layers)

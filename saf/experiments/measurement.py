@@ -14,6 +14,8 @@ from saf.errors import InputError
 from saf.records.paper import Source
 from saf.records.table import Part
 
+_NO_FLAGS = ("on", "processes")
+"""What a scale changes beside flags."""
 COMMANDS: dict[str, Mapping[str, Any]] = {"bench": BENCHMARKS, "analyze": ANALYSES}
 """The commands that measure, each with its kinds by name."""
 
@@ -101,8 +103,11 @@ class Measurement:
     """What the command takes before its flags: a checkpoint, or the name of a model that nobody trains here."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Its flags at the paper's scale, by their names without dashes."""
+    processes: int = 1
+    """Processes that measure together at the paper's scale, a GPU each: `torchrun` starts several."""
     scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What other scales change of them, and as "on" of what comes before them, by the scale's name."""
+    """What other scales change of its flags, as "on" of what comes before them, and as "processes" of how many measure,
+    by the scale's name."""
     numbers: tuple[Number, ...] = ()
     """What stands beside the paper's numbers; the tables of its own kind follow."""
     source: Source | None = None
@@ -125,7 +130,11 @@ class Measurement:
     def flags(self, scale: str) -> dict[str, Any]:
         """Return its settings at a scale."""
         changed = self.scaled.get(scale, {})
-        return {**self.settings, **{name: value for name, value in changed.items() if name != "on"}}
+        return {**self.settings, **{name: value for name, value in changed.items() if name not in _NO_FLAGS}}
+
+    def group(self, scale: str) -> int:
+        """Return how many processes measure at a scale."""
+        return self.scaled.get(scale, {}).get("processes", self.processes)
 
     def taken(self, scale: str) -> tuple[Reference | str, ...]:
         """Return what stands before its flags at a scale."""

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class PlannedMeasurement:
     """Flags; a `Given` stands for a path."""
     seed: int | None
     """Of the runs that it reads; None where it reads none."""
+    processes: int
+    """How many make it together, a GPU each."""
     tables: tuple[tuple[str, str], ...]
     """The recipes that it stands in, each with its name there."""
 
@@ -88,7 +91,8 @@ class Measurements:
         settings = {flag: given(value) for flag, value in measurement.flags(plan.scale.base).items()}
         on = tuple(map(given, measurement.taken(plan.scale.base)))
         mine = seed if any(isinstance(each, Given) for each in (*on, *settings.values())) else None
-        deciding = [SCHEMA, measurement.does, on, settings]
+        processes = measurement.group(plan.scale.base)
+        deciding = [SCHEMA, measurement.does, on, settings, *([processes] if processes > 1 else [])]
         text = json.dumps(deciding, sort_keys=True, default=lambda value: value.to_json())
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         before = self.planned.get(key)
@@ -101,6 +105,7 @@ class Measurements:
             on=on,
             settings=settings,
             seed=mine,
+            processes=processes,
             tables=tables if here in tables else (*tables, here),
         )
 
@@ -221,7 +226,8 @@ def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: L
     out.unlink(missing_ok=True)
     log = store.folder / "logs" / f"{each.key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    code = launch(words(each, store, out), log, None, stop)
+    together = launch if each.processes == 1 else partial(launch, processes=each.processes)
+    code = together(words(each, store, out), log, None, stop)
     if code != 0:
         return f"{each.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
     write_json(store.measurement_file(each.key), {**read_result(out), "key": each.key, "seed": each.seed})

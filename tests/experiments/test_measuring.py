@@ -1,10 +1,13 @@
 import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from saf.errors import InputError
-from saf.experiments.execution import Outcome, execute
+from saf.experiments.execution import Outcome, execute, in_a_process
 from saf.experiments.measurement import Changes, Checkpoint, Measurement, Number, RecordOf, RunOf, speedup
 from saf.experiments.measuring import carry_out, lost_inputs, plan_measurements, words
 from saf.experiments.plan import plan
@@ -41,8 +44,9 @@ class Command:
         self.calls: list[list[str]] = []
         self.codes: list[int] = []
 
-    def __call__(self, given, log: Path, device, stop) -> int:
+    def __call__(self, given, log: Path, device, stop, processes: int = 1) -> int:
         self.calls.append(list(given))
+        self.processes = processes
         log.write_text("said something\n")
         code = self.codes.pop(0) if self.codes else 0
         if code == 0:
@@ -95,6 +99,30 @@ def test_what_reads_no_run_is_measured_once_for_all_seeds_and_recipes(store):
     (one,) = found.planned.values()
     assert one.tables == (("x", "speed"), ("y", "speed"))
     assert words(one, store, Path("o.json")) == ["bench", "update", "--out", "o.json", "--model", "tiny"]
+
+
+def test_several_processes_measure_together(prepare, command, monkeypatch, tmp_path):
+    settings = {"model": "tiny"}
+    speed = Measurement(
+        name="speed", does="bench update", settings=settings, processes=4, scaled={"smoke": {"processes": 2}}
+    )
+    made, found, _, _ = prepare(measured_recipe(speed))
+    assert command.processes == 2
+    assert "--processes" not in command.calls[0]
+    alone = plan_measurements({"x": measured_recipe(replace(speed, processes=1, scaled={}))}, made)
+    assert not alone.planned.keys() & found.planned.keys()
+    started = []
+
+    def start(command, **options):
+        started.append(command)
+        return real(["true"], **options)
+
+    real = subprocess.Popen
+    monkeypatch.setattr("saf.experiments.execution.subprocess.Popen", start)
+    stop = SimpleNamespace(requested=False)
+    assert in_a_process(["bench", "update"], tmp_path / "log", None, stop, processes=2) == 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert started[0][1:] == [*torchrun, "-m", "saf", "bench", "update"]
 
 
 def test_settings_of_a_scale_make_another_measurement():
