@@ -11,7 +11,7 @@ from torch import Tensor
 from saf.arguments import check_fields, checked, shown
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadSet, head_pairs
-from saf.records.files import read_metadata, read_tensors, tensors_hash, write_tensors
+from saf.records.files import entries_hash, read_metadata, read_tensors, tensors_hash, write_tensors
 
 SCHEMA = "saf.statistics/1"
 FLOOR = 1e-9
@@ -173,6 +173,7 @@ class AttentionStatistics:
         tensors = {name: getattr(self, name) for name in _TENSORS}
         tensors |= {f"collected.{name}": tensor for name, tensor in self.collected.items()}
         meta["sha256"] = tensors_hash(tensors)
+        meta["hash"] = entries_hash(meta)
         write_tensors(Path(path), tensors, {"saf": json.dumps(meta)})
 
     @classmethod
@@ -181,13 +182,21 @@ class AttentionStatistics:
         """Read a file written by `save`; raise CheckpointError when it is missing, damaged or another kind of file."""
         advice = "expected a file that AttentionStatistics.save wrote"
         tensors = read_tensors(Path(path), error=CheckpointError, advice=advice)
-        meta = json.loads(read_metadata(Path(path)).get("saf", "{}"))
-        if meta.pop("schema", None) != SCHEMA:
+        try:
+            meta = json.loads(read_metadata(Path(path)).get("saf", "{}"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: what it says of its tensors is not JSON ({error})") from error
+        if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
             raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
+        if meta.get("hash") != entries_hash(meta):
+            was = "was changed since" if "hash" in meta else "has no sum in what an earlier version wrote"
+            raise CheckpointError(f"{path} cannot be trusted: what it says of its tensors {was}; measure again")
+        del meta["schema"], meta["hash"]
         recorded, found = meta.pop("sha256", None), tensors_hash(tensors)
         if recorded != found:
-            was = f"expected SHA-256 {recorded}" if recorded else "an earlier version wrote it without a SHA-256"
-            raise CheckpointError(f"{path} cannot be trusted: {was}, its tensors have {found}; measure again")
+            raise CheckpointError(
+                f"{path} cannot be trusted: expected SHA-256 {recorded}, its tensors have {found}; measure again"
+            )
         meta["collected_heads"] = HeadSet.from_list(meta.get("collected_heads", ()))
         meta |= {name: tuple(meta.get(name, ())) for name in ("lengths", "positions")}
         collected = {name.removeprefix("collected."): t for name, t in tensors.items() if name.startswith("collected.")}

@@ -70,9 +70,9 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     """Return the token ids of batches on the CPU; raise InputError unless they are integer `[B, T]` of one T >= 1."""
     ids, counts = read_rows(batches)
     if any(length < tokens.shape[1] for tokens, each in zip(ids, counts, strict=True) for length in each):
-        raise InputError("these sequences must not be padded; give sequences of one full length")
+        raise InputError("batches must not be padded here; give sequences of one full length")
     if len(lengths := {tokens.shape[1] for tokens in ids}) > 1:
-        raise InputError(f"these sequences must have one length; got {sorted(lengths)}")
+        raise InputError(f"sequences in batches must have one length here; got {sorted(lengths)} tokens")
     return ids
 
 

@@ -79,7 +79,7 @@ def _of_transformers(folder: Path) -> bool:
     """Return whether a folder's config.json is one of transformers, and not of a model whose heads lie beside alone."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # also of too many brackets
         return False
     known = isinstance(config, dict) and "model_type" in config
     return known and ("saf" in config or not (folder / "saf.json").is_file())

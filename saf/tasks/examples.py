@@ -113,7 +113,7 @@ def records_of(path: Path, *fields: str) -> Iterator[tuple[int, dict[str, Any]]]
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # also of too many brackets
             raise DataError(f"{path}, line {number}: not JSON ({error})") from error
         missing = [name for name in fields if not isinstance(record, dict) or name not in record]
         if missing:

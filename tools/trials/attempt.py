@@ -44,8 +44,8 @@ BATCHES = (
     *STRANGE,
     *(None, "abc", 3, [], torch.zeros(2, LENGTH).long(), [torch.zeros(2, LENGTH)], [torch.zeros(LENGTH).long()]),
     *([None], ["abc"], [torch.full((2, LENGTH), -1)], [torch.full((2, LENGTH), 16)], [torch.zeros(0, LENGTH).long()]),
-    [torch.zeros(2, LENGTH).long(), torch.zeros(2, LENGTH - 1).long()],
 )
+ONE_LENGTH = (*BATCHES, [torch.zeros(2, LENGTH).long(), torch.zeros(2, LENGTH - 1).long()])
 
 
 @dataclass(frozen=True)

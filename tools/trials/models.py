@@ -21,6 +21,7 @@ from tools.trials.attempt import (
     NAME,
     NAN,
     NUMBER,
+    ONE_LENGTH,
     OPTIMIZER,
     PATH,
     SHAPE,
@@ -94,7 +95,7 @@ def of_models() -> list[Row]:
             "capture_bytes": (*(x for x in WHOLE if x is not None), 0), "progress": FUNCTION,
         }, also={"batches": "calibration sequences"}),
         Row("fit_heldout", saf.fit_heldout, lambda: {"model": model(), "batches": batches()}, {
-            "model": MODEL, "batches": BATCHES, "heads": HEADS, "pattern": NAME, "fitter": NAME,
+            "model": MODEL, "batches": ONE_LENGTH, "heads": HEADS, "pattern": NAME, "fitter": NAME,
             "fits": (*MAPPING, {"free": 3}, {"free": {"nope": 1}}, {"free": {"tolerance": NAN}}),
         }, also={"batches": "sequences", "fits": "tolerance"}),
         Row("install_", saf.install_, lambda: {**install, "model": model()}, {
@@ -160,7 +161,7 @@ def of_statistics() -> list[Row]:
             {"outputs": TENSOR}),
         Row("head_outputs", saf.head_outputs,
             lambda: {"model": model(), "batches": batches(), "statistics": statistics},
-            {"model": MODEL, "batches": BATCHES, "statistics": other}, also={"batches": "calibration sequences"}),
+            {"model": MODEL, "batches": ONE_LENGTH, "statistics": other}, also={"batches": "calibration sequences"}),
         Row("dense_pattern", saf.dense_pattern, lambda: {"statistics": statistics, "heads": heads},
             {"statistics": other, "heads": HEADS, "name": NAME, "dtype": DTYPE, "nope": (1,)},
             also={"name": "pattern", "heads": "head", "dtype": "floating"}),
