@@ -55,7 +55,7 @@ class PlannedMeasurement:
     """Flags; a `Given` stands for a path."""
     seed: int | None
     """Of the runs that it reads; None where it reads none."""
-    processes: int
+    processes: int = 1
     """How many make it together, a GPU each."""
     tables: tuple[tuple[str, str], ...]
     """The recipes that it stands in, each with its name there."""
