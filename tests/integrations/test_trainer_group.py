@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import saf
 from saf.adapters import adapter_for
@@ -106,7 +107,7 @@ def work(rank: int, folder: str) -> None:
 
 def keep(rank, folder, run, freezing) -> None:
     assert type(getattr(run.model_wrapped, "_orig_mod", run.model_wrapped)).__name__ == "DistributedDataParallel"
-    torch.save(run.model.state_dict(), folder / f"{rank}.pt")
+    save_file({name: one.clone() for name, one in run.model.state_dict().items()}, folder / f"{rank}.safetensors")
     events = [(one.kind, one.update, one.heads) for one in freezing.events]
     (folder / f"{rank}.json").write_text(json.dumps([events, [each["loss"] for each in run.state.log_history[:-1]]]))
 
@@ -119,7 +120,7 @@ def group(tmp_path_factory):
 
 
 def told(folder, rank=0):
-    return torch.load(folder / f"{rank}.pt"), *json.loads((folder / f"{rank}.json").read_text())
+    return load_file(folder / f"{rank}.safetensors"), *json.loads((folder / f"{rank}.json").read_text())
 
 
 def same(one, other):

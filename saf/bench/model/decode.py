@@ -20,7 +20,7 @@ from saf.bench.harness.shape import ModelShape
 from saf.bench.harness.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
 from saf.bench.harness.work import Work
 from saf.bench.model.measuring import ModelKind
-from saf.bench.model.models import ModelPlan, ModelSettings, build_model
+from saf.bench.model.models import ModelPlan, PassSettings, build_model
 from saf.errors import AccuracyError, InputError
 from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
@@ -38,7 +38,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @documented
 @dataclass(kw_only=True)
-class DecodeSettings(ModelSettings):
+class DecodeSettings(PassSettings):
     """Time one more token of every sequence after a filled cache of fixed size, and tell the cache's bytes."""
 
     kind: ClassVar[str] = "decode"
@@ -57,18 +57,6 @@ class DecodeSettings(ModelSettings):
     """Of weights and cache; bf16 on CUDA, fp32 on CPU."""
     graphs: Literal["off", "on", "both"] = "both"
     """Call the model, replay a CUDA graph of it, or both; calls alone on CPU."""
-    repeats: int = 40
-    """Timed steps in a timed block; the block's time is their median."""
-    block_ms: float = 200.0
-    """Fewer repeats where a timed block would take longer than this, milliseconds."""
-    settle_ms: float | None = None
-    """Untimed steps before every timed block for about this long; left out: 400 ms on CUDA, none on CPU."""
-
-    def __post_init__(self):
-        """Check the settings of decoding too."""
-        super().__post_init__()
-        self._require("block_ms", self.block_ms > 0, "above 0")
-        self._require("settle_ms", self.settle_ms is None or self.settle_ms >= 0, "at least 0")
 
 
 def dtype_of(settings: DecodeSettings, device: torch.device) -> torch.dtype:

@@ -64,6 +64,24 @@ class ModelSettings(SpeedSettings):
         self._refuse("workers", not (self.memory or self.precompile), "without memory or precompile; add one of them")
 
 
+@dataclass(kw_only=True)
+class PassSettings(ModelSettings):
+    """Hold what benchmarks of forward passes take beside: how long a timed block is, and what comes before it."""
+
+    repeats: int = 40
+    """Timed passes in a timed block; the block's time is their median."""
+    block_ms: float = 200.0
+    """Fewer repeats where a timed block would take longer than this, milliseconds."""
+    settle_ms: float | None = None
+    """Untimed passes before every timed block for about this long; left out: 400 ms on CUDA, none on CPU."""
+
+    def __post_init__(self):
+        """Check the settings of passes too."""
+        super().__post_init__()
+        self._require("block_ms", self.block_ms > 0, "above 0")
+        self._require("settle_ms", self.settle_ms is None or self.settle_ms >= 0, "at least 0")
+
+
 @dataclass(frozen=True)
 class ModelPlan:
     """Hold the shape of a point's models, and which heads each rate freezes."""

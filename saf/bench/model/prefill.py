@@ -19,7 +19,7 @@ from saf.bench.harness.synthetic import random_tokens
 from saf.bench.harness.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
 from saf.bench.harness.work import Work, layers_work
 from saf.bench.model.measuring import ModelKind
-from saf.bench.model.models import ModelPlan, ModelSettings, build_model
+from saf.bench.model.models import ModelPlan, PassSettings, build_model
 from saf.errors import InputError
 from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
@@ -36,7 +36,7 @@ PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat
 
 @documented
 @dataclass(kw_only=True)
-class PrefillSettings(ModelSettings):
+class PrefillSettings(PassSettings):
     """Time forward passes over whole prompts, with the output layer on the last token alone."""
 
     kind: ClassVar[str] = "prefill"
@@ -46,18 +46,6 @@ class PrefillSettings(ModelSettings):
     """autocast (fp32 weights, bf16 autocast), bf16 (bf16 weights) or fp32; left out: autocast on CUDA, fp32 on CPU."""
     graphs: Literal["off", "on", "both"] = "off"
     """Call the model, replay a CUDA graph of it, or both."""
-    repeats: int = 40
-    """Timed calls in a timed block; the block's time is their median."""
-    block_ms: float = 200.0
-    """Fewer repeats where a timed block would take longer than this, milliseconds."""
-    settle_ms: float | None = None
-    """Untimed calls before every timed block for about this long; left out: 400 ms on CUDA, none on CPU."""
-
-    def __post_init__(self):
-        """Check the settings of prefill too."""
-        super().__post_init__()
-        self._require("block_ms", self.block_ms > 0, "above 0")
-        self._require("settle_ms", self.settle_ms is None or self.settle_ms >= 0, "at least 0")
 
 
 def precisions_of(settings: PrefillSettings, device: torch.device) -> tuple[str, ...]:
