@@ -16,6 +16,8 @@ REFIT = {"freeze.refit": True}
 REWARM = {"rewarm": 0.01}
 # What a frozen head's absence cost most surely by the analyses of single heads (docs/results.md), and two cheaper ones.
 COSINE, GRADIENT, SUM = ({"freeze.score": name} for name in ("residual_cosine", "qk_gradient", "rank_sum"))
+# Whether a better choice of heads helps pruning as much as it helps freezing.
+PRUNED = {"freeze.operation": "prune"}
 # By variance some layers lose all of their heads, of which this is half at the small scale.
 HALF = {"freeze.max_per_layer": 4}
 # At other scales: 32 tokens leave room for four keys, and half of twelve heads is six.
@@ -91,6 +93,10 @@ RECIPE = Recipe(
         _arm("Q/K gradient", GRADIENT, rate=0.5),
         _arm("residual cosine", COSINE, rate=0.5),
         _arm("Q/K gradient, refitted outputs, alpha constant", {**GRADIENT, **REFIT, **FLAT}, rate=0.5),
+        _arm("variance, pruned", PRUNED, rate=0.5),
+        _arm("Q/K gradient, pruned", {**GRADIENT, **PRUNED}, rate=0.5),
+        _arm("variance, pruned", PRUNED),
+        _arm("Q/K gradient, pruned", {**GRADIENT, **PRUNED}),
         _with_tokens("the paper's recipe", 0.5),
         _with_tokens("at 40% of training", 0.4),
         _with_tokens("at 25% of training", 0.25),

@@ -108,6 +108,7 @@ RECIPE = Recipe(
         *("perplexity", "delta", "raw", "extra", "tokens", "paper_exchange", "own_exchange", "exchange"),
         *("difference", "updates", "minutes", "intervention", "heads"),
     ),
+    headline=("delta", "extra", "tokens", "paper_exchange", "difference"),
     notes=(
         "The reference is trained once from initialisation; its second half is what every arm gets. Arms restart and "
         "compile, the ordinary one too. Pruned arms have exactly the heads of the frozen arm of their rate; they "

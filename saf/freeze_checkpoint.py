@@ -92,8 +92,9 @@ def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list
     """Return calibration sequences and, for scores that read outputs, held-out ones, in batches `[B, length]`."""
     found = ModelFolder(checkpoint.path, checkpoint)
     data = open_data(settings.data, found)
-    trained = found.settings.get("length") or checkpoint.state["model"]["max_length"]
-    length = check_length(settings, trained, "that the model was trained on")
+    most = checkpoint.state["model"]["max_length"]
+    trained = found.settings.get("length") or most
+    length = check_length(settings, trained, "that the model was trained on", most=most)
     _check_separate(data, found, settings.config)
     seed = found.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")

@@ -61,9 +61,14 @@ def check_new(settings: CheckpointFreezing) -> None:
         raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
 
 
-def check_length(settings: CheckpointFreezing, longest: int, whose: str) -> int:
-    """Return the length of calibration sequences; raise InputError for one that is not all of `longest`, unmeant."""
+def check_length(settings: CheckpointFreezing, longest: int, whose: str, *, most: int) -> int:
+    """Return the length of calibration sequences.
+
+    Raises InputError for one that is not all of `longest`, unmeant, and for more than the model takes, `most`.
+    """
     length = longest if settings.length is None else settings.length
+    if length > most:
+        raise InputError(f"calibration sequences of {length} tokens are longer than the model's maximum of {most}")
     if length < longest and not settings.allow_shorter:
         raise InputError(
             f"patterns of {length} tokens do not cover the {longest} tokens {whose}; leave length out, or set "

@@ -106,5 +106,6 @@ def _check_tokenizer(data: TokenData, found: ModelFolder) -> None:
     if expected != got:
         raise DataError(
             f"{data.folder} was made with another tokenizer ({got[:12]}) than the model's training data "
-            f"({expected[:12]}); prepare the text with the tokenizer of {found.data_folder}"
+            f"({expected[:12]}); prepare the text with that data's tokenizer (--tokenizer FOLDER), or give --data "
+            "another folder"
         )

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import adapter_for
+from saf.adapters import adapter_for, longest_input
 from saf.arguments import check, checked
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
@@ -57,15 +57,16 @@ class Prefill:
 
         Raises:
             UnsupportedError: The model is not on a CUDA device.
-            InputError: A length that the model does not take.
+            InputError: A length that the model does not take, or its frozen heads' patterns do not cover.
         """
         self._shape = (batch_size, length)
-        adapter = adapter_for(model)
-        device, longest = adapter.device, adapter.max_length
+        device, longest = adapter_for(model).device, longest_input(model)
+        if batch_size < 1:
+            raise InputError(f"batch_size must be at least one sequence; got {batch_size}")
+        if not 1 <= length <= (longest or length):
+            raise InputError(f"length must be 1 to {longest} tokens; got {length}")
         if device.type != "cuda":
             raise UnsupportedError(f"a CUDA graph needs a model on CUDA; it is on {device}: call the model itself")
-        if batch_size < 1 or not 1 <= length <= (longest or length):
-            raise InputError(f"expected at least one sequence of 1 to {longest} tokens; got {batch_size} of {length}")
         self._input_ids = torch.zeros(self._shape, dtype=torch.long, device=device)
         modes = [(module, module.training) for module in model.modules()]
         last = LastToken(model).eval()
@@ -83,10 +84,15 @@ class Prefill:
                 module.training = training
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Return the logits `[B, 1, V]` after `input_ids [B, T]`, in memory of their own; InputError elsewhere."""
+        """Return the logits `[B, 1, V]` after `input_ids [B, T]`, in memory of their own.
+
+        Raises InputError for ids of another shape, and for what are no whole numbers.
+        """
         check("input_ids", input_ids, Tensor)
         if tuple(input_ids.shape) != self._shape:
             raise InputError(f"captured for {list(self._shape)} token ids; got {list(input_ids.shape)}: capture again")
+        if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            raise InputError(f"input_ids must be whole numbers; got {input_ids.dtype}")
         self._input_ids.copy_(input_ids)
         self._replay()
         return self._replay.outcome.clone()

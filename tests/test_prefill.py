@@ -10,7 +10,7 @@ import saf
 import saf.bench.model.prefill as measured
 from saf.bench.harness.arms import Arm
 from saf.bench.harness.settings import Point
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import own_program
@@ -39,6 +39,27 @@ def test_the_last_token_has_the_model_s_logits():
 def test_a_cpu_is_refused():
     with pytest.raises(UnsupportedError, match="CUDA"):
         saf.Prefill(saf.GPT(saf.preset("tiny")), batch_size=1, length=8)
+
+
+def test_a_shape_that_the_patterns_do_not_cover_is_refused():
+    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=32))
+    install_(model, HeadSet([(0, 0)]), CompactPattern.from_parameters(*torch.randn(2, 1, 16)))
+    with pytest.raises(InputError, match="length must be 1 to 16 tokens; got 17"):
+        saf.Prefill(model, batch_size=1, length=17)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(1, 3, dtype=torch.long), r"captured for \[1, 4\] token ids; got \[1, 3\]"),
+        (torch.zeros(1, 4), "whole numbers; got torch.float32"),
+    ],
+)
+def test_other_token_ids_than_captured_ones_are_refused(tokens, message):
+    prefill = object.__new__(saf.Prefill)  # a capture needs a GPU
+    prefill._shape = (1, 4)
+    with pytest.raises(InputError, match=message):
+        prefill(tokens)
 
 
 def test_programs_of_one_function_know_nothing_of_one_another(monkeypatch):

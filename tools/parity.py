@@ -4,6 +4,7 @@
     python tools/parity.py --out before.json                 # or in two steps: at one commit,
     python tools/parity.py --against before.json             # and at another, on the same machine
 
+It computes on CUDA where there is a device, and on the CPU with `--device cpu`; hashes of two kinds of device differ.
 It hashes a training run of fixed seed (20 updates across a freezing event) and cases of the operators, the
 calibration, the fit and models of transformers. It calls public names and commands alone, so that it runs at commits
 whose insides differ. On a CPU one thread is used: sums then have one order. Kernels with atomic additions
@@ -59,10 +60,10 @@ def write_text(path: Path) -> None:
 
 
 def command(*words: str) -> None:
-    """Run one `saf` command and raise when it fails."""
+    """Run one `saf` command; exit with what it told when it fails."""
     done = subprocess.run([sys.executable, "-m", "saf", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"saf {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+        sys.exit(f"{done.stdout}{done.stderr}\nsaf {' '.join(words)} failed as told above")
 
 
 def training(device: str) -> Iterator[tuple[str, str]]:
@@ -199,7 +200,10 @@ def models(device: str) -> Iterator[tuple[str, str]]:
 
 
 def hashes_at(commit: str, device: str) -> dict[str, str]:
-    """Return the hashes of a commit of this repository, by this file in a work tree of its own."""
+    """Return the hashes of a commit of this repository, by this file in a work tree of its own.
+
+    Exits with what the other process told where it failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tree, out = Path(folder, "tree"), Path(folder, "hashes.json")
         git = ("git", "-C", str(ROOT), "worktree")
@@ -207,8 +211,13 @@ def hashes_at(commit: str, device: str) -> dict[str, str]:
         try:
             script = shutil.copy(__file__, tree / "tools" / "parity.py")
             words = [sys.executable, script, "--device", device, "--out", str(out)]
-            environment = {**os.environ, "PYTHONPATH": str(tree)}
-            subprocess.run(words, cwd=tree, env=environment, stdout=subprocess.DEVNULL, check=True)
+            # The commit's own packages come first; the caller's path behind them may hold what both need.
+            path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+            done = subprocess.run(
+                words, cwd=tree, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+            )
+            if done.returncode:
+                sys.exit(f"{done.stdout}{done.stderr}\nno hashes of {commit}: its run failed as told above")
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
         return json.loads(out.read_text())
@@ -217,23 +226,27 @@ def hashes_at(commit: str, device: str) -> dict[str, str]:
 def main() -> int:
     """Print a line a case, write them where asked, and return 1 when a hash differs from the other file's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is a device, else cpu"
+    )
     parser.add_argument("--out", type=Path, help="write the hashes to this JSON file")
     before = parser.add_mutually_exclusive_group()
     before.add_argument("--against", type=Path, help="compare with the hashes of this file")
     before.add_argument("--base", help="compare with this commit")
     arguments = parser.parse_args()
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if arguments.device == "auto" else arguments.device
+    print(f"on {device}", flush=True)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     found: dict[str, str] = {}
     for part in (operators, models, training):
-        for name, value in part(arguments.device):
+        for name, value in part(device):
             found[name] = value
             print(f"{value}  {name}", flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     if arguments.base:
-        expected = hashes_at(arguments.base, arguments.device)
+        expected = hashes_at(arguments.base, device)
     elif arguments.against:
         expected = json.loads(arguments.against.read_text())
     else:

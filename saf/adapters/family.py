@@ -42,11 +42,10 @@ class Family:
     kind: str = LINEAR
     """The class of the projections."""
     dropout: Callable[[Any], float] = attention_dropout
-    no_dropout: str = (
-        "set attention_dropout of its attention layers to 0 (layer.self_attn.attention_dropout = 0.0), or build it "
-        "with attention_dropout=0"
-    )
-    """How people switch that dropout off."""
+    no_dropout: str = "set attention_dropout of its attention layers to 0 (layer.self_attn.attention_dropout = 0.0)"
+    """How people switch that dropout off in a model that is open."""
+    dropout_setting: str = "attention_dropout"
+    """The field of the configuration with its rate."""
     scale: Callable[[Any], float | None] = scaling
     soft_cap: str | None = None
     """The layer's attribute with the cap of its logits."""

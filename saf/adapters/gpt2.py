@@ -39,10 +39,8 @@ GPT2 = Family(
     projections={"query_key_value": "c_attn", "output": "c_proj"},
     kind=CONV1D,
     dropout=attention_dropout,
-    no_dropout=(
-        "set attn_dropout.p of its attention layers to 0 (block.attn.attn_dropout.p = 0.0), or build it with "
-        "attn_pdrop=0"
-    ),
+    no_dropout="set attn_dropout.p of its attention layers to 0 (block.attn.attn_dropout.p = 0.0)",
+    dropout_setting="attn_pdrop",
     scale=scale,
     settings=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
     tell_sizes=tell_sizes,

@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from saf.adapters.family import SETTINGS, Family
-from saf.adapters.transformers_attention import Mask, attend, state_of
+from saf.adapters.transformers_attention import attend, state_of
+from saf.adapters.transformers_mask import Mask
 
 
 def forward(

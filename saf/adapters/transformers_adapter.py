@@ -23,7 +23,7 @@ from saf.adapters.phi3 import PHI3
 from saf.adapters.transformers_attention import (
     NAME,
     attach_state,
-    check_generated_length,
+    check_generation,
     choose_forward,
     detach_idle_state,
     forward_without_queries,
@@ -257,7 +257,7 @@ class TransformersAdapter(TransformersModel, Adapter):
                 state.before = before or (EAGER if self.drops_caps else self.model.config._attn_implementation)
             self.attend_through_seam()
             if hasattr(type(self.model), GENERATED_LENGTH):
-                setattr(self.model, GENERATED_LENGTH, partial(check_generated_length, self.model))
+                setattr(self.model, GENERATED_LENGTH, partial(check_generation, self.model))
                 setattr(self.model, GENERATED_MASK, mask_for_generation)
             if hasattr(type(self.model), SAVE):
                 setattr(self.model, SAVE, partial(save_with_heads, self))

@@ -1,4 +1,4 @@
-"""What models of transformers call once heads of theirs are frozen: attention, layers without queries, masks."""
+"""What models of transformers call once heads of theirs are frozen: attention, and layers without queries."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
 from saf.adapters.family import Family
-from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, filled, fills_fixed, fixed_places, make_room
+from saf.adapters.transformers_cache import NOT_QUANTISED, Beginning, filled, make_room
+from saf.adapters.transformers_mask import Mask, check_one_sequence_a_row, padding_mask
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_layout import LAYOUT, TellsLayout
 from saf.ops.heads import cached_order, join_heads
-from saf.ops.layer import live_heads
-from saf.ops.positions import Places, assert_later, first_real, left_padding
+from saf.ops.positions import Places, first_real
+from saf.ops.ways import live_heads
 
 NAME = "saf"
-Mask = Tensor | Documents | Places | Beginning | None
-"""What attention is told of a pass: padding, documents, where queries stand in a cache of fixed size; or nothing."""
 
 
 class HeadState(TellsLayout):
@@ -58,54 +57,6 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, padding_mask)
-
-
-def padding_mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any,
-    attention_mask: Tensor | None = None,
-    **rest: Any,
-) -> Mask:
-    """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it.
-
-    Of packed documents it returns these, with a cache of fixed size where in it the queries stand. Raises
-    UnsupportedError for what frozen heads would not see: keys beyond the tokens seen so far, attention that is not
-    causal within each document; and for windows in a cache of fixed size. Raises InputError for padding between real
-    tokens.
-    """
-    from transformers.masking_utils import causal_mask_function
-
-    fixed = fills_fixed(q_length, kv_length, q_offset, attention_mask)
-    if fixed and rest.get("local_size") is not None:
-        raise UnsupportedError(NO_WINDOWS)
-    if not fixed and kv_offset + kv_length != q_offset + q_length:
-        raise UnsupportedError(
-            "with frozen heads the keys must end where the tokens end: give an attention_mask as long as the input"
-        )
-    # While compiling, transformers takes any row for several documents; that and windows are for `attend` to check.
-    plain = mask_function is causal_mask_function or torch.compiler.is_compiling()
-    window = rest.get("local_size") is not None
-    if not plain and attention_mask is None and kv_length == q_length:
-        device = torch.device(rest.get("device") or "cpu")
-        documents = Documents.of(mask_function, rest["batch_size"], q_length, device)
-        if documents is not None:
-            return None if documents.longest == q_length else documents
-    if not (plain or window):
-        raise UnsupportedError(
-            "with frozen heads attention is causal, within each document that position_ids tell of; another mask "
-            "cannot be followed: leave it out, and give every sequence a row of its own, padded at its ends"
-        )
-    if fixed:
-        return fixed_places(q_length, kv_length, q_offset, attention_mask)
-    if attention_mask is None:
-        return None
-    mask = attention_mask[:, -kv_length:]
-    # Looked at here, once a pass: it waits for the device.
-    return None if left_padding(mask) is None else mask
 
 
 def state_of(attention: nn.Module) -> HeadState | None:
@@ -224,7 +175,7 @@ def attend(
         raise UnsupportedError(f"frozen heads know no mask but of padding, [B, T]; got {got}, leave it out")
     if position_ids is not None and documents is None and (module.layer_idx == 0 or beyond):
         real, length = (mask, value.shape[-2]) if places is None else (places.real, query.shape[-2])
-        _check_one_sequence_a_row(position_ids, real, length)
+        check_one_sequence_a_row(position_ids, real, length)
     start = None if mask is None else first_real(mask)
     options = {"scale": scaling, "start": start, "places": places}
     mix = partial(_mixed, state, options, {"window": sliding_window, "soft_cap": softcap})
@@ -272,8 +223,11 @@ def _attend_apart(query: Tensor, key: Tensor, value: Tensor, state: HeadState, o
 
 def no_dropout(rate: float, family: Family | None) -> str:
     """Say that attention dropout cannot be, and how to switch it off in a family, Llama's way if it is not known."""
-    advice = Family.no_dropout if family is None else family.no_dropout
-    return f"with frozen heads there is no attention dropout, this model has {rate:g}: {advice}"
+    told = Family if family is None else family
+    return (
+        f"with frozen heads there is no attention dropout, this model has {rate:g}: {told.no_dropout}, or build or "
+        f"open it without (from_pretrained(..., {told.dropout_setting}=0))"
+    )
 
 
 def forward_without_queries(
@@ -344,12 +298,15 @@ def idle_tensors(model: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{part}" for part, one in own if id(one) not in read | logits)
 
 
-def check_generated_length(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:
-    """Raise InputError for a generation longer than the patterns before its first token; then check as the class does.
+def check_generation(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:
+    """Refuse before its first token a generation that frozen heads cannot follow; then check as the class does.
 
-    The last token of a generation is not read any more.
+    Raises InputError for one longer than the patterns, whose last token is not read any more, UnsupportedError for a
+    quantised cache where a layer has no live head.
     """
-    states = [module for module in model.modules() if isinstance(module, HeadState) and module.frozen is not None]
+    states = [module for module in model.modules() if isinstance(module, HeadState)]
+    if generation_config.cache_implementation == "quantized" and not all(state.layout.num_live for state in states):
+        raise UnsupportedError(NOT_QUANTISED)
     longest = min((state.frozen.max_length for state in states if state.frozen is not None), default=None)
     if longest is not None and (generation_config.max_length or 0) - 1 > longest:
         raise InputError(
@@ -358,36 +315,3 @@ def check_generated_length(model: Any, generation_config: Any, *rest: Any, **opt
             "the longer length"
         )
     type(model)._validate_generated_length(model, generation_config, *rest, **options)
-
-
-def _check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
-    """Raise UnsupportedError where the positions of real tokens start again, of `length` tokens with cached ones.
-
-    In compiled code the device raises instead, a RuntimeError, also where they do not count up by one. What CUDA graphs
-    capture goes unchecked, as do the single tokens of decoding.
-    """
-    compiling = torch.compiler.is_compiling()
-    if position_ids.shape[-1] < 2 or (not compiling and _capturing(position_ids)):
-        return
-    counts = position_ids.diff(dim=-1) == 1
-    if attention_mask is not None:
-        real = attention_mask.bool()[:, length - 1 - counts.shape[-1] :]
-        counts = counts | ~(real[:, 1:] & real[:, :-1])
-    elif not compiling:
-        # Padding on the right is not told of here. It has one position throughout; a document goes on from 0 to 1.
-        counts = (position_ids[:, 1:-1] != 0) | (position_ids[:, 2:] != 1)
-    if compiling:
-        assert_later(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_APART}")
-    elif not counts.all():
-        raise UnsupportedError(
-            "position_ids start again within a row, which tells of packed documents where neither attention_mask nor "
-            f"a cache is given: leave attention_mask out and pass use_cache=False, or {_APART}"
-        )
-
-
-_APART = "give every sequence a row of its own, padded at its ends"
-
-
-def _capturing(x: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, where the host cannot look at values."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

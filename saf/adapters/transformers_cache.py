@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saf.arguments import shown
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops.heads import cached_order, take_heads
@@ -19,6 +20,11 @@ from saf.ops.positions import Places, left_padding
 NO_WINDOWS = (
     "with frozen heads, models with a sliding window take a cache that grows (the default): leave cache_implementation "
     "out"
+)
+
+NOT_QUANTISED = (
+    "a quantised cache quantises keys and values alike, and a layer without live heads keeps no keys: take the default "
+    "cache, an offloaded one or one of fixed size, or leave a head of each layer live (max_per_layer)"
 )
 
 
@@ -72,9 +78,11 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout, longest: int
 
     Nothing for caches that grow, and for layers with a key for every value. Raises InputError for a cache with more
     places than the `longest` positions of the frozen heads' patterns, UnsupportedError for one with sliding windows, or
-    that was filled, or made room in, for other heads.
+    that was filled, or made room in, for other heads; for a quantised one of a layer that keeps no keys.
     """
     layers: Any = getattr(past_key_values, "layers", ())
+    if index < len(layers) and is_quantised(layers[index]) and not layout.num_live:
+        raise UnsupportedError(NOT_QUANTISED)
     if index >= len(layers) or not hasattr(layers[index], "max_cache_len"):
         return
     if any(past_key_values.is_sliding):
@@ -113,8 +121,21 @@ def value_order(layout: HeadLayout) -> tuple[int, ...] | None:
     return None if order == tuple(range(len(order))) else order
 
 
+def is_quantised(layer: Any) -> bool:
+    """Return whether a layer of a cache holds keys and values in fewer bits."""
+    return hasattr(layer, "_quantize")
+
+
 def cache_bytes(past_key_values: Any) -> int:
-    """Return the bytes of the keys and values that a cache of transformers holds, all places of one of fixed size."""
+    """Return the bytes of the keys and values that a cache of transformers holds, all places of one of fixed size.
+
+    Of an offloaded cache, wherever they are. Raises UnsupportedError for a quantised one, which does not tell, and
+    InputError for what is no cache.
+    """
+    if not hasattr(past_key_values, "layers"):
+        raise InputError(f"expected a cache of transformers, such as DynamicCache; got {shown(past_key_values)}")
+    if any(map(is_quantised, past_key_values.layers)):
+        raise UnsupportedError("a quantised cache does not tell what it holds; ask torch.cuda.memory_allocated")
     held = [tensor for layer in past_key_values.layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 

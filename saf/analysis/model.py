@@ -133,10 +133,28 @@ class Watch:
     """Called with lines about what happens next."""
     keep: Callable[[Record], None] = lambda record: None
     """Called now and then with the record of what is measured so far."""
+    before: Record | None = None
+    """What was kept of the same measurement when it was cut off, for one that can go on; None begins it."""
 
     def countdown(self, what: str, total: int) -> "Countdown":
         """Return what tells how far a measurement of `total` things is."""
         return Countdown(self, what, total)
+
+    def countdowns(self, what: str) -> Callable[[str, int, int], None]:
+        """Return what tells how far several measurements are, one after the other.
+
+        It is called with the name of one, how many things of it are done, and how many there are; first with none.
+        """
+        each: dict[str, Countdown] = {}
+
+        def tell(name: str, done: int, total: int) -> None:
+            """Begin to count, or tell how far one is."""
+            if not done:
+                each[name] = self.countdown(f"{what} of {name}", total)
+            else:
+                each[name](done)
+
+        return tell
 
 
 SILENT = Watch()

@@ -4,8 +4,9 @@ One calibration serves all arms: each score and rate chooses and fits its own he
 and are undone. Or models that were frozen elsewhere answer them as they are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.analysis.costs import frozen_for_now
-from saf.analysis.model import SILENT, Countdown, Record, Watch
+from saf.analysis.model import SILENT, Record, Watch
 from saf.arguments import SHARES, above, at_least, check_fields
 from saf.calibration import calibrate
 from saf.data import calibration_windows
-from saf.evaluate.zero_shot import TaskAnswers, TooLong, counted, paired_tasks
+from saf.errors import InputError
+from saf.evaluate.zero_shot import TaskAnswers, Told, TooLong, counted, paired_tasks
 from saf.freezing.choice import Judged, Made, accept, choose_by
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import make_patterns
@@ -28,6 +30,7 @@ from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
 from saf.machine.execution import Device, Precision, autocast, device_name, pick_device, resolve_precision
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
+from saf.records.files import to_json
 from saf.records.quantities import percent
 from saf.records.result import result_header
 from saf.records.table import Part, Table
@@ -46,7 +49,7 @@ paper's other patterns of Qwen3-4B."""
 class ZeroShot:
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
-    With --out, what is there is written after every arm, in case the command is cut off.
+    With --out, what is there is written after every arm: the same command goes on with what was cut off.
     """
 
     model: Annotated[Path, tyro.conf.Positional]
@@ -97,41 +100,22 @@ class _Study:
 
     def answers(self, opened: OpenedModel, name: str) -> dict[str, TaskAnswers]:
         """Return what a model answers as it is now."""
-        settings, harness = self.settings, lm_eval_tasks()
-        self.watch.say(f"{name}: {', '.join(settings.tasks)}")
-        lm = harness.ExactLengthModel(
-            opened.model,
-            opened.encoder(),
-            batch_size=settings.batch_size,
-            precision=settings.precision,
-            too_long=settings.too_long,
-            longest=self.longest,
-            progress=self._progress(),
-        )
-        return harness.answer_tasks(lm, settings.tasks, folder=settings.task_data, questions=settings.questions)
-
-    def _progress(self) -> Callable[[int, int], None]:
-        """Return what tells how many of a model's likelihoods are there, and how much time is left."""
-        countdown: list[Countdown] = []
-
-        def progress(done: int, total: int) -> None:
-            """Tell it, from the first call on."""
-            if not countdown:
-                countdown.append(self.watch.countdown("continuations", total))
-            countdown[0](done)
-
-        return progress
+        self.watch.say(f"{name}: {', '.join(self.settings.tasks)}")
+        progress = self.watch.countdowns("requests")
+        return lm_eval_tasks().ask(opened, self.settings, longest=self.longest, progress=progress)
 
 
 def measure(settings: ZeroShot, watch: Watch = SILENT) -> dict[str, Any]:
-    """Answer with every arm, and return the record."""
+    """Answer as the model is and with every arm, but for what `watch.before` has, and return the record.
+
+    Raises InputError where what is there is of another model, other data, settings or sources.
+    """
     lm_eval_tasks()  # now, not after the calibration
     opened = open_model(settings.model, settings.data, settings.device, needs_data=not settings.frozen)
     longest = settings.length or min(LENGTH, opened.longest)
     others = [open_model(path, settings.data, settings.device, needs_data=False) for path in settings.frozen]
     longest = min([longest, *(other.longest for other in others)])
     study = _Study(settings, longest, watch)
-    ordinary = study.answers(opened, "the model as it is")
     head = result_header(
         "zero-shot",
         vars(settings),
@@ -143,23 +127,68 @@ def measure(settings: ZeroShot, watch: Watch = SILENT) -> dict[str, Any]:
         "model": str(opened.folder),
         "length": longest,
         "precision": resolve_precision(pick_device(settings.device), settings.precision),
-        "ordinary": {"tasks": {name: task.to_dict() for name, task in ordinary.items()}},
         "asked": len(others) or len(settings.scores) * len(settings.rates),
     }
-    arms: list[dict[str, Any]] = []
-    record = {**head, **told, "arms": arms, "overlap": {}}
-    for arm in _elsewhere(study, others, ordinary) if others else _frozen_here(study, opened, ordinary):
+    if watch.before is None:
+        found = study.answers(opened, "the model as it is")
+        record = {**head, **told, "ordinary": _kept(found), "arms": [], "overlap": {}}
+        watch.keep(record)
+    else:
+        _check_same(watch.before, head)
+        record = dict(watch.before)
+    arms, ordinary = record["arms"], _told(record["ordinary"])
+    made = partial(_elsewhere, study, others) if others else partial(_frozen_here, study, opened)
+    for arm in made(ordinary, done=len(arms)):
         arms.append(arm)
         record["overlap"] = _overlaps(arms)
+        if not lacks(record):
+            del record["ordinary"]["answers"]
         watch.keep(record)
     return record
 
 
-def _elsewhere(
-    study: _Study, others: Sequence[OpenedModel], ordinary: Mapping[str, TaskAnswers]
-) -> Iterator[dict[str, Any]]:
-    """Yield the arms of models that were frozen elsewhere."""
-    for number, other in enumerate(others, 1):
+def _kept(answers: Mapping[str, TaskAnswers]) -> dict[str, Any]:
+    """Return what a record holds of the ordinary model: its tasks and, until all arms are there, its answers."""
+    return {
+        "tasks": {name: task.to_dict() for name, task in answers.items()},
+        "answers": {
+            name: [[each["id"], each["answer"], bool(each["right"])] for each in task.answers]
+            for name, task in answers.items()
+        },
+    }
+
+
+def _told(ordinary: Record) -> Told:
+    """Return what `paired_tasks` takes of the ordinary model, from what `_kept` made of it."""
+    answers: dict[str, list[dict[str, Any]]] = {
+        name: [{"id": id_, "answer": right, "right": is_right} for id_, right, is_right in of]
+        for name, of in ordinary["answers"].items()
+    }
+    return {name: (task, answers[name]) for name, task in ordinary["tasks"].items()}
+
+
+def _check_same(before: Record, head: Record) -> None:
+    """Raise InputError unless a record that was cut off is of what is asked for now, by the same sources."""
+    now = to_json(head)
+    parts = [(name, before["settings"].get(name), value) for name, value in now["settings"].items()]
+    names = ("source_hash", "versions", "device", "checkpoints", "data")
+    parts += [(name, before["provenance"].get(name), now["provenance"][name]) for name in names]
+    for name, old, new in parts:
+        if old != new:
+            raise InputError(
+                f"the record that was cut off cannot be gone on with: its {name} is {old}, now {new}; remove it, or "
+                "write to another file"
+            )
+
+
+def lacks(record: Record) -> bool:
+    """Return whether a record was cut off before its last arm."""
+    return len(record["arms"]) < record["asked"]
+
+
+def _elsewhere(study: _Study, others: Sequence[OpenedModel], ordinary: Told, *, done: int) -> Iterator[dict[str, Any]]:
+    """Yield the arms of models that were frozen elsewhere, but for the first `done`."""
+    for number, other in list(enumerate(others, 1))[done:]:
         adapter = adapter_for(other.model)
         heads = adapter.frozen_heads()
         share = len(heads) / sum(site.layout.num_heads for site in adapter.sites())
@@ -168,8 +197,8 @@ def _elsewhere(
         yield arm | {"heads": heads.to_list()} | _compared(ordinary, study.answers(other, name))
 
 
-def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Mapping[str, TaskAnswers]) -> Iterator[dict[str, Any]]:
-    """Yield the arms of every score and rate."""
+def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Told, *, done: int) -> Iterator[dict[str, Any]]:
+    """Yield the arms of every score and rate, but for the first `done`."""
     settings, model = study.settings, opened.model
     assert opened.data is not None
     windows = calibration_windows(
@@ -183,9 +212,9 @@ def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Mapping[str, Task
     with autocast(pick_device(settings.device), settings.precision):
         study.watch.say(f"calibrating on {len(windows)} sequences of {study.longest:,} tokens")
         statistics = calibrate(model, ids)
-        for name in settings.scores:
+        for place, name in enumerate(settings.scores):
             made: dict[Head, Made] = {}
-            for rate in settings.rates:
+            for rate in settings.rates[max(0, done - place * len(settings.rates)) :]:
                 config = FreezeConfig(score=name, rate=rate, max_fit_kl=settings.max_fit_kl)
                 accepted, rejected = _choose(model, ids, statistics, config, made)
                 heads = HeadSet(accepted)
@@ -239,11 +268,11 @@ def _described(
     }
 
 
-def _compared(ordinary: Mapping[str, TaskAnswers], frozen: Mapping[str, TaskAnswers]) -> dict[str, Any]:
+def _compared(ordinary: Told, frozen: Mapping[str, TaskAnswers]) -> dict[str, Any]:
     """Return an arm's answers by task, and their paired changes from the ordinary model's."""
-    told = [{name: (task.to_dict(), task.answers) for name, task in of.items()} for of in (ordinary, frozen)]
-    changes = paired_tasks(*told)
-    tasks = {name: own | {"change": changes["tasks"][name]} for name, (own, _) in told[1].items()}
+    told = {name: (task.to_dict(), task.answers) for name, task in frozen.items()}
+    changes = paired_tasks(ordinary, told)
+    tasks = {name: own | {"change": changes["tasks"][name]} for name, (own, _) in told.items()}
     return {"tasks": tasks, "mean_difference": changes["mean_difference"]}
 
 
@@ -266,7 +295,7 @@ def tables(record: Record) -> list[Part]:
         f"Zero-shot accuracy of {record['model']}: {count:,} questions of {len(tasks)} tasks, inputs of up to "
         f"{record['length']:,} tokens, {record['precision']}; heads frozen without further training."
     )
-    if len(arms) < record["asked"]:
+    if lacks(record):
         conditions += f" Cut off after {len(arms)} of {record['asked']} arms."
     changes = _changes_table(record)
     if cut := sum(task["shortened"] for task in tasks.values()):

@@ -136,7 +136,12 @@ def read_targets(batches: Sequence[Batch], ids: Sequence[Tensor]) -> list[Tensor
 
 
 def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
-    """Raise InputError for a token id that the model has no embedding of; on a device that would be an assertion."""
+    """Raise InputError for a token id that the model has no embedding of, and for a model without numbers.
+
+    On a device such an id would be an assertion.
+    """
+    if adapter.device.type == "meta":
+        raise InputError("the model's weights are on the meta device, which holds no numbers; load them first")
     known = adapter.vocab_size
     low, high = min(int(one.min()) for one in ids), max(int(one.max()) for one in ids)
     if low < 0 or (known is not None and high >= known):

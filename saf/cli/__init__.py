@@ -28,6 +28,9 @@ COMMANDS = {
 }
 GROUPS = ("data", "analyze", "bench")
 """Commands that are several; their module has COMMANDS, by name, and any other's its COMMAND."""
+TRAINING = ("pretrain", "finetune")
+KEPT = ". Checkpoints, if there are any, stay: go on with the same command and --resume"
+"""What else is told of commands that train when they end early."""
 EXIT_ERROR = 2
 """What tyro and most programs end with for words that cannot be used."""
 EXIT_INTERRUPTED = 130
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"saf {name}: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
-        print(f"saf {name}: interrupted", file=sys.stderr)
+        print(f"saf {name}: interrupted{KEPT if name in TRAINING else ''}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader went away (`saf ... | head`); keep Python from complaining when it flushes at exit.
@@ -132,8 +135,7 @@ def _explain(name: str, error: OSError) -> str:
         errno.EISDIR: "Choose another name: this one is a folder",
     }.get(error.errno or 0, "Check the path, or choose another one")
     where = f"{error.filename}: " if error.filename else ""
-    kept = ". Checkpoints, if there are any, stay: go on with --resume" if name == "pretrain" else ""
-    return f"{where}{error.strerror or error}. {advice}{kept}"
+    return f"{where}{error.strerror or error}. {advice}{KEPT if name in TRAINING else ''}"
 
 
 def _group_usage(name: str, module: ModuleType) -> str:

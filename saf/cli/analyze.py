@@ -1,6 +1,5 @@
 """`saf analyze`: analyses of heads, selections and patterns; each prints its tables and writes JSON."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import tyro
 from saf.analysis import ANALYSES, Analysis
 from saf.analysis.model import Watch
 from saf.cli.command import Command
-from saf.cli.output import show
+from saf.cli.output import say, show
 from saf.errors import InputError
 from saf.records.files import to_json, write_json
 from saf.records.result import read_result
@@ -37,13 +36,17 @@ class Analyze(Command):
         """Measure, write, draw, show and return the record.
 
         Raises:
-            InputError: Before any work, when `out` exists or the figure could not be drawn afterwards.
+            InputError: Before any work, when `out` exists, unless this analysis goes on with what was cut off there, or
+                when the figure could not be drawn afterwards.
         """
+        before = None
         if self.out is not None and self.out.exists():
-            raise InputError(f"{self.out} exists already; remove it, or write to another file")
+            if (before := self.analysis.cut_off(self.out)) is None:
+                raise InputError(f"{self.out} exists already; remove it, or write to another file")
+            say(f"going on with what {self.out} has")
         if self.figure is not None:
             check_figure(self.figure)
-        record = self.analysis.measure(self.settings, Watch(say=_say, keep=self._keep))
+        record = self.analysis.measure(self.settings, Watch(say=say, keep=self._keep, before=before))
         self._keep(record)
         if self.figure is not None:
             write_figure(record, self.figure)
@@ -82,10 +85,6 @@ def command_of(analysis: Analysis) -> type[Command]:
         namespace={"analysis": analysis, "__doc__": description},
         kw_only=True,
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 COMMANDS = {**{name: command_of(analysis) for name, analysis in ANALYSES.items()}, "draw": Draw}

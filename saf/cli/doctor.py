@@ -14,13 +14,15 @@ from saf.ops import explain
 from saf.ops.live import FLASH_PACKAGES, KERNELS, obstacle
 from saf.records.table import Table
 
-REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "rich", "tensorboard")
+REQUIRED = ("torch", "numpy", "safetensors", "scipy", "tokenizers", "tyro", "rich", "tensorboard")
 OPTIONAL = {
     "triton": ("the CUDA kernels", "triton"),
     "transformers": ("Hugging Face models", "hf"),
+    "accelerate": ("the Trainer of transformers", "hf"),
     "datasets": ("Hugging Face datasets as text sources", "hf"),
     "pyarrow": ("Parquet text sources", "data"),
     "zstandard": ("zstandard-compressed text", "data"),
+    "lm_eval": ("zero-shot tasks", "eval"),
 }
 
 

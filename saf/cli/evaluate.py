@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from saf.analysis.model import SILENT, Watch
 from saf.arguments import at_least
 from saf.cli.command import Command
-from saf.cli.output import show
+from saf.cli.output import say, show
 from saf.data.text_data import TextData
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
@@ -134,14 +135,8 @@ class Evaluate(Command):
     def _zero_shot(self, opened: OpenedModel, harness: ModuleType) -> dict[str, Any]:
         """Return the record of the model's answers."""
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
-        lm = harness.ExactLengthModel(
-            opened.model,
-            opened.encoder(),
-            batch_size=self.batch_size,
-            precision=self.precision,
-            too_long=self.too_long,
-        )
-        answers = harness.answer_tasks(lm, self.tasks, folder=self.task_data, questions=self.questions)
+        watch = Watch(say=say) if is_first() else SILENT
+        answers = harness.ask(opened, self, progress=watch.countdowns("requests"))
         device = pick_device(self.device)
         return done_once(
             lambda: zero_shot_record(

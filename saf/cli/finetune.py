@@ -14,7 +14,7 @@ from saf.cli.training import Training, check_freeze_words
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
 from saf.train import TrainConfig, open_checkpoint, pretrain
-from saf.train.checkpoint import find_checkpoint
+from saf.train.checkpoint import find_checkpoint, names
 from saf.train.finetuning import finetune, finetune_defaults, settings_like
 from saf.train.run_config import recorded_config
 
@@ -50,6 +50,8 @@ class Finetune(Training):
         given = given_values(cls, words, prog=prog, base={"settings": _Shown(base)})
         own = given.pop("settings", {})
         check_freeze_words(own.get("freeze", {}), None)
+        if of_text := [f"--{name.replace('_', '-')}" for name in OF_TEXT if name in own]:
+            raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
         of_examples = own.pop("finetuning", {})
         own |= {**build_groups(TrainConfig, own, SimpleNamespace(**base)), "parent": base["parent"]}
         if base["task"] == MQARTask.name:
@@ -91,6 +93,8 @@ class Finetune(Training):
 
 
 COMMAND = Finetune
+OF_TEXT = ("sampler", "calibration_source", "token_losses")
+"""Settings of a run that no task of finetuning reads."""
 
 
 def _began(out: Path | str) -> bool:
@@ -131,9 +135,19 @@ class _Start:
         """Return the settings of the run to resume; None where it has not begun."""
         return recorded_config(self.out) if self.resume and self.out and _began(self.out) else None
 
+    def check_parent(self, recorded: TrainConfig) -> None:
+        """Raise InputError for a parent that is named and is not the one of the run to resume."""
+        if self.parent is None or (recorded.parent and names(self.parent, recorded.parent)):
+            return
+        raise InputError(
+            f"the run in {self.out} began at {recorded.parent}; got parent {self.parent}. Leave it out, or start "
+            "another run"
+        )
+
     def base(self) -> dict[str, Any]:
         """Return the settings that words change; none where the words do not say what begins."""
         if (recorded := self.recorded()) is not None:
+            self.check_parent(recorded)
             return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
         if not self.starts:
             raise InputError(

@@ -1,6 +1,7 @@
 """How commands show results and progress: tables for people, or JSON alone for machines; progress on stderr."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -28,6 +29,11 @@ def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
             print("\n".join(map(plain, part.split("\n"))))
         else:
             part.print()
+
+
+def say(text: str) -> None:
+    """Print a line of progress at once, leaving standard output to results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def machine(provenance: Mapping[str, Any]) -> str:

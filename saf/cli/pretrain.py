@@ -12,6 +12,7 @@ from saf.cli.command import build_groups, given_values
 from saf.cli.training import Training, check_freeze_words
 from saf.errors import InputError
 from saf.train import TrainConfig, open_checkpoint, pretrain
+from saf.train.checkpoint import find_checkpoint, names
 from saf.train.run_config import recorded_config, settings_after
 
 
@@ -39,7 +40,7 @@ class Pretrain(Training):
         own = given.pop("settings", {})
         check_freeze_words(own.get("freeze", {}), before)
         own |= build_groups(TrainConfig, own, before)
-        if before and before.parent and start.parent and start.parent.resolve() == Path(before.parent).resolve():
+        if before and before.parent and start.parent and names(start.parent, before.parent):
             own["parent"] = before.parent  # however the path is written
         return cls(settings=settings(**own), **given)
 
@@ -66,7 +67,7 @@ class _Start:
             recorded = recorded_config(self.out)
             return recorded, partial(replace, recorded)
         if self.parent and self.out:
-            checkpoint, out = open_checkpoint(self.parent), self.out
+            checkpoint, out = open_checkpoint(find_checkpoint(self.parent) or self.parent), self.out
             return settings_after(checkpoint, out=out), partial(settings_after, checkpoint)
         if self.resume and not self.data:
             raise InputError(f"{self.out} holds no run to resume; check --out, or start a new run with --data")

@@ -1,6 +1,5 @@
 """`saf run`: what a table or figure needs, trained and measured; and which recipes there are."""
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,20 +10,22 @@ import tyro
 
 from saf.arguments import above, at_least
 from saf.cli.command import Command
-from saf.cli.output import show
+from saf.cli.output import say, show
 from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.examples import Examples, find_examples, is_of_files, write_smoke_examples
 from saf.experiments.execution import Lanes, Outcome, Stop, execute, in_a_process
 from saf.experiments.foretelling import foretell
+from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
 from saf.experiments.packing import Lacks, Packing, packing_table
-from saf.experiments.plan import Plan, PlannedRun, events_of, plan
+from saf.experiments.plan import Plan, plan
+from saf.experiments.planned_run import PlannedRun, events_of
 from saf.experiments.rates import Measured, Rates
-from saf.experiments.recipe import Scale, open_recipes
+from saf.experiments.recipe import open_recipes
 from saf.experiments.render import render
-from saf.experiments.scaling import Interconnect, scaling_table
+from saf.experiments.scales import Scale
 from saf.experiments.store import Store
 from saf.records.table import Table
 from saf.settings import FLAT
@@ -129,12 +130,12 @@ class Run(Command):
         if scale.speeds is not None:
             store.keep_speeds_(scale.speeds)
         for note in made.notes:
-            _say(note)
+            say(note)
         outcome = self._carry_out(made, measured, store, data.folder if data else Path())
         tables = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         for table in tables if self.out else ():
             for path in table.write(self.out or Path()):
-                _say(f"wrote {path}")
+                say(f"wrote {path}")
         result = {"ended": outcome.ended, "found": outcome.found, "failed": outcome.failed, "left": outcome.left}
         parts = (part for table in tables for part in table.parts())
         show({**result, "tables": [table.to_dict() for table in tables]}, *parts, as_json=self.json)
@@ -151,14 +152,14 @@ class Run(Command):
             stays = packing.stays(_missing(made, store, lost), made, _once(store.lacks))
             only = [run.key for run in stays[0].runs] if stays else []
             kept = f"{len(only)} of {sum(len(stay.runs) for stay in stays)} runs"
-            _say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
+            say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
         seconds = None if self.command_minutes is None else 60 * self.command_minutes
         launch = in_this_process if self._here(made) else in_a_process
         outcome = execute(
             made,
             store,
             data,
-            say=_say,
+            say=say,
             lanes=lanes,
             rates=rates,
             only=only,
@@ -171,7 +172,7 @@ class Run(Command):
             outcome.left += sorted(beyond - {*outcome.left})
         if not outcome.stopped and not outcome.left:
             ends = None if seconds is None else began + seconds
-            carry_out(measured, store, outcome, say=_say, launch=launch, ends=ends)
+            carry_out(measured, store, outcome, say=say, launch=launch, ends=ends)
         return outcome
 
     def _data(self, scale: Scale, *, trains: bool) -> TokenData | None:
@@ -180,7 +181,7 @@ class Run(Command):
         if folder is None and scale.base == "smoke" and trains and self.recipes and not self.dry_run:
             folder = Store(self.store).open(write=True).folder / "data"
             if not folder.exists():
-                _say(f"preparing {folder}")
+                say(f"preparing {folder}")
                 in_this_process(["data", "prepare", *SMOKE_DATA, "--out", str(folder)], folder.parent / "data.log")
         return None if folder is None else TokenData.open(folder)
 
@@ -330,10 +331,6 @@ def in_this_process(arguments: Sequence[str], log: Path, device: str | None = No
             return end.code if isinstance(end.code, int) else 1
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _check(outcome: Outcome) -> None:
     """Raise SafError for what failed; exit with code 75 where the same command is to be given again."""
     if outcome.failed:
@@ -342,9 +339,9 @@ def _check(outcome: Outcome) -> None:
             f"{len(outcome.failed)} runs did not end:\n  {listed}\nMend the cause, then give the same command"
         )
     if outcome.stopped:
-        _say("a signal stopped the plan after a checkpoint; the same command goes on with it")
+        say("a signal stopped the plan after a checkpoint; the same command goes on with it")
     elif outcome.left:
-        _say(f"{len(outcome.left)} runs are left within these limits; the same command goes on with them")
+        say(f"{len(outcome.left)} runs are left within these limits; the same command goes on with them")
     if outcome.stopped or outcome.left:
         raise SystemExit(EXIT_STOPPED)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from saf.arguments import at_least
 from saf.errors import InputError
-from saf.experiments.recipe import Scale, read_tokens, scale_named
+from saf.experiments.scales import Scale, read_tokens, scale_named
 from saf.experiments.speeds import CHARGE_SECONDS, Speeds
 
 

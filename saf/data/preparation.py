@@ -3,6 +3,7 @@
 import platform
 import sys
 import time
+import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from saf.data.config import PrepareConfig
 from saf.data.documents import (
+    ENOUGH_HELD_OUT,
     PARTITIONS,
+    TRAIN,
     Document,
     ReadingCounts,
     assign,
@@ -32,7 +35,7 @@ from saf.data.sources import Source, resolve, write_left_out
 from saf.data.token_data import TOKENIZER_FILE, DataIndex, TokenizerInfo
 from saf.data.tokenizer import Tokenizer, choose_tokenizer
 from saf.data.utf8 import DIGEST_BYTES
-from saf.errors import DataError, InputError
+from saf.errors import DataError, InputError, SafWarning
 from saf.records.files import file_hash
 from saf.records.folders import locked_beside, new_folder, restore_replaced_
 
@@ -129,7 +132,9 @@ def check_target(out: Path, *, overwrite: bool):
             f"{out}: something that is not a data folder is there ({error}); choose another place"
         ) from error
     if not overwrite:
-        raise DataError(f"{out}: a finished data folder is there; choose another, or pass overwrite")
+        raise DataError(
+            f"{out}: a finished data folder is there; name another, or replace it (overwrite=True, --overwrite)"
+        )
     if foreign := sorted({path.name for path in out.iterdir()} - index.file_names):
         named = ", ".join(foreign[:_NAMES_SHOWN]) + ", ..." * (len(foreign) > _NAMES_SHOWN)
         raise DataError(
@@ -266,7 +271,10 @@ def _write_partitions(
     folder: Path, spool: "Spool", tokenizer: Tokenizer, config: PrepareConfig
 ) -> tuple[dict[str, PartitionInfo], int]:
     """Write every partition; return what was written, and how many documents were left out as nearly held out."""
-    partition = assign(spool.keys, spool.tokens, spool.heldout, fraction=config.fraction, shares=config.shares)
+    partition = assign(
+        spool.keys, spool.tokens, spool.heldout, sizes=spool.bytes, fraction=config.fraction, shares=config.shares
+    )
+    _tell_of_little(partition, spool.tokens, config)
     near = leave_out_near_(partition, spool.loose)
     check_disjoint(spool.digests, partition)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -281,6 +289,18 @@ def _write_partitions(
             documents=len(order), text_bytes=int(spool.bytes[order].sum()), digests=spool.digests[order]
         )
     return infos, near
+
+
+def _tell_of_little(partition: np.ndarray, tokens: np.ndarray, config: PrepareConfig):
+    """Warn where less is held out than was asked for, since the documents that are left are too long."""
+    share = tokens[partition != TRAIN].sum() / tokens.sum()
+    if config.fraction is not None and share < ENOUGH_HELD_OUT * config.fraction:
+        warnings.warn(
+            f"{share:.1%} of the tokens are held out, {config.fraction:.1%} were asked for: documents longer than a "
+            "third of that text stay in training. Cut them with split_characters, or name held-out sources (heldout)",
+            SafWarning,
+            stacklevel=3,
+        )
 
 
 class Spool:

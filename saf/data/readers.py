@@ -26,6 +26,8 @@ _BOM = b"\xef\xbb\xbf"
 _LINE_FACTOR, _LINE_ROOM = 8, 2**20
 # Of a Parquet file at once: rows cost two microseconds each in batches of 16, one in batches of 256.
 _PARQUET_BYTES, _PARQUET_ROWS = 2**20, 16
+# Prose grows three- to five-fold when it is decompressed, a page of one letter some ten-thousand-fold.
+_MOST_GROWTH = 256
 
 
 class NotText(DataError):
@@ -193,7 +195,8 @@ def _longest_field(options: Options) -> int:
 def read_parquet(path: Path, advance: Advance, options: Options) -> Iterator[bytes]:
     """Yield the text column of a Parquet file, a few rows at a time.
 
-    What is held is their texts, and the page of the file that they are in, which is decompressed whole.
+    What is held is their texts, and the page of the file that they are in, which is decompressed whole. With
+    `most_bytes` a column that grows beyond `_MOST_GROWTH` is not begun, but raises DataError.
     """
     try:
         import pyarrow
@@ -207,7 +210,7 @@ def read_parquet(path: Path, advance: Advance, options: Options) -> Iterator[byt
             if column not in names:
                 raise _missing_column(path, column, names)
             size, rows, row = path.stat().st_size, max(file.metadata.num_rows, 1), 0
-            for batch in _parquet_batches(file, column):
+            for batch in _parquet_batches(file, column, path, options):
                 advance(size * batch.num_rows // rows)
                 for text in batch.column(0).to_pylist():
                     row += 1
@@ -216,7 +219,7 @@ def read_parquet(path: Path, advance: Advance, options: Options) -> Iterator[byt
         raise DataError(f"{path}: truncated or damaged Parquet file ({error})") from error
 
 
-def _parquet_batches(file: Any, column: str) -> Iterator[Any]:
+def _parquet_batches(file: Any, column: str, path: Path, options: Options) -> Iterator[Any]:
     """Yield the rows of a Parquet file in batches of about a mebibyte of their column, and of `_PARQUET_ROWS` at most.
 
     A column that names its repeated texts once is larger than the file tells: the rows are limited too.
@@ -224,7 +227,17 @@ def _parquet_batches(file: Any, column: str) -> Iterator[Any]:
     for group in range(file.metadata.num_row_groups):
         facts = file.metadata.row_group(group)
         chunks = [facts.column(number) for number in range(facts.num_columns)]
-        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
+        chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+        size = sum(chunk.total_uncompressed_size for chunk in chunks)
+        held = sum(chunk.total_compressed_size for chunk in chunks)
+        if (
+            options.most_bytes is not None
+            and size > _MOST_GROWTH * held + _LINE_FACTOR * options.most_bytes + _LINE_ROOM
+        ):
+            raise DataError(
+                f"{path}, row group {group}: column {column!r} grows from {held:,} to {size:,} bytes, more than "
+                f"{_MOST_GROWTH}-fold; pages are decompressed whole: with max_bytes text that grows so is not read"
+            )
         rows = min(_PARQUET_ROWS, max(1, _PARQUET_BYTES * facts.num_rows // max(size, 1)))
         yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=[column])
 

@@ -3,13 +3,23 @@
 import heapq
 import importlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+
 from saf.data.config import PrepareConfig
 from saf.data.cutting import Cutter
-from saf.data.documents import ReadingCounts, held_out_pool, limited_texts, order_key, split_text
+from saf.data.documents import (
+    ReadingCounts,
+    are_few,
+    limited_texts,
+    lowest_keys,
+    may_be_held_out,
+    order_key,
+    split_text,
+)
 from saf.data.sources import Source
 from saf.data.utf8 import decoded, digest_of
 from saf.errors import DataError, InputError, SafWarning
@@ -195,30 +205,67 @@ def sample_text(sources: Sequence[Source], config: PrepareConfig) -> tuple[list[
     """Return pieces of training text, at most `tokenizer_bytes`, and how they were drawn.
 
     Pieces of 65,536 characters are drawn by seeded content hash from the first `16 * tokenizer_bytes` bytes. A
-    document that may be held out is never used.
+    document that may be held out is never used; where there are few, all are read to know which may.
     """
-    counts = ReadingCounts()
+    counts, read = ReadingCounts(), _Read(config)
     texts = limited_texts(sources, config, counts, lambda count: None)
-    lowest = held_out_pool(config.fraction) if config.fraction is not None else 0
-    heap: list[tuple[int, int, str]] = []
+    heap: list[tuple[int, int, str, int]] = []
     total = 0
-    for key, piece in _pieces(texts, lowest, config.seed):
+    for key, piece, document in _pieces(texts, read, config.seed):
         size = len(piece.encode())
-        heapq.heappush(heap, (key, size, piece))
+        heapq.heappush(heap, (key, size, piece, document))
         total += size
         while total > config.tokenizer_bytes and len(heap) > 1:
             total -= heapq.heappop(heap)[1]
         if counts.bytes >= LOOK_AHEAD * config.tokenizer_bytes:
             break
-    pieces = [piece for _, _, piece in sorted(heap)]
-    facts = {"bytes": total, "pieces": len(pieces), "drawn_from_bytes": counts.bytes}
-    return pieces, facts
+    drawn_from = counts.bytes
+    while read.few and (data := next(texts, None)) is not None:
+        read.take(data)
+    kept_back = read.kept_back()
+    pieces = [piece for _, _, piece, document in sorted(heap) if document not in kept_back]
+    return pieces, {
+        "bytes": sum(len(piece.encode()) for piece in pieces),
+        "pieces": len(pieces),
+        "drawn_from_bytes": drawn_from,
+    }
 
 
-def _pieces(texts: Iterable[bytes], lowest: int, seed: int) -> Iterable[tuple[int, str]]:
-    """Yield pieces of the sampled texts, each with its place in the order."""
+def _pieces(texts: Iterator[bytes], read: "_Read", seed: int) -> Iterator[tuple[int, str, int]]:
+    """Yield pieces of the sampled texts, each with its place in the order and its document's key."""
     for data in texts:
-        if order_key(digest_of(data), seed) < lowest:
-            continue
-        for piece in split_text(decoded(data), PIECE_CHARACTERS):
-            yield order_key(digest_of(piece.encode()), seed), piece
+        document = read.take(data)
+        if not read.is_lowest(document):
+            for piece in split_text(decoded(data), PIECE_CHARACTERS):
+                yield order_key(digest_of(piece.encode()), seed), piece, document
+
+
+class _Read:
+    """Hold the keys and sizes of documents that were read, as long as they are few, to know which may be held out."""
+
+    def __init__(self, config: PrepareConfig):
+        self._seed, self._fraction = config.seed, config.fraction
+        self._lowest = 0 if self._fraction is None else lowest_keys(self._fraction)
+        self._sizes: dict[int, int] = {}
+        self.few = self._fraction is not None
+        """Whether it takes all of them to know."""
+
+    def take(self, data: bytes) -> int:
+        """Take note of a document, and return its key."""
+        key = order_key(digest_of(data), self._seed)
+        if self.few and self._fraction is not None:
+            self._sizes[key] = len(data)
+            self.few = are_few(len(self._sizes), self._fraction)
+        return key
+
+    def is_lowest(self, key: int) -> bool:
+        """Return whether a document may be held out whatever the others are."""
+        return key < self._lowest
+
+    def kept_back(self) -> set[int]:
+        """Return the keys of the documents that may be held out for want of others."""
+        if not self.few or self._fraction is None:
+            return set()
+        keys = np.fromiter(self._sizes, dtype=np.uint64)
+        sizes = np.fromiter(self._sizes.values(), dtype=np.int64)
+        return set(keys[may_be_held_out(keys, sizes, self._fraction)].tolist())

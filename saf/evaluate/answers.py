@@ -164,15 +164,23 @@ def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mappi
     changes = [int(b["right"]) - int(a["right"]) for a, b in zip(ordinary, frozen, strict=True)]
     count, gained, lost = len(changes), changes.count(1), changes.count(-1)
     mean = (gained - lost) / count
-    error = math.sqrt(max((gained + lost) / count - mean**2, 0.0) / count)
+    error = _error(gained + lost, gained - lost, count)
+    # Half a question more in each of the four cells (Agresti and Min, 2005): where few or none change, the plain
+    # interval is too narrow, or has no width at all.
+    middle, reach = (gained - lost) / (count + 2), 1.96 * _error(gained + lost + 1, gained - lost, count + 2)
     return {
         "difference": mean,
         "standard_error": error,
-        "ci95": [mean - 1.96 * error, mean + 1.96 * error],
+        "ci95": [middle - reach, middle + reach],
         "gained": gained,
         "lost": lost,
         "p_value": mcnemar(gained, lost),
     }
+
+
+def _error(changed: float, gain: float, count: float) -> float:
+    """Return the standard error of a paired difference of shares, from questions that changed and their net gain."""
+    return math.sqrt(max(changed / count - (gain / count) ** 2, 0.0) / count)
 
 
 def write_answers(folder: Path, records: Sequence[Mapping[str, Any]]) -> str:

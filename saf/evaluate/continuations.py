@@ -59,7 +59,7 @@ def likelihoods(
         asked: Contexts of a token or more, with what follows them.
         batch_size: Most sequences in a forward pass.
         precision: "fp32", "bf16" or "auto".
-        progress: Called with (continuations done, continuations) after each batch.
+        progress: Called with (continuations done, continuations) before the first batch, and after each.
 
     Raises:
         InputError: An empty context or continuation, or one longer than the model takes.
@@ -87,6 +87,8 @@ def likelihoods(
             progress(min(done, len(asked)), len(asked))
         return likely
 
+    if progress is not None:
+        progress(0, len(asked))
     with evaluation_mode(model), torch.no_grad(), autocast(language.device, precision):
         told = shared_out(found, list(_batches(asked, batch_size)))
     by_place = {place: likelihood for batch in told for place, likelihood in batch.items()}

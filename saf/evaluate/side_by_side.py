@@ -11,7 +11,7 @@ from typing import Any
 
 from saf.errors import SafError
 from saf.evaluate.answers import has_answers
-from saf.evaluate.compare import compare_runs, timing_is_clear
+from saf.evaluate.compare import compare_runs, timing_is_clear, was_busy
 from saf.records import paper
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
@@ -157,6 +157,8 @@ def speed_caveat(record: dict[str, Any]) -> str:
     """Return why a record's ratio of update times says little; nothing where it is clear."""
     if not record["update_time_ratio"]:
         return "too few updates to tell which arm is faster"
+    if was_busy(record):
+        return "timing unclear: the machine was busy, as heads that cost nothing would not save so much"
     return "" if timing_is_clear(record) else "which is faster is not clear: spreads overlap"
 
 
@@ -187,7 +189,8 @@ def _update(run: RecordedRun, record: dict[str, Any] | None, comparisons: Sequen
         medians = {record["update_seconds_frozen"]}
     own = ((run.result or {}).get("update_seconds") or {}).get("median")
     ratio = record["update_time_ratio"] if record else None
-    return seconds(medians.pop() if len(medians) == 1 else own) + (f" ({ratio:.3f}×)" if ratio else "")
+    told = "unclear" if record and was_busy(record) else f"{ratio:.3f}×" if ratio else ""
+    return seconds(medians.pop() if len(medians) == 1 else own) + (f" ({told})" if told else "")
 
 
 def _lacks(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:

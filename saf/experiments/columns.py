@@ -36,6 +36,11 @@ class Row:
             return None
         return 100.0 * torch.expm1(self.judged[role] - self.judged[other])
 
+    def difference(self) -> Tensor | None:
+        """Return by how many points a run's change is above another arm's, each from its own reference."""
+        own, other = self.change(), self.change(AGAINST, of(AGAINST))
+        return None if own is None or other is None else own - other
+
     def points(self, role: str = OWN, other: str = REFERENCE) -> Tensor | None:
         """Return by how many points of percent a run's accuracy is above another's; None of a run and itself."""
         asked = all("accuracy" in self.runs[each] for each in (role, other))
@@ -71,8 +76,8 @@ class Column:
     """Digits behind the point."""
     signed: bool = False
     needs: tuple[str, ...] = ()
-    """What it needs beside the arm's own record: "reference", "against", or roles of `Arm.beside` and their
-    references."""
+    """What it needs beside the arm's own record: "reference", "against", or roles of `Arm.beside`, and the references
+    of the arms of both."""
     timed: bool = False
     """Whether it is a time, which means nothing of a run that shared its device."""
     by_seed: bool = False
@@ -189,10 +194,10 @@ COLUMNS = {
     "delta": Column(title="change, %", value=Row.change, places=3, signed=True, needs=(REFERENCE,)),
     "difference": Column(
         title="difference, points",
-        value=lambda row: row.change(OWN, AGAINST),
+        value=Row.difference,
         places=3,
         signed=True,
-        needs=(AGAINST,),
+        needs=(REFERENCE, AGAINST, of(AGAINST)),
     ),
     "time_ratio": Column(title="time ratio", value=_time_ratio, places=3, needs=(AGAINST,), timed=True),
     "raw": Column(

@@ -1,7 +1,7 @@
 """The document of all results: runs, benchmarks and analyses of a folder, and tables of recipes from its stores.
 
 A store is what `saf run --store results/NAME` leaves; its `records` and `measurements` alone are to be kept. A table
-shows the arms that were run and says how many were not.
+shows the arms that were run and names those that were not.
 """
 
 from collections.abc import Iterator
@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
+from saf.experiments.columns import COLUMNS
 from saf.experiments.measuring import plan_measurements
-from saf.experiments.plan import plan
-from saf.experiments.recipe import Recipe, Scale, open_recipes, read_tokens, scale_named
-from saf.experiments.render import Rendered, render
+from saf.experiments.plan import Plan, plan
+from saf.experiments.recipe import Recipe, open_recipes
+from saf.experiments.render import Rendered, render, shown
+from saf.experiments.scales import Scale, parts_of, read_tokens, scale_named
 from saf.experiments.store import Store, data_of
 from saf.records.files import write_atomically
+from saf.records.paper import Quoted
 from saf.records.result import read_result
-from saf.records.table import markdown_of
+from saf.records.table import Cell, markdown_of
 from saf.report.collection import stores
+from saf.report.provenance import link
 from saf.report.results import render_results
+from saf.report.results_summary import Finding
 
 
 def write_document(results: Path, out: Path) -> list[Path]:
@@ -43,12 +48,17 @@ def render_document(
 
     Raises InputError when `results` is no folder, holds no result, or holds a JSON file that cannot be read.
     """
-    tables = [part for folder in stores(results) for part in _store(folder, results, recipes)]
-    return render_results(results, beside, name=name, more={"Recipes": tables} if tables else {})
+    tables: list[str] = []
+    findings: list[Finding] = []
+    for folder in stores(results):
+        for rendered, planned in _rendered(folder, recipes):
+            tables += _table(rendered, planned, folder.relative_to(results.parent))
+            findings += _findings(rendered, link(folder, beside, folder.name))
+    return render_results(results, beside, name=name, more={"Recipes": tables} if tables else {}, findings=findings)
 
 
-def _store(folder: Path, results: Path, recipes: dict[str, Recipe] | None) -> Iterator[str]:
-    """Yield the Markdown of one store: a table for each recipe that has a record at some scale, and its command."""
+def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple[Rendered, Plan]]:
+    """Yield the tables of each recipe that one store has a record of, at each scale, with the plan of its own seeds."""
     store = Store(folder).open(write=False)
     recipes = open_recipes() if recipes is None else recipes
     records = [read_result(path) for path in sorted(folder.glob("records/*.json"))]
@@ -58,22 +68,60 @@ def _store(folder: Path, results: Path, recipes: dict[str, Recipe] | None) -> It
         seeds = sorted({int(record["settings"]["seed"]) for record in own})
         for fingerprint in data:
             made = plan(recipes, _scale(name, store), data=fingerprint, seeds=seeds, examples=store.examples())
-            measured = plan_measurements(recipes, made)
             for title, recipe in recipes.items():
-                if made.scale.speeds is not None and not any(arm.match for arm in recipe.arms):
+                kept = {seed for (of, _, seed), key in made.arms.items() if of == title and store.records(key)}
+                matched = made.scale.speeds is None or any(arm.match for arm in recipe.arms)
+                if not matched or (recipe.arms and not kept):
                     continue
-                rendered = render(title, recipe, made, store, measured)
-                # A parent alone, which other recipes need too, is no table.
-                if (recipe.columns and len(rendered.values) > 1) or rendered.measured:
-                    yield from _table(rendered, made.scale, seeds, store.folder.relative_to(results.parent))
+                # Each with its own seeds: what another recipe was run with is not lacking here.
+                one = {title: recipe}
+                of = plan(one, made.scale, data=fingerprint, seeds=sorted(kept) or seeds, examples=store.examples())
+                rendered = render(title, recipe, of, store, plan_measurements(one, of))
+                # Parents alone, which other recipes need too, are no table.
+                if (recipe.columns and len(rendered.ran) > 1) or rendered.measured:
+                    yield rendered, of
 
 
-def _table(rendered: Rendered, at: Scale, seeds: list[int], store: Path) -> Iterator[str]:
-    """Yield the Markdown of one recipe's tables, the arms that were run alone, and the command that makes them."""
+def _findings(rendered: Rendered, source: Cell) -> Iterator[Finding]:
+    """Yield what the summary has of a recipe: changes of perplexity at matched time, of frozen heads and pruned ones.
+
+    They are those of arms that differ from the ordinary one by the share of their heads alone, and of those that have
+    these arms' heads pruned.
+    """
+    plain = {
+        arm.name: float(arm.settings["freeze.rate"])
+        for arm in rendered.recipe.arms
+        if arm.match and not arm.on_own_clock and arm.settings.keys() - {"match_clock"} == {"freeze.rate"}
+    }
+    shares = {
+        **{arm: ("", rate) for arm, rate in plain.items()},
+        **{arm.name: (", these heads pruned", plain[arm.heads]) for arm in rendered.recipe.arms if arm.heads in plain},
+    }
+    ways = {"delta": "", "paper_exchange": f", {COLUMNS['paper_exchange'].title.removesuffix(', %')}"}
+    for arm in filter(lambda arm: arm.name in shares, rendered.headline()):
+        (how, rate), at = shares[arm.name], rendered.scale.partition("-speeds-")[0]
+        for column, worth in ways.items():
+            value, quoted = rendered.values[arm.name].get(column), arm.paper.get(column)
+            if value is None:
+                continue
+            yield Finding(
+                what=f"perplexity, %, matched time{worth}{how}",
+                where=f"{arm.context:,} tokens, {at}",
+                rate=rate,
+                ours=str(shown(COLUMNS[column], value)),
+                quoted=Quoted(quoted, rendered.recipe.source) if quoted else None,
+                date="",
+                source=source,
+            )
+
+
+def _table(rendered: Rendered, made: Plan, store: Path) -> Iterator[str]:
+    """Yield the Markdown of one recipe's tables, and the command that makes them."""
+    at = made.scale
     yield f"### {rendered.name}, {rendered.scale}"
-    yield from filter(None, map(markdown_of, rendered.done().parts()))
-    told: dict[str, Any] = {"scale": at.base, "tokens": _tokens(at.name), "store": store.as_posix(), "data": "DATA"}
-    told["seeds"] = " ".join(map(str, seeds))
+    yield from filter(None, map(markdown_of, rendered.parts()))
+    told: dict[str, Any] = {"scale": at.base, "tokens": parts_of(at.name)[1], "store": store.as_posix(), "data": "DATA"}
+    told["seeds"] = " ".join(map(str, made.seeds))
     if at.speeds is not None:
         told["match-speed"] = " ".join(dict.fromkeys(each.source for each in at.speeds.found))
         told["match-charge-seconds"] = f"{at.speeds.charge_seconds:g}"
@@ -81,14 +129,8 @@ def _table(rendered: Rendered, at: Scale, seeds: list[int], store: Path) -> Iter
     yield f"```sh\nsaf run {rendered.name} {flags}\n```"
 
 
-def _tokens(name: str) -> str:
-    """Return the tokens that a scale's name tells of, or nothing."""
-    parts = name.partition("-speeds-")[0].split("-")
-    return parts[1] if len(parts) > 1 else ""
-
-
 def _scale(name: str, store: Store) -> Scale:
     """Return the scale that a record names, such as small or small-60M, or small-60M-speeds-0123abcd."""
-    tokens, speeds = _tokens(name), name.partition("-speeds-")[2]
-    scale = scale_named(name.partition("-")[0]).resized(read_tokens(tokens) if tokens else None)
+    base, tokens, speeds = parts_of(name)
+    scale = scale_named(base).resized(read_tokens(tokens) if tokens else None)
     return scale.at_speeds(store.speeds(speeds)) if speeds else scale

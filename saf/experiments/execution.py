@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from saf.errors import SafError
 from saf.experiments.packing import RESERVE, required
-from saf.experiments.plan import Plan, PlannedRun
+from saf.experiments.plan import Plan
+from saf.experiments.planned_run import PlannedRun
 from saf.experiments.rates import Rates
 from saf.experiments.store import Store
 from saf.machine.execution import visible_devices
@@ -293,7 +295,18 @@ def _to_train(
 
 
 def _train(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop) -> str | None:
-    """Train one run to its end and collect its record; return None, why it failed, or `_STOPPED`."""
+    """Train one run to its end and collect its record; return None, why it failed, or `_STOPPED`.
+
+    What cannot be read or written of one run, on a full disk too, is its own failure: others go on.
+    """
+    try:
+        return _trained(one, store, data, launch, stop)
+    except (SafError, OSError) as error:
+        return f"{one.run.title} has no record: {error}; what it left is in {store.run_folder(one.run.key)}"
+
+
+def _trained(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop) -> str | None:
+    """Do what `_train` does, with the errors of files."""
     run = one.run
     folder = store.run_folder(run.key)
     if not (folder / "result.json").is_file():

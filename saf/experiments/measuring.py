@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saf.errors import InputError
+from saf.analysis import ANALYSES
+from saf.errors import InputError, SafError
 from saf.experiments.columns import change_of
 from saf.experiments.execution import Launch, Outcome, Stop, flag_words, last_line
 from saf.experiments.measurement import Checkpoint, Measurement, RecordOf, Reference, RunOf
-from saf.experiments.plan import SCHEMA, Plan
+from saf.experiments.plan import Plan
+from saf.experiments.planned_run import SCHEMA
 from saf.experiments.recipe import Recipe
 from saf.experiments.store import Store
 from saf.records.files import write_json
@@ -187,7 +189,10 @@ def carry_out(
                 return
             say(f"measuring {each.title} (`saf {each.does}`) in {each.key}")
             began = time.monotonic()
-            problem = _measure(each, store, outcome, launch, stop)
+            try:
+                problem = _measure(each, store, outcome, launch, stop)
+            except (SafError, OSError) as error:
+                problem = f"{each.title} has no record: {error}"
             if problem is None:
                 outcome.ended.append(each.key)
             elif stop.requested:
@@ -223,7 +228,9 @@ def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: L
             return f"{each.title} cannot begin: {path} is missing"
     out = store.run_folder(each.key) / "measured.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.unlink(missing_ok=True)
+    analysis = ANALYSES.get(each.does.partition(" ")[2])
+    if out.exists() and (analysis is None or analysis.cut_off(out) is None):
+        out.unlink()
     log = store.folder / "logs" / f"{each.key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     together = launch if each.processes == 1 else partial(launch, processes=each.processes)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from saf.errors import InputError
-from saf.experiments.plan import Plan, PlannedRun
+from saf.experiments.plan import Plan
+from saf.experiments.planned_run import PlannedRun
 from saf.records.table import Table
 from saf.train.observer import duration
 

@@ -34,18 +34,18 @@ class _Mark:
 
 def recipe_page(rendered: "Rendered") -> str:
     """Return a page of HTML that needs nothing but itself: a figure of changes where arms were run, then the tables."""
-    recipe, done = rendered.recipe, rendered.done()
+    recipe, tables = rendered.recipe, rendered.tables()
     total = len(recipe.arms) + len(recipe.measurements)
     run = len(rendered.values) + len(rendered.measured)
     told = f"{run} of {total} arms and measurements were run, at the scale {rendered.scale}."
-    sections = []
-    if figure := _figure(rendered):
-        sections.append(section("changes", figure[0], figure[1]))
-    if recipe.columns and rendered.values:
-        sections.append(section("table", "Every number", html_of(done.table().titled(""))))
-    shown = done.parts()[bool(recipe.columns and rendered.values) :]
-    if shown:
-        sections.append(section("measured", "What was measured", "".join(map(html_of, shown))))
+    drawn = _figure(rendered)
+    figures = [section("changes", *drawn)] if drawn else []
+    *first, every = [html_of(table.titled("")) for table in tables] or [""]
+    # What is asked comes first, its drawing behind it.
+    sections = [*(section("headline", "In short", table) for table in first), *figures]
+    sections += [section("table", "Every number", every)] if every else []
+    if measured := rendered.measurements():
+        sections.append(section("measured", "What was measured", "".join(map(html_of, measured))))
     missing = [each.name for each in recipe.arms if each.name not in rendered.values]
     missing += [each.name for each in recipe.measurements if each.name not in rendered.measured]
     if missing:
@@ -70,12 +70,12 @@ def recipe_page(rendered: "Rendered") -> str:
 def _figure(rendered: "Rendered") -> tuple[str, str] | None:
     """Return the title and the HTML of the figure of the recipe's first signed column; None where it has no numbers."""
     columns = [name for name in rendered.recipe.columns if COLUMNS[name].signed]
-    marks = [_mark(rendered, arm, columns[0]) for arm in rendered.recipe.arms] if columns else []
+    marks = [_mark(rendered, arm, columns[0]) for arm in rendered.headline()] if columns else []
     marks = [mark for mark in marks if mark.ours is not None]
     if not marks:
         return None
     column = COLUMNS[columns[0]]
-    seeds = max(value.seeds for of in rendered.values.values() if (value := of.get(columns[0])))
+    seeds = max(value.seeds for arm in rendered.headline() if (value := rendered.values[arm.name].get(columns[0])))
     off = "the standard error over seeds" if seeds > 1 else "95% over held-out windows or questions, one seed"
     quoted = " Hollow diamonds are the paper’s numbers." * any(mark.paper is not None for mark in marks)
     words = f'<p class="intro">Dots are ours, lines {off}.{quoted}</p>'

@@ -1,153 +1,16 @@
-"""From recipes to runs: each run once however many tables it stands in, parents before the runs that go on from them.
+"""From recipes to runs: each once however many tables it stands in, parents before the runs that go on from them."""
 
-A run's key is the hash of what decides its outcome: its settings, its data, and its parent's key and checkpoint. Equal
-arms of two recipes are one run, and a run that is in the store is not made again.
-"""
-
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from saf.errors import InputError
 from saf.experiments.columns import COLUMNS
-from saf.experiments.examples import Examples, Work, finetuning_settings, is_of_files, work_of
-from saf.experiments.rates import Rates
-from saf.experiments.recipe import Arm, Flags, Recipe, Scale
-from saf.freezing.config import FreezeConfig
-from saf.models import preset
-from saf.models.config import GPTConfig
-from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget, schedule_from_dict
-from saf.train.config import TrainConfig
-
-SCHEMA = "saf.experiment/1"
-"""Of keys and of the store; another version's runs are not this one's."""
-_FREE = ("log_every", "quiet", "tensorboard", "keep", "save_at", "token_losses", "match_speed_source")
-"""Settings that decide what is told, shown and kept, not what is computed."""
-
-STATE_BYTES = 16
-"""Bytes a parameter: float32 weight, gradient, and AdamW's two moments."""
-ACTIVATION_BYTES = 45
-"""Bytes a token, layer and channel: what the peak of 124M at 8 x 4,096 (14.3 GiB) leaves beside its state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """Describe one run of `saf pretrain`, or of `saf finetune`."""
-
-    key: str
-    flags: Flags
-    """What it is told, beside its data, folder and parent."""
-    settings: Flags
-    """The same with what it takes over from its parents."""
-    parent: str | None
-    """The key of the run that it goes on from."""
-    step: int | None
-    """The parent's update that it goes on from; None is its last."""
-    match: str | None
-    """The key of the run whose time it gets."""
-    heads: str | None = None
-    """The key of the run whose heads it has."""
-    like: str | None = None
-    """The key of the finetuned run whose examples, epochs and settings it takes over."""
-    work: Work | None = None
-    """What it is expected to do where it finetunes its parent; None pretrains."""
-    files: Examples | None = None
-    """The examples that it is finetuned on, where they are known."""
-    scale: str
-    seed: int
-    vocabulary: int
-    """Tokens of its tokenizer, where its settings name no other."""
-    tables: tuple[tuple[str, str], ...]
-    """The recipes that it stands in, each with the name of its arm there."""
-
-    @property
-    def title(self) -> str:
-        """Return the run in words: where it stands first, and its seed."""
-        recipe, arm = self.tables[0]
-        more = f" and {len(self.tables) - 1} more" if len(self.tables) > 1 else ""
-        return f"{recipe}/{arm}{more}, seed {self.seed}"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Return the keys of the runs that must have ended before it begins."""
-        return frozenset(key for key in (self.parent, self.match, self.heads, self.like) if key)
-
-    @property
-    def verb(self) -> str:
-        """Return the command that makes it."""
-        return "pretrain" if self.work is None else "finetune"
-
-    @property
-    def task(self) -> str | None:
-        """Return what it finetunes its parent on; None for pretraining."""
-        return None if self.work is None else str(self.settings["task"])
-
-    @property
-    def shape(self) -> GPTConfig:
-        """Return the model's shape."""
-        given = {"vocab_size": self.vocabulary, "max_length": self.settings["length"]}
-        return preset(self.settings["model"], **{**given, **self.settings.get("model_overrides", {})})
-
-    @property
-    def updates(self) -> int:
-        """Return the updates of the whole schedule; to finetune, all that are expected."""
-        return int(self.settings["updates"]) if self.work is None else self.work.updates
-
-    @property
-    def accumulation(self) -> int:
-        """Return the micro-batches of an update."""
-        return int(self.settings.get("accumulation", TrainConfig.accumulation))
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Return the tokens of a micro-batch; to finetune, of its largest."""
-        longest = int(self.settings["length"])
-        if self.work is not None:
-            longest = min(longest, int(self.settings.get("max_tokens") or self.work.length))
-        return int(self.settings.get("batch_size", TrainConfig.batch_size)) * longest
-
-    @property
-    def tokens_per_update(self) -> float:
-        """Return the tokens of an update; to finetune, as many as are expected."""
-        return self.micro_batch_tokens * self.accumulation if self.work is None else self.work.tokens
-
-    @property
-    def updates_to_do(self) -> int:
-        """Return how many updates are its own."""
-        return self.updates - (self.step or 0)
-
-    @property
-    def flops_per_update(self) -> float:
-        """Return the FLOPs of one update, as if all heads were live."""
-        length = self.shape.max_length if self.work is None else round(self.work.length)
-        return self.tokens_per_update * self.shape.flops_per_token(length)
-
-    @property
-    def own_clock(self) -> bool:
-        """Return whether the seconds that it takes decide how long it trains."""
-        return self.match is not None and self.settings.get("match_speed") is None
-
-    def seconds(self, rates: Rates, *, done: int | None = None) -> float:
-        """Return what it takes on one GPU, all heads counted as live; `done` is the update that it goes on from."""
-        left = self.updates_to_do if done is None else max(0, self.updates - done)
-        compiled = self.settings.get("compile", "auto") != "off"
-        # A forward pass is a third of an update's arithmetic.
-        tested = 0.0 if self.work is None else self.work.tested * self.shape.flops_per_token(self.shape.max_length) / 3
-        return rates.seconds(
-            left * self.flops_per_update + tested,
-            micro_batches=left * self.accumulation,
-            events=events_of(self.settings),
-            compiled=compiled,
-        )
-
-    @property
-    def predicted_bytes(self) -> float:
-        """Return its peak memory, as if all heads were live."""
-        width, layers = self.shape.hidden_size, self.shape.num_layers
-        weights = layers * (4 + 2 * self.shape.mlp_ratio) * width**2 + self.shape.vocab_size * width
-        return STATE_BYTES * weights + ACTIVATION_BYTES * self.micro_batch_tokens * layers * width
+from saf.experiments.examples import Examples, finetuning_settings, is_of_files, work_of
+from saf.experiments.planned_run import PlannedRun, events_of, run_key
+from saf.experiments.recipe import Arm, Flags, Recipe
+from saf.experiments.scales import Scale
+from saf.schedules import OneTime
 
 
 @dataclass(kw_only=True)
@@ -173,6 +36,11 @@ class Plan:
     """Keys of runs whose times a table shows."""
     notes: list[str] = field(default_factory=list)
     """What was decided of the runs, in sentences."""
+
+    def __post_init__(self):
+        """Raise InputError for a seed that stands twice, whose runs would count as two."""
+        if len(set(self.seeds)) < len(self.seeds):
+            raise InputError(f"each seed is named once; got {', '.join(map(str, self.seeds))}")
 
     @property
     def clocks(self) -> set[str]:
@@ -313,8 +181,8 @@ def plan(
         examples: Instead of files, the fingerprints of those that a store's runs were finetuned on.
 
     Raises:
-        InputError: An unknown arm or context, a moment at which the scale keeps no checkpoint, or measured speeds that
-            tell nothing of an arm that was named.
+        InputError: A seed named twice, an unknown arm or context, a moment at which the scale keeps no checkpoint, or
+            measured speeds that tell nothing of an arm that was named.
     """
     files = files or {}
     known = examples or {task: each.fingerprint for task, each in files.items()}
@@ -364,22 +232,13 @@ def _uncompiled(plan: Plan, name: str, arms: Iterable[Arm]) -> bool:
     return False
 
 
-def events_of(settings: Flags) -> int:
-    """Return how many events a run may have at most, by the settings of its schedule; 0 where no heads change."""
-    if not any(name.startswith("freeze.") for name in settings):
-        return 0
-    name = settings.get("schedule", OneTime.name)
-    fields = {key.rpartition(".")[2]: value for key, value in settings.items() if key.startswith(f"schedule.{name}.")}
-    schedule = schedule_from_dict({"name": name, **fields})
-    updates = int(settings["updates"])
-    if isinstance(schedule, Gradual):
-        return schedule.groups
-    if isinstance(schedule, ValidationBudget):
-        share = schedule.every if isinstance(schedule.every, float) else schedule.every / updates
-        return round((1 - schedule.first_update(updates) / updates) / share)
-    if isinstance(schedule, TrainLoss):
-        return round(min(schedule.cap, float(settings.get("freeze.rate", schedule.cap))) / schedule.group)
-    return 1
+def _branch_update(name: str, arm: Arm, scale: Scale, updates: int) -> int:
+    """Return the parent's update that an arm goes on from; raise InputError when no checkpoint is kept there."""
+    at = 0.5 if arm.at is None else float(arm.at)
+    if at not in (*scale.save_at, 1.0):
+        kept = ", ".join(f"{share:g}" for share in (*scale.save_at, 1.0))
+        raise InputError(f"{name}/{arm.name} goes on from {at:g} of its parent's updates; runs keep {kept}")
+    return OneTime(at=at).first_update(updates)
 
 
 def merged(settings: Flags, changes: Flags) -> dict[str, Any]:
@@ -389,35 +248,3 @@ def merged(settings: Flags, changes: Flags) -> dict[str, Any]:
         for name, value in changes.items()
     }
     return {**settings, **changed}
-
-
-def run_key(
-    flags: Flags,
-    *,
-    data: str,
-    parent: str | None,
-    step: int | None,
-    match: str | None = None,
-    heads: str | None = None,
-    like: str | None = None,
-) -> str:
-    """Return the hash, 16 digits, of what decides a run's outcome."""
-    deciding = {name: value for name, value in flags.items() if name not in _FREE and not _is_default(name, value)}
-    others = [match] if heads is None and like is None else [match, heads] if like is None else [match, heads, like]
-    text = json.dumps([SCHEMA, deciding, data, parent, step, *others], sort_keys=True, default=list)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _is_default(name: str, value: Any) -> bool:
-    """Return whether a setting of freezing is what it would be anyway, so that writing it down makes no other run."""
-    group, _, field_name = name.partition(".")
-    return group == "freeze" and field_name != "rate" and getattr(FreezeConfig(), field_name, None) == value
-
-
-def _branch_update(name: str, arm: Arm, scale: Scale, updates: int) -> int:
-    """Return the parent's update that an arm goes on from; raise InputError when no checkpoint is kept there."""
-    at = 0.5 if arm.at is None else float(arm.at)
-    if at not in (*scale.save_at, 1.0):
-        kept = ", ".join(f"{share:g}" for share in (*scale.save_at, 1.0))
-        raise InputError(f"{name}/{arm.name} goes on from {at:g} of its parent's updates; runs keep {kept}")
-    return OneTime(at=at).first_update(updates)

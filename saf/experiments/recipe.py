@@ -1,22 +1,20 @@
-"""What a recipe is: the arms and measurements of one table or figure, as data, and the scales it can be run at.
+"""What a recipe is: the arms and measurements of one table or figure, as data.
 
 A recipe is a module of the folder `recipes` with a `RECIPE`. It says nothing of how runs are made:
-`saf.experiments.plan` turns its arms into runs of `saf pretrain` and `saf finetune`, `saf.experiments.render` makes
-their table.
+`saf.experiments.scales` says how large they are, `saf.experiments.plan` turns arms into runs of `saf pretrain` and
+`saf finetune`, `saf.experiments.render` makes their table.
 """
 
 import importlib.util
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import saf
-from saf.errors import InputError
+from saf.errors import InputError, did_you_mean
 from saf.experiments.measurement import Measurement, RecordOf
-from saf.experiments.rates import Rates
-from saf.experiments.speeds import OWN_CLOCK, Speeds
+from saf.experiments.speeds import OWN_CLOCK
 from saf.freezing.config import BUDGETS
 from saf.records.paper import Source
 
@@ -116,6 +114,8 @@ class Recipe:
     arms: tuple[Arm, ...] = ()
     columns: tuple[str, ...] = ()
     """Names in `saf.experiments.columns.COLUMNS`; without any, arms are only trained to be measured."""
+    headline: tuple[str, ...] = ()
+    """Those of them that hold what is asked, shown first in a table of their own; none where all of them do."""
     measurements: tuple[Measurement, ...] = ()
     """Benchmarks and analyses, those that others read before them."""
     also: tuple[str, ...] = ()
@@ -124,7 +124,9 @@ class Recipe:
     """Sentences below the table."""
 
     def __post_init__(self):
-        """Raise InputError for two arms of one name, or for an arm that names one that is not there."""
+        """Raise InputError for two arms of one name, for an arm that names one that is not there, or such a column."""
+        if unknown := [name for name in self.headline if name not in self.columns]:
+            raise InputError(f"{self.title}: the headline has {unknown[0]!r}, which is no column of the table")
         before: set[str] = set()
         names = [arm.name for arm in self.arms]
         for arm in self.arms:
@@ -170,7 +172,8 @@ class Recipe:
         while wanted:
             name = wanted.pop()
             if name not in by_name:
-                raise InputError(f"there is no arm {name!r}; {_nearest(name, [*by_name, *measured])}")
+                known = [*by_name, *measured]
+                raise InputError(f"there is no arm {name!r}{did_you_mean(name, known) or f'; there are {known}'}")
             if name not in kept:
                 kept.add(name)
                 arm = by_name[name]
@@ -184,199 +187,6 @@ class Recipe:
             if each.name in names or each.name in kept or (not names and (each.smoke or not smoke)):
                 kept |= {each.name, *(of.measurement for of in each.references("") if isinstance(of, RecordOf))}
         return tuple(each for each in self.measurements if each.name in kept)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """Describe how large the runs of a recipe are: the settings of every run from initialisation."""
-
-    name: str
-    settings: Flags
-    """Of every run."""
-    contexts: Mapping[int, Flags]
-    """Further ones by the paper's context."""
-    seeds: tuple[int, ...]
-    save_at: tuple[float, ...]
-    """The shares of its updates after which every run from initialisation keeps a checkpoint to go on from."""
-    text: str
-    """What it is trained on, in words."""
-    rates: Rates
-    """How long its runs take on one GPU."""
-    vocabulary: int
-    """Tokens of the tokenizer that is meant."""
-    resizable: bool = False
-    """Whether its runs may be of other lengths than it says."""
-    speeds: Speeds | None = None
-    """What arms at matched time get instead of a clock of their own; None for their clocks."""
-
-    @property
-    def base(self) -> str:
-        """Return the name of the scale whose runs were resized, or have other speeds."""
-        return self.name.partition("-")[0]
-
-    def at_speeds(self, speeds: Speeds) -> "Scale":
-        """Return the scale with measured speeds for arms at matched time; its name says which."""
-        return replace(self, name=f"{self.name}-speeds-{speeds.name}", speeds=speeds)
-
-    def resized(self, tokens: int | None) -> "Scale":
-        """Return the scale with runs of so many tokens at the shortest context, at others in proportion.
-
-        Its name says so, and so do keys and records: runs of different lengths never stand in one table.
-
-        Raises:
-            InputError: The scale has one length alone, or the tokens are too few for its updates.
-        """
-        if tokens is None:
-            return self
-        if not self.resizable:
-            able = " or ".join(name for name, scale in SCALES.items() if scale.resizable)
-            raise InputError(f"runs of the scale {self.name!r} have one length; leave --tokens out, or name {able}")
-        sizes = {context: _update_tokens(self.flags(context)) for context in self.contexts}
-        share = tokens / (sizes[min(sizes)] * self.contexts[min(sizes)]["updates"])
-        contexts = {}
-        for context, settings in self.contexts.items():
-            updates = round(share * settings["updates"])
-            if updates < FEWEST_UPDATES:
-                raise InputError(
-                    f"--tokens {tokens:,} leaves {updates} updates of {sizes[context]:,} tokens in the runs that stand "
-                    f"for {context:,} of context; they need {FEWEST_UPDATES}, so that each moment of a table has an "
-                    "update of its own: name more"
-                )
-            contexts[context] = {**settings, "updates": updates}
-        return replace(self, name=f"{self.name}-{short(tokens)}", contexts=contexts)
-
-    def flags(self, context: int) -> dict[str, Any]:
-        """Return the settings of a run from initialisation; raise InputError for a context that the scale has not."""
-        if context not in self.contexts:
-            raise InputError(
-                f"the scale {self.name!r} has no runs of {context:,} tokens; it has {sorted(self.contexts)}"
-            )
-        return {**self.settings, **self.contexts[context]}
-
-
-FEWEST_UPDATES = 40
-"""Of a run whose length is asked for: the moments of a table lie on updates of their own, and there is a warm-up."""
-
-
-def read_tokens(text: str) -> int:
-    """Return a number of tokens from a whole number with K, M or B behind it, or none.
-
-    >>> read_tokens("60M"), read_tokens("1.5B"), read_tokens("4096")
-    (60000000, 1500000000, 4096)
-
-    Raises:
-        InputError: Anything else.
-    """
-    unit = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
-    try:
-        tokens = float(text if unit == 1 else text[:-1]) * unit
-    except ValueError:
-        tokens = 0.0
-    if not 1 <= tokens < 1e15:
-        raise InputError(f"tokens must be a number such as 60M, 1.5B or 4096; got {text!r}")
-    return round(tokens)
-
-
-def short(tokens: int) -> str:
-    """Return tokens as they are asked for: 60M, or all digits where that would round.
-
-    >>> short(60_000_000), short(62_500_000), short(1234)
-    ('60M', '62500K', '1234')
-    """
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return str(tokens)
-
-
-def _update_tokens(flags: Flags) -> int:
-    """Return the tokens of one update."""
-    return int(flags["length"]) * int(flags.get("batch_size", 8)) * int(flags.get("accumulation", 1))
-
-
-_BRANCHES = (0.25, 0.4, 0.5, 0.6, 0.75)
-"""The moments of tab:timing-main; the sixth, after training, is every run's last checkpoint."""
-
-SCALES = {
-    scale.name: scale
-    for scale in (
-        Scale(
-            name="paper",
-            # app:controlled-pretraining-details and app:fixed-token-controls.
-            settings={
-                **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 15, "updates": 5_000},
-                **{"peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 0},
-                "calibration_sequences": 32,
-            },
-            contexts={
-                1_024: {"length": 1_024, "batch_size": 32},
-                4_096: {"length": 4_096, "batch_size": 8},
-                8_192: {"length": 8_192, "batch_size": 4, "calibration_sequences": 16},
-                16_384: {"length": 16_384, "batch_size": 2, "calibration_sequences": 16},
-            },
-            seeds=(1337, 1338, 1339),
-            save_at=_BRANCHES,
-            text="FineWeb-Edu by GPT-2's tokenizer, 2.4576B tokens",
-            vocabulary=50_304,
-            # 124M trains at 4.3e14 on an H200 in bfloat16 (docs/results.md); compilation is that of docs/log.md.
-            rates=Rates(
-                **{"flops": 4.0e14, "start": 60.0, "compilation": 28.0, "uncompiled": 1.35, "launching": 0.03},
-                source="an H200; what is uncompiled is assumed",
-            ),
-        ),
-        Scale(
-            name="small",
-            # Some 30M weights: four to five minutes a run on one H200, a parent with its arms in half an hour.
-            settings={
-                "model": "124m",
-                "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
-                **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 0},
-                **{"save_every": 0, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
-            },
-            contexts={
-                1_024: {"length": 1_024, "batch_size": 64, "updates": 3_540},
-                4_096: {"length": 4_096, "batch_size": 16, "updates": 3_540},
-                8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, "calibration_sequences": 16},
-                16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, "calibration_sequences": 16},
-            },
-            seeds=(1337,),
-            save_at=_BRANCHES,
-            text="any prepared folder; a vocabulary of 16K is meant",
-            vocabulary=16_384,
-            rates=Rates(
-                **{"flops": 3.3e14, "start": 15.0, "compilation": 19.0, "uncompiled": 1.35, "launching": 0.02},
-                source="assumed of an H200, not measured",
-            ),
-            resizable=True,
-        ),
-        Scale(
-            name="smoke",
-            # As small as a run can be that calibrates, freezes and is compared.
-            settings={
-                "model": "tiny",
-                "model_overrides": {"num_layers": 2, "num_heads": 8, "hidden_size": 32},
-                **{"batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2, "eval_every": 0, "save_every": 0},
-                **{"eval_windows": 4, "calibration_sequences": 4, "heldout_sequences": 4, "tensorboard": False},
-            },
-            contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
-            seeds=(1337, 1338),
-            save_at=_BRANCHES,
-            text="a megabyte of Python's own library",
-            vocabulary=512,
-            rates=Rates(
-                **{"flops": 1.0e9, "start": 0.5, "compilation": 0.0, "uncompiled": 1.0, "launching": 0.02},
-                source="assumed of two CPU cores",
-            ),
-        ),
-    )
-}
-
-
-def scale_named(name: str) -> Scale:
-    """Return a scale; raise InputError naming the nearest ones."""
-    if name not in SCALES:
-        raise InputError(f"there is no scale {name!r}; {_nearest(name, SCALES)}")
-    return SCALES[name]
 
 
 def recipes_folder() -> Path:
@@ -396,7 +206,9 @@ def open_recipes(names: tuple[str, ...] = (), *, folder: Path | None = None) -> 
         raise InputError(f"{folder} holds no recipes; they stand beside the package in a checkout, or name a folder")
     for name in names:
         if name not in files:
-            raise InputError(f"there is no recipe {name!r}; {_nearest(name, files)}")
+            raise InputError(
+                f"there is no recipe {name!r}{did_you_mean(name, files) or '; `saf run` lists those that there are'}"
+            )
     return {name: _open(files[name]) for name in names or files}
 
 
@@ -411,9 +223,3 @@ def _open(path: Path) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise InputError(f"{path} is no recipe: it must set RECIPE to a saf.experiments.recipe.Recipe")
     return recipe
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
-    near = get_close_matches(name, known, n=3)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

@@ -1,11 +1,13 @@
 """The tables of a recipe from records alone: each arm's and measurement's numbers over seeds, beside the paper's.
 
 A ratio is taken in each seed first, then averaged: mean and standard error over seeds. With one seed alone the interval
-of a change in perplexity is the paired bootstrap over held-out windows. What was not run says so.
+of a change in perplexity is the paired bootstrap over held-out windows. Tables to be read have the rows that were run
+and the columns that hold something, and name the rest; LaTeX, CSV and JSON have all.
 """
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +20,10 @@ from saf.experiments.measuring import Measurements
 from saf.experiments.page import recipe_page
 from saf.experiments.plan import Plan
 from saf.experiments.recipe import Arm, Recipe
-from saf.experiments.rows import Records, Rows, Value
+from saf.experiments.rows import Records, Rows, Value, sample_of
 from saf.experiments.store import Store
 from saf.records.files import write_atomically, write_json
+from saf.records.paper import Source
 from saf.records.table import Cell, Part, Table, markdown_of
 
 NOT_RUN = "not run"
@@ -41,53 +44,117 @@ class Rendered:
     """Arms and columns whose number needs another arm that was not run."""
     drafts: tuple[str, ...]
     """Why this is no final table: runs of a tree that no commit holds."""
+    reading: tuple[str, ...]
+    """Sentences about what errors and intervals are of, and what they are not."""
     origin: tuple[str, ...]
     """Sentences about where the runs come from."""
-    whole: bool = True
-    """Whether arms and measurements that were not run have rows, which say so."""
 
     def parts(self) -> list[Part]:
-        """Return the table of arms, that of measured numbers beside the paper's, and each measurement's own tables."""
-        parts: list[Part] = [self.table()] if self.recipe.columns and (self.whole or self._arms) else []
-        if any(each.numbers for each in self._measurements):
-            parts.append(self.numbers())
-        for each in self._measurements:
-            records = self.measured.get(each.name)
-            if not records:
-                parts.append(f"{each.name}, `saf {each.does}`: {NOT_RUN}.")
-            for seed, record in (records or {}).items():
+        """Return the tables of arms, that of measured numbers beside the paper's, and each measurement's own tables."""
+        left = [f"{each.name} (saf {each.does})" for each in self.recipe.measurements if each.name not in self.measured]
+        told = [f"Measurements {NOT_RUN}: {', '.join(left)}."] if left else []
+        arms = self.tables() or self._not_run() * bool(self.recipe.columns)
+        return [*arms, *self.measurements(), *told]
+
+    def measurements(self) -> list[Part]:
+        """Return what was measured: numbers beside the paper's, and each measurement's own tables."""
+        made = [each for each in self.recipe.measurements if each.name in self.measured]
+        parts: list[Part] = [self._numbers(made)] if any(each.numbers for each in made) else []
+        for each in made:
+            for seed, record in self.measured[each.name].items():
                 parts += [each.name + ("" if seed is None else f", seed {seed}"), *tables_of(record)]
         return parts
 
-    def done(self) -> "Rendered":
-        """Return the same with the arms and measurements that were run alone; a sentence says how many were not."""
-        return replace(self, whole=False)
+    def tables(self) -> list[Table]:
+        """Return the headline of a recipe that has one, and every number of the arms that were run."""
+        recipe = self.recipe
+        if not recipe.columns or not self.ran:
+            return []
+        title = f"{'DRAFT: ' if self.drafts else ''}{recipe.title} ({self.scale})"
+        reading = [*self.drafts, *recipe.notes, *self._paper(recipe.source), *self.reading]
+        every, last = self._shown(recipe.columns, self.ran), [*self.origin, *self._not_run()]
+        if not recipe.headline:
+            return [replace(every, title=title, notes=(*reading, *every.notes, *last))]
+        first = self._shown(recipe.headline, self.headline())
+        return [
+            replace(first, title=title, notes=(*reading, *first.notes, *self._not_run())),
+            replace(every, title=f"{title}, every number", notes=(*every.notes, *self.origin)),
+        ]
 
     @property
-    def _arms(self) -> list[Arm]:
-        return [arm for arm in self.recipe.arms if arm.row and (self.whole or arm.name in self.values)]
+    def ran(self) -> list[Arm]:
+        """Return the arms of rows that were run."""
+        return [arm for arm in self.recipe.arms if arm.row and arm.name in self.values]
+
+    def headline(self) -> list[Arm]:
+        """Return the arms of the headline: those that have a number in it, and stand beside no other row."""
+        named = self.recipe.headline or self.recipe.columns
+        return [arm for arm in self.ran if arm.name not in self._beside and any(map(self.values[arm.name].get, named))]
+
+    def _shown(self, names: Sequence[str], arms: Sequence[Arm]) -> Table:
+        """Return a table of some columns and arms that were run, without columns that hold nothing; a note names these.
+
+        A column of the paper's numbers alone holds nothing.
+        """
+        cells = {name: [self._cell(arm, name) for arm in arms] for name in names}
+        kept = [name for name in names if any(cell not in (None, NOT_RUN) for cell in cells[name])]
+        lost = [COLUMNS[name].title for name in names if name not in kept and NOT_RUN in cells[name]]
+        table = self._table(kept, arms)
+        return replace(table, notes=(f"Columns whose arms were {NOT_RUN}: {'; '.join(lost)}.",)) if lost else table
+
+    def _table(self, names: Sequence[str], arms: Sequence[Arm]) -> Table:
+        """Return a table of columns, a row an arm, the paper's number behind each column that it has numbers for."""
+        quoted = {name for name in names if any(name in arm.paper for arm in arms)}
+        heads = [head for name in names for head in _heads(COLUMNS[name], quoted=name in quoted)]
+        rows = []
+        for arm in arms:
+            row: list[Cell | str | None] = [Cell(text=arm.name)]
+            for name in names:
+                row += [self._cell(arm, name), arm.paper.get(name)] if name in quoted else [self._cell(arm, name)]
+            rows.append(row)
+        return Table.of("", ["arm", *heads], rows)
+
+    def _cell(self, arm: Arm, name: str) -> str | Cell | None:
+        """Return an arm's number in a column, or that it was not run; None where there is none."""
+        found = self.values.get(arm.name)
+        if found is None or (arm.name, name) in self.lacking:
+            return NOT_RUN
+        return shown(COLUMNS[name], found.get(name))
+
+    def _not_run(self) -> list[str]:
+        """Return a sentence about the arms that were not run: contexts that have none at once, and others by name.
+
+        Arms that rows are made with, and their references, are counted alone: cells of these rows say what lacks.
+        """
+        arms = [arm for arm in self.recipe.arms if arm.row]
+        missing = [arm for arm in arms if arm.name not in self.values]
+        if not missing:
+            return []
+        lacking, contexts = Counter(arm.context for arm in missing), Counter(arm.context for arm in arms)
+        empty = [of for of in contexts if lacking[of] == contexts[of]] if len(contexts) > 1 else []
+        told = [f"all {contexts[of]} at the paper's {of:,} tokens of context" for of in empty]
+        single = [arm.name for arm in missing if arm.context not in empty]
+        beside = self._beside | {str(arm.reference) for arm in arms if arm.name in self._beside}
+        told += [name for name in single if name not in beside]
+        if count := len(beside.intersection(single)):
+            told.append(f"{count} that numbers of others are made with")
+        return [f"{NOT_RUN.capitalize()}, {len(missing)} of {len(arms)} arms: {'; '.join(told)}."]
 
     @property
-    def _measurements(self) -> list[Measurement]:
-        return [each for each in self.recipe.measurements if self.whole or each.name in self.measured]
+    def _beside(self) -> set[str]:
+        """Return the arms that stand beside others, and add to their numbers."""
+        return {name for arm in self.recipe.arms for name in arm.beside.values()}
 
-    @property
-    def _left_out(self) -> list[str]:
-        """Return what is said of arms and measurements that have no rows."""
-        arms, measurements = [arm for arm in self.recipe.arms if arm.row], self.recipe.measurements
-        left = len(arms) + len(measurements) - len(self._arms) - len(self._measurements)
-        return [f"Not run: {left} other arms and measurements of the recipe."] if left else []
-
-    def numbers(self) -> Table:
+    def _numbers(self, measurements: Sequence[Measurement]) -> Table:
         """Return what measurements found beside the paper's numbers, a row each."""
         rows = []
-        for each in self._measurements:
+        for each in measurements:
             for number in each.numbers:
                 value = self._number(each.name, number)
                 ours = _written(number, value) if each.name in self.measured else NOT_RUN
                 rows.append([Cell(text=number.title), ours, number.paper])
-        sources = dict.fromkeys(each.source or self.recipe.source for each in self._measurements if each.numbers)
-        notes = [f"Paper, `{source.label}`: {source.conditions}." for source in sources]
+        sources = dict.fromkeys(each.source or self.recipe.source for each in measurements if each.numbers)
+        notes = [note for source in sources for note in self._paper(source)]
         notes = notes if self.recipe.columns else [*self.recipe.notes, *notes]
         title = f"{self.recipe.title}, measured ({self.scale})"
         return Table.of(title, ["", "ours", "paper"], rows, [*self.drafts, *notes])
@@ -101,36 +168,19 @@ class Rendered:
         summary = mean_and_standard_error(known)
         return Value(mean=summary["mean"], error=summary["standard_error"], interval=None, seeds=summary["seeds"])
 
-    def table(self) -> Table:
-        """Return the table of arms, a row an arm, the paper's number beside each column that it has numbers for."""
-        columns = [COLUMNS[name] for name in self.recipe.columns]
-        quoted = [any(name in arm.paper for arm in self.recipe.arms) for name in self.recipe.columns]
-        heads = [head for column, has in zip(columns, quoted, strict=True) for head in _heads(column, quoted=has)]
-        rows = [[Cell(text=arm.name), *self._cells(arm, quoted)] for arm in self._arms]
-        notes = [*self.recipe.notes, f"Paper, `{self.recipe.source.label}`: {self.recipe.source.conditions}."]
-        notes.append(
-            "± is the standard error over seeds; an interval in brackets is 95% over held-out windows or questions, "
-            "one seed."
-        )
-        notes += [*self.origin, *self._left_out]
-        title = f"{'DRAFT: ' if self.drafts else ''}{self.recipe.title} ({self.scale})"
-        return Table.of(title, ["arm", *heads], rows, [*self.drafts, *notes])
-
-    def _cells(self, arm: Arm, quoted: list[bool]) -> list[str | None]:
-        """Return the cells of one arm, the paper's value after ours in columns where it is quoted."""
-        cells: list[str | None] = []
-        for name, has in zip(self.recipe.columns, quoted, strict=True):
-            found = self.values.get(arm.name)
-            missing = found is None or (arm.name, name) in self.lacking
-            cells.append(NOT_RUN if missing else shown(COLUMNS[name], (found or {}).get(name)))
-            if has:
-                cells.append(arm.paper.get(name))
-        return cells
+    def _paper(self, source: Source) -> list[str]:
+        """Return where the paper has its numbers, and under which conditions."""
+        return [f"Paper, {source.label}: {source.conditions}."]
 
     def latex(self) -> str:
-        """Return the tables of arms and of measured numbers as LaTeX, with booktabs."""
-        tables = [self.table()] if self.recipe.columns else []
-        tables += [self.numbers()] if any(each.numbers for each in self.recipe.measurements) else []
+        """Return the tables of all arms and of all measured numbers as LaTeX, with booktabs."""
+        arms = [arm for arm in self.recipe.arms if arm.row]
+        tables = [self._table(self.recipe.columns, arms)] if self.recipe.columns else []
+        notes = [*self.recipe.notes, *self._paper(self.recipe.source), *self.reading, *self.origin]
+        tables = [replace(table, notes=(*self.drafts, *notes)) for table in tables]
+        tables += (
+            [self._numbers(self.recipe.measurements)] if any(each.numbers for each in self.recipe.measurements) else []
+        )
         return "\n".join(_latex_table(table, self.drafts) for table in tables)
 
     def csv(self) -> str:
@@ -200,6 +250,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
         measured=measured,
         lacking=frozenset(rows.lacking),
         drafts=_drafts([*runs, *(record for each in measured.values() for record in each.values())]),
+        reading=(*_reading(values, runs), *_fewer(name, recipe, plan, values)),
         origin=(*told, *rows.apart(), *_origin(runs)),
     )
 
@@ -209,6 +260,31 @@ def _drafts(records: Sequence[Record]) -> tuple[str, ...]:
     found = [record["provenance"].get("commit") for record in records]
     unclean = sum(commit is None or commit.endswith("+") for commit in found)
     return (f"DRAFT: {unclean} of {len(found)} records are of a tree that no commit holds.",) if unclean else ()
+
+
+def _reading(values: Mapping[str, Mapping[str, Value | None]], records: Sequence[Record]) -> list[str]:
+    """Return what the errors and intervals of a table are of."""
+    found = [value for columns in values.values() for value in columns.values() if value is not None]
+    told = ["± is the standard error over seeds."] if any(value.error is not None for value in found) else []
+    if any(value.interval is not None for value in found):
+        counts = sorted({len(sample) for record in records if (sample := sample_of(record))})
+        kinds = {"questions" if record.get("right") else "held-out windows" for record in records if sample_of(record)}
+        number = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+        told.append(
+            f"An interval in brackets is 95% over {number} {' or '.join(sorted(kinds))}, the same draws for both runs "
+            "of a pair of one seed: what another seed or another order of the data would change is not in it."
+        )
+    return told
+
+
+def _fewer(name: str, recipe: Recipe, plan: Plan, values: Mapping[str, Mapping[str, Value | None]]) -> list[str]:
+    """Return a note on rows that are means over fewer seeds than were planned; none where there is none."""
+    told = []
+    for arm in recipe.arms:
+        planned = sum((of, each) == (name, arm.name) for of, each, _ in plan.arms)
+        least = min((value.seeds for value in values.get(arm.name, {}).values() if value is not None), default=planned)
+        told += [f"{arm.name} ({least} of {planned})"] if arm.row and least < planned else []
+    return [f"Over fewer seeds than planned, and not to be set beside the others: {', '.join(told)}."] if told else []
 
 
 def _origin(records: Sequence[Record]) -> list[str]:
@@ -223,8 +299,8 @@ def _origin(records: Sequence[Record]) -> list[str]:
     return [*told, f"Runs that shared a device, whose times are left out: {shared}."] if shared else told
 
 
-def shown(column: Column, value: Value | None) -> str | None:
-    """Return a number as a table has it: with its standard error, or its interval where there is one seed."""
+def shown(column: Column, value: Value | None) -> str | Cell | None:
+    """Return a number as a table has it: with its standard error, or its interval behind it where there is one seed."""
     if value is None:
         return None
     sign = "+" if column.signed else ""
@@ -238,11 +314,11 @@ def shown(column: Column, value: Value | None) -> str | None:
         return f"{written(value.mean)} ± {value.error:.{column.places}f}"
     if value.interval is not None:
         low, high = map(written, value.interval)
-        return f"{written(value.mean)} ({low} to {high})"
+        return Cell(text=written(value.mean), aside=f"({low} to {high})")
     return written(value.mean)
 
 
-def _written(number: Number, value: Value | None) -> str | None:
+def _written(number: Number, value: Value | None) -> str | Cell | None:
     """Return a measured number as a table has it."""
     if number.scientific and value is not None:
         return f"{value.mean:.2e}".replace("e-0", "e-")

@@ -47,7 +47,10 @@ class Rows:
         for name in self.recipe.columns:
             column, seeds = COLUMNS[name], self.records[arm.name]
             runs = {seed: self._runs(arm, own[0], seed, column) for seed, own in seeds.items()}
-            found[name] = self._value(column, {seed: row for seed, row in runs.items() if row is not None})
+            known = {seed: row for seed, row in runs.items() if row is not None}
+            if column.timed:
+                known = {seed: row for seed, row in known.items() if not any(run.get("shared") for run in row.values())}
+            found[name] = self._value(column, known)
             named = bool(column.needs) and all(self._names(arm, role) for role in column.needs)
             if found[name] is None and named and None in runs.values():
                 self.lacking.add((arm.name, name))
@@ -71,8 +74,6 @@ class Rows:
 
     def _runs(self, arm: Arm, own: Record, seed: int, column: Column) -> dict[str, Record] | None:
         """Return the records that a column needs of one seed by what they are; None when one is missing."""
-        if column.timed and own.get("shared"):
-            return None
         runs = {OWN: _reported(own, arm)}
         for role in column.needs:
             name = self._names(arm, role)
@@ -80,8 +81,10 @@ class Rows:
             if not candidates:
                 return None
             assert name is not None, role
-            runs[role] = _reported(_of_one_training(own, candidates), self.arms[name])
-            if _apart(own, runs[role]):
+            # The reference of an arm beside the row is that arm's own pair.
+            beside = runs.get(role.partition(" ")[0], own)
+            runs[role] = _reported(_of_one_training(beside, candidates), self.arms[name])
+            if _apart(beside, runs[role]):
                 self._apart.add(arm.name)
             _check_windows(own, runs[role])
         return runs
@@ -108,7 +111,7 @@ class Rows:
 
     def _interval(self, column: Column, runs: Mapping[str, Record]) -> tuple[float, float] | None:
         """Return the 95% interval over the same resampled windows of all runs; None for what windows do not decide."""
-        if not column.needs or not all(map(_sample, runs.values())):
+        if not column.needs or not all(map(sample_of, runs.values())):
             return None
         draws = column.value(Row(runs, {role: self._resampled(record) for role, record in runs.items()}))
         if not isinstance(draws, Tensor):
@@ -120,7 +123,7 @@ class Rows:
         """Return means over resampled windows or questions, the same draws for every run of as many."""
         final = record["provenance"]["checkpoints"]["final"]
         if final not in self._draws:
-            self._draws[final] = bootstrap_means(torch.tensor(_sample(record), dtype=torch.float64))
+            self._draws[final] = bootstrap_means(torch.tensor(sample_of(record), dtype=torch.float64))
         return self._draws[final]
 
 
@@ -129,8 +132,8 @@ def _mean(record: Record) -> Tensor:
     return torch.tensor(record.get("accuracy", record["report_loss"]), dtype=torch.float64)
 
 
-def _sample(record: Record) -> Sequence[float] | None:
-    """Return what that mean is of, by window or question; None of associative recall."""
+def sample_of(record: Record) -> Sequence[float] | None:
+    """Return what a record was judged by, by window or question; None of associative recall."""
     return record.get("window_losses") or record.get("right")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
-from saf.experiments.plan import SCHEMA, PlannedRun
+from saf.experiments.planned_run import SCHEMA, PlannedRun
 from saf.experiments.speeds import Speeds
 from saf.records.files import read_json, write_json
 from saf.records.folders import remove_folder_, verify
@@ -114,8 +114,10 @@ class Store:
         """
         found = data_of(read_result(path) for path in self.folder.glob("records/*.json"))
         if len(found) != 1:
-            shown = "of several data; name theirs with --data" if found else "there are none"
-            raise InputError(f"the records in {self.folder / 'records'}: {shown}")
+            where = self.folder / "records"
+            if found:
+                raise InputError(f"the records in {where} are of runs on several data; name theirs with --data")
+            raise InputError(f"{where} holds no records; train the runs first (saf run), or name another --store")
         return found[0]
 
     def examples(self) -> dict[str, str]:

@@ -39,8 +39,8 @@ class Made(Judged):
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
     """Raise InputError unless the heads asked for are there.
 
-    That is for heads that do not exist or are frozen, a count above the live ones, none that is live, and pruning that
-    would leave no head in the whole model.
+    That is for heads that do not exist or are frozen, a count above the live ones, a rate of less than one head, none
+    that is live, and pruning that would leave no head in the whole model.
     """
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
     for heads in (config.exclude, config.only, config.match_heads):
@@ -53,6 +53,8 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
     if config.count is not None and config.count > left:
         raise InputError(f"{config.count} heads asked for; {left} of {total} are live: ask for no more than these")
     asked, there = config.requested(total), sum(layout.num_slots for layout in layouts)
+    if not asked and config.rate and config.count is None and config.heads is None and config.match_heads is None:
+        raise InputError(f"a rate of {config.rate:g} of {total} heads is less than one: raise it, or give count")
     if config.operation == "prune" and min(asked, left) == there:
         raise InputError(
             f"pruning {asked} of {total} heads would leave the model none, and no token would read another: ask for "
@@ -167,6 +169,6 @@ def accept(
         kind = config.kind
         reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {kind}"
         more, in_all = (" more", f"; {before + len(choose)} are {kind} in all") if before else ("", "")
-        message = f"{len(choose)}{more} of {choose.total} heads could be {kind}: {reason}{in_all}"
+        message = f"only {len(choose)} of {choose.total}{more} heads could be {kind}: {reason}{in_all}"
         warnings.warn(message, SafWarning, stacklevel=7)
     return {head: made[head] for head in HeadSet(choose)}, rejected

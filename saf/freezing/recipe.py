@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import adapter_for
+from saf.adapters import adapter_for, rows_of
 from saf.arguments import checked
 from saf.calibration import calibrate, calibrate_together, heads_at_a_time, refit_output
 from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
@@ -24,10 +24,12 @@ from saf.freezing.report import FreezeReport
 from saf.heads import Head, HeadSet
 from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
+from saf.ops import choose_backend
 from saf.patterns import CompactPattern, DensePattern
 from saf.scores import score
 from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_, prune_, uninstall_
+from saf.surgery.edit import value_dtypes
 
 
 @checked
@@ -76,6 +78,7 @@ def freeze_(
         InputError: Batches or settings that cannot be used, a score that lacks what it needs or is the same for all
             heads, heads that do not exist or are frozen, more heads than are live, an optimiser that does not hold the
             model's weights.
+        UnsupportedError: A backend that cannot run the model's frozen heads.
         SelectionError: With `strict`, a head among the k lowest whose fit exceeds `max_fit_kl`, or fewer than k
             live heads. The model is unchanged.
     """
@@ -118,12 +121,16 @@ def _in_all_or_none(model: nn.Module, heads: HeadSet, optimizer: torch.optim.Opt
 
 
 def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, longest: int | None) -> list[Batch]:
-    """Return the batches as a list; raise InputError for what cannot be measured or frozen, before anything is."""
+    """Return the batches as a list; raise a SafError for what cannot be measured or frozen, before anything is."""
     kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
     length = read_sequences(kept).length
     _warn_if_shorter(length, longest)
-    check_heads(config, [site.layout for site in adapter_for(model).sites()])
+    sites = adapter_for(model).sites()
+    check_heads(config, [site.layout for site in sites])
     config.check_length(length)
+    if config.operation == "freeze":
+        for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
+            choose_backend(config.backend, device=device, dtypes=dtypes, trainable=config.trainable)
     return list(kept)
 
 

@@ -1,13 +1,14 @@
 """lm-evaluation-harness on a model in memory: its tasks, prompts and metrics; this project's forward passes.
 
-`ExactLengthModel` is what lm-eval asks; it never pads. `answer_tasks` puts the paper's five tasks to a model.
+`ExactLengthModel` is what lm-eval asks; it never pads. `ask` puts the paper's five tasks to an opened model.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import lm_eval
@@ -21,13 +22,64 @@ from saf.adapters import longest_input
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.evaluate.continuations import Continuation, Tokens, likelihoods
 from saf.evaluate.zero_shot import TaskAnswers, TooLong
-from saf.integrations.models import Encoder
+from saf.integrations.models import Encoder, OpenedModel
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName, read_questions
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, then each as tokens."""
 _SPLIT = "questions"
 """The name that questions of a file have among the splits of their data set."""
+Progress = Callable[[str, int, int], None]
+"""Called with a task's name, how many of its requests are answered, and how many there are; first with none."""
+
+
+class Asked(Protocol):
+    """Say what is asked, and how; settings of a command."""
+
+    @property
+    def tasks(self) -> Sequence[TaskName]:
+        """Return the tasks."""
+        ...
+
+    @property
+    def task_data(self) -> Path | None:
+        """Return the folder of their public files; None is the hub."""
+        ...
+
+    @property
+    def questions(self) -> int | None:
+        """Return how many questions of each task, from its first on; None is all."""
+        ...
+
+    @property
+    def too_long(self) -> TooLong:
+        """Return what is done with questions that are too long."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Return the most sequences in a forward pass."""
+        ...
+
+    @property
+    def precision(self) -> str:
+        """Return "fp32", "bf16" or "auto"."""
+        ...
+
+
+def ask(
+    opened: OpenedModel, asked: Asked, *, longest: int | None = None, progress: Progress | None = None
+) -> dict[str, TaskAnswers]:
+    """Return what a model answers as it is now; the rest is as `ExactLengthModel` and `answer_tasks` have it."""
+    lm = ExactLengthModel(
+        opened.model,
+        opened.encoder(),
+        batch_size=asked.batch_size,
+        precision=asked.precision,
+        too_long=asked.too_long,
+        longest=longest,
+    )
+    return answer_tasks(lm, asked.tasks, folder=asked.task_data, questions=asked.questions, progress=progress)
 
 
 class ExactLengthModel(TemplateLM):
@@ -45,7 +97,6 @@ class ExactLengthModel(TemplateLM):
         precision: str = "auto",
         too_long: TooLong = "refuse",
         longest: int | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ):
         """Take a model and its tokenizer; `too_long` says whether long contexts lose tokens at their beginning.
 
@@ -53,7 +104,9 @@ class ExactLengthModel(TemplateLM):
         """
         super().__init__()
         self.model, self.encoder = model, encoder
-        self.batch_size, self.precision, self.progress = batch_size, precision, progress
+        self.batch_size, self.precision = batch_size, precision
+        self.progress: Callable[[int, int], None] | None = None
+        """Called with (requests answered, requests) of what is asked at once."""
         self.too_long: TooLong = too_long
         self.longest = min(filter(None, (longest, longest_input(model))), default=None)
         self.cut: set[tuple[str, str]] = set()
@@ -106,7 +159,12 @@ class ExactLengthModel(TemplateLM):
 
 
 def answer_tasks(
-    lm: ExactLengthModel, names: Sequence[TaskName], *, folder: Path | None = None, questions: int | None = None
+    lm: ExactLengthModel,
+    names: Sequence[TaskName],
+    *,
+    folder: Path | None = None,
+    questions: int | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, TaskAnswers]:
     """Return a model's answers to tasks, by name, in the order given.
 
@@ -115,20 +173,21 @@ def answer_tasks(
         names: Of `ZERO_SHOT`.
         folder: Where the public files of questions lie, a folder a task; the hub's when None.
         questions: Only so many of each task, from its first on.
+        progress: Called before a task's first request and after each batch.
 
     Raises:
         DataError: A file is missing or damaged, or the hub cannot be reached.
         InputError: A question is longer than the model takes.
     """
     tasks, sources = _tasks(names, folder, questions)
-    with _quiet():
-        found: Any = evaluate(lm=lm, task_dict={"tasks": tasks}, limit=questions, bootstrap_iters=0)
-    samples = found["samples"]
     told = {}
     for name in names:
+        lm.progress = None if progress is None else partial(progress, name)
+        with _quiet():
+            found: Any = evaluate(lm=lm, task_dict={"tasks": {name: tasks[name]}}, limit=questions, bootstrap_iters=0)
         choices = tasks[name].config.doc_to_choice
         told[name] = TaskAnswers(
-            answers=[_answer(sample, lm.cut) for sample in samples[name]],
+            answers=[_answer(sample, lm.cut) for sample in found["samples"][name]],
             labels=tuple(choices) if isinstance(choices, list) else (),
             version=f"lm-eval {lm_eval.__version__}, task version {tasks[name].VERSION}",
             source=sources[name],

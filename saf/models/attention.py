@@ -94,7 +94,7 @@ def plain_weight(projection: nn.Module) -> Tensor:
     """Return a projection's weight `[O, I]`.
 
     Raises UnsupportedError for what would be passed over without its own forward pass: a wrapper in place of the
-    projection, and hooks on it.
+    projection, hooks on it, and another forward pass put in the place of its own, as accelerate does to move weights.
     """
     if type(projection) is not nn.Linear:
         raise UnsupportedError(
@@ -104,5 +104,10 @@ def plain_weight(projection: nn.Module) -> Tensor:
     if projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks:
         raise UnsupportedError(
             "projections are computed together with others: its hooks would not run; hook the layer instead"
+        )
+    if not torch.compiler.is_compiling() and "forward" in projection.__dict__:  # which compilers do not look into
+        raise UnsupportedError(
+            "projections are computed together with others: the forward pass put in the place of this one's would not "
+            "run; remove accelerate's hooks (remove_hook_from_module), and keep the weights on one device"
         )
     return projection.weight

@@ -138,10 +138,14 @@ class GPT(nn.Module):
         `attention_mask [B, T]` (1 for real tokens) may mark padding at the ends of rows; `start [B]` says the same
         as first real positions. Targets of -100 are left out of the loss. With `activation_checkpointing` the backward
         pass finds only what entered each layer, and computes the layer again.
+
+        Raises InputError for ids, targets or padding that cannot be used, and for padding told twice.
         """
         if attention_mask is not None:
             if not isinstance(attention_mask, Tensor):
                 check("attention_mask", attention_mask, Tensor)
+            if start is not None:
+                raise InputError("attention_mask and start both tell where rows begin; give one of them")
             if attention_mask.shape != input_ids.shape:
                 shapes = f"{list(input_ids.shape)}; got {list(attention_mask.shape)}"
                 raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
@@ -150,7 +154,7 @@ class GPT(nn.Module):
             check_start(start, *input_ids.shape, wait=True)
         if not (targets is None or isinstance(targets, Tensor)):
             check("targets", targets, Tensor)
-        if targets is not None and targets.is_floating_point():
+        if targets is not None and (targets.is_floating_point() or targets.dtype == torch.bool):
             raise InputError(f"targets must be whole numbers; got {shown(targets)}")
         hidden = self.hidden(input_ids, start, activation_checkpointing=activation_checkpointing)
         if targets is None:

@@ -1,10 +1,11 @@
 """The seam: how a layer with live and frozen heads is computed, one function, several backends.
 
-`layer` decides which way a layer goes. It reads `frozen_heads`, which hold patterns as a backend prepared them;
-`backend` says what a backend is and `backends` lists them: `reference`, the oracle; `toeplitz`, the default; `fused`,
-the paper's execution. `inference` computes a whole layer without gradients, `live` the ordinary attention beside frozen
-heads, and `decoder` holds what serves a model around its layers. What all of these share is in `heads`, `positions`,
-`operator` and `launch`. Kernels lie beside what launches them; nothing here imports Triton before it runs one.
+`layer` checks what it is given, and `ways` decides which way it goes. They read `frozen_heads`, which hold patterns as
+a backend prepared them; `backend` says what a backend is and `backends` lists them: `reference`, the oracle;
+`toeplitz`, the default; `fused`, the paper's execution. `inference` computes a whole layer without gradients, `live`
+the ordinary attention beside frozen heads, and `decoder` holds what serves a model around its layers. What all of these
+share is in `heads`, `positions`, `operator` and `launch`. Kernels lie beside what launches them; nothing here imports
+Triton before it runs one.
 """
 
 from saf.ops.backends import BACKENDS, choose_backend, explain

@@ -66,6 +66,8 @@ class Backend(ABC):
     """Whether it computes whole layers, output product included, without gradients: `can_infer` and `infer`."""
     decodes: ClassVar[bool] = False
     """Whether it computes rows of patterns wherever the device says that they are: `forward_rows`."""
+    in_autograd: ClassVar[bool] = False
+    """Whether autograd sees each of its operations, so that derivatives in forward mode pass too."""
     trains: ClassVar[bool] = False
     """Whether it gives gradients to key and distance logits: `untrainable` and `forward_trainable`."""
 

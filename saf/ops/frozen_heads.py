@@ -148,11 +148,14 @@ class FrozenHeads(PreparedHeads):
         return self.kv_head[len(self.kv_head) - self.num_frozen :]
 
     def check_call(self, value: Tensor, backend: str) -> None:
-        """Raise InputError for values of a wrong shape or longer than the patterns, or for another backend."""
+        """Raise InputError for values of a wrong shape, too long or not where the tables are, or another backend."""
         if not isinstance(value, Tensor):
             check("value", value, Tensor)
-        if value.dim() != 4:
-            raise InputError(f"value must be [batch, heads, positions, head_dim]; got shape {tuple(value.shape)}")
+        if value.dim() != 4 or not value.shape[-2]:
+            raise InputError(
+                "value must be [batch, heads, positions, head_dim] with one position at least; got shape "
+                f"{tuple(value.shape)}"
+            )
         if backend not in ("auto", self.backend):
             raise InputError(
                 f"frozen heads were prepared for backend {self.backend!r}, not {backend!r}; prepare them again"
@@ -162,6 +165,11 @@ class FrozenHeads(PreparedHeads):
             raise InputError(
                 f"input has {length} positions, the frozen heads' patterns cover {self.max_length}; "
                 "shorten the input or calibrate and freeze at the longer length"
+            )
+        if value.device != (here := self._device()):  # of tables on "meta" operators would return anything
+            raise InputError(
+                f"values are on {value.device}, the frozen heads' tables on {here}; move the model as a whole, whose "
+                "tables follow, and do not offload buffers (offload_buffers=False of accelerate)"
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
@@ -192,8 +200,11 @@ class FrozenHeads(PreparedHeads):
                 self._prepare(dtype, fixed, device)
 
     def _device(self) -> torch.device:
-        """Return where the tables or parameters are; the CPU where there are none."""
-        return next((tensor.device for tensor in [*self.buffers(), *self.parameters()]), torch.device("cpu"))
+        """Return where the tables or the trained logits are; the CPU while there are none."""
+        for table in self._buffers.values():  # every call asks, so without a walk over modules
+            if table is not None:
+                return table.device
+        return next((logits.device for logits in self.parameters()), torch.device("cpu"))
 
     def extra_repr(self) -> str:
         """Describe the heads when the model is printed."""

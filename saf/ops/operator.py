@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from saf.errors import UnsupportedError
 
@@ -47,6 +48,17 @@ def forbid_second_derivative() -> None:
     """Raise UnsupportedError in a backward pass that is recorded to be differentiated (`create_graph=True`)."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UnsupportedError("this gradient cannot be differentiated again; leave create_graph out")
+
+
+def forbid_forward_mode(*tensors: Tensor) -> None:
+    """Raise UnsupportedError for tensors with a tangent (`torch.func.jvp`), which registered operators drop unsaid."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # no level is open: nothing has a tangent
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise UnsupportedError(
+            "frozen heads have no derivatives in forward mode; take backward mode (torch.autograd.grad), or prepare "
+            "heads with backend='reference'"
+        )
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:

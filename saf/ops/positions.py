@@ -9,6 +9,9 @@ from torch import Tensor
 from saf.arguments import check
 from saf.errors import InputError
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+"""Dtypes of positions: those that can be subtracted below zero."""
+
 
 def check_positions(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise InputError unless query `[B, L, Tq, D]`, key and value `[B, K, T, D]` fit together, with Tq at most T."""
@@ -20,9 +23,10 @@ def check_positions(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise InputError(f"query, key and value need the same batch and head_dim; got {_shapes(query, key, value)}")
     if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(value.device.type):
         raise InputError(f"query, key and value need the same dtype; got {query.dtype}, {key.dtype}, {value.dtype}")
-    if keyed[2] != valued[2] or asked[2] > valued[2]:
+    if keyed[2] != valued[2] or asked[2] > valued[2] or not valued[2]:
         raise InputError(
-            f"key and value need the same positions, query their last ones; got {_shapes(query, key, value)}"
+            "key and value need the same positions, one at least, query their last ones; got "
+            f"{_shapes(query, key, value)}"
         )
 
 
@@ -38,7 +42,7 @@ def check_start(start: Tensor, batch: int, length: int, *, wait: bool) -> None:
     """
     if not isinstance(start, Tensor):
         check("start", start, Tensor)
-    if start.shape != (batch,) or start.is_floating_point():
+    if start.shape != (batch,) or start.dtype not in INTEGERS:
         raise InputError(f"start must be integers [{batch}], one a row; got {start.dtype} {list(start.shape)}")
     if torch.compiler.is_compiling() or not (wait or start.device.type == "cpu"):
         return
@@ -109,8 +113,8 @@ class Rows(NamedTuple):
     start: Tensor | None
 
     def blocks(self) -> "Iterator[Rows]":
-        """Yield the same rows, at most `BLOCK` at a time."""
-        for row in range(0, self.count, BLOCK):
+        """Yield the same rows, at most `BLOCK` at a time; of none one block of none."""
+        for row in range(0, max(1, self.count), BLOCK):
             yield Rows(self.first + row, min(BLOCK, self.count - row), self.start)
 
     def positions(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ class Reference(Backend):
     """Execute frozen heads slowly and exactly: the oracle."""
 
     decodes = True
+    in_autograd = True
     trains = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -13,7 +13,8 @@ from saf.machine.execution import TorchDevice
 from saf.patterns.log_sums import log_row_sums
 from saf.patterns.pattern import check_prefix, index_leading, split_leading, told
 
-# Keys before this one may be sinks; they have no say in the slope and height of alpha.
+# Keys before this one may be sinks; they have no say in the slope and height of alpha. Sinks are the first few keys, so
+# that so many are more than enough; chosen, not measured.
 _FIRST_ORDINARY_KEY = 64
 
 

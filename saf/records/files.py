@@ -287,11 +287,25 @@ class LineLog:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line to a JSON-lines file and wait until it is on the disk; create the file when absent."""
+    """Append one line to a JSON-lines file and wait until it is on the disk; create the file when absent.
+
+    A last line that a crash or a full disk cut short, which reading leaves out, gives way to it.
+    """
+    if _lacks_end(path):
+        write_lines(path, read_lines(path))
     with open(path, "a", encoding="utf-8") as file:
         file.write(_line(record))
     flush(path)
     flush(path.parent)
+
+
+def _lacks_end(path: Path) -> bool:
+    """Return whether the last line of a file has no end; what is added would become a part of it."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def lines_hash(records: Iterable[Mapping[str, Any]]) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from saf.records.quantities import MISSING
 from saf.records.text import html, markdown, markdown_code, plain
 
-LONGEST_WORD = 20
+LONGEST_WORD = 24
 """Characters of a word that a terminal's table keeps whole; longer ones, hashes and paths, fold where it is narrow."""
 ANY_WIDTH = 10_000
 """Columns of a console wide enough for every table, to ask how wide one would like to be."""
@@ -161,7 +161,7 @@ class Table:
         )
 
     def print(self) -> None:
-        """Print the table on the terminal; all columns but the first align to the right.
+        """Print the table on the terminal; columns of numbers align to the right.
 
         Where the terminal is too narrow cells break between words, headings to their columns' width; a table of many
         columns is wider than the terminal rather than having its numbers split.
@@ -199,7 +199,7 @@ class Table:
             longest = max(map(len, " ".join([name, *cells]).split()), default=1)
             table.add_column(
                 Text(plain(name)),
-                justify="right" if number else "left",
+                justify="right" if number and self._numeric(number) else "left",
                 overflow="fold",
                 min_width=min(longest, LONGEST_WORD),
                 no_wrap=longest <= LONGEST_WORD and not any(" " in cell for cell in cells),

@@ -15,7 +15,7 @@ from saf.report.benchmarks.bars import bars_picture
 from saf.report.collection import File, find, newest
 from saf.report.provenance import device_and_versions, link, origin_of
 from saf.report.record_parts import TITLES, body_of
-from saf.report.results_summary import summary_table
+from saf.report.results_summary import Finding, summary_table
 from saf.report.runs.training import training
 
 PICTURES = "images"
@@ -24,11 +24,16 @@ _DRAWN = ("update", "prefill")
 
 
 def render_results(
-    results: Path, beside: Path, *, name: str = "results.md", more: Mapping[str, Sequence[str]] | None = None
+    results: Path,
+    beside: Path,
+    *,
+    name: str = "results.md",
+    more: Mapping[str, Sequence[str]] | None = None,
+    findings: Iterable[Finding] = (),
 ) -> dict[str, str]:
     """Return what files in the folder `beside` should hold: the document `name`, and its pictures.
 
-    `more` are sections of Markdown that stand after those of runs, by title.
+    `more` are sections of Markdown that stand after those of runs, by title; `findings` what the summary has of them.
 
     Raises InputError when `results` is no folder, holds no result, or holds a JSON file that cannot be read.
     """
@@ -41,10 +46,11 @@ def render_results(
     summary = summary_table(
         [(link(folder, beside, _name(folder, results)), runs) for folder, runs in trainings.items()],
         [(link(file.path, beside, file.name), file.record) for chosen in sections.values() for file in chosen],
+        findings,
     )
     parts = [_INTRODUCTION]
     if summary.rows:
-        parts += ["## Summary", summary.markdown()]
+        parts += ["## Summary", str(markdown_of(summary))]
     if trainings:
         parts.append("## Training")
     for folder, runs in trainings.items():

@@ -1,4 +1,7 @@
-"""The table that begins the document of results: each main number once, its newest value, beside the paper's."""
+"""The table that begins the document of results: each main number once, its newest value, beside the paper's.
+
+Of what benchmarks measured it has the points that the paper has a number of; the others stand in their sections.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,18 +42,25 @@ class Finding:
 
 
 def summary_table(
-    trainings: Iterable[tuple[Cell, Sequence[RecordedRun]]], files: Iterable[tuple[Cell, Record]]
+    trainings: Iterable[tuple[Cell, Sequence[RecordedRun]]],
+    files: Iterable[tuple[Cell, Record]],
+    others: Iterable[Finding] = (),
 ) -> Table:
     """Return one row for what was measured at one point; where runs share a point, the newest one's number stands.
 
-    Folders of runs and records of files come with the cells that name them in the document.
+    Folders of runs and records of files come with the cells that name them in the document; `others` follow the runs.
     """
-    found = [finding for name, runs in trainings for finding in _of_runs(name, runs)]
+    found = [*(finding for name, runs in trainings for finding in _of_runs(name, runs)), *others]
+    trained = len(found)
     for name, record in files:
         if compares_arms(record):
             found += [*_of_speeds(name, record), *_of_memory(name, record)]
         elif record.get("kind") == "calibration":
             found += _of_interventions(name, record)
+    quoted = {(finding.what, finding.where) for finding in found[trained:] if finding.quoted is not None}
+    measured = [finding for finding in found[trained:] if (finding.what, finding.where) in quoted]
+    elsewhere = len({(finding.what, finding.where) for finding in found[trained:]}) - len(quoted)
+    found = [*found[:trained], *measured]
     newest: dict[tuple[str, str], dict[float, Finding]] = {}
     for finding in sorted(found, key=lambda each: each.date):
         newest.setdefault((finding.what, finding.where), {})[finding.rate] = finding
@@ -60,7 +70,8 @@ def summary_table(
     head = ["what", "where"]
     for rate in RATES:
         head += [f"{percent(rate)} frozen", f"paper, {percent(rate)}"]
-    return Table.of("", [*head, "in"], [_row(*key, newest[key]) for key in order])
+    notes = [f"Points that the paper has no number of, {elsewhere} more, stand in the sections."] if elsewhere else []
+    return Table.of("", [*head, "in"], [_row(*key, newest[key]) for key in order], notes)
 
 
 def _row(what: str, where: str, by_rate: Mapping[float, Finding]) -> list[str | Cell]:
@@ -102,7 +113,7 @@ def _of_speeds(source: Cell, record: Record) -> Iterator[Finding]:
                 continue
             yield Finding(
                 what=f"{_SPEEDS[record['kind']]} speedup: {group.way}",
-                where=f"{shape(group.point)}, against {baseline}",
+                where=", ".join(filter(None, [shape(group.point), f"against {baseline}", arm.apart])),
                 rate=arm.row["rate"],
                 ours="refused" if arm.ratio is None else f"{arm.ratio:.3f}×",
                 quoted=arm.paper,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.arguments import check, checked, keyword_hints
+from saf.arguments import check, checked, keyword_hints, shown
 from saf.errors import InputError, did_you_mean
 from saf.scores.forward_kl import forward_kl
 from saf.scores.gate_taylor import gate_taylor
@@ -73,9 +73,9 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **nee
             if key in needed:
                 check(key, needed[key], hint)
     values = function(statistics, **needed)
-    if values.shape != statistics.variance.shape:
-        shape = list(statistics.variance.shape)
-        raise InputError(f"score {score_name(name)!r} must be one number a head, {shape}; got {list(values.shape)}")
+    shape = list(statistics.variance.shape)
+    if not isinstance(values, Tensor) or list(values.shape) != shape:
+        raise InputError(f"score {score_name(name)!r} must be one number a head, a Tensor {shape}; got {shown(values)}")
     values = torch.where(statistics.measured, values.double().cpu(), torch.nan)
     lacking = (values.isnan() & statistics.measured).nonzero().tolist()
     if lacking and isinstance(name, str):

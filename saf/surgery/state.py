@@ -240,9 +240,11 @@ def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, 
     for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True)):
         shape = (layer["num_heads"], layer["num_kv_heads"])
         if shape != (site.layout.num_heads, site.layout.num_kv_heads) or not site.layout.ordinary:
+            layout = site.layout
             raise CheckpointError(
                 f"layer {number}: the frozen heads belong to {shape[0]} query and {shape[1]} KV heads with none "
-                f"frozen yet; the model has {site.layout}"
+                f"frozen or pruned yet; the model has {layout.num_heads} and {layout.num_kv_heads}, "
+                f"{len(layout.frozen)} frozen, {len(layout.pruned)} pruned"
             )
     return [(number, site, layer) for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True))]
 

@@ -181,21 +181,39 @@ def _read_boolq(path: Path) -> Iterator[Example]:
 def _read_quality(path: Path) -> Iterator[Example]:
     """Yield QuALITY's questions, an article a line; the choices are the letters of its options, listed before them."""
     for number, record in records_of(path, "article", "questions"):
+        if not isinstance(record["article"], str) or not isinstance(record["questions"], list):
+            raise DataError(f'{path}, line {number}: "article" must be text, "questions" a list')
         for index, asked in enumerate(record["questions"]):
-            missing = {"question", "options", "gold_label"} - asked.keys()
+            where = f"line {number}, question {index + 1}"
+            missing = {"question", "options", "gold_label"} - (asked.keys() if isinstance(asked, dict) else set())
             if missing:
-                raise DataError(f"{path}, line {number}, question {index + 1}: lacks {sorted(missing)}")
-            letters = "ABCDEFGHIJ"[: len(asked["options"])]
-            options = "".join(
-                f"\n{letter}. {option.strip()}" for letter, option in zip(letters, asked["options"], strict=True)
-            )
+                raise DataError(
+                    f"{path}, {where}: lacks {sorted(missing)}; QuALITY's test file has no answers, give its dev file"
+                )
+            options, label = asked["options"], asked["gold_label"]
+            if not _are_options(options) or type(label) is not int or not isinstance(asked["question"], str):
+                raise DataError(
+                    f'{path}, {where}: "question" must be text, "options" a list of at most {len(LETTERS)} texts, '
+                    f'"gold_label" the number of one, from 1; got {asked}'
+                )
+            letters = LETTERS[: len(options)]
+            listed = "".join(f"\n{letter}. {option.strip()}" for letter, option in zip(letters, options, strict=True))
             yield Example(
-                id=str(asked.get("question_unique_id", f"line {number}, question {index + 1}")),
+                id=str(asked.get("question_unique_id", where)),
                 text=record["article"].strip(),
-                question=f"\nQuestion: {asked['question'].strip()}{options}\nAnswer:",
+                question=f"\nQuestion: {asked['question'].strip()}{listed}\nAnswer:",
                 choices=tuple(f" {letter}" for letter in letters),
-                answer=int(asked["gold_label"]) - 1,
+                answer=label - 1,
             )
+
+
+LETTERS = "ABCDEFGHIJ"
+"""Of QuALITY's options, which are four; more are no QuALITY."""
+
+
+def _are_options(value: Any) -> bool:
+    """Return whether a value is a list of texts, as many as there are letters at most."""
+    return isinstance(value, list) and len(value) <= len(LETTERS) and all(isinstance(one, str) for one in value)
 
 
 FORMS: Mapping[str, Callable[[Path], Iterator[Example]]] = {

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saf.arguments import check_fields
 from saf.data import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.answers import NO_TARGET, answer, loss_of, padded, summary, write_answers
@@ -57,6 +58,7 @@ class FinetuneSettings:
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
+        check_fields(self)
         for name, usable, expected in (
             ("max_tokens", self.max_tokens >= 2, "at least 2"),
             ("development", 0 < self.development < 1, "a share above 0 and below 1"),

@@ -6,6 +6,7 @@ of a layer with each number of frozen heads; the event then only traces its laye
 what to compile as JSON from standard input.
 """
 
+import copyreg
 import json
 import os
 import subprocess
@@ -100,6 +101,7 @@ def start(layouts: Layouts, log: Path) -> subprocess.Popen[str]:
 
     Its standard input stays open: when this process ends, however it does, so does that one.
     """
+    _name_memory_formats()
     root = str(Path(saf.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     surroundings = {"PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(COMPILE_THREADS)}
@@ -116,6 +118,21 @@ def start(layouts: Layouts, log: Path) -> subprocess.Popen[str]:
     process.stdin.write(layouts.to_json() + "\n")
     process.stdin.flush()
     return process
+
+
+def _name_memory_formats() -> None:
+    """Have memory formats pickled alike in this process and in the one that it begins, so that they share code.
+
+    The compiler names code on disk by a pickle of what it was made for, memory formats of inputs among it. PyTorch
+    leaves it to pickle to find these, as `torch.contiguous_format` of the first module imported that has a `torch`:
+    another one in a program whose own module imported PyTorch first, and no code would be found.
+    """
+    copyreg.pickle(torch.memory_format, lambda named: (_memory_format, (str(named).removeprefix("torch."),)))
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    """Return the memory format of a name, such as "channels_last"."""
+    return getattr(torch, name)
 
 
 class CompilingAhead:
@@ -167,6 +184,7 @@ def layouts_of(run: Run) -> Layouts:
 def main() -> None:
     """Compile what the first line of standard input asks for; end at once when it is closed."""
     os.nice(NICENESS)
+    _name_memory_formats()
     layouts = Layouts.from_json(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     layouts.compile()

@@ -163,7 +163,7 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     try:
         manifest = verify(path, without=None if optimizer else OPTIMIZER)
     except CheckpointError as error:
-        advice = f"To go on from it, move {path.name} away" if latest(path.parent) == path else ""
+        advice = f"To go on from it, move {path.name} away" if newest(path.parent) == path else ""
         raise CheckpointError(f"{error}. {_previous(path, advice)}".rstrip()) from None
     state = read_json(path / "state.json", error=CheckpointError)
     return Checkpoint(path, manifest["hash"], manifest["parent"], state)
@@ -188,6 +188,13 @@ def find_checkpoint(path: Path | str) -> Path | None:
     return path if kind is Kind.CHECKPOINT else None
 
 
+def names(path: Path | str, checkpoint: Path | str) -> bool:
+    """Return whether a path, however it is written, names a checkpoint: its folder, or that of the run it is of."""
+    own = Path(checkpoint).resolve()
+    runs = [own.parents[1]] if own.parent.name == "checkpoints" else []
+    return Path(path).resolve() in (own, *runs)
+
+
 def checkpoints(folder: Path | str) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first; leftovers of killed writes are not among them."""
     return [path for path in step_folders(folder) if (path / MANIFEST).is_file()]
@@ -200,6 +207,11 @@ def step_folders(folder: Path | str) -> list[Path]:
         if match := _NAME.fullmatch(path.name):
             found.append((int(match[1]), bool(match[2]), path))
     return [path for _, _, path in sorted(found)]
+
+
+def newest(folder: Path | str) -> Path | None:
+    """Return the newest checkpoint in `folder`, complete or not, or None: where a run goes on, or why it cannot."""
+    return next(reversed(step_folders(folder)), None)
 
 
 def latest(folder: Path | str) -> Path | None:

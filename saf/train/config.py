@@ -39,7 +39,8 @@ class TrainConfig:
     mqar: MQARSettings = field(default_factory=MQARSettings)
     """The examples of associative recall, where that is the task."""
     parent: str | None = None
-    """Checkpoint of another run to start from: weights, optimiser, place in the data and among the updates."""
+    """Checkpoint of another run to start from (on the command line also the run, for its newest): weights, optimiser,
+    place in the data and among the updates."""
     fresh: bool = False
     """Take nothing but weights and heads of the parent: optimiser, updates, clock and place in the data begin anew, as
     for another task."""
@@ -121,7 +122,8 @@ class TrainConfig:
     """Updates after which the model is judged as at the end, beside the end itself; 0 is before the first, after an
     event that comes there. Each report is in the run's reports/ and result.json."""
     save_at: tuple[float, ...] = ()
-    """Shares of the updates after which a checkpoint is saved and kept, for other runs to go on from."""
+    """Shares of the updates after which a checkpoint is saved and kept, for other runs to go on from; 0 is before the
+    first, where no parent's checkpoint is the same."""
     keep: int = 2
     """Newest checkpoints to keep beside the one at the freezing point; 0 keeps all."""
     log_every: int = 10

@@ -4,12 +4,13 @@ Two kinds of task are finetuned on: questions with choices, files of examples th
 associative recall, whose examples are made and whose updates are given.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from saf.errors import InputError
+from saf.errors import InputError, SafWarning
 from saf.records.files import read_json, write_json
 from saf.records.result import result_header
 from saf.schedules import OneTime
@@ -18,7 +19,13 @@ from saf.tasks.mqar import RECALL
 from saf.train.checkpoint import Checkpoint, checkpoint_hash, latest
 from saf.train.config import TrainConfig
 from saf.train.loop import pretrain
-from saf.train.run_config import context_length, recorded_config, settings_after
+from saf.train.run_config import (
+    check_same_run,
+    context_length,
+    read_run_config,
+    recorded_config,
+    settings_after,
+)
 
 MOST_EPOCHS = 5
 """The paper's ordinary model chooses one to five."""
@@ -94,17 +101,17 @@ def _of_recall(checkpoint: Checkpoint, before: TrainConfig) -> dict[str, Any]:
     return {**RECOVERY, "mqar": mqar, "seed": parent.seed + NEW_STREAM}
 
 
-def epochs_in(config: TrainConfig, epochs: int) -> int:
-    """Return how many updates so many epochs of a run's training examples have."""
-    return _task(config).updates_of(epochs)
+def epochs_in(config: TrainConfig, *epochs: int) -> list[int]:
+    """Return how many updates so many epochs of a run's training examples have, for each number of epochs.
 
-
-def _task(config: TrainConfig) -> FinetuneTask:
-    """Open the task of a run; raise InputError for one without examples."""
-    task = TASKS[config.task](config, length=context_length(config))
+    What there is to tell of the examples the run itself tells. Raises InputError for a task without examples.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SafWarning)
+        task = TASKS[config.task](config, length=context_length(config))
     if not isinstance(task, FinetuneTask):
         raise InputError(f"task {config.task!r} has no epochs; give the number of updates")
-    return task
+    return [task.updates_of(each) for each in epochs]
 
 
 def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = False) -> dict[str, Any]:
@@ -114,20 +121,30 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
     ...}` after a signal, and goes on with `resume`.
 
     Raises:
-        InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned, or of a task that has none.
+        InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned, or of a task that has none, or
+            others than those of the run to resume; a time budget beside them.
     """
     if config.task == MQARTask.name and epochs is not None:
         raise InputError(f"epochs cannot be given with task={config.task!r}, whose examples come once; give updates")
     if resume and (Path(config.out) / "config.json").exists():
+        if epochs is not None and (asked := epochs_in(config, epochs)[0]) != config.updates:
+            raise InputError(
+                f"the run to resume has {config.updates} updates, epochs={epochs} would be {asked}; leave epochs out, "
+                "or start another run"
+            )
         return pretrain(config, resume=True)
     if config.task == MQARTask.name:
         return pretrain(config)
+    if config.time_budget_seconds is not None:
+        raise InputError(
+            f"time_budget_seconds must be None where epochs say how long a run is; got {config.time_budget_seconds:g}"
+        )
     if epochs is None:
         chosen = choose_epochs(config, resume=resume)
         if "stopped_at" in chosen:
             return chosen
         epochs = int(chosen["epochs"])
-    return pretrain(replace(config, updates=epochs_in(config, epochs)))
+    return pretrain(replace(config, updates=epochs_in(config, epochs)[0]))
 
 
 def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool = False) -> dict[str, Any]:
@@ -137,7 +154,8 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
     that goes on from the one before it, in the folder `epochs` of the run's own; `choice.json` there has all.
 
     Raises:
-        InputError: A model or settings that freeze or prune heads, or a learning rate that depends on the updates.
+        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, or
+            other settings than those of the epochs to resume.
     """
     if config.freeze is not None:
         raise InputError("epochs are chosen by the ordinary model alone; finetune it first, then this arm --like it")
@@ -149,21 +167,23 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
     parent, tried = config.parent, []
     assert config.finetuning is not None, "the task was opened"
     judged = replace(config.finetuning, judge="development")
-    for epoch in range(1, most + 1):
+    for epoch, updates in enumerate(epochs_in(config, *range(1, most + 1)), 1):
         out = folder / f"epoch-{epoch}"
         one = replace(
             config,
             out=str(out),
             parent=parent,
             fresh=epoch == 1,
-            updates=epochs_in(config, epoch),
+            updates=updates,
             finetuning=judged,
             schedule=None,
             report_at=(),
             keep=1,
         )
         result = _finished(out) if resume else None
-        if result is None:
+        if result is not None:
+            check_same_run(one, read_run_config(out)["settings"])
+        else:
             result = pretrain(one, resume=resume and (out / "config.json").exists())
         if "stopped_at" in result:
             return result

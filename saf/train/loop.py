@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -49,22 +49,24 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
 def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
     """Do what `pretrain` does, in the group of processes that is there."""
     clock = Clock()
-    with StopRequest() as stop:
-        run = start_run(config, resume=resume, clock=clock)
-        warn_of_gaps(run)
-        ahead = CompilingAhead()
-        try:
-            with _full_disk_explained(run, "logs"):
-                finished = _train(run, stop, ahead)
-        except DivergenceError as error:
-            raise DivergenceError(f"{error}. {run.last_good()}, with a lower peak_lr") from None
-        finally:
-            ahead.stop()
-            run.close()
-    if not finished:
-        return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
-    with _full_disk_explained(run, "result"):
-        return finish(run)
+    with ExitStack() as held:
+        with StopRequest() as stop:
+            run = start_run(config, resume=resume, clock=clock)
+            held.enter_context(run.lock or nullcontext())  # until the result is written, too
+            warn_of_gaps(run)
+            ahead = CompilingAhead()
+            try:
+                with _full_disk_explained(run, "logs"):
+                    finished = _train(run, stop, ahead)
+            except DivergenceError as error:
+                raise DivergenceError(f"{error}. {run.last_good()}, with a lower peak_lr") from None
+            finally:
+                ahead.stop()
+                run.close()
+        if not finished:
+            return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
+        with _full_disk_explained(run, "result"):
+            return finish(run)
 
 
 @contextmanager
@@ -89,6 +91,7 @@ def _train(run: Run, stop: "StopRequest", ahead: CompilingAhead) -> bool:
         clock.only_reports()
         return True
     clock.enter("training")
+    _save_beginning(run)
     carry_out_due_(run, saved=run.update == run.start and run.parent_hash is not None)
     report_between(run)
     while not run.finished():
@@ -116,6 +119,12 @@ def _train(run: Run, stop: "StopRequest", ahead: CompilingAhead) -> bool:
     if run.update > run.start or run.changed:
         run.save(final=True)
     return True
+
+
+def _save_beginning(run: Run) -> None:
+    """Save a run before its first update where others are to branch from there, unless it has a parent."""
+    if run.update == 0 and run.parent_hash is None and 0 in run.config.branch_updates:
+        run.save()
 
 
 def run_update(run: Run) -> dict[str, Any]:

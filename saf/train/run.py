@@ -188,8 +188,6 @@ class Run:
         return f"The last good checkpoint is {good}: continue from it"
 
     def close(self) -> None:
-        """Close the logs and let go of the folder."""
+        """Close the logs."""
         if self.observer:
             self.observer.close()
-        if self.lock:
-            self.lock.close()

@@ -121,7 +121,8 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     kept = sorted(asked.keys() - _FREE_ON_RESUME)
     if shown := "; ".join(change for key in kept for change in _changes(key, before.get(key), asked[key])):
         raise InputError(
-            f"cannot resume with other settings ({shown}). Leave them out, or start another run with parent="
+            f"cannot resume with other settings ({shown}). Leave them out, or start another run with this one as "
+            "its parent"
         )
 
 

@@ -23,7 +23,7 @@ from saf.records.files import lines_hash, read_lines, write_json, write_lines
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.tasks import TASKS, Task
 from saf.train.allowance import Allowance, allowance_of, match
-from saf.train.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
+from saf.train.checkpoint import Checkpoint, newest, open_checkpoint, restore_random_state
 from saf.train.clock import Clock, seconds_until
 from saf.train.config import TrainConfig
 from saf.train.events import check_freeze, start_gradient, start_proposer
@@ -68,7 +68,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             freeze.check_length(task.length)
         with pinned(config.kernel, execution.device):
             pass  # raises now what it would raise in the first update
-        own = latest(folder / "checkpoints") if resume else None
+        own = newest(folder / "checkpoints") if resume else None
         fresh = config.fresh and own is None
         checkpoint = _open(own or config.parent, shape, task, fresh=fresh)
         state, update = (checkpoint.state, checkpoint.update) if checkpoint and not fresh else (None, 0)
@@ -188,9 +188,12 @@ def _open(path: str | Path | None, shape: GPTConfig, task: Task, *, fresh: bool)
     if not path:
         return None
     checkpoint = open_checkpoint(path)
-    if checkpoint.state["model"] != shape.to_dict():
+    held, asked = checkpoint.state["model"], shape.to_dict()
+    if differing := [name for name in asked if held.get(name) != asked[name]]:
+        words = ", ".join(f"{name} {held.get(name)} (the settings ask for {asked[name]})" for name in differing)
+        advice = " The vocabulary is that of the data: give --data the folder that it was trained on."
         raise CheckpointError(
-            f"{checkpoint.path} holds a model of shape {checkpoint.state['model']}; the settings ask for {shape}"
+            f"{checkpoint.path} holds a model with {words}.{advice if 'vocab_size' in differing else ''}"
         )
     if fresh:
         before, now = (state.get("tokenizer") for state in (checkpoint.state, task.state(0)))

@@ -1,8 +1,11 @@
 """Every way to generate with frozen heads yields the tokens of passes that compute everything anew."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import Cache, CompileConfig, DynamicCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
 
 import saf
 from saf.adapters import adapter_for
@@ -69,6 +72,63 @@ def test_tokens_are_those_of_passes_without_a_cache(frozen, implementation, padd
     assert torch.equal(generate(model, *padded, cache_implementation=implementation, **MODES[mode]), again)
 
 
+@pytest.fixture
+def streams(monkeypatch):
+    """Stand-ins for the CUDA streams on which transformers moves offloaded layers; on a CPU they move nowhere."""
+
+    class Stream(nullcontext):
+        def wait_stream(self, other):
+            assert isinstance(other, Stream)
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+@pytest.mark.usefixtures("streams")
+def test_tokens_of_offloaded_caches_are_those_of_passes_without_one(frozen, implementation, padded, mode):
+    _, model = frozen
+    again = generate(model, *padded, use_cache=False, **MODES[mode])
+    assert torch.equal(generate(model, *padded, cache_implementation=implementation, **MODES[mode]), again)
+
+
+class Exact(QuantizedLayer):
+    """A layer of a quantised cache that loses nothing, whose residual is put in with the rest every four tokens."""
+
+    def __init__(self):
+        super().__init__(residual_length=4)
+
+    def _quantize(self, tensor, axis):
+        assert tensor.numel()
+        return tensor.clone()
+
+    def _dequantize(self, q_tensor):
+        return q_tensor
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_quantised_cache_serves_layers_with_a_live_head(family, padded):
+    model = make(family)
+    freeze(model, HeadSet([(0, 1), (1, 0), (1, 1), *((2, head) for head in range(3))]))
+    cache = Cache(layers=[Exact() for _ in range(3)])
+    again = generate(model, *padded, use_cache=False, do_sample=False)
+    assert torch.equal(generate(model, *padded, past_key_values=cache, do_sample=False), again)
+    with pytest.raises(UnsupportedError, match="a quantised cache does not tell"):
+        cache_bytes(cache)
+
+
+def test_a_quantised_cache_of_a_layer_without_live_heads_is_refused(frozen, padded, monkeypatch):
+    _, model = frozen
+    with pytest.raises(UnsupportedError, match="take the default cache, an offloaded one or one of fixed size"):
+        model(padded[0], past_key_values=Cache(layers=[Exact() for _ in range(3)]))
+    passes = []
+    monkeypatch.setattr(type(model), "forward", lambda *_, **options: passes.append(options))
+    with pytest.raises(UnsupportedError, match=r"or leave a head of each layer live \(max_per_layer\)"):
+        generate(model, *padded, cache_implementation="quantized", do_sample=False)
+    assert not passes
+
+
 @pytest.mark.parametrize("helper", ["model", "frozen model", "prompt"])
 def test_assisted_tokens_are_the_greedy_ones(frozen, helper):
     family, model = frozen
@@ -110,6 +170,15 @@ def test_padding_that_is_emptied_and_filled_again_counts_for_nothing(frozen, pad
             cache.reset()
         alone = model(ids[:1, 4:], use_cache=False).logits
     torch.testing.assert_close(found[:1, 4:], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_mask_tells_of_tokens_to_come_counts_for_nothing(frozen, padded):
+    _, model = frozen
+    ids, mask = padded
+    longer = torch.nn.functional.pad(mask, (0, 7), value=1)
+    with torch.no_grad():
+        expected, found = (model(ids, attention_mask=each).logits for each in (mask, longer))
+    assert torch.equal(found, expected)
 
 
 def test_frozen_heads_keep_no_keys_unless_a_live_head_reads_them(frozen):

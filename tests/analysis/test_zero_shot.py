@@ -11,6 +11,7 @@ import saf
 import saf.integrations.transformers
 from saf.analysis.model import Watch
 from saf.analysis.zero_shot import ZeroShot, measure, tables
+from saf.cli import main
 from saf.data import calibration_windows
 from saf.data.text_data import TextData
 from saf.data.tokenizer import Tokenizer, train_bpe
@@ -18,11 +19,12 @@ from saf.errors import InputError
 from saf.evaluate.zero_shot import TaskAnswers
 from saf.integrations.lm_eval import ExactLengthModel, answer_tasks
 from saf.integrations.models import Encoder
-from saf.records.files import to_json
+from saf.records.files import to_json, write_json
+from saf.records.result import read_result
 from saf.records.table import markdown_of
 from saf.report.analyses import analysis_figure
 from tests.transformers_models import make
-from tests.zero_shot_files import write_tasks
+from tests.zero_shot_files import COUNT, write_tasks
 
 TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps in its red or green den. " * 60
 TASKS = ("sst2", "arc_easy")
@@ -108,12 +110,34 @@ def test_tables_and_figure_say_what_the_record_holds(record):
 
 
 def test_what_is_there_is_kept_after_every_arm(record):
-    assert [len(kept["arms"]) for kept in KEPT] == [1, 2, 3, 4]
+    assert [len(kept["arms"]) for kept in KEPT] == [0, 1, 2, 3, 4]
     assert KEPT[-1] == to_json(record)
-    assert KEPT[1]["overlap"] == {}
-    assert "Cut off after 2 of 4 arms" in tables(KEPT[1])[0]
-    assert "Cut off" not in tables(KEPT[3])[0]
-    assert any("continuations" in line for line in SAID)
+    assert KEPT[2]["overlap"] == {}
+    assert "Cut off after 2 of 4 arms" in tables(KEPT[2])[0]
+    assert "Cut off" not in tables(KEPT[4])[0]
+    asked = sum(line.startswith(f"{COUNT * 2} of {COUNT * 2} requests of sst2, ") for line in SAID)
+    assert asked == 1 + 4, "each model's, with the time left"
+
+
+@pytest.mark.parametrize("arms", [0, 3])
+def test_what_was_cut_off_goes_on_without_what_is_there(folder, record, arms, tmp_path, capsys):
+    write_json(tmp_path / "study.json", KEPT[arms])
+    words = ["--data", folder / "text.txt", "--tasks", *TASKS, "--task-data", folder / "tasks", "--sequences", 6]
+    words += ["--rates", 0.25, 0.5, "--max-fit-kl", 100.0, "--device", "cpu", "--out", tmp_path / "study.json"]
+    command = ["analyze", "zero-shot", *map(str, [folder / "model", *words])]
+    assert main([*command, "--max-fit-kl", "99"]) == 2
+    assert "its --max-fit-kl is 100.0, now 99.0; remove it" in capsys.readouterr().err
+    assert main(command) == 0
+    told = capsys.readouterr().err
+    assert "the model as it is" not in told
+    assert told.count(f"{COUNT * 2} of {COUNT * 2} requests of sst2") == 4 - arms
+    found = read_result(tmp_path / "study.json")
+    for one, other in zip(found["arms"], to_json(record)["arms"], strict=True):
+        assert (one["tasks"], one["heads"], one["name"]) == (other["tasks"], other["heads"], other["name"])
+    assert found["overlap"] == record["overlap"]
+    assert "answers" not in found["ordinary"]
+    assert main(command) == 2
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):

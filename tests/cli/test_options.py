@@ -13,7 +13,7 @@ from saf.records.events import read_events
 from saf.records.files import read_json
 from saf.train import TrainConfig
 
-TEXT = """--rate 0.5 --score random --pattern dirichlet --storage dense --fitter adam --max-fit-kl 0.3 --strict
+TEXT = """--rate 0.5 --score random --pattern dirichlet --fitter adam --max-fit-kl 0.3 --strict
 --exclude 0:1 1:11 --match variance --whole-groups --seed 7 --backend toeplitz --fitter-options steps 20
 --pattern-options scale 4 bounds [0.1,10]"""
 WORDS = TEXT.split()
@@ -21,7 +21,6 @@ CONFIG = FreezeConfig(
     rate=0.5,
     score="random",
     pattern="dirichlet",
-    storage="dense",
     fitter="adam",
     max_fit_kl=0.3,
     strict=True,
@@ -45,6 +44,7 @@ def pretrain(*words: str) -> TrainConfig:
 
 def test_freeze_takes_them_all():
     assert freeze(*WORDS) == CONFIG
+    assert freeze("--storage", "dense_bfloat16") == FreezeConfig(storage="dense_bfloat16")
 
 
 def test_pretrain_takes_them_all():
@@ -140,7 +140,7 @@ def test_a_shortfall_is_a_plain_line_and_a_count_above_the_live_heads_an_error(s
     common = ("--sequences", 4, "--device", "cpu")
     code, _, err = saf("freeze", arms[0], "--out", tmp_path / "none", "--max-fit-kl", 1e-12, *common)
     assert code == 0
-    assert "\nsaf freeze: 0 of 2 heads could be frozen: no further head fits within 1e-12 nats\n" in f"\n{err}"
+    assert "\nsaf freeze: only 0 of 2 heads could be frozen: no further head fits within 1e-12 nats\n" in f"\n{err}"
     assert "Warning" not in err
     code, _, err = saf("freeze", arms[0], "--out", tmp_path / "many", "--count", 9, *common)
     assert code == 2

@@ -187,6 +187,32 @@ def test_two_arms(data, tmp_path, capsys):
     assert result["provenance"]["checkpoints"]["parent"] == read_json(parent / "manifest.json")["hash"]
 
 
+def test_a_run_as_parent_is_its_newest_checkpoint_when_it_begins_and_when_it_is_resumed(data, tmp_path):
+    run, on = tmp_path / "run", tmp_path / "on"
+    parse("--data", data, "--out", run, *SMALL).run()
+    result = parse("--parent", run, "--out", on, "--updates", 5, "--quiet").run()
+    assert result["provenance"]["checkpoints"]["parent"] == read_json(run / "checkpoints/step-4/manifest.json")["hash"]
+    again = parse("--parent", run, "--out", on, "--resume")
+    assert again.settings.parent == str(run / "checkpoints" / "step-4")
+    assert again.run()["report_loss"] == result["report_loss"]
+    with pytest.raises(InputError, match="cannot resume with other settings"):
+        parse("--parent", on, "--out", on, "--resume").run()
+
+
+def test_an_interrupted_run_says_how_to_go_on(data, tmp_path, capsys, monkeypatch):
+    from saf import cli
+    from saf.train import loop
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "finish", interrupt)
+    assert cli.main(["pretrain", "--data", str(data), "--out", str(tmp_path), *map(str, SMALL)]) == 130
+    assert (
+        "interrupted. Checkpoints, if there are any, stay: go on with the same command and" in capsys.readouterr().err
+    )
+
+
 def test_resume_takes_the_runs_settings(data, tmp_path):
     first = parse("--data", data, "--out", tmp_path, *SMALL).run()
     assert parse("--out", tmp_path, "--resume").run()["report_loss"] == first["report_loss"]

@@ -16,6 +16,7 @@ from saf.cli import main
 from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.evaluate.perplexity import read_evaluation
 from saf.records.paths import Kind, kind_of
+from saf.records.quantities import number
 from tests.transformers_models import LENGTH, make
 
 FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu")
@@ -96,7 +97,7 @@ def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp
     freezing = json.loads((frozen / "freezing.json").read_text())
     assert data["freezes"][0]["frozen"] == freezing["heads"]
     assert f"{record['delta_ppl_percent']:+.3f}%" in page
-    assert f"{max(kl for *_, kl in freezing['fit_kl']):.4f} at most" in page
+    assert f"{number(max(kl for *_, kl in freezing['fit_kl']), 3)} at most" in page
     assert freezing["model"][:12] in page
     # What a Trainer leaves has no scores; what freezing cost may not be known.
     shutil.copytree(frozen, tmp_path / "bare", ignore=shutil.ignore_patterns("events*", "freezing.json"))
@@ -123,7 +124,7 @@ def saf_tokens(data):
     return torch.tensor(TokenData.open(data).tokens("report")[:])
 
 
-def test_text_calibrates_by_the_folders_own_tokenizer(base, saf_json, tmp_path):
+def test_text_calibrates_by_the_folders_own_tokenizer(base, saf, saf_json, tmp_path):
     words = ("freeze", base / "model", "--data", base / "text.txt", "--max-fit-kl", 100, *FLAGS)
     short = ("--length", 16, "--allow-shorter", "--out", tmp_path / "out")
     assert saf_json(*words, *short)["length"] == 16
@@ -131,6 +132,22 @@ def test_text_calibrates_by_the_folders_own_tokenizer(base, saf_json, tmp_path):
     assert evaluated["length"] == 16, "what the patterns cover"
     tokenizer = Tokenizer.load(base / "model")
     assert evaluated["windows"] == len(tokenizer.encode(TEXT)) // 16
+    code, _, told = saf(*words, "--length", LENGTH + 1, "--out", tmp_path / "long")
+    assert code == 2
+    assert f"of {LENGTH + 1} tokens are longer than the model's maximum of {LENGTH}" in told
+
+
+def test_attention_dropout_is_switched_off_and_told(base, saf, tmp_path):
+    shutil.copytree(base / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    words = ("--data", base / "text.txt", "--length", 16, "--allow-shorter", "--max-fit-kl", 100, *FLAGS)
+    code, _, told = saf("freeze", tmp_path / "model", *words, "--out", tmp_path / "out")
+    assert code == 0
+    assert "frozen heads have no attention dropout: attention_dropout was 0.1 and is 0 in" in told
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").train()
+    assert model.config.attention_dropout == 0.0
+    assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
 
 
 def test_another_tokenizer_is_refused_by_name(base, saf, tmp_path):

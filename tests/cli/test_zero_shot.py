@@ -25,8 +25,10 @@ def files(tmp_path_factory):
 def test_checkpoints_are_judged_by_perplexity_and_tasks(arms, files, saf, saf_json, tmp_path):
     words = ("--tasks", *TASKS, "--task-data", files, "--limit", 2, "--too-long", "cut", "--device", "cpu")
     for name, run in zip(("ordinary", "frozen"), arms, strict=True):
-        code, out, _ = saf("evaluate", run, *words, "--out", tmp_path / name)
+        code, out, told = saf("evaluate", run, *words, "--out", tmp_path / name)
         assert code == 0
+        assert [f"{2 * COUNT} of {2 * COUNT} requests of {task}" in told for task in TASKS] == [True, False, True]
+        assert "s left" in told
         assert out.index("perplexity") < out.index("Zero-shot tasks")
         assert "longer than 32 tokens, and cut" in " ".join(out.split())
     record = saf_json("compare", tmp_path / "ordinary", tmp_path / "frozen", "--out", tmp_path / "changes")

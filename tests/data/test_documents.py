@@ -8,9 +8,10 @@ from saf.data.documents import (
     assign,
     check_disjoint,
     divide,
-    held_out_pool,
     hold_out,
     leave_out_near_,
+    lowest_keys,
+    may_be_held_out,
     order_key,
     split_text,
 )
@@ -34,8 +35,8 @@ def test_order_of_documents_does_not_matter(rng):
     tokens = rng.integers(10, 1000, 200)
     heldout = np.zeros(200, dtype=bool)
     shuffled = rng.permutation(200)
-    one = assign(keys, tokens, heldout, fraction=0.2, shares=THIRDS)
-    other = assign(keys[shuffled], tokens[shuffled], heldout, fraction=0.2, shares=THIRDS)
+    one = assign(keys, tokens, heldout, sizes=tokens, fraction=0.2, shares=THIRDS)
+    other = assign(keys[shuffled], tokens[shuffled], heldout, sizes=tokens[shuffled], fraction=0.2, shares=THIRDS)
     assert (one[shuffled] == other).all()
 
 
@@ -43,16 +44,52 @@ def test_order_of_documents_does_not_matter(rng):
 def test_the_fraction_is_reached_from_the_lowest_keys(rng, fraction):
     keys = rng.integers(0, 2**63, 2000).astype(np.uint64) * np.uint64(2)
     tokens = rng.integers(10, 1000, 2000)
-    mask = hold_out(keys, tokens, fraction)
+    mask = hold_out(keys, tokens, fraction, may_be_held_out(keys, 4 * tokens, fraction))
     assert tokens[mask].sum() / tokens.sum() == pytest.approx(fraction, abs=0.01)
     assert keys[mask].max() < keys[~mask].min()
-    assert keys[mask].max() < held_out_pool(fraction)
+    assert keys[mask].max() < lowest_keys(fraction)
+
+
+@pytest.mark.parametrize("documents", [100, 400, 1900])
+def test_few_documents_hold_out_what_was_asked_for_whatever_their_keys_are(documents):
+    """Of documents as different as books and notes; a pool of twice the fraction of all keys alone held too little."""
+    shares = {True: [], False: []}
+    for seed in range(60):
+        draw = np.random.default_rng(seed)
+        keys, words = draw.integers(0, 2**64, documents, dtype=np.uint64), np.exp(draw.normal(6, 1.3, documents))
+        tokens, sizes = (words * draw.uniform(1.2, 1.5, documents)).astype(int), (5 * words).astype(int)
+        pool = may_be_held_out(keys, sizes, 0.05)
+        for mended, chosen in ((True, pool), (False, keys < lowest_keys(0.05))):
+            mask = hold_out(keys, tokens, 0.05, chosen)
+            assert not (mask & ~chosen).any()
+            shares[mended].append(tokens[mask].sum() / tokens.sum() / 0.05)
+    assert min(shares[True]) > 0.85
+    assert max(shares[True]) < 1.2
+    assert min(shares[False]) < 0.85 or documents > 1000
+    assert shares[True] == shares[False] or documents < 1000
+
+
+def test_of_many_documents_the_pool_is_their_keys_alone(rng):
+    keys = rng.integers(0, 2**64, 2000, dtype=np.uint64)
+    sizes = np.where(keys < lowest_keys(0.05), 1, 10_000)
+    assert (may_be_held_out(keys, sizes, 0.05) == (keys < lowest_keys(0.05))).all()
+    assert may_be_held_out(keys[:1999], sizes[:1999], 0.05).sum() > (keys[:1999] < lowest_keys(0.05)).sum()
+
+
+def test_what_is_held_out_of_few_documents_stays_so_when_others_are_added(rng):
+    keys, tokens = rng.integers(0, 2**64, 300, dtype=np.uint64), rng.integers(50, 150, 300)
+    before = np.zeros(0, dtype=bool)
+    for some in (150, 225, 300):
+        mask = hold_out(keys[:some], tokens[:some], 0.1, may_be_held_out(keys[:some], tokens[:some], 0.1))
+        assert keys[:some][mask].max() < keys[:some][~mask].min()
+        assert (mask[: len(before)] != before).sum() <= 3  # at the border
+        before = mask
 
 
 def test_a_very_long_document_stays_in_training(rng):
     keys = np.arange(101, dtype=np.uint64) * np.uint64(2**57)
     tokens = np.array([5000] + [100] * 100)
-    mask = hold_out(keys, tokens, 0.1)
+    mask = hold_out(keys, tokens, 0.1, may_be_held_out(keys, tokens, 0.1))
     assert not mask[0]
     assert tokens[mask].sum() == pytest.approx(0.1 * tokens.sum(), abs=100)
 
@@ -65,9 +102,9 @@ def test_a_share_of_zero_gets_nothing(rng):
 def test_too_few_documents_are_refused():
     keys, tokens = np.arange(4, dtype=np.uint64), np.array([10, 10, 10, 10])
     with pytest.raises(DataError, match="the report partition got no document: 4 documents in all, 2 held out"):
-        assign(keys, tokens, np.array([True, True, False, False]), fraction=None, shares=THIRDS)
+        assign(keys, tokens, np.array([True, True, False, False]), sizes=tokens, fraction=None, shares=THIRDS)
     with pytest.raises(DataError, match="the train partition got no document"):
-        assign(keys, tokens, np.array([True] * 4), fraction=None, shares=THIRDS)
+        assign(keys, tokens, np.array([True] * 4), sizes=tokens, fraction=None, shares=THIRDS)
 
 
 def test_a_shared_document_is_found(rng):

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from saf.data import PARTITIONS, TokenData, prepare
+from saf.data.config import PrepareConfig
+from saf.data.documents import lowest_keys, order_key
 from saf.data.encoding import EncodeWorker
 from saf.data.preparation import Reading
-from saf.data.sources import read_left_out
+from saf.data.sources import read_left_out, resolve
 from saf.data.token_data import DataIndex
-from saf.errors import DataError, InputError
+from saf.data.tokenizer import sample_text
+from saf.data.utf8 import digest_of
+from saf.errors import DataError, InputError, SafWarning
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +58,36 @@ def test_held_out_tokens_are_balanced(prepared):
     counts = np.array([data.num_tokens(name) for name in PARTITIONS])
     assert counts[1:].sum() / counts.sum() == pytest.approx(0.3, abs=0.03)
     assert counts[1:].max() <= 1.1 * counts[1:].min()
+
+
+@pytest.mark.parametrize("tokenizer_bytes", [2**24, 2_000])
+def test_of_few_documents_what_was_asked_for_is_held_out_and_the_tokenizer_learns_from_others(
+    tmp_path, tokenizer_bytes
+):
+    """The lowest keys of these documents hold a third of the text that is to be held out."""
+    draw = np.random.default_rng(3)
+    texts = [f"{number} " + "word " * int(length) for number, length in enumerate(np.exp(draw.normal(4, 1, 100)))]
+    source = jsonl(tmp_path / "few.jsonl", texts)
+    lowest = [text for text in texts if order_key(digest_of(text.encode()), 7) < lowest_keys(0.05)]
+    target = 0.05 * sum(map(len, texts))
+    assert sum(len(text) for text in lowest if len(text) <= target / 3) < 0.4 * target
+    config = {"heldout_fraction": 0.05, "seed": 7, "tokenizer_bytes": tokenizer_bytes}
+    prepare(source, tmp_path / "data", vocab_size=270, workers=1, **config)
+    data = TokenData.open(tmp_path / "data")
+    counts = [data.num_tokens(name) for name in PARTITIONS]
+    assert sum(counts[1:]) / sum(counts) == pytest.approx(0.05, rel=0.1)
+    held_out = [text for name in PARTITIONS[1:] for text in documents_of(data, name)]
+    pieces, _ = sample_text([resolve(str(source))], PrepareConfig(**config))
+    assert pieces
+    assert not set(pieces) & set(held_out)
+
+
+def test_long_documents_that_leave_too_little_to_hold_out_are_told(tmp_path):
+    texts = [f"{number} " + "word " * (20 if number < 12 else 3_000) for number in range(24)]
+    with pytest.warns(
+        SafWarning, match=r"0\.[0-9]% of the tokens are held out, 5\.0% were asked for.*split_characters"
+    ):
+        prepare(jsonl(tmp_path / "long.jsonl", texts), tmp_path / "data", vocab_size=270, workers=1)
 
 
 @pytest.mark.parametrize("workers", [2, 5])

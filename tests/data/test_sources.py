@@ -57,6 +57,18 @@ def test_parquet_yields_the_text_column(tmp_path):
     assert 0 < sum(consumed) <= (tmp_path / "a.parquet").stat().st_size
 
 
+def test_parquet_that_grows_without_measure_is_not_decompressed_beyond_max_bytes(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    bomb = arrow.table({"text": ["a" * 10_000_000, "b"]})
+    parquet.write_table(bomb, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=False)
+    before = arrow.default_memory_pool().max_memory()
+    with pytest.raises(DataError, match=r"bomb.parquet, row group 0: column 'text' grows from .* to 10,000"):
+        read(tmp_path / "bomb.parquet", most_bytes=1000)
+    assert arrow.default_memory_pool().max_memory() == before
+    # Without a limit it is a document like any other.
+    assert list(map(len, read(tmp_path / "bomb.parquet"))) == [10_000_000, 1]
+
+
 def test_parquet_is_read_in_batches_of_a_bounded_size(tmp_path):
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     texts = [f"{n} " + "word " * 100_000 for n in range(64)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from saf.data import TokenData, prepare
 from saf.data.config import PrepareConfig
-from saf.data.documents import held_out_pool, order_key
+from saf.data.documents import lowest_keys, order_key
 from saf.data.sources import resolve
 from saf.data.token_data import DataIndex
 from saf.data.tokenizer import EOT, Tokenizer, sample_text, train_bpe
@@ -156,4 +156,4 @@ def test_the_sample_is_capped_and_leaves_out_what_may_be_held_out(corpus, texts)
     assert set(pieces) <= set(everything) < set(texts)
     held_back = set(texts) - set(everything)
     keys = [order_key(blake2b(text.encode(), digest_size=16).digest(), 0) for text in held_back]
-    assert max(keys) < held_out_pool(0.2) <= 2**64 * 0.4
+    assert max(keys) < lowest_keys(0.2) <= 2**64 * 0.4

@@ -4,14 +4,25 @@ import pytest
 
 from saf.evaluate.side_by_side import arm_names, arms_table, compare_all, speed_caveat
 from saf.records.run import RecordedRun
-from tests.report.synthetic import write_pair
+from tests.report.synthetic import Shape, write_pair
 
 
 @pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "not clear: spreads overlap")])
 def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
-    record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0]}
+    record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0], "heads": 6, "num_heads": 12}
     assert speed_caveat({**record, "update_seconds_spread_frozen": spread}).endswith(caveat)
     assert bool(speed_caveat({**record, "update_seconds_spread_frozen": spread})) == bool(caveat)
+
+
+@pytest.mark.parametrize(("heads", "busy"), [(3, True), (4, False), (9, False)])
+def test_more_than_free_heads_would_save_is_a_busy_machine(tmp_path, heads, busy):
+    """Of 12 heads 3 make an update at most 4/3 times as fast, 4 make it 3/2, 9 make it 4."""
+    runs = [RecordedRun.open(folder) for folder in write_pair(tmp_path, Shape(rate=heads / 12), speedup=1.4)]
+    comparisons = compare_all(runs, arm_names(runs))
+    assert comparisons[0].record["heads"] == heads
+    assert ("machine was busy" in speed_caveat(comparisons[0].record)) == busy
+    table = arms_table(runs, arm_names(runs), comparisons)
+    assert (table.rows[1][table.columns.index("median update")].endswith("(unclear)")) == busy
 
 
 def test_too_few_updates_have_no_ratio_and_say_so():

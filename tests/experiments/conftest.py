@@ -6,7 +6,8 @@ import torch
 
 from saf.evaluate.tokens import TokenLosses
 from saf.experiments.plan import plan
-from saf.experiments.recipe import SCALES, Arm, Recipe
+from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import SCALES
 from saf.experiments.store import Store
 from saf.records.files import append_line, read_json, write_json
 from saf.records.folders import write_manifest

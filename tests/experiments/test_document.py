@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from saf.experiments.document import render_document
 from saf.experiments.execution import execute
 from saf.experiments.recipe import Arm, Recipe
@@ -19,16 +21,32 @@ def test_stores_are_tables_of_the_arms_that_were_run(recipe, make_plan, trainer,
     assert "### made_up, smoke" in text
     assert "| a | 22.42" in text
     assert "| b |" not in text
-    assert "Not run: 1 other arms and measurements of the recipe." in text
+    assert "Not run, 1 of 3 arms: b." in text
     assert "saf run made_up --scale smoke --store results/experiments --data DATA --seeds 1" in text
     assert plan.arms["made_up", "a", 1] not in text, "a record is no result of its own"
+
+
+def test_a_recipe_has_the_seeds_that_it_was_run_with(recipe, make_plan, trainer, tmp_path):
+    arms = tuple(replace(arm, settings={**arm.settings, "peak_lr": 1e-4}) for arm in recipe.arms)
+    recipes = {"made_up": recipe, "another": replace(recipe, arms=arms)}
+    store = Store(tmp_path / "results" / "experiments").open(write=True)
+    for name, seeds in (("made_up", (1, 2)), ("another", (2,))):
+        plan = make_plan(seeds=seeds, **{name: recipes[name]})
+        execute(plan, store, store.folder, say=lambda text: None, launch=trainer)
+    text = render_document(tmp_path / "results", tmp_path / "docs", recipes=recipes)["results.md"]
+    assert [line.split("--seeds ")[1] for line in text.splitlines() if line.startswith("saf run")] == ["1 2", "2"]
+    assert "fewer seeds" not in text
 
 
 def test_a_parent_alone_is_no_table(recipe, make_plan, trainer, tmp_path):
     plan = make_plan(arms=("a",))
     other = Recipe(
         title="Another", source=SOURCE, columns=("perplexity",),
-        arms=(Arm(name="ordinary", reference=None), Arm(name="c", parent="ordinary", settings={"freeze.rate": 0.1})),
+        arms=(
+            Arm(name="ordinary", reference=None, row=False),
+            Arm(name="a", parent="ordinary", settings={"freeze.rate": 0.25}, row=False),
+            Arm(name="c", parent="ordinary", settings={"freeze.rate": 0.1}),
+        ),
     )  # fmt: skip
     text = made({"made_up": recipe, "another": other}, tmp_path, trainer, plan)
     assert "### made_up, smoke" in text

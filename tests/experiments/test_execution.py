@@ -69,6 +69,29 @@ def test_a_failure_keeps_its_children_from_beginning_and_the_others_go_on(make_p
     assert trainer.calls[4][-1] == "--resume", "the failed run left a folder to resume"
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_record_that_cannot_be_written_is_one_failure_and_is_made_up_for(
+    make_plan, store, trainer, monkeypatch, jobs
+):
+    made = make_plan(seeds=(1, 2))
+    full = made.arms["made_up", "a", 1]
+
+    def write(path, record):
+        if path.stem == full:
+            raise OSError(28, "No space left on device", str(path))
+        return write_json(path, record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("saf.experiments.store.write_json", write)
+        outcome, _ = carry_out(made, store, trainer, lanes=Lanes(jobs=jobs))
+    assert len(outcome.ended) == 5
+    assert list(outcome.failed) == [full]
+    assert "No space left" in outcome.failed[full]
+    outcome, _ = carry_out(made, store, trainer)
+    assert outcome.ended == [full]
+    assert len(trainer.calls) == 6, "the run itself had ended"
+
+
 def test_a_stopped_plan_goes_on_where_it_was(make_plan, store, trainer):
     made = make_plan()
     trainer.codes = [0, EXIT_STOPPED]
@@ -267,4 +290,5 @@ def test_a_parent_trained_again_has_a_second_record_and_arms_are_compared_with_t
     table = render("made_up", recipe, made, store)
     assert table.values["a"]["delta"].mean == pytest.approx(0.0, abs=1e-3), "of the first training"
     assert table.values["b"]["delta"].mean < -50, "of the second"
-    assert "another training of the same parent" in " ".join(table.table().notes), "b is compared with a, of the first"
+    notes = " ".join(table.tables()[0].notes)
+    assert "another training of the same parent" in notes, "b is compared with a, of the first"

@@ -9,9 +9,10 @@ from saf.experiments.columns import AGAINST, OWN, REFERENCE, Row
 from saf.experiments.examples import WHOLE, find_examples, work_of, write_smoke_examples
 from saf.experiments.execution import words
 from saf.experiments.plan import plan
-from saf.experiments.recipe import SCALES, Arm, Recipe
+from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render
 from saf.experiments.rows import Rows
+from saf.experiments.scales import SCALES
 from saf.experiments.store import data_of
 from saf.train.checkpoint import step_name
 from tests.experiments.conftest import SOURCE
@@ -167,8 +168,9 @@ def test_rows_of_one_run_are_of_its_reports_in_between():
 def test_tables_leave_parents_out_and_records_tell_text_from_tasks(files, store):
     recipe = recipe_of("none")
     made = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=(1,), files=files)
-    rows = [row[0] for row in render("x", recipe, made, store).table().rows]
-    assert list(map(str, rows)) == ["tuned", "frozen tuned"]
+    latex = render("x", recipe, made, store).latex()
+    rows = [line.partition(" & ")[0] for line in latex.splitlines() if " & " in line]
+    assert rows == ["arm", "tuned", "frozen tuned"]
 
     def kept(fingerprint, **settings):
         return {"settings": settings, "provenance": {"data": {"train": fingerprint}}}

@@ -10,7 +10,7 @@ from saf.cli import main
 from saf.experiments.foretelling import foretell
 from saf.experiments.measuring import PlannedMeasurement
 from saf.experiments.plan import Plan
-from saf.experiments.recipe import SCALES
+from saf.experiments.scales import SCALES
 from saf.records.files import read_json
 
 BENCH = Path(__file__).parents[2] / "results" / "bench"

@@ -1,3 +1,4 @@
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -11,8 +12,9 @@ from saf.experiments.execution import Outcome, execute, in_a_process
 from saf.experiments.measurement import Changes, Checkpoint, Measurement, Number, RecordOf, RunOf, speedup
 from saf.experiments.measuring import carry_out, lost_inputs, plan_measurements, words
 from saf.experiments.plan import plan
-from saf.experiments.recipe import SCALES, Arm, Recipe
+from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render
+from saf.experiments.scales import SCALES
 from saf.records.files import read_json, write_json
 from saf.records.paper import Source
 from saf.records.result import result_header
@@ -179,6 +181,37 @@ def test_a_failure_names_its_log_and_stops_what_reads_it_alone(prepare, command)
     assert "3 of 3 measurements" in said[-1]
 
 
+def test_what_an_analysis_can_go_on_with_stays_for_it(prepare, store, command):
+    recipe = measured_recipe(
+        Measurement(name="study", does="analyze zero-shot", on=("MODEL",)),
+        Measurement(name="speed", does="bench update"),
+    )
+    command.codes = [1, 1]
+    _, found, *_ = prepare(recipe)
+    study, speed = (store.run_folder(key) / "measured.json" for key in found.planned)
+    for out, kind in ((study, "zero-shot"), (speed, "update")):
+        write_json(out, {**result_header(kind, {}), "arms": [], "asked": 2, "finished": False})
+    command.codes = [1, 1]
+    prepare(recipe)
+    assert study.exists()
+    assert not speed.exists(), "a benchmark begins anew"
+    write_json(study, {**result_header("zero-shot", {}), "arms": [], "asked": 0})
+    command.codes = [1]
+    prepare(recipe)
+    assert not study.exists(), "it was not cut off, and the command would refuse it"
+
+
+def test_a_measurement_without_a_readable_record_is_one_failure(prepare, command, monkeypatch):
+    def nothing(path):
+        raise InputError(f"{path} is not valid JSON")
+
+    monkeypatch.setattr("saf.experiments.measuring.read_result", nothing)
+    *_, outcome, said = prepare(measured_recipe(STABILITY))
+    (problem,) = outcome.failed.values()
+    assert "x/two, seed 1 has no record" in problem
+    assert "1 of 1 measurements" in said[-1]
+
+
 def test_a_run_whose_folder_is_gone_is_trained_again_for_what_reads_it(prepare, store, trainer):
     made, *_ = prepare(measured_recipe(STABILITY))
     shutil.rmtree(store.run_folder(made.arms["x", "a", 1]))
@@ -197,11 +230,12 @@ def test_tables_have_the_papers_number_and_what_was_not_made(prepare, store, tmp
     recipe = measured_recipe(STABILITY, speed)
     made, found, *_ = prepare(recipe, seeds=(1, 2))
     table = render("x", recipe, made, store, found)
-    rows = [list(map(str, row)) for row in table.numbers().rows]
-    assert rows == [["overlap", "3 ± 0", "30"], ["25%", "not run", "1.05×"]]
+    rows = [list(map(str, row)) for row in table.measurements()[0].rows]
+    assert rows == [["overlap", "3 ± 0", "30"]]
+    assert re.findall(r"25\\.*", table.latex()) == [r"25\% & not run & 1.05$\times$ \\"]
     files = {path.suffix: path for path in table.write(tmp_path / "out")}
     markdown = files[".md"].read_text()
-    assert "speed, `saf bench update`: not run" in markdown.replace("\\", "")
+    assert "Measurements not run: speed (saf bench update)." in markdown
     assert "heads in both" in markdown, "the analysis's own table"
     assert "two,overlap,3" in files[".csv"].read_text()
     assert r"\bottomrule" in files[".tex"].read_text()

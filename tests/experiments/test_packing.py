@@ -6,7 +6,8 @@ from saf.errors import InputError
 from saf.experiments.packing import RESERVE, Packing, all_lost, length, packing_table
 from saf.experiments.plan import plan
 from saf.experiments.rates import Measured
-from saf.experiments.recipe import SCALES, Arm, Recipe, read_tokens
+from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import SCALES, read_tokens
 
 
 def nothing_lost(run):

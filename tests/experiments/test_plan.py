@@ -2,7 +2,8 @@ import pytest
 
 from saf.errors import InputError
 from saf.experiments.plan import plan
-from saf.experiments.recipe import SCALES, Arm, Recipe, open_recipes, scale_named
+from saf.experiments.recipe import Arm, Recipe, open_recipes
+from saf.experiments.scales import SCALES, scale_named
 
 
 def test_parents_come_first_and_each_run_is_planned_once(recipe, make_plan):
@@ -55,9 +56,10 @@ def test_predictions_count_the_updates_that_are_a_runs_own(recipe):
 @pytest.mark.parametrize(
     ("act", "expected"),
     [
-        (lambda r: open_recipes(("timin",)), "did you mean timing"),
+        (lambda r: plan({"x": r}, SCALES["smoke"], data="", seeds=(1, 2, 1)), "each seed is named once; got 1, 2, 1"),
+        (lambda r: open_recipes(("timin",)), "did you mean 'timing'"),
         (lambda r: open_recipes(folder=r), "holds no recipes"),
-        (lambda r: scale_named("smal"), "did you mean small"),
+        (lambda r: scale_named("smal"), "did you mean 'small'"),
         (lambda r: Recipe(title="t", source=None, arms=(Arm(name="a"),), columns=()), "compared with 'ordinary'"),
         (lambda r: Recipe(title="t", source=None, arms=(Arm(name="a", parent="b"),), columns=()), "goes on from 'b'"),
         (lambda r: Recipe(title="t", source=None, arms=(Arm(name="a", reference=None),) * 2, columns=()), "two arms"),
@@ -87,7 +89,7 @@ def test_what_is_not_there_is_named(act, expected, tmp_path):
 
 
 def test_an_unknown_arm_or_moment_is_named(recipe, make_plan):
-    with pytest.raises(InputError, match="no arm 'ordinry'; did you mean ordinary"):
+    with pytest.raises(InputError, match="no arm 'ordinry'; did you mean 'ordinary'"):
         make_plan(arms=("ordinry",))
     arm = Arm(name="late", parent="ordinary", at=0.3)
     with pytest.raises(InputError, match=r"late goes on from 0\.3 of its parent's updates; runs keep 0\.25"):

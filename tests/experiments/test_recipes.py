@@ -8,7 +8,8 @@ from saf.experiments.columns import COLUMNS
 from saf.experiments.execution import flag_words
 from saf.experiments.measuring import Given, plan_measurements
 from saf.experiments.plan import plan
-from saf.experiments.recipe import SCALES, open_recipes
+from saf.experiments.recipe import open_recipes
+from saf.experiments.scales import SCALES
 from saf.freezing.config import FreezeConfig
 from saf.schedules import SCHEDULES
 from saf.tasks import FinetuneSettings, MQARSettings
@@ -70,7 +71,7 @@ def test_every_measurement_is_a_command_whose_settings_can_be_used(scale):
 @pytest.mark.parametrize("name", RECIPES)
 def test_columns_exist_and_the_papers_numbers_are_of_columns_shown(name):
     recipe = RECIPES[name]
-    assert set(recipe.columns) <= set(COLUMNS)
+    assert set(recipe.headline) <= set(recipe.columns) <= set(COLUMNS)
     for arm in recipe.arms:
         assert set(arm.paper) <= set(recipe.columns), arm.name
         assert "difference" not in arm.paper or arm.against

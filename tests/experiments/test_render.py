@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from saf.errors import CompareError
+from saf.experiments.columns import COLUMNS
 from saf.experiments.execution import execute
 from saf.experiments.page import recipe_page
 from saf.experiments.recipe import Arm, Recipe
@@ -28,9 +29,10 @@ def test_ratios_are_taken_in_each_seed_before_the_mean(recipe, make_plan, store,
     value = table.values["a"]["delta"]
     assert value.mean == pytest.approx((first + second) / 2, rel=1e-4)
     assert value.error == pytest.approx(abs(first - second) / 2, rel=1e-4), "sd of two over sqrt(2)"
-    assert table.values["b"]["difference"].mean == pytest.approx(
-        50 * (math.expm1(0.09) + math.expm1(0.07)), rel=1e-4
-    ), "the difference is taken from the arm that it is against"
+    each = (math.expm1(0.1) - math.expm1(0.01), math.expm1(0.1) - math.expm1(0.03))
+    assert table.values["b"]["difference"].mean == pytest.approx(50 * sum(each), rel=1e-4), (
+        "points are those of both changes from ordinary, as the paper's: 2.778 and 1.911 % differ by 0.867"
+    )
     assert table.values["ordinary"]["delta"] is None
 
 
@@ -57,7 +59,9 @@ def test_every_form_holds_the_numbers_beside_the_papers(recipe, make_plan, store
     markdown, latex = files[".md"].read_text(), files[".tex"].read_text()
     assert "paper's change" in markdown
     assert "+1.0" in markdown
-    assert "| b | not run |" in markdown
+    assert "| b |" not in markdown
+    assert "Not run, 1 of 3 arms: b." in markdown
+    assert "b & not run & – & not run" in latex
     assert r"\toprule" in latex
     assert r"\%" in latex
     assert "%" not in latex.replace(r"\%", "").replace("% ", "")
@@ -98,8 +102,8 @@ def test_a_tree_that_no_commit_holds_makes_a_draft(recipe, make_plan, store, tra
     record["provenance"]["commit"] += "+"
     write_json(path, record)
     draft = render("made_up", recipe, made, store)
-    assert "DRAFT: 1 of 3" in draft.table().notes[0]
-    assert draft.table().title.startswith("DRAFT: ")
+    assert "DRAFT: 1 of 3" in draft.tables()[0].notes[0]
+    assert draft.tables()[0].title.startswith("DRAFT: ")
     assert r"\textbf{DRAFT" in draft.latex(), "a comment would not be seen in print"
     assert {path.stem for path in draft.write(store.folder / "out")} == {"made_up-smoke-draft"}
 
@@ -177,9 +181,10 @@ def test_the_table_at_matched_time_values_extra_tokens_at_both_rates(matched_tab
 def test_a_number_that_needs_an_arm_that_was_not_run_says_so_in_every_form(matched_table, tmp_path):
     table = matched_table()
     files = {path.suffix: path.read_text() for path in table.write(tmp_path)}
-    row = next(line for line in files[".md"].splitlines() if line.startswith("| frozen |"))
-    assert row.split("|")[3].strip() == "not run", "the raw clock"
+    row = next(line for line in files[".tex"].splitlines() if line.startswith("frozen &"))
+    assert row.split("&")[2].strip() == "not run", "the raw clock"
     assert row.count("not run") == 1
+    assert "Columns whose arms were not run: change on the raw clock, %." in files[".md"]
     assert all("not run" in files[kind] for kind in (".md", ".tex", ".html"))
     assert '"not_run": [\n' in files[".json"]
 
@@ -200,4 +205,78 @@ def test_times_of_a_run_that_shared_its_device_are_left_out(recipe, make_plan, s
     table = render("made_up", timed, made, store)
     assert table.values["a"]["minutes"] is None
     assert table.values["b"]["minutes"].mean == pytest.approx(1.5)
-    assert "Runs that shared a device, whose times are left out: 1." in table.table().notes
+    assert "Runs that shared a device, whose times are left out: 1." in table.tables()[0].notes
+
+
+@pytest.mark.parametrize("shared", ["ordinary", "a"])
+def test_a_ratio_of_times_needs_both_runs_alone(recipe, make_plan, store, trainer, shared):
+    arms = (recipe.arms[0], replace(recipe.arms[1], against="ordinary"))
+    timed = Recipe(title="x", source=recipe.source, arms=arms, columns=("time_ratio", "delta"))
+    made = make_plan(made_up=timed)
+    store.mark_shared_(made.arms["made_up", shared, 1])
+    carry_out(made, store, trainer)
+    table = render("made_up", timed, made, store)
+    assert table.values["a"]["time_ratio"] is None
+    assert not table.lacking, "it was run"
+    assert table.values["a"]["delta"] is not None
+
+
+def test_an_arm_beside_a_row_is_compared_with_the_training_that_it_shares(matched, matched_table, make_plan, store):
+    matched_table()
+    key = {arm: make_plan(made_up=matched).arms["made_up", arm, 1] for arm in ("parent", "frozen, tokens")}
+    again = {"went_through": ["another training"]}
+    tokens = store.record_file(key["frozen, tokens"])
+    write_json(tokens, {**read_json(tokens), **again})
+    parent = read_json(store.record_file(key["parent"]))
+    write_json(store.folder / "records" / f"{key['parent']}-2.json", {**parent, **again, "report_loss": 3.215})
+    table = render("made_up", matched, make_plan(made_up=matched), store)
+    assert table.values["frozen"]["tokens"].mean == pytest.approx(100 * math.expm1(3.12 - 3.215), rel=1e-4)
+
+
+def test_the_headline_has_the_columns_that_are_asked_for_and_no_row_that_others_are_made_with(
+    matched, matched_table, make_plan, store
+):
+    matched_table()
+    asked = replace(matched, headline=("delta", "tokens", "own_exchange"))
+    table = render("made_up", asked, make_plan(made_up=asked), store)
+    first, every = table.tables()
+    assert first.columns == ("arm", *(COLUMNS[name].title for name in asked.headline))
+    assert [str(row[0]) for row in first.rows] == ["frozen"]
+    assert "Not run, 2 of 7 arms: 2 that numbers of others are made with." in first.notes, "the raw clock's"
+    assert [str(row[0]) for row in every.rows] == list(LOSSES)
+    assert COLUMNS["raw"].title not in every.columns
+    page = recipe_page(table)
+    at = [page.index(words) for words in ('id="headline"', '<svg class="arms"', 'id="table"', 'id="missing"')]
+    assert at == sorted(at), "what is asked, its drawing, every number, what lacks"
+    drawing = re.search('<svg class="arms".*?</svg>', page)[0]
+    assert re.findall(r'class="name"[^>]*>([^<]*)<', drawing) == ["frozen"]
+
+
+def test_contexts_that_were_not_run_are_named_at_once(recipe, make_plan, store, trainer):
+    far = tuple(Arm(name=f"far {name}", context=8_192, reference=None) for name in "ab")
+    wide = replace(recipe, arms=(*recipe.arms, *far))
+    carry_out(make_plan(made_up=wide, arms=("a",)), store, trainer)
+    (table,) = render("made_up", wide, make_plan(made_up=wide), store).tables()
+    assert "Not run, 3 of 5 arms: all 2 at the paper's 8,192 tokens of context; b." in table.notes
+
+
+def test_means_over_fewer_seeds_than_planned_are_named(recipe, make_plan, store, trainer):
+    made = make_plan(seeds=(1, 2))
+    carry_out(made, store, trainer)
+    told = "Over fewer seeds than planned, and not to be set beside the others: "
+    assert told not in " ".join(render("made_up", recipe, made, store).tables()[0].notes)
+    store.record_file(made.arms["made_up", "a", 2]).unlink()
+    (table,) = render("made_up", recipe, made, store).tables()
+    assert f"{told}a (1 of 2), b (1 of 2)." in table.notes, "b's difference from a is of one seed"
+
+
+def test_intervals_say_of_how_many_windows_they_are_and_errors_what_they_are_over(recipe, make_plan, store, trainer):
+    made = make_plan(seeds=(1, 2))
+    execute(make_plan(), store, store.folder, say=lambda text: None, launch=trainer)
+    alone = " ".join(render("made_up", recipe, make_plan(), store).tables()[0].notes)
+    assert "is 95% over 2 held-out windows, the same draws" in alone
+    assert "±" not in alone
+    carry_out(made, store, trainer)
+    both = " ".join(render("made_up", recipe, made, store).tables()[0].notes)
+    assert "± is the standard error over seeds." in both
+    assert "95%" not in both

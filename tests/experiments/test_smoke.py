@@ -84,4 +84,4 @@ def test_tables_are_made_of_the_records_alone(made, tmp_path, capsys):
 
 def test_a_misspelt_recipe_is_named(capsys):
     assert main(["report", "timin", "--scale", "smoke"]) == 2
-    assert "did you mean timing" in capsys.readouterr().err
+    assert "did you mean 'timing'" in capsys.readouterr().err

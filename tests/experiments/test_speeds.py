@@ -10,7 +10,8 @@ from saf.errors import InputError
 from saf.experiments.document import render_document
 from saf.experiments.execution import Lanes, execute, words
 from saf.experiments.plan import plan
-from saf.experiments.recipe import SCALES, Arm, Recipe
+from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import SCALES
 from saf.experiments.speeds import CHARGE_SECONDS, Speeds
 from saf.experiments.store import Store
 from saf.records.files import write_json
@@ -147,6 +148,13 @@ def test_such_arms_share_a_gpu_and_stand_in_a_table_of_their_own(matched, speeds
     text = render_document(tmp_path / "results", tmp_path, recipes={"made_up": matched})["results.md"]
     assert f"### made_up, smoke-speeds-{made.scale.speeds.name}" in text
     assert "1.7500 at 25% pruned, 32 tokens x 4, tiny" in text
+    # The summary has frozen heads and the same ones pruned, at the rate that a speed was measured of.
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| perplexity, %, matched time")]
+    told = [(what.removeprefix("| "), quarter != "–", half != "–") for what, _, quarter, _, half, *_ in lines]
+    assert told == [
+        ("perplexity, %, matched time", True, False),
+        ("perplexity, %, matched time, these heads pruned", True, False),
+    ]
     assert f"--scale smoke --store results/store --data DATA --seeds 1 --match-speed {tmp_path / 'speeds.json'}" in text
 
 

@@ -154,7 +154,7 @@ def test_a_number_of_heads_stands_above_the_rate(options):
 def test_when_no_head_is_left_the_fits_are_not_blamed():
     model, ids = make(), tokens()
     saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.75, max_fit_kl=100))
-    words = "3 more of 6 heads could be frozen: no other may be frozen; 12 are frozen in all"
+    words = "only 3 of 6 more heads could be frozen: no other may be frozen; 12 are frozen in all"
     with pytest.warns(SafWarning, match=words):
         assert len(saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.5, max_fit_kl=100)).heads) == 3
 
@@ -167,6 +167,7 @@ def test_what_no_live_head_can_meet_is_refused_before_anything_is_measured(monke
     monkeypatch.setattr("saf.freezing.recipe.calibrate", lambda *args, **options: pytest.fail("measured"))
     for to_freeze, config, message in (
         (ready, {"count": live + 1}, "4 heads asked for; 3 of 12 are live"),
+        (ready, {"rate": 0.02}, "a rate of 0.02 of 12 heads is less than one: raise it, or give count"),
         (ready, {"heads": ((3, 0),)}, r"3 layers of 4 heads; got \[\(3, 0\)\]"),
         (ready, {"exclude": ((0, 4),)}, r"3 layers of 4 heads; got \[\(0, 4\)\]"),
         (model, {"rate": 0.25}, "all 12 heads are frozen or pruned already"),

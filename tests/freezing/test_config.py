@@ -41,6 +41,8 @@ def test_bad_settings_are_refused():
         ({"fitter_options": {"sweeps": 3}}, "fitter 'proportional' takes .* got sweeps"),
         ({"max_fit_kl": 0}, "positive"),
         ({"storage": "sparse"}, "storage must be one of 'compact', 'dense'"),
+        ({"storage": "dense", "fitter": "adam"}, "fits nothing: leave the fitter out"),
+        ({"storage": "dense", "fitter_options": {"max_sweeps": 3}}, "fits nothing: leave the fitter out"),
         ({"match": "magic"}, "match must be one of"),
         ({"pattern_options": {"scale": 2}}, "'mean' takes no options"),
         ({"match": "variance", "max_per_layer": 2}, "leave heads and max_per_layer out"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import saf
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from tests.freezing.small_model import LENGTH, make, tokens
 
 
@@ -85,6 +85,17 @@ def test_batches_as_loaders_give_them_and_not_by_themselves():
     for bare in (ids, {"input_ids": ids}):
         with pytest.raises(InputError, match="a list of one; got a bare"):
             saf.freeze_(make(), bare)
+
+
+def test_a_model_without_numbers_is_refused():
+    with pytest.raises(InputError, match="on the meta device, which holds no numbers"):
+        saf.freeze_(make().to("meta"), [tokens()])
+
+
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("saf.freezing.recipe.calibrate", None)
+    with pytest.raises(UnsupportedError, match="backend 'fused' cannot run: it needs a CUDA device"):
+        saf.freeze_(make(), [tokens()], saf.FreezeConfig(backend="fused"))
 
 
 def test_an_optimizer_of_other_weights_is_refused_before_anything_is_measured(monkeypatch):

@@ -1,10 +1,17 @@
 """FreezeCallback in a Trainer on a CUDA device: bf16 autocast, compiled or not, resumed from its checkpoint."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
 import saf
 from saf.adapters import adapter_for
+from saf.machine.execution import visible_devices
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -16,10 +23,36 @@ LENGTH, VOCAB, UPDATES = 256, 512, 8
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
+REPOSITORY = Path(__file__).parents[2]
+ALONE = "SAF_TEST_ALONE"
+"""Set where a test runs in its own process."""
+
+
+def alone(test: Callable[[Path], None]) -> Callable[..., None]:
+    """Run a test in a process of its own, which sees one device.
+
+    A Trainer takes all devices that it sees, by DataParallel, which is refused. And with `torch_compile` it lets the
+    float32 products of its whole process round to TF32, which tests of their accuracy must not meet.
+    """
+    if ALONE in os.environ:
+        return test
+
+    def run() -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{__file__}::{test.__name__}"],
+            cwd=REPOSITORY,
+            env=os.environ | {ALONE: "1", "CUDA_VISIBLE_DEVICES": visible_devices()[0]},
+            capture_output=True,
+            text=True,
+        )
+        assert "1 passed" in done.stdout, (done.stdout + done.stderr)[-4000:]
+
+    run.__name__ = test.__name__
+    return run
+
+
 def train(folder, *, resume=None, **options):
     """Train a small Llama, a quarter of whose heads freezes halfway; return its Trainer."""
-    if torch.cuda.device_count() > 1:
-        pytest.skip("one process with several GPUs trains by DataParallel, which is refused; show it one")
     transformers.set_seed(0)
     tokens = torch.randint(0, VOCAB, (40, LENGTH), generator=torch.Generator().manual_seed(1))
     config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **SIZES)
@@ -46,6 +79,7 @@ def losses(run):
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+@alone
 def test_it_freezes_trains_on_and_opens(tmp_path):
     run = train(tmp_path)
     heads = adapter_for(run.model).frozen_heads()
@@ -64,6 +98,7 @@ def test_it_freezes_trains_on_and_opens(tmp_path):
         )
 
 
+@alone
 def test_compiled_it_loses_what_it_loses_uncompiled(tmp_path):
     plain = train(tmp_path / "plain", save_strategy="no")
     compiled = train(tmp_path / "compiled", save_strategy="no", torch_compile=True)

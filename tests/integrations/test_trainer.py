@@ -14,7 +14,7 @@ from tests.transformers_models import LENGTH, make, tokens
 
 transformers = pytest.importorskip("transformers")
 
-from saf.integrations.transformers import FreezeCallback  # noqa: E402
+from saf.integrations.transformers import FreezeCallback, cache_bytes  # noqa: E402
 from saf.integrations.transformers.sequences import sequences  # noqa: E402
 
 CONFIG = saf.FreezeConfig(count=4, max_fit_kl=99)
@@ -251,6 +251,14 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path, monkeypatch):
         callback().on_init_end(SimpleNamespace(**several | {"world_size": 1}), None, None)
     with pytest.raises(InputError, match="schedule"):
         FreezeCallback(CONFIG, [tokens()], 0.5)
+    own = SimpleNamespace(name="own", chooses_once=True, first_update=int, start=saf.OneTime(0.5).start)
+    assert FreezeCallback(CONFIG, [tokens()], own).schedule is own
+    with pytest.raises(InputError, match=r"calibration must be token tensors.*got None"):
+        FreezeCallback(CONFIG, None)
+    with pytest.raises(InputError, match=r"expected a cache of transformers.*got 3"):
+        cache_bytes(3)
+    with pytest.raises(InputError, match="length is a whole number from 1; got 0"):
+        callback(length=0)
     with pytest.raises(InputError, match="batch_size is a whole number from 1"):
         callback(batch_size=0)
 

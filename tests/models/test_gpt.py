@@ -132,6 +132,10 @@ def test_projections_whose_own_forward_would_not_run_are_refused(name):
     with pytest.raises(UnsupportedError, match="its hooks would not run"):
         model(torch.zeros(1, 4, dtype=torch.long))
     handle.remove()
+    getattr(owner, name).forward = lambda x: 2 * x  # as accelerate does, which moves the weight there
+    with pytest.raises(UnsupportedError, match="forward pass put in the place of this one's would not run"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    del getattr(owner, name).forward
     setattr(owner, name, Doubled(getattr(owner, name)))
     with pytest.raises(UnsupportedError, match=r"plain nn\.Linear, got \S+\.Doubled"):
         model(torch.zeros(1, 4, dtype=torch.long))
@@ -168,9 +172,11 @@ def test_padding_gives_the_unpadded_logits(position):
         ({"start": torch.zeros(2)}, "one a row; got torch.float32"),
         ({"attention_mask": torch.ones(2, 11)}, r"shape of input_ids, \[2, 12\]; got \[2, 11\]"),
         ({"attention_mask": torch.ones(1, 12)}, r"shape of input_ids, \[2, 12\]; got \[1, 12\]"),
+        ({"attention_mask": torch.ones(2, 12), "start": torch.tensor([0, 3])}, "both tell where rows begin; give one"),
+        ({"targets": torch.ones(2, 12, dtype=torch.bool)}, "targets must be whole numbers; got Tensor torch.bool"),
     ],
 )
-def test_padding_that_cannot_be_is_refused(options, message):
+def test_what_cannot_be_used_beside_tokens_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         small()(torch.zeros(2, 12, dtype=torch.long), **options)
 

@@ -10,6 +10,7 @@ import saf.ops
 from saf.ops import FrozenHeads
 from saf.ops.fused.tables import MAPS, PATTERNS
 from saf.ops.operator import has_triton
+from saf.ops.toeplitz.rows import OWN, READERS, row_tables
 from saf.patterns import CompactPattern
 
 
@@ -71,13 +72,14 @@ def row_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.dty
     """Three rows of two frozen heads, of their own value heads or of one, at a place that device or host tells."""
     made = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
     tables = made["distance"], made["key_scale"], made["row_scale"]
+    apart, shared = (row_tables((0, 1, *heads), 2, torch.device(device)) for heads in ((2, 0), (1, 1)))
     value, start = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
     first = torch.tensor(30, device=device)
     parts = draw(4, 2, 2, 3, 16).float()
     return {
         "frozen_rows": [
-            (value, [2, 0], *tables, first, 0, start, 3, 2, True),
-            (value, [1, 1], *tables, None, 37, None, 3, 1, False),
+            (value, apart[OWN], apart[READERS], *tables, first, 0, start, 3, 2, True),
+            (value, shared[OWN], shared[READERS], *tables, None, 37, None, 3, 1, False),
         ],
         "join_rows": [(parts, value, None, None, None), (parts, value, first, start, draw(2, 3, 3, 16))],
     }

@@ -7,8 +7,9 @@ from saf.bench.harness.synthetic import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.ops.heads import cached_order, even_queries
-from saf.ops.layer import WAYS, _checked, way_of
+from saf.ops.layer import _checked
 from saf.ops.positions import Places
+from saf.ops.ways import WAYS, way_of
 from saf.patterns import DensePattern
 
 LENGTH, PLACES, DIM = 40, 50, 8
@@ -99,8 +100,10 @@ def test_what_places_cannot_be_given_with_is_refused(generator):
     places = Places.of(torch.tensor(3), 1, PLACES)
     tensors[0] = tensors[0][:, :, :1]
     frozen = FrozenHeads.from_patterns(pattern, kv_head=(0, 1))
-    with pytest.raises(InputError, match="leave start out"):
-        mixed_attention(*tensors, frozen, places=places, start=torch.tensor([0]))
+    query, key, value = tensors
+    for operands, heads in (((query, key, value), frozen), ((query, key, value[:, :1]), None)):
+        with pytest.raises(InputError, match="leave start out"):
+            mixed_attention(*operands, heads, places=places, start=torch.tensor([0]))
     fused = FrozenHeads.from_patterns(pattern, kv_head=(0, 1), backend="reference")
     fused.backend = "fused"  # which needs a GPU to be prepared for
     with pytest.raises(UnsupportedError, match="cannot go on from a cache of fixed size; use one that grows"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 
 LENGTHS = [1, 2, 63, 64, 129, 300]
 
@@ -192,6 +192,52 @@ def test_bad_input_says_what_was_expected(generator):
         frozen_attention(value, frozen, rows=31)
 
 
+@pytest.mark.parametrize("trainable", [False, True])
+def test_tables_elsewhere_than_the_values_are_refused(trainable, generator):
+    pattern = random_pattern(1, 30, generator)[0]
+    frozen = FrozenHeads.from_patterns(TrainablePattern.of(pattern) if trainable else pattern)
+    meta = torch.empty(1, 1, 30, 8, device="meta")
+    with pytest.raises(InputError, match="values are on meta, the frozen heads' tables on cpu; move the model as a"):
+        frozen_attention(meta, frozen)
+    if not trainable:
+        with pytest.raises(InputError, match="values are on cpu, the frozen heads' tables on meta"):
+            frozen_attention(torch.randn(1, 1, 30, 8), frozen.to("meta"))
+        assert frozen_attention(meta, frozen).shape == meta.shape
+
+
+@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
+@pytest.mark.parametrize("start", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("batch", "rows"), [(0, 30), (0, 1), (2, 0), (0, 0)])
+def test_no_sequences_and_no_queries_make_no_outputs(backend, start, batch, rows, generator):
+    frozen = FrozenHeads.from_patterns(random_pattern(2, 30, generator), backend=backend, kv_head=(0, 0, 1, 1))
+    query, key, value = torch.randn(batch, 2, rows, 8), torch.randn(batch, 1, 30, 8), torch.randn(batch, 2, 30, 8)
+    value.requires_grad_()
+    first = torch.zeros(batch, dtype=torch.int64) if start else None
+    output = mixed_attention(query, key, value, frozen, start=first)
+    assert output.shape == (batch, 4, rows, 8)
+    output.sum().backward()
+    assert torch.equal(value.grad, torch.zeros_like(value))
+    assert frozen_attention(value, frozen, start=first, rows=rows).shape == (batch, 2, rows, 8)
+    assert live_attention(query, key, key, start=first).shape == (batch, 2, rows, 8)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of PyTorch's own code for forward mode
+def test_derivatives_in_forward_mode_are_right_or_refused(generator):
+    pattern = random_pattern(2, 30, generator)
+    query, value, tangent = (torch.randn(1, heads, 30, 8, generator=generator) for heads in (1, 3, 3))
+    exact = FrozenHeads.from_patterns(pattern, backend="reference")
+    found = torch.func.jvp(lambda x: frozen_attention(x, exact), (value[:, :2],), (tangent[:, :2],))[1]
+    assert relative(found, dense_output(pattern, tangent[:, :2])) <= 1e-6
+    fast = FrozenHeads.from_patterns(pattern, backend="toeplitz")
+    for calls, which in (
+        (lambda x: frozen_attention(x, fast), value[:, :2]),
+        (lambda x: mixed_attention(query, query, x, fast), value),
+        (lambda x: mixed_attention(x, query, value, fast), query),
+    ):
+        with pytest.raises(UnsupportedError, match="no derivatives in forward mode"):
+            torch.func.jvp(calls, (which,), (torch.ones_like(which),))
+
+
 LIVE, ALL = (2, 1, 30, 8), (2, 3, 30, 8)
 
 
@@ -207,6 +253,9 @@ LIVE, ALL = (2, 1, 30, 8), (2, 3, 30, 8)
         (LIVE, (2, 2, 30, 8), ALL, {}, "key holds the 1 KV heads that live heads use, ascending; got 2"),
         (LIVE, LIVE, ALL, {"start": torch.tensor([0, 30])}, "start must be positions 0 to 29"),
         (LIVE, LIVE, ALL, {"start": torch.tensor([0])}, r"start must be integers \[2\]"),
+        (LIVE, LIVE, ALL, {"start": torch.tensor([True, False])}, r"start must be integers \[2\].* got torch.bool"),
+        (LIVE, LIVE, ALL, {"start": torch.zeros(2, dtype=torch.uint8)}, r"start must be integers \[2\].* torch.uint8"),
+        ((2, 1, 0, 8), (2, 1, 0, 8), (2, 3, 0, 8), {}, r"with one position at least; got shape \(2, 3, 0, 8\)"),
         (LIVE, LIVE, ALL, {"kernel": "fast"}, "unknown attention kernel 'fast'"),
         ((2, 0, 30, 8), (2, 0, 30, 8), (2, 2, 30, 8), {"kernel": "fast"}, "unknown attention kernel 'fast'"),
         (LIVE, LIVE, ALL, {"kernel": "cudnn"}, "'cudnn' needs a CUDA device, got cpu"),
@@ -224,6 +273,8 @@ def test_a_backend_where_no_head_is_frozen_is_refused():
         mixed_attention(query, query, query, None, backend="reference")
     with pytest.raises(InputError, match="the same dtype"):
         mixed_attention(query.double(), query, query, None)
+    with pytest.raises(InputError, match="the same positions, one at least"):
+        mixed_attention(*[query[:, :, :0]] * 3, None)
     with torch.autocast("cpu", torch.bfloat16):
         assert mixed_attention(query.bfloat16(), query, query, None).dtype == torch.bfloat16
 
@@ -246,7 +297,7 @@ def test_tf32_is_used_only_where_pytorch_may(setting, expected):
 
 
 def test_heads_are_joined_by_position_and_part_again_in_the_backward_pass(generator, monkeypatch):
-    from saf.ops import layer as attention
+    from saf.ops import ways
 
     seen = []
 
@@ -255,7 +306,7 @@ def test_heads_are_joined_by_position_and_part_again_in_the_backward_pass(genera
         output.register_hook(lambda gradient: seen.append(gradient))
         return output
 
-    monkeypatch.setattr(attention, "live_attention", watched)
+    monkeypatch.setattr(ways, "live_attention", watched)
     frozen = FrozenHeads.from_patterns(random_pattern(2, 30, generator))
     query, key, value = (torch.randn(2, heads, 30, 8, requires_grad=True) for heads in (3, 3, 5))
     output = mixed_attention(query, key, value, frozen)

@@ -110,6 +110,17 @@ def test_lines_are_appended_and_replaced(tmp_path):
     assert path.read_text() == '{"a": 1, "seal": "015abd7f5cc57a2d"}\n'
 
 
+def test_a_line_that_was_cut_short_does_not_spoil_the_next_one(tmp_path):
+    path = tmp_path / "x.jsonl"
+    append_line(path, {"number": 1})
+    whole = path.read_bytes()
+    further = write_lines(tmp_path / "further.jsonl", [{"number": 3}]).read_bytes()
+    for rest, kept in ((further[:-9], []), (further[:-1], [{"number": 3}])):
+        path.write_bytes(whole + rest)
+        append_line(path, {"number": 4})
+        assert read_lines(path) == [{"number": 1}, *kept, {"number": 4}]
+
+
 def test_a_record_that_was_changed_is_refused(tmp_path):
     path = write_json(tmp_path / "x.json", {"loss": 3.25, "of": [1, math.nan]})
     assert read_json(path) == {"loss": 3.25, "of": [1, None]}

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from saf.bench.harness.settings import Point
 from saf.bench.kinds import groups_of
+from saf.bench.model.prefill import PrefillSettings
 from saf.report.collection import find, newest, superseded
+from saf.report.results import render_results
 from tests.report.benchmark_records import POINT, TIMES, record
 from tests.report.test_results import check_docs, put
 
@@ -71,6 +73,28 @@ def test_the_kernel_that_pytorch_chooses_is_the_default_by_name(tmp_path):
     put(tmp_path, "named.json", dated(chosen, 1))
     put(tmp_path, "chosen.json", dated(chosen, 2, rows=json.loads(text)))
     assert list(arms(tmp_path)) == ["chosen"]
+
+
+def test_few_tokens_with_a_pinned_kernel_are_not_those_without(tmp_path):
+    """1 x 4,096 called takes one launch a layer unless a kernel is pinned; as a graph, and 64 prompts, take two."""
+    points = [Point(4096, 1, precision="autocast"), Point(4096, 64, precision="autocast")]
+    settings = PrefillSettings(pairs=2, device="cpu", graphs="both")
+    pinned = record(settings=settings, points=points, variants=("call", "graph"))
+    rows = json.loads(json.dumps(pinned["rows"]).replace("cudnn", "auto"))
+    put(tmp_path, "pinned.json", dated(pinned, 1))
+    put(tmp_path, "chosen.json", dated(pinned, 2, rows=rows))
+    stands = {
+        file.name: [(group.point["batch_size"], group.variant) for group in groups_of(file.record) if group.arms]
+        for file in newest(find(tmp_path)[1])
+    }
+    assert stands == {"pinned": [(1, "call")], "chosen": [(1, "call"), (1, "graph"), (64, "call"), (64, "graph")]}
+    document = render_results(tmp_path, tmp_path)["results.md"]
+    assert "| 4096x1, against cuDNN, kernel pinned |" in document
+    assert "| 4096x1, against PyTorch's choice of kernel |" in document
+    assert "| 25% frozen, toeplitz, kernel pinned |" in document
+    assert document.count("- Kernel pinned: where tokens are few") == 1
+    in_float32 = [row | {"point": row["point"] | {"precision": "fp32"}} for row in pinned["rows"]]
+    assert not any(arm.apart for group in groups_of(pinned | {"rows": in_float32}) for arm in group.arms)
 
 
 def test_peak_memory_analyses_and_files_of_unknown_kinds(tmp_path):

@@ -94,6 +94,18 @@ def test_the_summary_has_the_newest_number_of_each_point(tmp_path):
     assert row["25% frozen"] == f"{first['ratio']:.3f}×"
 
 
+def test_the_summary_leaves_points_that_the_paper_has_no_number_of_to_the_sections(tmp_path):
+    put(tmp_path, "update.json", record())
+    longer = record()
+    longer["rows"] = [row | {"point": row["point"] | {"length": 3000}} for row in longer["rows"]]
+    put(tmp_path, "update-3000.json", longer)
+    text = render_results(tmp_path, tmp_path)["results.md"]
+    summary, speeds, *_ = tables(text)
+    assert [row["in"] for row in summary] == ["[update](update.json)"]
+    assert {row["point"] for row in speeds} == {"3000x8x4", "4096x8x4"}
+    assert "- Points that the paper has no number of, 1 more, stand in the sections." in text
+
+
 def test_numbers_follow_the_file(tmp_path):
     path = put(tmp_path, "bench/update.json", record())
     before = render_results(tmp_path, tmp_path)

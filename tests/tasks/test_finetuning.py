@@ -76,6 +76,25 @@ def test_a_line_that_is_no_example_is_refused_with_its_number(tmp_path, line, to
         read_examples(tmp_path / "x.jsonl", "jsonl")
 
 
+ASKED = {"question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 3}
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"article": None, "questions": []}, '"article" must be text'),
+        ({"article": "x", "questions": {}}, '"questions" a list'),
+        ({"article": "x", "questions": ["Who?"]}, r"question 1: lacks \['gold_label', 'options', 'question'\]"),
+        ({"article": "x", "questions": [ASKED, {**ASKED, "gold_label": "3"}]}, 'question 2: .*"gold_label" the number'),
+        ({"article": "x", "questions": [{**ASKED, "options": ["a"] * 11}]}, '"options" a list of at most 10 texts'),
+        ({"article": "x", "questions": [{**ASKED, "options": [1, 2]}]}, '"options" a list'),
+    ],
+)
+def test_what_is_no_quality_is_refused_with_line_and_question(tmp_path, record, told):
+    with pytest.raises(DataError, match=f"line 1.*{told}"):
+        read_examples(lines(tmp_path / "x.jsonl", [record]), "quality")
+
+
 def test_long_examples_lose_text_and_nothing_else_or_are_left_out(tmp_path, tokenizer):
     record = {"id": "long", "text": "x" * 30, "question": "why", "choices": ["ab", "c"], "answer": "c"}
     found = read_examples(lines(tmp_path / "x.jsonl", [record]), "jsonl")
@@ -201,6 +220,9 @@ def test_what_is_left_out_is_told_and_refused_where_asked(task, tmp_path):
 def test_settings_that_cannot_be_used_are_refused(task):
     with pytest.raises(InputError, match="development must be a share above 0 and below 1"):
         task(development=1.0)
+    for wrong in ({"too_long": "cut"}, {"judge": "tset"}, {"max_tokens": "many"}):
+        with pytest.raises(InputError, match=rf"{next(iter(wrong))} must be"):
+            task(**wrong)
     with pytest.raises(InputError, match="finetuning must be left out with task='text'"):
         TrainConfig(data="d", out="o", finetuning=FinetuneSettings(test="t", tokenizer="d"))
 

@@ -19,6 +19,25 @@ SMALL = {
 WORDS = ["the", "of", "head", "freeze", "pattern", "window", "token", "loss", "update", "rate", "layer", "model"]
 
 
+def assert_patterns_train_without_decay(plain: Path, decayed: Path, decay: float) -> None:
+    """Check the checkpoints after a first update without and with weight decay, of runs whose patterns train."""
+    from saf.surgery import pattern_parameters
+    from saf.train import load_model, open_checkpoint
+
+    patterns, weights = [], []
+    for path in (plain, decayed):
+        model = load_model(path)
+        patterns.append([logits.detach() for logits in pattern_parameters(model)])
+        weights.append(model.embed.weight.detach())
+    assert patterns[0]
+    assert all(torch.equal(*pair) for pair in zip(*patterns, strict=True))
+    assert not torch.equal(*weights)
+    groups = open_checkpoint(decayed).state["optimizer_groups"]
+    decays = {name: group["weight_decay"] for group in groups for name in group["names"]}
+    assert {decay for name, decay in decays.items() if name.endswith((".alpha", ".rho"))} == {0.0}
+    assert decays["embed.weight"] == decay
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """A small data folder."""

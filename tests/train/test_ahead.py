@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import saf
 from saf.adapters import adapter_for
@@ -53,6 +54,28 @@ def test_an_event_finds_its_programs(monkeypatch, changes):
     heads = [(0, 3), (1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)]
     saf.install_(model, heads, saf.CompactPattern.from_parameters(alpha, rho))
     assert (update(), len(graphs.graphs)) == (0, before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # a compiler of C++, four times, with nothing on disk
+def test_an_event_finds_the_code_of_another_process_on_disk(monkeypatch, tmp_path, one_thread):
+    """This process imported PyTorch elsewhere than that one does, and its patterns are others: nothing is made anew."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # code for a CPU is made for a number of threads
+    monkeypatch.setattr(by_layer, "_programs", {})
+    asked = layouts(frozen=(2,))
+    process = ahead.start(asked, tmp_path / "log")
+    assert process.wait() == 0, (tmp_path / "log").read_text()
+    counters.clear()
+    model = saf.GPT(SHAPE)
+    alpha, rho = torch.randn(2, 6, LENGTH)
+    heads = [(0, 1), (0, 3), (1, 0), (1, 3), (2, 1), (2, 2)]
+    saf.install_(model, heads, saf.CompactPattern.from_parameters(alpha, rho))
+    streams = adapter_for(model).compiled_by_layer().hidden(torch.zeros(2, LENGTH, dtype=torch.long))
+    torch.autograd.backward(streams, [torch.ones_like(stream) for stream in streams])
+    found = counters["inductor"]
+    assert found["fxgraph_cache_hit"] == 4, "attention and MLP, forward and backward"
+    assert found["fxgraph_cache_miss"] == found["fxgraph_cache_bypass"] == 0
 
 
 def test_what_is_asked_reaches_the_process_as_it_is():

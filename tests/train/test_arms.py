@@ -139,6 +139,19 @@ def test_ordinary_arm_saves_the_checkpoint_to_branch_from(settings):
     assert sorted(entry.name for entry in path(config, "checkpoints").iterdir()) == ["step-12", "step-3"]
 
 
+def test_an_ordinary_arm_to_branch_from_before_the_first_update_saves_itself_there(settings, outcome):
+    whole = settings("whole", save_at=(0.0,), updates=6)
+    pretrain(whole)
+    first = Path(whole.out) / "checkpoints" / "step-0"
+    branch = continue_from(first, out=settings("branch").out)
+    pretrain(branch)
+    assert outcome(branch.out) == outcome(whole.out)
+    assert not (Path(branch.out) / "checkpoints" / "step-0").exists()
+    early = settings("early", schedule=OneTime(at=0), updates=1)
+    saved = pretrain(early)["provenance"]["checkpoints"]["branch"]
+    assert saved == read_json(Path(early.out) / "checkpoints" / "step-0" / "manifest.json")["hash"]
+
+
 def test_freezing_after_the_last_update(settings, outcome):
     config = settings(freeze=FREEZE, schedule=OneTime(at=1.0))
     result = pretrain(config)

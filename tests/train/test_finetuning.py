@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import torch
 
 from saf.cli import main
 from saf.errors import CompareError, InputError
@@ -11,8 +12,10 @@ from saf.evaluate.answers import compare_answers
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
-from saf.train import latest, pretrain
-from tests.train.conftest import SMALL
+from saf.surgery import pattern_parameters
+from saf.train import finetuning, latest, load_model, pretrain
+from tests.train.conftest import SMALL, assert_patterns_train_without_decay
+from tests.train.killed import Killed, die_at
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +35,16 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parents(data, tmp_path_factory):
-    """Last checkpoints of an ordinary, a frozen and a pruned run."""
+    """Last checkpoints of an ordinary, a frozen and a pruned run, and of one whose patterns train."""
     from saf.train import TrainConfig
 
     found = {}
-    for name in ("ordinary", "freeze", "prune"):
+    for name in ("ordinary", "freeze", "prune", "trained"):
         freeze = {
             "ordinary": None,
             "freeze": FreezeConfig(rate=0.25, max_fit_kl=10.0),
             "prune": FreezeConfig(rate=0.25, operation="prune"),
+            "trained": FreezeConfig(rate=0.25, max_fit_kl=10.0, trainable=True),
         }[name]
         out = str(tmp_path_factory.mktemp("parents") / name)
         config = TrainConfig(data=str(data), out=out, length=64, updates=4, freeze=freeze, **SMALL)
@@ -116,6 +120,24 @@ def test_all_arms_see_the_same_examples_and_heads_can_be_frozen_or_pruned_during
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("parent", ["trained", "ordinary"])
+def test_trained_patterns_train_on_a_task_and_do_not_decay(command, parents, parent):
+    """Whatever the weight decay is, the first update moves patterns to the same bits; matrices it does not."""
+    now = ["--calibration-sequences", "2", "--freeze-at", "0", "--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"]
+    freeze = [*now, "--freeze.trainable"] if parent == "ordinary" else []
+    for decay in ("0", "0.5"):
+        one = ("--epochs", "1", "--save-every", "1", "--keep", "0", "--peak-lr", "1e-3", "--weight-decay", decay)
+        command(f"{parent} {decay}", *one, *freeze, parent=parent)
+    folders = [command(f"{parent} {decay}").folder / "checkpoints" for decay in ("0", "0.5")]
+    assert_patterns_train_without_decay(*(folder / "step-1" for folder in folders), 0.5)
+    before = folders[0] / "step-0" if parent == "ordinary" else parents[parent]
+    after = pattern_parameters(load_model(folders[0] / "step-4"))
+    if parent == "trained":
+        moved = zip(pattern_parameters(load_model(before)), after, strict=True)
+        assert all(not torch.equal(*pair) for pair in moved)
+    assert len(after) == 2 * 2
+
+
 def test_epochs_are_chosen_by_the_ordinary_arm_alone(capsys, files, parents, tmp_path):
     words = ["finetune", "--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl")]
     for parent, more in (("freeze", []), ("ordinary", ["--freeze.rate", "0.25"])):
@@ -124,7 +146,7 @@ def test_epochs_are_chosen_by_the_ordinary_arm_alone(capsys, files, parents, tmp
         assert "epochs are chosen by the ordinary model alone" in capsys.readouterr().err
 
 
-def test_training_goes_on_exactly_inside_an_epoch(command, outcome, monkeypatch):
+def test_training_goes_on_exactly_inside_an_epoch_and_as_it_began(command, outcome, monkeypatch, capsys):
     whole = command("epochs-2", "--epochs", "2", "--save-every", "1")
     from saf.train import loop
 
@@ -141,10 +163,33 @@ def test_training_goes_on_exactly_inside_an_epoch(command, outcome, monkeypatch)
         with pytest.raises(AssertionError):
             command("again", "--epochs", "2", "--save-every", "1")
     assert done == [0, 1]  # an epoch has more than three updates
+    folder = whole.folder.parent
+    for words, told in (
+        (["--epochs", "3"], "the run to resume has 7 updates, epochs=3 would be 11"),
+        (["--parent", str(folder / "other")], f"got parent {folder / 'other'}. Leave it out"),
+        (["--peak-lr", "1"], "cannot resume with other settings"),
+        (["--sampler", "random"], "--sampler has an effect on text alone"),
+    ):
+        assert main(["finetune", "--out", str(folder / "again"), "--resume", *words]) == 2
+        assert told in " ".join(capsys.readouterr().err.split())
     again = command("again", "--resume", task=False)
     assert outcome(whole.folder) == outcome(again.folder)
     read = [(run.folder / "answers.jsonl").read_bytes() for run in (whole, again)]
     assert read[0] == read[1]
+
+
+def test_epochs_that_were_tried_with_other_settings_are_not_taken_over(files, parents, tmp_path, monkeypatch, capsys):
+    named = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl"), "--quiet", "--no-tensorboard"]
+    words = ["finetune", *named, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        die_at(patch, finetuning, "pretrain", 2)
+        with pytest.raises(Killed):
+            main(words)
+    assert capsys.readouterr().err.count("examples are in") == 1  # told by the run, not by counting its updates
+    assert main([*words, "--peak-lr", "1e-3", "--resume"]) == 2
+    assert "--peak-lr: the run has 2e-05, got 0.001" in capsys.readouterr().err
+    assert main([*words, "--lr-by", "elapsed", "--time-budget-seconds", "9", "--epochs", "1"]) == 2
+    assert "time-budget-seconds must be None where epochs say" in capsys.readouterr().err
 
 
 def test_runs_that_were_finetuned_differently_are_not_compared(command):

@@ -20,7 +20,7 @@ from saf.bench.kinds import measure
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.model.update import UpdateKind, UpdateSettings
 from saf.errors import InputError
-from saf.experiments.scaling import Interconnect, foretell
+from saf.experiments.many_gpus import Interconnect, foretell
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
 from saf.models import GPT, preset
@@ -35,9 +35,11 @@ from tests.train.group import brisk, together
 LOSSES = 2e-6
 """Relative: losses and gradient norms of several processes are sums in another order, in float32."""
 HALF = FreezeConfig(rate=0.5, max_fit_kl=10.0)
+FEW = FreezeConfig(heads=[(0, 0), (1, 1)], max_fit_kl=10.0)
+"""A head of each layer, so that a run compiled by layers has two layouts to compile."""
 STORIES = {
     "pruned": {"freeze": FreezeConfig(rate=0.5, operation="prune")},
-    "gradual": {"freeze": HALF, "schedule": Gradual(begin=0.25, end=0.75, groups=2)},
+    "gradual": {"freeze": FEW, "schedule": Gradual(begin=0.25, end=0.75, groups=2)},
 }
 KINDS = ("ddp", "fsdp")
 SHAPE = {"num_layers": 2, "num_heads": 4, "hidden_size": 32}
@@ -57,12 +59,10 @@ def two(rank: int, folder: str, settings: dict) -> None:
             pretrain(config(folder, f"{name} {kind}", settings, parallel=kind, **story))
         again = {**STORIES["gradual"], "activation_checkpointing": True}
         pretrain(config(folder, f"again {kind}", settings, parallel=kind, **again))
-        levelled(config(folder, f"levelled {kind}", settings, parallel=kind))
+    levelled(config(folder, "levelled fsdp", settings, parallel="fsdp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # programs as traced, in seconds
-        for name in ("gradual", "again"):
-            layers = {"compile": "layers", "activation_checkpointing": name == "again", **STORIES["gradual"]}
-            pretrain(config(folder, f"{name} layers", settings, parallel="fsdp", **layers))
+        pretrain(config(folder, "layers", settings, parallel="fsdp", compile="layers", **STORIES["gradual"]))
     bench(rank, folder)
     model = GPT(preset("tiny"))
     optimizer = build_optimizer(model)
@@ -168,11 +168,10 @@ def test_pruning_and_gradual_freezing_are_those_of_one_process(stories, name, ki
     assert report[1] == pytest.approx(report[0], rel=LOSSES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_train_loss_schedule_decides_as_in_one_process(stories, kind):
+def test_the_train_loss_schedule_decides_as_in_one_process(stories):
     assert [(each, update) for each, update, _ in events(stories / "levelled")] == [("freeze", 30), ("undo", 39)]
-    assert events(stories / f"levelled {kind}") == events(stories / "levelled")
-    assert numbers(stories / f"levelled {kind}") == pytest.approx(numbers(stories / "levelled"), rel=2 * LOSSES)
+    assert events(stories / "levelled fsdp") == events(stories / "levelled")
+    assert numbers(stories / "levelled fsdp") == pytest.approx(numbers(stories / "levelled"), rel=2 * LOSSES)
 
 
 def test_a_process_that_fails_ends_the_others_with_its_reason_and_one_process_goes_on(stories, data):
@@ -199,10 +198,9 @@ def test_layers_computed_again_change_no_bit(stories, kind):
     assert numbers(stories / f"again {kind}") == numbers(stories / f"gradual {kind}")
 
 
-@pytest.mark.parametrize("name", ["gradual", "again"])
-def test_shares_compiled_by_layers_change_no_bit(stories, name):
-    assert events(stories / f"{name} layers") == events(stories / "gradual")
-    assert numbers(stories / f"{name} layers") == numbers(stories / "gradual fsdp")
+def test_shares_compiled_by_layers_change_no_bit(stories):
+    assert events(stories / "layers") == events(stories / "gradual")
+    assert numbers(stories / "layers") == numbers(stories / "gradual fsdp")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -220,7 +220,8 @@ def stories(data, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imports are made once, as `together` says
     processes = [context.Process(target=process, args=(rank, str(folder), port, settings)) for rank in range(WORLD)]
     for each in processes:
         each.start()

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import saf.train.loop as loop
 from saf.calibration import gate_gradients
@@ -16,9 +17,10 @@ from saf.evaluate.recall import not_learnt
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json
+from saf.surgery import pattern_parameters
 from saf.tasks import MQARSettings, MQARTask
 from saf.train import TrainConfig, continue_from, load_model, open_checkpoint, pretrain
-from tests.train.conftest import SMALL
+from tests.train.conftest import SMALL, assert_patterns_train_without_decay
 from tests.train.killed import Killed, die_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:the task is not learnt")
@@ -177,6 +179,20 @@ def test_a_checkpoint_is_finetuned_on_recall_and_other_arms_like_it(finetuned, c
     assert accuracies == {results[0]["recall"]["development"]["accuracy"]}
     assert str(ordinary) in not_learnt(results[1]["recall"])
     assert "not to be compared" in capsys.readouterr().out
+
+
+def test_patterns_train_in_finetuning_on_recall_and_do_not_decay(finetuned):
+    words = ["--task", "mqar", "--updates", "1", "--peak-lr", "1e-3", "--freeze-at", "0", *FREEZE, "--freeze.trainable"]
+    folders = [finetuned(f"decay {decay}", *words, *WORDS, "--weight-decay", decay) for decay in (0, 0.5)]
+    assert_patterns_train_without_decay(*(folder / "checkpoints" / "step-1" for folder in folders), 0.5)
+    # Of the parent's patterns, too, with a new optimiser.
+    parent = "decay 0/checkpoints/step-1"
+    on = [finetuned(f"on {decay}", *words[:6], *WORDS, "--weight-decay", decay, parent=parent) for decay in (0, 0.5)]
+    assert_patterns_train_without_decay(*(folder / "checkpoints" / "step-1" for folder in on), 0.5)
+    moved = zip(
+        *(pattern_parameters(load_model(of / "checkpoints" / "step-1")) for of in (folders[0], on[0])), strict=True
+    )
+    assert all(not torch.equal(*pair) for pair in moved)
 
 
 def test_replacement_and_recovery_are_one_run_judged_at_several_updates(finetuned):

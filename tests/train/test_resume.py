@@ -197,6 +197,21 @@ def test_refuses_a_second_run_in_the_folder(settings):
         pretrain(config)
 
 
+def test_the_folder_is_in_use_until_the_result_is_written(settings, monkeypatch):
+    config, told = settings(updates=2), []
+
+    def another(run, real=loop.finish):
+        with pytest.raises(InputError, match="another process trains in") as refused:
+            lock_folder(run.folder)
+        told.append(refused)
+        return real(run)
+
+    monkeypatch.setattr(loop, "finish", another)
+    pretrain(config)
+    assert told
+    lock_folder(Path(config.out)).close()
+
+
 def test_refuses_a_folder_in_use(settings):
     config = settings(updates=2)
     pretrain(config)
@@ -225,7 +240,7 @@ def test_refuses_a_folder_that_another_process_took_while_this_one_was_set_up(se
 
 def test_refuses_other_settings(settings):
     pretrain(settings(updates=2))
-    with pytest.raises(InputError, match=r"peak_lr: the run has 0.003, got 0.001.*parent="):
+    with pytest.raises(InputError, match=r"peak_lr: the run has 0.003, got 0.001.*this one as its parent"):
         pretrain(settings(updates=2, peak_lr=1e-3), resume=True)
     pretrain(settings(updates=2, save_every=1, quiet=True), resume=True)
 
@@ -260,6 +275,20 @@ def test_refuses_a_damaged_checkpoint_and_goes_on_from_the_previous_one(settings
         pretrain(config, resume=True)
     shutil.rmtree(damaged)
     pretrain(config, resume=True)
+    assert outcome(config.out) == expected
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_refused_before_a_run_could_end_without_one(settings, outcome):
+    config = settings(keep=0)
+    pretrain(config)
+    expected, last = outcome(config.out), latest(f"{config.out}/checkpoints")
+    (last / "manifest.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no manifest.json.*step-9 is whole. To go on from it, move step-12 away"
+    ):
+        pretrain(config, resume=True)
+    shutil.rmtree(last)
+    assert pretrain(config, resume=True)["checkpoint"] == str(last)
     assert outcome(config.out) == expected
 
 

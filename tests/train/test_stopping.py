@@ -23,6 +23,14 @@ from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
 from saf.train.loop import StopRequest, run_update
 
 
+@pytest.fixture(autouse=True)
+def hangups_are_heard():
+    """Hear hangups, also where the tests themselves were started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_saves_and_stops_after_the_current_update(settings, outcome, monkeypatch, number):
     pretrain(settings("whole", save_every=5))

@@ -17,7 +17,7 @@ from saf.data import TokenData, prepare
 from saf.data.sources import read_left_out
 from saf.evaluate.compare import compare_runs
 from saf.evaluate.perplexity import read_evaluation
-from saf.experiments.plan import PlannedRun
+from saf.experiments.planned_run import PlannedRun
 from saf.experiments.store import Store
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freezing.config import FreezeConfig

@@ -161,6 +161,10 @@ class SpeedKind(Benchmark[AskedSpeed]):
         """Return the paper's peak memory at the shape of an entry; None where it has none."""
         return None
 
+    def apart(self, row: Record) -> str:
+        """Return what tells an arm's frozen heads from those beside another kernel, in words; "" where none does."""
+        return ""
+
     def points(self, settings: AskedSpeed) -> list[Point]:
         """Return the points asked for, or the grid's; raise InputError for one that is not numbers joined by x."""
         asked = [parse_shape(text, self.name, micro_batches=self.micro_batches) for text in settings.points]
@@ -176,7 +180,7 @@ class SpeedKind(Benchmark[AskedSpeed]):
 
     def groups(self, record: Record, *, file: str = "") -> list[Group]:
         """Return a record's rows in groups of what one baseline is compared with; `file` names theirs among several."""
-        return groups_of(record, quoted=self.quoted, file=file)
+        return groups_of(record, quoted=self.quoted, apart=self.apart, file=file)
 
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
         """Return how speeds were measured, a table for each way of running, peak memory, kernels, and notes."""
@@ -191,7 +195,7 @@ class SpeedKind(Benchmark[AskedSpeed]):
             parts += [memory_words(record), memory_table(record, self.quoted_memory)]
         if record["kernels"] and not brief:
             parts.append(attention_table(record).titled("Attention kernels in one pass"))
-        notes = [*caveats(record, groups), *bound_notes(groups), *self.paper_notes([record])]
+        notes = [*caveats(record, groups), *self.read_by(groups), *bound_notes(groups), *self.paper_notes([record])]
         return [*parts, Notes(notes)]
 
     def conditions(self, record: Record) -> str:
@@ -203,7 +207,7 @@ class SpeedKind(Benchmark[AskedSpeed]):
 
     def measured(self, row: Record) -> Hashable | None:
         """Return what an arm's row measures: model or part, point, way of running, baseline, arm."""
-        return None if row["role"] in ("control", "free") else measures(row)
+        return None if row["role"] in ("control", "free") else (measures(row), self.apart(row))
 
     def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
         """Return a table for each way of running, one of peak memory, and notes to read them by."""
@@ -216,7 +220,12 @@ class SpeedKind(Benchmark[AskedSpeed]):
         memory = [(cell, memory_table(record, self.quoted_memory)) for cell, record in records if record["memory"]]
         parts += [Table.stacked("", memory).used()] * bool(memory)
         notes = [*refusals(groups), *(note for _, record in records for note in wrong_kernels(record))]
-        return [*parts, Notes([*notes, *bound_notes(groups), *self.paper_notes([record for _, record in records])])]
+        notes += [*self.read_by(groups), *bound_notes(groups), *self.paper_notes([record for _, record in records])]
+        return [*parts, Notes(notes)]
+
+    def read_by(self, groups: Sequence[Group]) -> list[str]:
+        """Return lines on how to read rows of a kind, beside those of every kind."""
+        return []
 
     def paper_notes(self, records: Sequence[Record]) -> list[str]:
         """Return a line for each of the paper's tables that is quoted, with the conditions of its numbers."""

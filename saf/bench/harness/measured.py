@@ -23,6 +23,8 @@ NEAR_ONE = 0.005
 Record = Mapping[str, Any]
 QuotedAt = Callable[[Record], Quoted | None]
 """What the paper has at the shape of a row."""
+Apart = Callable[[Record], str]
+"""What tells an arm's row from one that differs in the kernel asked for alone, in words; nothing where none does."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Measured:
     row: Record
     free: Record | None
     paper: Quoted | None
+    apart: str = ""
+    """In words, what tells its frozen heads' way from another kernel's (`Apart`)."""
 
     @property
     def ratio(self) -> float | None:
@@ -44,7 +48,7 @@ class Measured:
         if self.row["backend"] is None:
             usual = f"ordinary, {kernel_name(self.row['kernel'])}"
             return {"keeping": KEEPING, "apart": APART}.get(self.row["role"], usual)
-        return edited_name(self.row)
+        return ", ".join(filter(None, [edited_name(self.row), self.apart]))
 
     @property
     def pruned(self) -> bool:
@@ -108,16 +112,16 @@ class Group:
         return control_words(self.control, self.control["ratio"])
 
 
-def groups_of(record: Record, *, quoted: QuotedAt, file: str = "") -> list[Group]:
+def groups_of(record: Record, *, quoted: QuotedAt, apart: Apart, file: str = "") -> list[Group]:
     """Return the groups of a record of arms, in the order of its rows, with what the paper has beside each arm."""
     found: dict[tuple, list[Record]] = {}
     for row in record["rows"]:
         key = (subject(row), tuple(row["point"].items()), row["variant"], row["baseline"])
         found.setdefault(key, []).append(row)
-    return [_group(record["kind"], rows, quoted, file) for rows in found.values()]
+    return [_group(record["kind"], rows, quoted, apart, file) for rows in found.values()]
 
 
-def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, file: str) -> Group:
+def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, apart: Apart, file: str) -> Group:
     """Return the group of one kind's rows that share a point and a variant, with its control and bounds."""
     first = rows[0]
     free = {row["rate"]: row for row in rows if row["role"] == "free" and not row["refused"]}
@@ -130,7 +134,7 @@ def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, file: str) -> Gr
         baseline=first["baseline"],
         control=next((row for row in rows if row["role"] == "control"), None),
         arms=tuple(
-            Measured(row, None if row["role"] == "pruned" else free.get(row["rate"]), quoted(row))
+            Measured(row, None if row["role"] == "pruned" else free.get(row["rate"]), quoted(row), apart(row))
             if row["backend"]
             else Measured(row, None, None)
             for row in arms

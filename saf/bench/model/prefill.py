@@ -11,10 +11,10 @@ from torch import Tensor
 from saf.adapters import adapter_for
 from saf.bench.harness.arms import FREE, PRUNED, Arm
 from saf.bench.harness.kernels import kernels_of
-from saf.bench.harness.measured import Record
+from saf.bench.harness.measured import Group, Record
 from saf.bench.harness.runner import Subject
 from saf.bench.harness.settings import QWEN_POINTS, QWEN_RATES, Point
-from saf.bench.harness.shape import ModelShape
+from saf.bench.harness.shape import ModelShape, shape_of
 from saf.bench.harness.synthetic import random_tokens
 from saf.bench.harness.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
 from saf.bench.harness.work import Work, layers_work
@@ -25,11 +25,18 @@ from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
 from saf.machine.execution import Execution
 from saf.ops import for_graphs
+from saf.ops.inference.one_launch import are_few
 from saf.prefill import LastToken
 from saf.records import paper
 from saf.records.paper import Quoted
 from saf.settings import documented
 
+PINNED = (
+    "Kernel pinned: where tokens are few a frozen layer takes one launch for all heads; with live heads pinned to a "
+    "kernel it takes a launch for live and one for frozen heads, each with an output product, and in a call the host "
+    "pays for every one. Such rows are no measure of a model left to PyTorch's choice of kernel."
+)
+"""What to know of rows that `PrefillKind.apart` tells apart."""
 PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat16), "fp32": ("fp32", torch.float32)}
 """By name: the precision of autocast ("fp32" is none) and the dtype of weights."""
 
@@ -172,6 +179,23 @@ class PrefillKind(ModelKind[PrefillSettings]):
             weight_bytes=dtype.itemsize,
             free=arm.backend == FREE,
         )
+
+    def apart(self, row: Record) -> str:
+        """Say that the kernel is pinned, where frozen layers left to themselves take one launch for all heads.
+
+        They do with few tokens in 16 bits (`saf.ops.inference.one_launch`).
+        """
+        if row["backend"] != "toeplitz" or row["kernel"] == "auto" or row["point"].get("precision") == "fp32":
+            return ""
+        shape = shape_of(row["model"].split(",")[0], row["point"]["length"])
+        sizes = row["point"]["batch_size"], shape.num_kv_heads, row["point"]["length"], shape.head_dim
+        values = torch.empty(sizes, device="meta")
+        few = are_few(values, shape.num_heads, replayed=row["variant"] == GRAPH)
+        return "kernel pinned" if few else ""
+
+    def read_by(self, groups: Sequence[Group]) -> list[str]:
+        """Return a line on the ways of few tokens, where a row is of live heads that are pinned."""
+        return [PINNED] if any(arm.apart for group in groups for arm in group.arms) else []
 
     def quoted(self, row: Record) -> Quoted | None:
         """Return the paper's speedup of prefill at the shape of a row."""

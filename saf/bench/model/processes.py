@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from saf.errors import UnsupportedError
 
 POLL_SECONDS = 0.05
 """Between two looks at processes that run for seconds to minutes."""
+REMOVALS = 100
+"""Attempts to remove the folder of processes, `POLL_SECONDS` apart: a killed one may be writing there when it dies."""
 COMPILE_THREADS = 4
 """Of each process that only compiles; several run at a time."""
 OUT_OF_TIME = "out of time"
@@ -41,7 +45,15 @@ class Children:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
+        """Remove the folder; what was measured does not depend on it, so one that stays is told."""
+        for left in reversed(range(REMOVALS)):
+            try:
+                self._folder.cleanup()
+                return
+            except OSError as error:
+                if not left:
+                    self._say(f"{self._folder.name} could not be removed: {error}")
+            time.sleep(POLL_SECONDS)
 
     def run(self, specifications: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Run them, `workers` at a time, and return the replies in order; `{"error": reason}` for one without.
@@ -85,7 +97,10 @@ class Children:
 
 
 class _Child:
-    """Run a process of its own that measures one arm: a file tells it what to do, another takes its answer."""
+    """Run a process of its own that measures one arm: a file tells it what to do, another takes its answer.
+
+    It leads a group of processes, so that those of its compiler end with it.
+    """
 
     def __init__(self, specification: dict[str, Any], folder: Path, number: int):
         root = Path(saf.__file__).parents[1]
@@ -105,6 +120,7 @@ class _Child:
                 stdout=answer,
                 stderr=errors,
                 env={**os.environ, "PYTHONPATH": path, **surroundings},
+                process_group=0,
             )
 
     @property
@@ -120,7 +136,9 @@ class _Child:
         return json.loads(lines[-1])
 
     def stop(self) -> None:
-        self._process.kill()
+        """End the process and all that it started."""
+        with suppress(ProcessLookupError):  # it has ended, and nothing of its group is left
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

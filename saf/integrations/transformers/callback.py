@@ -7,7 +7,7 @@ between two updates, after the checkpoint of the state before it: a run that res
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from saf.machine.execution import Execution
 from saf.machine.processes import agreed
 from saf.records.events import EventRecord
 from saf.records.files import read_json, read_tensors, to_json
-from saf.schedules import OneTime, Outcome, Proposer, Schedule, schedule_to_dict
+from saf.schedules import SCHEDULES, OneTime, Outcome, Proposer, Schedule, schedule_to_dict
+from saf.settings import OneKindOf
 from saf.sidecar import check_sums
 from saf.surgery import check_editable, restore_, uninstall_
 from saf.surgery.optimizer import unwrap_optimizer
@@ -129,8 +130,8 @@ class FreezeCallback(Editing, ExportableState):
             config: Settings of each event.
             calibration: Token tensors `[B, T]`, mappings with `input_ids`, rows of a data set, or texts. Patterns
                 cover T positions; inputs longer than that are refused once heads are frozen.
-            schedule: When: `saf.OneTime(0.5)` by default, or any other schedule. `TrainLoss` reads every update's loss
-                from the log, so it needs `logging_steps=1`.
+            schedule: When: `saf.OneTime(0.5)` by default, or any other schedule, also of your own class. `TrainLoss`
+                reads every update's loss from the log, so it needs `logging_steps=1`.
             heldout: Sequences given in the same forms, for `ValidationBudget` and scores that read outputs. With them
                 the losses before and after each event are in the model card.
             tokenizer: Of text; the Trainer's `processing_class` by default.
@@ -144,10 +145,12 @@ class FreezeCallback(Editing, ExportableState):
         check("config", config, FreezeConfig)
         self.config = config
         self.schedule: Schedule = OneTime() if schedule is None else schedule
-        check("schedule", self.schedule, Schedule)
-        for name, value in (("sequences", sequences), ("batch_size", batch_size)):
-            check(name, value, int)
-            if value < 1:
+        check("schedule", self.schedule, Annotated[Schedule, OneKindOf(SCHEDULES)])
+        if calibration is None:
+            raise InputError("calibration must be token tensors [B, T], rows of a data set, or texts; got None")
+        for name, value in (("sequences", sequences), ("batch_size", batch_size), ("length", length)):
+            check(name, value, int | None if name == "length" else int)
+            if value is not None and value < 1:
                 raise InputError(f"{name} is a whole number from 1; got {value}")
         self._given = {"calibration": calibration, "heldout": heldout}
         self._cut = {"length": length, "count": sequences, "batch_size": batch_size}

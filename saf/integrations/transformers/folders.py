@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from saf.adapters import TransformersAdapter, adapter_for, longest_input
+from saf.adapters.transformers_adapter import FAMILIES
 from saf.adapters.transformers_folder import folder_hash, weight_files
 from saf.calibration import plan_calibration
 from saf.data import TokenData, calibration_windows
@@ -94,9 +95,13 @@ class TransformersFolder:
         return folder_hash(self.folder)
 
     def model(self, device: torch.device) -> nn.Module:
-        """Open the model with its frozen heads; raise CheckpointError where weights are missing from its files."""
+        """Open the model with its frozen heads, without attention dropout, which models with such heads cannot have.
+
+        Raises CheckpointError where weights are missing from its files.
+        """
+        without: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
         try:
-            opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True)
+            opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **without)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"transformers cannot open {self.name}: {_first(error)}") from error
         model, told = opened
@@ -108,6 +113,15 @@ class TransformersFolder:
         if (known := TransformersAdapter.of(model)) is not None:
             known.apply_caps()
         return model.to(device).eval()
+
+    def attention_dropout(self) -> dict[str, float]:
+        """Return the rates above 0 of attention dropout in the configuration, by their fields."""
+        try:
+            config = AutoConfig.from_pretrained(self.name)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"transformers cannot open {self.name}: {_first(error)}") from error
+        fields = sorted({family.dropout_setting for family in FAMILIES})
+        return {field: rate for field in fields if (rate := getattr(config, field, 0.0))}
 
     def encoder(self) -> Encoder:
         """Open the model's tokenizer; raise DataError where transformers finds none."""
@@ -180,9 +194,10 @@ def freeze_folder(
         )
     parent, model = found.hash, found.model(device)
     adapter_for(model)
+    _tell_dropout(found, settings.out, say)
     if (longest := longest_input(model)) is None:
         raise InputError(f"the configuration of {type(model).__name__} does not tell how many positions it has")
-    length = check_length(settings, longest, "that the model takes")
+    length = check_length(settings, longest, "that the model takes", most=longest)
     seed = settings.calibration_seed or 0
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")
     batches, heldout = list(windows.split(settings.batch_size)), None
@@ -226,6 +241,12 @@ def freeze_folder(
             raise
         raise CheckpointError(f"{reason}: {settings.out} was not written; free some space") from error
     return report, folder_hash(settings.out), parent
+
+
+def _tell_dropout(found: TransformersFolder, out: Path, say: Callable[[str], Any]) -> None:
+    """Say which attention dropout of a model's configuration is switched off in the new folder."""
+    for field, rate in found.attention_dropout().items():
+        say(f"frozen heads have no attention dropout: {field} was {rate:g} and is 0 in {out}")
 
 
 def _save_pretrained(model: Any, folder: Path) -> None:

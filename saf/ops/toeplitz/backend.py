@@ -26,7 +26,7 @@ from saf.ops.inference.operator import inference
 from saf.ops.operator import uses_triton
 from saf.ops.positions import Rows
 from saf.ops.toeplitz.operator import distance_table, implementation, toeplitz_product
-from saf.ops.toeplitz.rows import compact_rows, rows_beside
+from saf.ops.toeplitz.rows import compact_rows, row_tables, rows_beside
 from saf.ops.toeplitz.tables import compact_tables, convolution_tables, tables_hold
 from saf.ops.toeplitz.trained import NOT_HELD, trainable_product
 from saf.patterns import CompactPattern, Pattern
@@ -61,7 +61,8 @@ class Toeplitz(Backend):
 
         `distance [C, T]` exp(rho) in `dtype`; `key_scale [C, T]` exp(alpha) and `row_scale [C, T]` 1/Z in float32
         (float64 for float64 values) and `table` from `distance_table`, for the `C` heads of `convolved`;
-        `weights [F - C, T, T]` for those of `stored`; and, where none is stored, what one launch of few tokens reads.
+        `weights [F - C, T, T]` for those of `stored`; and, where none is stored, what one launch of few tokens and the
+        kernel of few rows read.
         """
         compact = {slot: own for slot, one in enumerate(patterns) if (own := one.compact()) is not None}
         made: Tables = {}
@@ -79,6 +80,7 @@ class Toeplitz(Backend):
             made["weights"] = torch.stack(dense)
         else:
             made |= few_tables(patterns, dtype, device, kv_head)
+            made |= row_tables(kv_head, len(patterns), device) if uses_triton(device, dtype) else {}
         return made | {"convolved": convolved, "stored": stored}
 
     def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:

@@ -116,7 +116,8 @@ def _power(count: int) -> int:
 
 def sum_rows(
     value: Tensor,
-    groups: tuple[Tensor, Tensor],
+    read: Tensor,
+    readers: Tensor,
     distance: Tensor,
     key_scale: Tensor,
     row_scale: Tensor,
@@ -127,22 +128,21 @@ def sum_rows(
     *,
     precision: str,
 ) -> None:
-    """Write what `saf::frozen_rows` returns into `out [parts, B, F, rows, D]`; `groups` are of `head_groups`.
+    """Write what `saf::frozen_rows` returns into `out [parts, B, F, rows, D]`.
 
     `precision` is that of float32 products, "ieee" or "tf32".
     """
     parts, batch, _, rows, dim = out.shape
-    heads, slots = groups
     length = value.shape[-2]
     constants = rows_constants(
-        rows, slots.shape[1], dim, moves=first is not None, padded=start is not None, precision=precision
+        rows, readers.shape[1], dim, moves=first is not None, padded=start is not None, precision=precision
     )
     stretch = cdiv(cdiv(length, parts), KEYS) * KEYS
     # What is not there is not read: any tensor stands in its place.
-    absent = heads
+    absent = read
     launch(
-        rows_kernel, (parts, heads.shape[0] * constants["BLOCKS"], batch),
-        value, heads, slots, distance, key_scale, row_scale,
+        rows_kernel, (parts, read.shape[0] * constants["BLOCKS"], batch),
+        value, read, readers, distance, key_scale, row_scale,
         absent if first is None else first, absent if start is None else start, out,
         place, length, stretch, value.stride(0), value.stride(1), value.stride(2), distance.stride(0),
         out.stride(0), out.stride(1), device=value.device, **constants,

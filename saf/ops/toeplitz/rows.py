@@ -7,13 +7,12 @@ that a captured graph replays depends on the host.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from saf.ops.backend import Tables
-from saf.ops.heads import unit_stride
+from saf.ops.heads import cached_order, unit_stride
 from saf.ops.operator import operator
 from saf.ops.positions import Rows
 from saf.ops.streams import beside, meet
@@ -23,6 +22,29 @@ STRETCH = 256
 """Keys of a part at least: fewer would be read faster than their sums are written and added up."""
 PROGRAMS = 528
 """Parts of all heads together, about: four for each multiprocessor of an H200, so that all of them read memory."""
+READERS, OWN, CACHED = "row_readers", "row_heads", "row_cached_heads"
+"""Names of what `row_tables` makes among the tables of a layer."""
+
+
+def row_tables(kv_head: tuple[int, ...] | None, frozen: int, device: torch.device) -> Tables:
+    """Return which frozen slots read which value head, `U` heads in all, int32: what `saf::frozen_rows` reads.
+
+    `row_readers [U, G]` holds the slots that read each head, -1 for none; `row_heads [U]` these heads as a layer has
+    them, `row_cached_heads [U]` as a cache of fixed size does (`cached_order`), both counted from the first one read.
+    They are made with the other tables: what a pass made and kept would lie in the memory of the graph that captures
+    it, and be written over.
+    """
+    slots = tuple(range(frozen)) if kv_head is None else kv_head
+    read = slots[len(slots) - frozen :]
+    told = tuple(map(cached_order(slots, frozen).index, read))
+    groups = [[slot for slot, head in enumerate(read) if head == one] for one in sorted(set(read))]
+    most = max(map(len, groups))
+    made = {
+        READERS: [group + [-1] * (most - len(group)) for group in groups],
+        OWN: [read[group[0]] - min(read) for group in groups],
+        CACHED: [told[group[0]] - min(told) for group in groups],
+    }
+    return {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in made.items()}
 
 
 def compact_rows(tables: Tables) -> Callable[..., Tensor]:
@@ -41,24 +63,27 @@ def rows_beside(
 ) -> Tensor:
     """Return what `Toeplitz.forward_rows` does, from kernels; a captured graph runs the first one beside `live()`."""
     count = parts_of(value.shape[0] * len(set(heads)), value.shape[-2])
-    own = tables["distance"], tables["key_scale"], tables["row_scale"]
     moves = isinstance(rows.first, Tensor)
+    read = tables[CACHED if moves else OWN]
+    own = tables["distance"], tables["key_scale"], tables["row_scale"]
     first, place = (rows.first, 0) if moves else (None, rows.first)
     where = first, place, rows.start, rows.count
-    value = unit_stride(value)
-    parts = frozen_rows(value, list(heads), *own, *where, count, live is not None)
+    lowest = min(heads)
+    value = unit_stride(value[:, lowest:] if lowest else value)
+    parts = frozen_rows(value, read, tables[READERS], *own, *where, count, live is not None)
     return join_rows(parts, value, first, rows.start, None if live is None else unit_stride(live()))
 
 
 def parts_of(groups: int, length: int) -> int:
     """Return into how many stretches the keys of each of `groups` are cut."""
-    return max(1, min(-(-length // STRETCH), PROGRAMS // groups))
+    return max(1, min(-(-length // STRETCH), PROGRAMS // max(1, groups)))  # an empty batch has no groups
 
 
 @operator("saf::frozen_rows")
 def frozen_rows(
     value: Tensor,
-    heads: list[int],
+    read: Tensor,
+    readers: Tensor,
     distance: Tensor,
     key_scale: Tensor,
     row_scale: Tensor,
@@ -71,40 +96,29 @@ def frozen_rows(
 ) -> Tensor:
     """Return rows of `P V` summed over each of `parts` stretches of keys, `[parts, B, F, rows, D]` float32.
 
-    `value [B, H_kv, T, D]`; `heads` names the value head of each frozen slot; tables are those of `prepare`. The rows
-    begin at `first` (`[]`, on the device) or else at `place`; `start` is as in `Rows`.
+    `value [B, H_kv, T, D]`; `read [U]` names the value heads that frozen slots read, `readers [U, G]` the slots of
+    each, see `row_tables`; the other tables are those of `prepare`. The rows begin at `first` (`[]`, on the device) or
+    else at `place`; `start` is as in `Rows`.
     """
     from saf.ops.toeplitz.row_kernels import sum_rows
 
-    out = _parts_like(value, len(heads), rows, parts)
+    out = _parts_like(value, distance.shape[0], rows, parts)
+    if not out.numel():
+        return out
     at = first, place, start
-    groups = head_groups(tuple(heads), value.device)
     precision = float32_products() if value.dtype == torch.float32 else "ieee"
     with beside(value.device) if has_live else nullcontext():
-        sum_rows(value, groups, distance, key_scale, row_scale, *at, out, precision=precision)
+        sum_rows(value, read, readers, distance, key_scale, row_scale, *at, out, precision=precision)
     return out
 
 
 @torch.library.register_fake("saf::frozen_rows")
-def _(value, heads, distance, key_scale, row_scale, first, place, start, rows, parts, has_live) -> Tensor:
-    return _parts_like(value, len(heads), rows, parts)
+def _(value, read, readers, distance, key_scale, row_scale, first, place, start, rows, parts, has_live) -> Tensor:
+    return _parts_like(value, distance.shape[0], rows, parts)
 
 
 def _parts_like(value: Tensor, heads: int, rows: int, parts: int) -> Tensor:
     return value.new_empty(parts, value.shape[0], heads, rows, value.shape[-1], dtype=torch.float32)
-
-
-@cache
-def head_groups(heads: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the value heads that frozen slots read, `[U]`, and the slots that read each, `[U, G]`, -1 for none.
-
-    Sent to the device once: it must be known before a CUDA graph is captured, as the passes before see to.
-    """
-    read = sorted(set(heads))
-    slots = [[slot for slot, head in enumerate(heads) if head == one] for one in read]
-    most = max(map(len, slots))
-    filled = [each + [-1] * (most - len(each)) for each in slots]
-    return tuple(torch.tensor(made, dtype=torch.int32, device=device) for made in (read, filled))  # type: ignore[return-value]
 
 
 @operator("saf::join_rows")
@@ -112,12 +126,16 @@ def join_rows(parts: Tensor, value: Tensor, first: Tensor | None, start: Tensor 
     """Return live heads `[B, L, rows, D]` and then the sums of `parts [S, B, F, rows, D]`, stored as `[B, rows, H, D]`.
 
     The other arguments are those of `saf::frozen_rows`, whose dtype of values the result has: named here too, their
-    memory is not used again before the streams have met.
+    memory is not used again before the streams have met. Without live heads there is one stream only: to wait for
+    another, which runs nothing of this graph, is an error while one is captured.
     """
     from saf.ops.toeplitz.row_kernels import add_parts
 
-    meet(parts.device)
     out = _joint_like(parts, value, live)
+    if not out.numel():
+        return out
+    if live is not None:
+        meet(parts.device)
     add_parts(parts, live, out)
     return out
 

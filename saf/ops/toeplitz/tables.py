@@ -111,13 +111,25 @@ def _block(length: int, largest: int) -> int:
 
 
 REACH = {torch.float64: 600.0, torch.float32: 64.0, torch.bfloat16: 64.0}
-"""Nats by which factors and normalisers may differ from 1; the rest of the range is left to values and gradients."""
+"""Nats by which factors and normalisers may differ from 1; the rest of the range is left to values and gradients.
+
+That is 87 nats on either side of 1 in float32 and bfloat16, 708 in float64.
+"""
 LARGEST = {torch.float64: 690.0, torch.float32: 80.0, torch.bfloat16: 80.0}
-"""Logarithm of the largest sum over rows, before it is multiplied with a key's factor, which may be 0."""
+"""Logarithm of the largest sum over rows, before it is multiplied with a key's factor, which may be 0.
+
+Numbers end at 88.7 in float32 and bfloat16 and at 709.8 in float64; what is left is for the size of values.
+"""
 NEGLIGIBLE = {torch.float64: -56.0, torch.float32: -28.0, torch.bfloat16: -28.0}
-"""Logarithm of all the weight of a key, or of a distance, below which its factor may be 0."""
+"""Logarithm of all the weight of a key, or of a distance, below which its factor may be 0.
+
+exp(-28) is 7e-13, where float32 rounds weights by 6e-8; exp(-56) is 5e-25, where float64 rounds by 1e-16.
+"""
 TILTS, STRETCHES = 65, 256
-"""How many tilts are tried where the balanced gauge does not do, and on how many stretches of positions."""
+"""How many tilts are tried where the balanced gauge does not do, and on how many stretches of positions.
+
+So many that neighbouring tilts differ by an eighth of the reach needed; both chosen, not measured against others.
+"""
 
 
 def table_gauge(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

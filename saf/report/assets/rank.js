@@ -18,14 +18,14 @@ function drawRanks(state, frame, kind) {
   const width = Math.max(220, frame.parentNode.clientWidth || 500);
   const at = (name) => { const [l, h] = name.split(',').map(Number); return values[l][h]; };
   const [low, high] = extent(order.map(([name]) => at(name)));
-  const x = scale('linear', [1, order.length], [58, width - 10]);
+  const x = scale('linear', [1, order.length], [66, width - 10]);
   const y = scale(kind, [low, high], [RANK_HEIGHT - 30, 10]);
   set(frame, { viewBox: `0 0 ${width} ${RANK_HEIGHT}`, width, height: RANK_HEIGHT });
   const ticks = y.ticks(4).flatMap((v) => [
-    svg('line', { class: 'grid', x1: 58, x2: width - 10, y1: y(v), y2: y(v) }),
-    svg('text', { class: 'tick', x: 52, y: y(v) + 4, 'text-anchor': 'end', text: short(v, 2) }),
+    svg('line', { class: 'grid', x1: 66, x2: width - 10, y1: y(v), y2: y(v) }),
+    svg('text', { class: 'tick', x: 60, y: y(v) + 4, 'text-anchor': 'end', text: short(v, 2) }),
   ]);
-  const radius = Math.min(4, Math.max(1.5, (width - 68) / order.length / 1.6));
+  const radius = Math.min(4, Math.max(1.5, (width - 76) / order.length / 1.6));
   const dots = order.map(([name, rank]) => {
     const [l, h] = name.split(',').map(Number);
     const dot = svg('circle', { class: `dot ${headState(state, l, h)}`, cx: x(rank), cy: y(at(name)), r: radius, 'data-head': name });

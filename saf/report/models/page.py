@@ -107,7 +107,7 @@ def _fits(found: dict[str, Any], events: Sequence[dict[str, Any]]) -> str:
         heads = [head for at, head in found["frozen"] if at == layer]
         known = [kls[layer, head] for head in heads if (layer, head) in kls]
         kinds = ", ".join(f"{count} {kind}" for kind, count in patterns["kinds"].items())
-        fits = [f"{value:.4f}" if known else None for value in (median(known or [0]), max(known, default=0))]
+        fits = [number(value, 3) if known else None for value in (median(known or [0]), max(known, default=0))]
         rows.append([str(layer), " ".join(map(str, heads)), kinds, patterns["length"], *fits])
     columns = ("layer", "heads", "patterns", "positions", "KL of the fits, nats, in the middle", "at most")
     return section("fits", "How the patterns fit", Table.of("Fits", columns, rows).used().html())
@@ -163,8 +163,8 @@ def _key_figures(
         note = f"95% interval {low:+.2f}% to {high:+.2f}%, {change['windows']:,} paired windows"
         figures.append(key_figure("Perplexity", signed(value), note, drawing))
     if kls := [kl for event in events for *_, kl in event["fit_kl"]]:
-        note = f"nats in the middle, {max(kls):.4f} at most"
-        figures.append(key_figure("KL of the fits", number(median(kls)), note))
+        note = f"nats in the middle, {number(max(kls), 3)} at most"
+        figures.append(key_figure("KL of the fits", number(median(kls), 3), note))
     return figures
 
 

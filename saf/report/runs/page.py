@@ -203,6 +203,7 @@ def _provenance(run: RecordedRun) -> dict[str, Any]:
     checkpoints, data = entries.pop("checkpoints", {}), entries.pop("data", {})
     entries |= {f"{role} checkpoint": value for role, value in checkpoints.items()}
     entries |= {f"{role} data": value for role, value in data.items()}
+    entries |= {f"sum of {name}": value for name, value in (entries.pop("files", None) or {}).items()}
     if entries.get("seed") is not None:
         entries["seed"] = str(entries["seed"])  # a name, as one types it, and no amount
     entries.pop("pruned", None)

@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saf.evaluate.compare import timing_is_clear
+from saf.evaluate.compare import timing_is_clear, was_busy
 from saf.evaluate.side_by_side import Comparison, arm_colours
 from saf.heads import EDITED
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
 from saf.records.run import RecordedRun
 from saf.report.page import Value, bars, coloured, key_figure, of_arms, shares_of, text, whiskers
 
+BUSY = "timing unclear: the machine was busy"
+"""In the place of a speedup that no freezing could bring."""
 Told = tuple[dict[str, Any], str]
 """The record of a comparison, and the colour of its frozen or pruned arm."""
 
@@ -47,6 +49,7 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
         ratio = record["update_time_ratio"]
         speed = f" and made updates <em>{_speed_words(ratio)}</em>" if ratio and timing_is_clear(record) else ""
         comma = "," if "," in cost and speed else ""
+        speed = f"; {BUSY}" if was_busy(record) else speed
         which = f"{record['heads']} of {record['num_heads']} attention heads"
         return f"{doing(runs).capitalize()} {which} {cost}{comma}{speed}"
     run = next((run for run in runs if run.arm != "ordinary"), runs[0])
@@ -70,7 +73,7 @@ def _several(done: Sequence[Told], runs: Sequence[RecordedRun]) -> str:
     if all(record["update_time_ratio"] and timing_is_clear(record) for record, _ in done):
         ratios = [coloured(f"{record['update_time_ratio']:.2f}×", colour) for record, colour in done]
         words += f", with updates {_listed(ratios)} as fast"
-    return words
+    return words + f"; {BUSY}" * any(was_busy(record) for record, _ in done)
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -171,7 +174,9 @@ def _speed(told: Sequence[Told]) -> str:
     first, last = told[0][0]["timed_updates"]
     pair = _arrow(seconds(ordinary), [(seconds(value), colour) for value, colour in frozen])
     note = f"{pair} median update, over {first:,}–{last:,} of separate runs"
-    if not all(timing_is_clear(record) for record, _ in told):
+    if any(was_busy(record) for record, _ in told):
+        note += f"; {BUSY} during one of them, as heads that cost nothing would not save so much"
+    elif not all(timing_is_clear(record) for record, _ in told):
         note += "; times overlap, so this machine was too noisy to tell"
     values = [
         (f"{record['update_time_ratio']:.2f}×" if timing_is_clear(record) else "unclear", colour)

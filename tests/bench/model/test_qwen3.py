@@ -14,7 +14,7 @@ from saf.bench.model.update import UpdateKind, UpdateSettings
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
 from saf.models import preset
-from saf.ops import layer
+from saf.ops import ways
 from saf.prefill import LastToken
 
 pytest.importorskip("transformers")
@@ -124,12 +124,12 @@ def test_the_paper_s_grid():
 def test_ordinary_models_attend_through_the_seam_too(monkeypatch):
     model = build_model(ModelPlan.of(settings(), LENGTH), Arm("math"), device=CPU)
     calls = []
-    real = layer.live_attention
+    real = ways.live_attention
 
     def counted(*inputs, **options):
         calls.append(options["kernel"])
         return real(*inputs, **options)
 
-    monkeypatch.setattr(layer, "live_attention", counted)
+    monkeypatch.setattr(ways, "live_attention", counted)
     model(torch.zeros(1, LENGTH, dtype=torch.long))
     assert calls == ["math"] * SMALL.num_layers

@@ -1,9 +1,13 @@
 """Cases of the kernels of single rows; `run` compares one with dense patterns in float64."""
 
+import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
+LIVE_HEADS = (3, 0)
+"""The value heads that live slots read."""
 LIMITS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4.5e-3}
 """Relative L2 errors, those of a layer's operator (saf/bench/harness/check.py)."""
 
@@ -43,17 +47,19 @@ CASES = {
 
 
 def run(case: Case, device: str) -> dict:
-    """Return the error of frozen heads, whether live ones are as given, and whether what is not filled counts."""
+    """Return the error of frozen heads, whether live ones are as given, and what a call leaves behind."""
     from saf.bench.harness.synthetic import synthetic_patterns
     from saf.ops import FrozenHeads
+    from saf.ops.heads import cached_order
     from saf.ops.positions import Rows
     from saf.ops.toeplitz import rows as module
     from saf.patterns import CompactPattern
 
     module.STRETCH = case.stretch
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, case.dtype)
-    pattern = synthetic_patterns(len(case.heads), 320, generator)
-    frozen = FrozenHeads.from_patterns(pattern, dtype=dtype, device=device)
+    frozen_heads, kv_head = len(case.heads), (*LIVE_HEADS[: case.live], *case.heads)
+    pattern = synthetic_patterns(frozen_heads, 320, generator)
+    frozen = FrozenHeads.from_patterns(pattern, dtype=dtype, device=device, kv_head=kv_head)
     # Stored as a cache is: what lies behind the last row may be anything finite.
     value = torch.randn(3, case.length, 4, case.dim, generator=generator).to(device, dtype)
     value[:, case.end :] = 1e4
@@ -62,16 +68,35 @@ def run(case: Case, device: str) -> dict:
     first = case.end - case.rows
     start = None if case.starts is None else torch.tensor(case.starts, device=device)
     rows = Rows(torch.tensor(first, device=device) if case.told else first, case.rows, start)
-    tables = frozen.tables(dtype)
-    found = module.rows_beside(value, case.heads, tables, rows, (lambda: live) if case.live else None)
+    # Without a GPU the tables are those of plain PyTorch, which reads no others.
+    tables = frozen.tables(dtype) | module.row_tables(kv_head, frozen_heads, torch.device(device))
+    given, heads = value, case.heads
+    if case.told:  # by a cache of fixed size, which has value heads in an order of its own
+        order = cached_order(kv_head, frozen_heads)
+        given, heads = value[:, list(order)], tuple(map(order.index, heads))
+    streams: list[str] = []
+    module.beside = lambda device: streams.append("beside") or nullcontext()
+    module.meet = lambda device: streams.append("meet")
+    before = _memories()
+    found = module.rows_beside(given, heads, tables, rows, (lambda: live) if case.live else None)
+    kept = len(_memories() - before - {found.untyped_storage().data_ptr()})
     wanted = _by_hand(CompactPattern(*(each.to(device) for each in pattern.vectors().values())), case, value)
     mixed = found[:, case.live :].double()
     return {
         "error": ((mixed - wanted).norm() / wanted.norm()).item(),
         "live": bool(torch.equal(found[:, : case.live], live)),
         "strides": list(found.stride()) == [case.rows * found.shape[1] * case.dim, case.dim, found.stride(2), 1],
+        "kept": kept,
+        "streams": streams,
         "parts": module.parts_of(3 * len(set(case.heads)), case.length),
     }
+
+
+def _memories() -> set[int]:
+    """Return where the memory of every tensor that is alive begins."""
+    gc.collect()
+    alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return {one.untyped_storage().data_ptr() for one in alive}
 
 
 def _by_hand(pattern, case: Case, value: torch.Tensor) -> torch.Tensor:

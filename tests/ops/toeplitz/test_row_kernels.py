@@ -13,6 +13,13 @@ def test_rows_agree_with_float64_and_live_heads_stay(row_results, name):
     assert result["strides"]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_keeps_nothing_and_waits_for_what_it_began(row_results, name):
+    """A graph's memory is its own: what its capture made must be gone, and no stream waited for that is not in it."""
+    assert row_results[name]["kept"] == 0
+    assert row_results[name]["streams"] == (["beside", "meet"] if CASES[name].live else [])
+
+
 def test_keys_are_cut_where_parts_are_many(row_results):
     assert row_results["a row"]["parts"] > 1
     assert row_results["one part"]["parts"] == 1

@@ -57,6 +57,22 @@ def test_a_speed_lost_in_noise_is_not_a_headline(tmp_path):
     assert not re.search("1\\.0[01]×", page)
 
 
+def test_more_than_free_heads_would_save_is_no_headline(tmp_path):
+    ordinary, frozen = write_pair(tmp_path, cost=0.02, speedup=3.39)
+    page = write_report((ordinary, frozen), tmp_path / "out").read_text()
+    headline = re.search("<h1>.*</h1>", page)[0]
+    assert re.search(r"perplexity by 2\.\d\d%</em>; timing unclear: the machine was busy</h1>", headline)
+    assert "heads that cost nothing would not save so much" in page
+    assert not re.search("3\\.39\\d*×", page)
+    half = write_run(tmp_path / "half", Shape(rate=0.5), frozen=True, speedup=1.25)
+    page = write_report((ordinary, frozen, half), tmp_path / "both").read_text()
+    headline = re.search("<h1>.*</h1>", page)[0]
+    assert "as fast" not in headline
+    assert headline.endswith("; timing unclear: the machine was busy</h1>")
+    assert "1.25×" in page
+    assert not re.search("3\\.39\\d*×", page)
+
+
 def test_nothing_is_asked_of_the_network(tmp_path):
     page = write_report(write_pair(tmp_path), tmp_path / "report.html").read_text()
     assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}

@@ -8,7 +8,7 @@ import torch
 
 from saf.cli import main
 from saf.errors import InputError
-from saf.experiments.scaling import Interconnect, activation_bytes, foretell, layer_matrices
+from saf.experiments.many_gpus import Interconnect, activation_bytes, foretell, layer_matrices
 from saf.models import GPT, PRESETS, preset
 from saf.train.optimizer import build_optimizer
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from saf.arguments import above, at_least, check_fields
 from saf.errors import InputError
-from saf.experiments.plan import ACTIVATION_BYTES, STATE_BYTES, PlannedRun
+from saf.experiments.planned_run import ACTIVATION_BYTES, STATE_BYTES, PlannedRun
 from saf.experiments.rates import Rates
 from saf.models.config import GPTConfig
 from saf.records.table import Table

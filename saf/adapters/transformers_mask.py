@@ -1,0 +1,93 @@
+"""What attention is told of a pass of a model of transformers: padding, documents, places in a cache of fixed size.
+
+`padding_mask` tells it where transformers asks for a mask; what that cannot see, positions that start again beside a
+mask or a cache, `check_one_sequence_a_row` refuses.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.adapters.documents import Documents
+from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places
+from saf.errors import UnsupportedError
+from saf.ops.positions import Places, assert_later, left_padding
+from saf.ops.streams import captured
+
+Mask = Tensor | Documents | Places | Beginning | None
+"""What attention is told of a pass: padding, documents, where queries stand in a cache of fixed size; or nothing."""
+_APART = "give every sequence a row of its own, padded at its ends"
+
+
+def padding_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    **rest: Any,
+) -> Mask:
+    """Return which tokens are real, `[B, T]`, or None where all are, as transformers asks for it.
+
+    Of packed documents it returns these, with a cache of fixed size where in it the queries stand. Raises
+    UnsupportedError for what frozen heads would not see: keys beyond the tokens seen so far, attention that is not
+    causal within each document; and for windows in a cache of fixed size. Raises InputError for padding between real
+    tokens.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    fixed = fills_fixed(q_length, kv_length, q_offset, attention_mask)
+    if fixed and rest.get("local_size") is not None:
+        raise UnsupportedError(NO_WINDOWS)
+    if not fixed and kv_offset + kv_length != q_offset + q_length:
+        raise UnsupportedError(
+            "with frozen heads the keys must end where the tokens end: give an attention_mask as long as the input"
+        )
+    # While compiling, transformers takes any row for several documents; that and windows are for `attend` to check.
+    plain = mask_function is causal_mask_function or torch.compiler.is_compiling()
+    window = rest.get("local_size") is not None
+    if not plain and attention_mask is None and kv_length == q_length:
+        device = torch.device(rest.get("device") or "cpu")
+        documents = Documents.of(mask_function, rest["batch_size"], q_length, device)
+        if documents is not None:
+            return None if documents.longest == q_length else documents
+    if not (plain or window):
+        raise UnsupportedError(
+            "with frozen heads attention is causal, within each document that position_ids tell of; another mask "
+            f"cannot be followed: leave it out, and {_APART}"
+        )
+    if fixed:
+        return fixed_places(q_length, kv_length, q_offset, attention_mask)
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, kv_offset : kv_offset + kv_length]  # as transformers: it may tell of tokens to come
+    # Looked at here, once a pass: it waits for the device.
+    return None if left_padding(mask) is None else mask
+
+
+def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
+    """Raise UnsupportedError where the positions of real tokens start again, of `length` tokens with cached ones.
+
+    In compiled code the device raises instead, a RuntimeError, also where they do not count up by one. What CUDA graphs
+    capture goes unchecked, as do the single tokens of decoding.
+    """
+    compiling = torch.compiler.is_compiling()
+    if position_ids.shape[-1] < 2 or (not compiling and captured(position_ids.device)):
+        return
+    counts = position_ids.diff(dim=-1) == 1
+    if attention_mask is not None:
+        real = attention_mask.bool()[:, length - 1 - counts.shape[-1] :]
+        counts = counts | ~(real[:, 1:] & real[:, :-1])
+    elif not compiling:
+        # Padding on the right is not told of here. It has one position throughout; a document goes on from 0 to 1.
+        counts = (position_ids[:, 1:-1] != 0) | (position_ids[:, 2:] != 1)
+    if compiling:
+        assert_later(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_APART}")
+    elif not counts.all():
+        raise UnsupportedError(
+            "position_ids start again within a row, which tells of packed documents where neither attention_mask nor "
+            f"a cache is given: leave attention_mask out and pass use_cache=False, or {_APART}"
+        )
