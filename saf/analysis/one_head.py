@@ -15,7 +15,7 @@ from saf.arguments import SHARES, above, at_least
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import InputError
-from saf.evaluate.paired import bootstrap_means, window_losses
+from saf.evaluate.paired import block_length, bootstrap_means, window_losses
 from saf.fit import CONSTANT_AFTER, fit_variants
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import make_patterns
@@ -287,7 +287,8 @@ def fit_difference(first: OneHeadCosts, second: OneHeadCosts, heads: Iterable[He
         raise InputError("no head is accepted under both fits: there is nothing to compare; raise max_fit_kl")
     one, other = (torch.stack([costs.by_window[head] for head in chosen]) for costs in (first, second))
     by_window = (other - one).mean(0)
-    low, high = bootstrap_means(by_window).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    draws = bootstrap_means(by_window, block=block_length(by_window))
+    low, high = draws.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return FitDifference(
         heads=len(chosen),
         first=float(one.mean()),

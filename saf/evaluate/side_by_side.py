@@ -231,7 +231,9 @@ def _notes(comparison: Comparison) -> list[str]:
     if record is None:
         return [f"{name} could not be compared: {comparison.reason}"]
     lines = [f"{name} differs in more than the freezing: {found}" for found in record["differences"]]
-    facts = [f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples"]
+    block = record.get("block", 1)
+    blocks = f" of blocks of {block} neighbours" if block > 1 else ""
+    facts = [f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples{blocks}"]
     if record["timed_updates"]:
         facts.append(f"update times over updates {' to '.join(map(number, record['timed_updates']))}")
     return [*lines, f"{name}: {'; '.join(filter(None, [*facts, speed_caveat(record)]))}."]

@@ -272,7 +272,8 @@ def _reading(values: Mapping[str, Mapping[str, Value | None]], records: Sequence
         number = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
         told.append(
             f"An interval in brackets is 95% over {number} {' or '.join(sorted(kinds))}, the same draws for both runs "
-            "of a pair of one seed: what another seed or another order of the data would change is not in it."
+            "of a pair of one seed, in blocks where neighbours go together: what another seed or another order of the "
+            "data would change is not in it."
         )
     return told
 

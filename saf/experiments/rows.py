@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import CompareError
-from saf.evaluate.paired import bootstrap_means, mean_and_standard_error
+from saf.evaluate.paired import block_length, bootstrap_means, mean_and_standard_error
 from saf.experiments.columns import AGAINST, COLUMNS, OWN, REFERENCE, Column, Record, Row
 from saf.experiments.recipe import Arm, Recipe
 
@@ -39,7 +39,7 @@ class Rows:
         self.arms = {arm.name: arm for arm in recipe.arms}
         self.lacking: set[tuple[str, str]] = set()
         self._apart: set[str] = set()
-        self._draws: dict[str, Tensor] = {}
+        self._draws: dict[tuple[str, int], Tensor] = {}
 
     def values(self, arm: Arm) -> dict[str, Value | None]:
         """Return the numbers of one arm by column, and take note of those for which another arm was not run."""
@@ -113,18 +113,26 @@ class Rows:
         """Return the 95% interval over the same resampled windows of all runs; None for what windows do not decide."""
         if not column.needs or not all(map(sample_of, runs.values())):
             return None
-        draws = column.value(Row(runs, {role: self._resampled(record) for role, record in runs.items()}))
-        if not isinstance(draws, Tensor):
+        samples = {role: _sample(record) for role, record in runs.items()}
+        means = {role: sample.mean().requires_grad_() for role, sample in samples.items()}
+        number = column.value(Row(runs, means))
+        if not isinstance(number, Tensor):
             return None
+        # What each window does to the number, to first order, tells which of them go together.
+        weights = torch.autograd.grad(number, list(means.values()), allow_unused=True, materialize_grads=True)
+        effects = torch.stack([weight * samples[role] for role, weight in zip(means, weights, strict=True)]).sum(0)
+        block = block_length(effects)
+        draws = column.value(Row(runs, {role: self._resampled(record, block) for role, record in runs.items()}))
+        assert isinstance(draws, Tensor)
         low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
         return low, high
 
-    def _resampled(self, record: Record) -> Tensor:
-        """Return means over resampled windows or questions, the same draws for every run of as many."""
-        final = record["provenance"]["checkpoints"]["final"]
-        if final not in self._draws:
-            self._draws[final] = bootstrap_means(torch.tensor(sample_of(record), dtype=torch.float64))
-        return self._draws[final]
+    def _resampled(self, record: Record, block: int) -> Tensor:
+        """Return means over resampled blocks of windows or questions, the same draws for every run of as many."""
+        key = record["provenance"]["checkpoints"]["final"], block
+        if key not in self._draws:
+            self._draws[key] = bootstrap_means(_sample(record), block=block)
+        return self._draws[key]
 
 
 def _mean(record: Record) -> Tensor:
@@ -135,6 +143,11 @@ def _mean(record: Record) -> Tensor:
 def sample_of(record: Record) -> Sequence[float] | None:
     """Return what a record was judged by, by window or question; None of associative recall."""
     return record.get("window_losses") or record.get("right")
+
+
+def _sample(record: Record) -> Tensor:
+    """Return what a record was judged by as float64."""
+    return torch.tensor(sample_of(record), dtype=torch.float64)
 
 
 def _reported(record: Record, arm: Arm) -> Record:

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from saf.errors import CompareError, DivergenceError, InputError
-from saf.evaluate.paired import bootstrap_means, mean_and_standard_error, paired_delta_ppl, window_losses
+from saf.evaluate.paired import (
+    block_length,
+    bootstrap_means,
+    delta_of_windows,
+    mean_and_standard_error,
+    paired_delta_ppl,
+    window_losses,
+)
 
 
 def arms(
@@ -52,15 +59,38 @@ def test_pairing_beats_independent_resampling():
     assert (high - low) < 0.1 * (unpaired_high - unpaired_low)
 
 
-def test_the_interval_covers_the_truth_about_95_times_in_100():
+def shared(windows: int, of: int, generator: torch.Generator) -> torch.Tensor:
+    """Differences of mean 0 of which so many neighbours, those of one document, have most in common."""
+    documents = torch.randn(-(-windows // of), generator=generator, dtype=torch.float64)
+    return documents.repeat_interleave(of)[:windows] + 0.5 * torch.randn(windows, generator=generator).double()
+
+
+@pytest.mark.parametrize(("of", "least"), [(1, 178), (6, 164)], ids=["apart", "in documents of six windows"])
+def test_the_interval_covers_the_truth_about_95_times_in_100(of, least):
     generator = torch.Generator().manual_seed(4)
     covered = 0
-    for trial in range(200):
-        values = torch.randn(60, generator=generator, dtype=torch.float64)
-        draws = bootstrap_means(values, resamples=500, seed=trial)
-        low, high = torch.quantile(draws, torch.tensor([0.025, 0.975]).double()).tolist()
+    for _ in range(200):
+        low, high = delta_of_windows(torch.zeros(120).double(), shared(120, of, generator), resamples=500)["ci95"]
         covered += low <= 0.0 <= high
-    assert 178 <= covered <= 198
+    assert least <= covered <= 198, "few documents leave an interval a little narrow; single draws cover 128 of 200"
+
+
+def test_windows_are_drawn_alone_unless_neighbours_go_together():
+    generator = torch.Generator().manual_seed(0)
+    alone = [block_length(torch.randn(105, generator=generator)) for _ in range(100)]
+    assert alone.count(1) >= 95
+    together = [block_length(shared(300, 6, generator)) for _ in range(20)]
+    assert 5 <= sorted(together)[10] <= 15
+    alternating = torch.tensor([0.0, 1.0]).repeat(50)
+    assert block_length(alternating) == 1, "blocks would make the interval narrower"
+    assert [block_length(torch.ones(windows)) for windows in (1, 2, 3, 50)] == [1, 1, 1, 1]
+    assert all(1 <= block_length(torch.arange(float(count))) <= max(1, count // 3) for count in range(1, 40))
+
+
+def test_a_block_is_so_many_neighbours_and_the_first_follow_the_last():
+    values = torch.tensor([0.0, 0.0, 6.0, 6.0])
+    assert set(bootstrap_means(values, block=2).tolist()) == {0.0, 1.5, 3.0, 4.5, 6.0}
+    assert set(bootstrap_means(values, block=4).tolist()) == {3.0}
 
 
 def test_a_seed_gives_the_same_interval_and_the_global_generator_is_left_alone():

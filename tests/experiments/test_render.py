@@ -36,11 +36,13 @@ def test_ratios_are_taken_in_each_seed_before_the_mean(recipe, make_plan, store,
     assert table.values["ordinary"]["delta"] is None
 
 
-def test_one_seed_has_the_interval_of_its_windows(recipe, make_plan, store, trainer):
+@pytest.mark.parametrize(("neighbours", "wider"), [(1, 1.0), (10, 2.7)], ids=["apart", "in documents of ten windows"])
+def test_one_seed_has_the_interval_of_its_windows(recipe, make_plan, store, trainer, neighbours, wider):
     made = make_plan(arms=("a",))
+    hardness = [0.3 * math.sin(window) for window in range(50)]
     trainer.losses = {
-        made.arms["made_up", "ordinary", 1]: [3.0] * 50,
-        made.arms["made_up", "a", 1]: [3.0 + 0.001 * (window % 5) for window in range(50)],
+        made.arms["made_up", "ordinary", 1]: [3.0 + hard for hard in hardness],
+        made.arms["made_up", "a", 1]: [3.0 + hard + 0.001 * (n // neighbours % 5) for n, hard in enumerate(hardness)],
     }
     carry_out(made, store, trainer)
     value = render("made_up", recipe, made, store).values["a"]["delta"]
@@ -48,7 +50,7 @@ def test_one_seed_has_the_interval_of_its_windows(recipe, make_plan, store, trai
     assert value.error is None
     assert low < 100 * math.expm1(0.002) < high
     # Standard error of the mean of 50 draws from 0 to 4 thousandths: sqrt(2)/sqrt(50) thousandths.
-    assert high - low == pytest.approx(2 * 1.96 * 0.1 * math.sqrt(2 / 50), rel=0.15)
+    assert high - low == pytest.approx(wider * 2 * 1.96 * 0.1 * math.sqrt(2 / 50), rel=0.15)
 
 
 def test_every_form_holds_the_numbers_beside_the_papers(recipe, make_plan, store, trainer, tmp_path):
