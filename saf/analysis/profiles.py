@@ -17,7 +17,7 @@ from saf.errors import InputError
 from saf.heads import HEADS, Head, HeadSet
 from saf.ops.live import capped
 from saf.records import paper
-from saf.records.quantities import MISSING
+from saf.records.quantities import number
 from saf.records.table import Part, Table
 from saf.settings import documented
 
@@ -59,9 +59,7 @@ def tables(record: Record) -> list[Part]:
         known = [value for row in values for value in row if value is not None]
         cells = [sum(known) / len(known) if known else None, *(record["matched"].get(name) or (None, None))]
         beside = paper.PROFILES.get(name) or (None, None)
-        rows.append(
-            [name.replace("_", " "), *(MISSING if value is None else f"{value:.4f}" for value in cells), *beside]
-        )
+        rows.append([name.replace("_", " "), *map(number, cells), *beside])
     head = ["profile", "all heads", "selected", "unselected, layer-matched", "paper, selected", "paper, unselected"]
     return [
         f"How heads spread their attention: {record['windows']} windows of {record['length']:,} tokens, "

@@ -274,7 +274,8 @@ def answers_table(record: Mapping[str, Any]) -> Table:
         f"{100 * record['standard_error']:.2f}, 95% interval {low:+.2f} to {high:+.2f}): the second run alone answers "
         f"{record['gained']:,} questions rightly, the first alone {record['lost']:,} "
         f"(McNemar's exact test: p = {record['p_value']:.3g}).",
-        f"Right answers by choice: {right}. Both runs have one seed each: nothing here is over seeds.",
+        f"Right answers by choice: {right}. Both runs have one seed each: nothing here is over seeds. Error, interval "
+        "and p take questions of one text for independent.",
         *(f"Difference of the runs: {line}" for line in record["differences"]),
     ]
     columns = ("run", "heads frozen or pruned", "accuracy", "taken, by choice", "median update")

@@ -45,7 +45,8 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Return delta-PPL with its interval, update times, memory and intervention cost of two finished runs.
 
-    `update_time_ratio` is ordinary / frozen: above 1 the frozen arm is faster. Written to `out`/compare.json if given.
+    `update_time_ratio` is ordinary / frozen, of separate processes: above 1 the frozen arm is faster, unless
+    `update_time_caveat` says why that cannot be told. Written to `out`/compare.json if given.
 
     Raises:
         CompareError: The arms differ in more than the freezing (`allow_differences` passes all but other held-out
@@ -98,6 +99,7 @@ def compare_runs(
         "lacks": {name: run.lacks for name, run in zip(("ordinary", "frozen"), arms, strict=True) if run.lacks},
         "differences": found,
     }
+    comparison["update_time_caveat"] = speed_caveat(comparison) or None
     if out is not None:
         write_json(Path(out) / "compare.json", comparison)
     return comparison
@@ -139,10 +141,14 @@ def _run_seconds(run: RecordedRun) -> dict[str, float | None]:
     return {clock: run.seconds(clock) for clock in ("everything", "warm")}
 
 
-def timing_is_clear(record: Mapping[str, Any]) -> bool:
-    """Return whether a ratio of update times means something: their 20th to 80th percentiles keep apart, none busy."""
+def speed_caveat(record: Mapping[str, Any]) -> str:
+    """Return why a ratio of update times says little; nothing where their 20th to 80th percentiles keep apart."""
+    if not record["update_time_ratio"]:
+        return "too few updates to tell which arm is faster"
+    if was_busy(record):
+        return "timing unclear: the machine was busy, as heads that cost nothing would not save so much"
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
-    return spreads[0][1] < spreads[1][0] and not was_busy(record)
+    return "" if spreads[0][1] < spreads[1][0] else "which is faster is not clear: spreads overlap"
 
 
 def was_busy(record: Mapping[str, Any]) -> bool:

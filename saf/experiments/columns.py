@@ -233,7 +233,9 @@ COLUMNS = {
     "accuracy": Column(title="accuracy, %", value=_own(_accuracy), places=2),
     "seeds": Column(title="by seed, %", value=_own(_accuracy), places=2, by_seed=True),
     "points": Column(title="change, points", value=Row.points, places=2, signed=True, needs=(REFERENCE,)),
-    "speedup": Column(title="speedup", value=_of_reference(_speedup), places=3, needs=(REFERENCE,), timed=True),
+    "speedup": Column(
+        title="speedup, separate runs", value=_of_reference(_speedup), places=3, needs=(REFERENCE,), timed=True
+    ),
     "peak_change": Column(
         title="peak, change, %", value=_of_reference(_peak_change), places=2, signed=True, needs=(REFERENCE,)
     ),

@@ -101,7 +101,7 @@ def _sections(
     if any(arm["raw"]["x"] for arm in data["arms"]):
         still = "The curves of training are drawn by scripts, which do not run here."
         still += " Those of losses stand beside the map of heads above." * bool(data["freezes"])
-        probe = probe_sentence(runs)
+        probe = probe_sentence(runs, names)
         told = f"<p>{probe}</p>" if probe else ""
         parts.append(
             section("training", "What training did", f"{told}{_TRAINING}{_without(still)}{events_table(runs, names)}")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saf.evaluate.compare import timing_is_clear, was_busy
+from saf.evaluate.compare import speed_caveat, was_busy
 from saf.evaluate.side_by_side import Comparison, arm_colours
 from saf.heads import EDITED
 from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
@@ -47,7 +47,7 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
         ((record, _),) = done
         cost = f"<em>{_cost_words(record)}</em>"
         ratio = record["update_time_ratio"]
-        speed = f" and made updates <em>{_speed_words(ratio)}</em>" if ratio and timing_is_clear(record) else ""
+        speed = f" and made updates <em>{_speed_words(ratio)}</em>" if not speed_caveat(record) else ""
         comma = "," if "," in cost and speed else ""
         speed = f"; {BUSY}" if was_busy(record) else speed
         which = f"{record['heads']} of {record['num_heads']} attention heads"
@@ -70,7 +70,7 @@ def _several(done: Sequence[Told], runs: Sequence[RecordedRun]) -> str:
     which = f"{_listed(frozen)} of {totals[0]} attention heads" if len(set(totals)) == 1 else "attention heads"
     cost = _listed([coloured(signed(record["delta_ppl_percent"]), colour) for record, colour in done])
     words = f"{doing(runs).capitalize()} {which} changed perplexity by {cost}"
-    if all(record["update_time_ratio"] and timing_is_clear(record) for record, _ in done):
+    if not any(speed_caveat(record) for record, _ in done):
         ratios = [coloured(f"{record['update_time_ratio']:.2f}×", colour) for record, colour in done]
         words += f", with updates {_listed(ratios)} as fast"
     return words + f"; {BUSY}" * any(was_busy(record) for record, _ in done)
@@ -125,17 +125,25 @@ def warning(comparisons: Sequence[Comparison]) -> str:
     return f'<div class="warning" role="note"><strong>Read with care</strong><ul>{items}</ul></div>' if lines else ""
 
 
-def probe_sentence(runs: Sequence[RecordedRun]) -> str:
+def probe_sentence(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """Return what freezing cost at once on the controller's text, before any recovery; else nothing."""
-    for run in runs:
-        event = (run.result or {}).get("intervention") or {}
-        before, after = event.get("loss_before"), event.get("loss_after")
-        if before is not None and after is not None:
-            return (
-                f"At the event itself the loss on the controller’s held-out text went from {before:.4f} to "
-                f"{after:.4f} nats ({signed(after - before, 4, ' nats')}), before the remaining heads had adapted."
-            )
-    return ""
+    events = [(name, (run.result or {}).get("intervention") or {}) for run, name in zip(runs, names, strict=True)]
+    known = [
+        (name, event["loss_before"], event["loss_after"])
+        for name, event in events
+        if None not in (event.get("loss_before"), event.get("loss_after"))
+    ]
+    if not known:
+        return ""
+    several = len(known) > 1
+    told = [
+        f"from {before:.4f} to {after:.4f} nats ({f'{text(name)}: ' * several}{signed(after - before, 4, '')})"
+        for name, before, after in known
+    ]
+    return (
+        f"At the event itself the loss on the controller’s held-out text went {_listed(told)}, before the remaining "
+        "heads had adapted."
+    )
 
 
 def key_figures(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> list[str]:
@@ -176,12 +184,14 @@ def _speed(told: Sequence[Told]) -> str:
     note = f"{pair} median update, over {first:,}–{last:,} of separate runs"
     if any(was_busy(record) for record, _ in told):
         note += f"; {BUSY} during one of them, as heads that cost nothing would not save so much"
-    elif not all(timing_is_clear(record) for record, _ in told):
+    elif any(speed_caveat(record) for record, _ in told):
         note += "; times overlap, so this machine was too noisy to tell"
     values = [
-        (f"{record['update_time_ratio']:.2f}×" if timing_is_clear(record) else "unclear", colour)
+        (f"{record['update_time_ratio']:.2f}×" if not speed_caveat(record) else "unclear", colour)
         for record, colour in told
     ]
+    if all(value == "unclear" for value, _ in values):
+        del values[1:]
     return key_figure("Update speed", of_arms(values), note, bars([(ordinary, "ordinary"), *frozen]))
 
 
