@@ -68,7 +68,7 @@ def test_profiles_geometry_and_partial_correlations():
         analysis("profiles", windows=3, profiles=values, selected=[[0, 0]], matched={"entropy": [0.5, 0.7]})
     )
     first, second = tables(text)[0]
-    assert (first["all heads"], first["selected"], first["paper, selected"]) == ("0.7000", "0.5000", "0.837")
+    assert (first["all heads"], first["selected"], first["paper, selected"]) == ("0.7", "0.5", "0.837")
     assert (second["all heads"], second["selected"]) == ("0.2500", "–")
 
     distances = {"0.25": {"mean": 0.0, "sharp": 1.0, "gaussian": 2.0}}
