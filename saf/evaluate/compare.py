@@ -45,9 +45,9 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Return delta-PPL with its interval, update times, memory and intervention cost of two finished runs.
 
-    `update_time_ratio` is ordinary / frozen: above 1 the frozen arm is faster. Beside it stand `update_time_bound`, what
-    heads that cost nothing would save at most, and `update_time_caveat`, why the ratio says little, "" where it is
-    clear. Written to `out`/compare.json if given.
+    `update_time_ratio` is ordinary / frozen: above 1 the frozen arm is faster. Beside it stand `update_time_bound`,
+    what it would be at most if heads cost nothing, and `update_time_caveat`, why it says little, "" where it is clear.
+    Written to `out`/compare.json if given.
 
     Raises:
         CompareError: The arms differ in more than the freezing (`allow_differences` passes all but other held-out

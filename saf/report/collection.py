@@ -79,8 +79,8 @@ def newest(files: Sequence[File]) -> list[File]:
     """Return the files with those measurements that no other file has newer; a file without any is left out.
 
     Two measurements are of the same thing when kind, device, point, baseline and arm are, and what is unusual in their
-    settings; a kernel by name is another arm than PyTorch's choice where layers go another way with it. A refused one never takes the place of one that was
-    accepted. Controls and free bounds stay with what they were measured beside.
+    settings; a kernel by name is another arm than PyTorch's choice where layers go another way with it. A refused one
+    never takes the place of one that was accepted. Controls and free bounds stay with what they were measured beside.
     """
     standing: dict[Hashable, _Order] = {}
     for place, file in enumerate(files):

@@ -109,7 +109,7 @@ def _half(row: Record) -> str:
 
 
 def memory_table(record: Record, model: str, quoted: Callable[[Record, Record], Quoted | None]) -> Table:
-    """Return one row an arm of a model: peak memory in a process of its own, and its change against the ordinary one."""
+    """Return a row for each arm of a model: its peak memory in a process of its own, and the change from ordinary."""
     head = ["model", "point", "arm", "peak memory", "against ordinary", "paper"]
     rows = []
     for entry in record["memory"]:
