@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saf.evaluate.compare import free_heads_bound
 from saf.train.clock import AFTERWARDS
 
 Record = Mapping[str, Any]
@@ -82,6 +83,8 @@ class Column:
     of the arms of both."""
     timed: bool = False
     """Whether it is a time, which means nothing of a run that shared its device."""
+    impossible: Callable[[Row], bool] = lambda row: False
+    """Whether a number cannot be true, as something else kept the machine busy: it is left out, and named."""
     by_seed: bool = False
     """Whether it shows the number of every seed instead of their mean."""
 
@@ -181,6 +184,17 @@ def _speedup(own: Record, other: Record) -> float | None:
     return others / mine if mine and others else None
 
 
+def _beyond_free(row: Row) -> bool:
+    """Return whether a run's updates were measured faster than heads that cost nothing would make them.
+
+    Records of earlier versions do not tell how many heads their models have; theirs are taken as they are.
+    """
+    own, other = row.runs[OWN], row.runs[REFERENCE]
+    found, heads = _speedup(own, other), own.get("num_heads")
+    bound = free_heads_bound(int(_edited(own) or 0), heads) if heads else None
+    return found is not None and bound is not None and own["key"] != other["key"] and found > bound
+
+
 def _peak_change(own: Record, other: Record) -> float | None:
     """Return by how many percent the peak memory is above the reference's."""
     mine, others = own.get("peak_memory_bytes"), other.get("peak_memory_bytes")
@@ -254,7 +268,14 @@ COLUMNS = {
     "accuracy": Column(title="accuracy, %", value=_own(_accuracy), places=2),
     "seeds": Column(title="by seed, %", value=_own(_accuracy), places=2, by_seed=True),
     "points": Column(title="change, points", value=Row.points, places=2, signed=True, needs=(REFERENCE,)),
-    "speedup": Column(title="speedup", value=_of_reference(_speedup), places=3, needs=(REFERENCE,), timed=True),
+    "speedup": Column(
+        title="speedup",
+        value=_of_reference(_speedup),
+        places=3,
+        needs=(REFERENCE,),
+        timed=True,
+        impossible=_beyond_free,
+    ),
     "peak_change": Column(
         title="peak, change, %", value=_of_reference(_peak_change), places=2, signed=True, needs=(REFERENCE,)
     ),

@@ -257,6 +257,7 @@ class Store:
             "parent": run.parent,
             "step": run.step,
             "shared": self._shared(run.key).is_file(),
+            "num_heads": RecordedRun.open(folder).num_heads,
             "went_through": sorted(went_through(RecordedRun.open(folder))),
             **_judged(RecordedRun.open(folder)),
         }
