@@ -128,6 +128,12 @@ class ErrorsKind(Benchmark[ErrorSettings]):
         """Return a table for each part, backend and precision, and the notes to read them by."""
         return [*error_tables(record, brief=brief), *unmeasured(record)]
 
+    def finding(self, record: Record) -> str:
+        """Return how many rows are within their limits."""
+        rows = record["rows"]
+        within = f"{sum(row['within'] for row in rows)} of {len(rows)} errors are within their limits"
+        return within if rows else self.title
+
     def failures(self, record: Record) -> list[str]:
         """Name the rows of a record that are above their limits."""
         return [

@@ -21,6 +21,7 @@ from saf.calibration import plan_calibration
 from saf.data import TokenData
 from saf.machine.execution import Execution
 from saf.opening import find_model
+from saf.records.quantities import percent, seconds
 from saf.records.table import Cell, Part
 from saf.statistics import AttentionStatistics
 
@@ -72,6 +73,13 @@ class CalibrationKind(Benchmark[CalibrationSettings]):
     def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
         """Return one row an intervention, one a fit, one a dense collection."""
         return overview(records)
+
+    def finding(self, record: Record) -> str:
+        """Return what the first freezing took."""
+        row = next((row for row in record["rows"] if row["part"] == "intervention"), None)
+        if row is None:
+            return self.title
+        return f"Freezing {percent(row['rate'])} of {Path(row['model']).name} took {seconds(row['seconds'])}"
 
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
         """Return a table of stages for each intervention, one of fits, one of dense collections."""

@@ -41,6 +41,11 @@ class NanoGPTKind(Kind):
         table = _table(record)
         return [self.conditions(record), *([table] if table.rows else []), *unmeasured(record)]
 
+    def finding(self, record: Record) -> str:
+        """Return how fast our updates are where that was accepted."""
+        ratios = [f"{row['ratio']:.3f}×" for row in record["rows"] if not (row["control"] or row["refused"])]
+        return f"Updates {' and '.join(ratios)} as fast as nanoGPT's" if ratios else self.title
+
     def conditions(self, record: Record) -> str:
         """Return what was compared, and how."""
         tolerance, model = 100 * record["settings"]["tolerance"], str(record["nanogpt_model_sha256"])[:12]

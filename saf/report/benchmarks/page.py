@@ -110,7 +110,7 @@ def render_tables(records: Sequence[Record], names: Sequence[str]) -> str:
     ]
     return page(
         kicker=" · ".join(names),
-        headline=text(" · ".join(dict.fromkeys(titles))),
+        headline=" · ".join(dict.fromkeys(text(_finding(record)) for record in records)),
         dek=f"Measured on {text(' and '.join(devices))}.",
         warning="",
         key_figures=(),
@@ -124,3 +124,8 @@ def render_tables(records: Sequence[Record], names: Sequence[str]) -> str:
 def _title(record: Record) -> str:
     kind = KINDS.get(name := str(record.get("kind")))
     return name.capitalize() if kind is None else kind.title_of(record)
+
+
+def _finding(record: Record) -> str:
+    kind = KINDS.get(str(record.get("kind")))
+    return _title(record) if kind is None else kind.finding(record)
