@@ -149,8 +149,11 @@ class Table:
         """Return an HTML table whose caption is the title, in a box that scrolls, with the notes below."""
         head = "".join(f'<th scope="col">{html(name)}</th>' for name in self.columns)
         head = f"<thead><tr>{head}</tr></thead>" if head else ""
+        opened = ['<td class="number">' if self._numeric(place) else "<td>" for place in range(1, len(self.columns))]
+        opened = opened or ["<td>"] * (len(self.rows[0]) - 1 if self.rows else 0)
         rows = "".join(
-            f'<tr><th scope="row">{_html(first)}</th>{"".join(f"<td>{_html(cell)}</td>" for cell in rest)}</tr>'
+            f'<tr><th scope="row">{_html(first)}</th>'
+            f"{''.join(f'{td}{_html(cell)}</td>' for td, cell in zip(opened, rest, strict=True))}</tr>"
             for first, *rest in self.rows
         )
         notes = "".join(f'<p class="small">{html(note)}</p>' for note in self.notes)

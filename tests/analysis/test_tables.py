@@ -69,7 +69,7 @@ def test_profiles_geometry_and_partial_correlations():
     )
     first, second = tables(text)[0]
     assert (first["all heads"], first["selected"], first["paper, selected"]) == ("0.7", "0.5", "0.837")
-    assert (second["all heads"], second["selected"]) == ("0.2500", "–")
+    assert (second["all heads"], second["selected"]) == ("0.25", "–")
 
     distances = {"0.25": {"mean": 0.0, "sharp": 1.0, "gaussian": 2.0}}
     costs = {"0.25": {"mean": 0.1, "sharp": 0.2, "gaussian": 0.3}}

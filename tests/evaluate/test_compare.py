@@ -18,7 +18,7 @@ def test_a_comparison_holds_the_known_cost_and_speed(tmp_path):
     result = compare_runs(ordinary, frozen, out=tmp_path / "out")
     assert result["ci95"][0] < 100 * math.expm1(0.004) < result["ci95"][1]
     assert result["update_time_ratio"] == pytest.approx(1.1, rel=0.02)
-    assert (result["timed_updates"], result["update_time_caveat"]) == ([38, 60], None)
+    assert (result["timed_updates"], result["update_time_caveat"]) == ([38, 60], "")
     assert result["peak_memory_frozen"] < result["peak_memory_ordinary"]
     assert (result["heads"], result["num_heads"]) == (3, 12)
     assert set(result["intervention_seconds"]) == {"capture", "statistics", "score", "fit", "install"}

@@ -70,7 +70,7 @@ def test_markdown_aligns_numbers_and_keeps_bars_in_their_cells():
 def test_html_is_escaped_and_shows_every_marker():
     page = MARKED.html()
     assert '<th scope="row"><span class="arm" style="--c:var(--frozen)">&lt;b&gt;</span></th>' in page
-    assert "<td>1,234</td><td><code>x|y`</code></td>" in page
+    assert '<td class="number">1,234</td><td><code>x|y`</code></td>' in page
     assert "<td><strong>+1%</strong> <small>(0 to 2)</small></td>" in page
     assert "<caption>A title</caption>" in page
     assert '<p class="small">A note.</p>' in page

@@ -79,7 +79,8 @@ class CalibrationKind(Benchmark[CalibrationSettings]):
         row = next((row for row in record["rows"] if row["part"] == "intervention"), None)
         if row is None:
             return self.title
-        return f"Freezing {percent(row['rate'])} of {Path(row['model']).name} took {seconds(row['seconds'])}"
+        what = f"{percent(row['rate'])} of the heads of {Path(row['model']).name}"
+        return f"Freezing {what} took {seconds(row['seconds'])}"
 
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
         """Return a table of stages for each intervention, one of fits, one of dense collections."""

@@ -15,6 +15,7 @@ from saf.bench.harness.pairs import summary
 from saf.bench.harness.recorder import Recorder
 from saf.bench.harness.settings import Point
 from saf.bench.harness.timing import Budget
+from saf.bench.kinds import KINDS
 from saf.bench.model.update import UpdateSettings
 from saf.errors import InputError
 from saf.report.benchmarks.page import write_bench_report
@@ -68,7 +69,10 @@ def test_every_kind_has_a_page(tmp_path):
     record(tmp_path / "update.json")
     files = [tmp_path / name for name in ("nanogpt.json", "errors.json", "update.json")]
     page = write_bench_report(files, tmp_path / "page.html").read_text()
-    assert "<h1>Updates: beside nanoGPT · Numerical errors · Updates: speed</h1>" in page
+    assert (
+        "<h1>Updates 1.032× as fast as nanoGPT&#x27;s · 9 of 9 errors are within their limits · Updates: speed</h1>"
+        in page
+    )
     assert re.findall("<h2[^>]*>(.*?)</h2>", page)[:2] == [
         "Updates: beside nanoGPT: nanogpt.json",
         "Numerical errors: errors.json",
@@ -81,6 +85,17 @@ def test_every_kind_has_a_page(tmp_path):
     worst = errors["rows"][0]["relative_l2"]
     assert next(float(row[2]) for row in shown if row[0] == "output") == pytest.approx(worst, rel=0.01)
     assert ["device", "Invented 9000"] in [row[:2] for row in shown]
+
+
+def test_the_headline_of_seconds_is_the_first_freezing():
+    rows = [{"part": "fit", "seconds": 9.0}, {"part": "intervention", "rate": 0.25, "model": "124m", "seconds": 0.41}]
+    finding = KINDS["calibration"].finding
+    assert finding({"rows": rows}) == "Freezing 25% of the heads of 124m took 410 ms"
+    assert finding({"rows": rows[:1]}) == "Freezing: seconds"
+    assert [KINDS[kind].finding({"rows": []}) for kind in ("errors", "nanogpt")] == [
+        "Numerical errors",
+        "Updates: beside nanoGPT",
+    ]
 
 
 def test_what_is_above_its_limit_stands_out_and_words_cannot_become_markup(tmp_path):
