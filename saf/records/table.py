@@ -18,7 +18,7 @@ LONGEST_WORD = 24
 """Characters of a word that a terminal's table keeps whole; longer ones, hashes and paths, fold where it is narrow."""
 ANY_WIDTH = 10_000
 """Columns of a console wide enough for every table, to ask how wide one would like to be."""
-_NOT_NUMBERS = (MISSING, "refused", "plotted")
+_NOT_NUMBERS = (MISSING, "refused", "plotted", "not run")
 """What may stand in a column of numbers without making it one of words."""
 _NUMBER = re.compile(r"[+\u2212-]?\d[\d,.e\u2212-]*(×|%| ?[a-zµA-Z]{1,4})?( (to|of|with|±|\(|[+\u2212\d]).*)?")
 

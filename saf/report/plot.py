@@ -140,7 +140,7 @@ def decimal_names(ticks: Sequence[float], *, least: int = 0) -> list[str]:
     """Return ticks as text, all with the decimals that the finest of them needs, and with no fewer than `least`."""
     exact = (decimals for decimals in range(least, 12) if all(round(tick, decimals) == tick for tick in ticks))
     decimals = next(exact, 12)
-    return [f"{tick:.{decimals}f}" for tick in ticks]
+    return [f"{tick:.{decimals}f}".replace("-", "\u2212") for tick in ticks]
 
 
 @dataclass(frozen=True)
