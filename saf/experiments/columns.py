@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saf.evaluate.compare import free_heads_bound
+from saf.train.clock import AFTERWARDS
 
 Record = Mapping[str, Any]
 OWN, REFERENCE, AGAINST = "own", "reference", "against"
@@ -146,6 +147,22 @@ def _time_ratio(row: Row) -> Number:
     return own / other if own and other else None
 
 
+def _time_difference(row: Row) -> Number:
+    """Return by how many seconds a whole run took longer than the one that its difference is from."""
+    own, other = _minutes(row.runs[OWN]), _minutes(row.runs[AGAINST])
+    return None if own is None or other is None else 60 * (own - other)
+
+
+def _continuation(record: Record) -> float | None:
+    """Return what a run took beside its parent's part; None of one from initialisation."""
+    time = record.get("time") or {}
+    return (
+        None
+        if time.get("parent_parts") is None
+        else sum(seconds for part, seconds in time["parts"].items() if part != AFTERWARDS) / 60
+    )
+
+
 def _of_reference(read: Callable[[Record, Record], float | None]) -> Callable[[Row], Number]:
     """Return a column's number of the arm's record and its reference's; none of a run and itself."""
 
@@ -215,6 +232,9 @@ COLUMNS = {
         needs=(REFERENCE, AGAINST, of(AGAINST)),
     ),
     "time_ratio": Column(title="time ratio", value=_time_ratio, places=3, needs=(AGAINST,), timed=True),
+    "time_difference": Column(
+        title="difference, s", value=_time_difference, places=1, signed=True, needs=(AGAINST,), timed=True
+    ),
     "raw": Column(
         title="change on the raw clock, %",
         value=lambda row: row.change("raw", of("raw")),
@@ -274,6 +294,7 @@ COLUMNS = {
     "heads": Column(title="heads", value=_own(_edited), places=0),
     "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
     "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),
+    "continuation": Column(title="continuation, min", value=_own(_continuation), places=2, timed=True),
     "intervention": Column(title="intervention, s", value=_part(), places=2, timed=True),
     "capture": Column(title="capture and mean, s", value=_part("capture", "statistics"), places=2, timed=True),
     "fit": Column(title="fit, s", value=_part("fit"), places=2, timed=True),
