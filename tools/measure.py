@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
 QUARTERS = "--rates 0.25 0.5 --others --backends toeplitz"
 PAIRED = f"{QUARTERS} --precompile --workers 8 --no-profile"
 SHORT = f"{PAIRED} --no-free --kernels auto --settle-ms 100 --pairs 6"
@@ -97,7 +98,7 @@ ENTRIES = {
     "prefill-qwen3-2048x8": Entry(90, f"{QWEN} --points 2048x8 {QWEN_RATES}"),
     "memory-qwen3": Entry(
         90,
-        f"{EAGER} --points 8192x4 8192x8 --rates 0.25 0.5 0.75 {PEAKS} --workers 4",
+        f"{EAGER} --points 8192x4 8192x8 --rates 0.25 0.5 0.75 {PEAKS} --workers 3",
     ),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
     "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
@@ -105,6 +106,7 @@ ENTRIES = {
         115, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 {RATES.replace('0.25 0.5 ', '')}"
     ),
     "memory-long": Entry(95, f"saf bench update --points 8192x4x2 16384x2x2 --rates 0.25 0.5 {PEAKS} --workers 3"),
+    "prefill-4096x2": Entry(85, f"saf bench prefill --points 4096x2 --pairs 5 {PAIRED}"),
     "prefill-4096x4": Entry(90, f"saf bench prefill --points 4096x4 --pairs 5 {PAIRED}"),
     "prefill-4096x8": Entry(90, f"saf bench prefill --points 4096x8 --pairs 5 {PAIRED}"),
     "prefill-4096x16": Entry(95, f"saf bench prefill --points 4096x16 --pairs 5 {PAIRED}"),
@@ -120,7 +122,6 @@ ENTRIES = {
     # Calls of few tokens apart, with PyTorch's choice of kernel: pinned heads do not take the launch that calls do.
     "prefill-b1": Entry(110, f"saf bench prefill --points 4096x1 --graphs on --pairs 6 {PAIRED}"),
     "prefill-called": Entry(75, f"saf bench prefill --points 4096x1 --graphs off {SHORT}"),
-    "prefill-called-4096x2": Entry(75, f"saf bench prefill --points 4096x2 --graphs off {SHORT}"),
     "prefill-b64-4k": Entry(110, f"saf bench prefill --points 4096x64 --pairs 5 {PAIRED}"),
     "prefill-b64": Entry(120, f"saf bench prefill --points 8192x64 --pairs 4 {PAIRED}"),
     "prefill-b64-16k": Entry(120, f"saf bench prefill --points 16384x64 --pairs 3 --no-free {PAIRED}"),
@@ -165,6 +166,8 @@ STARTING = 20
 """Seconds beside the foretold ones: Python, PyTorch and the first use of the device; 10 to 20 on a quiet machine."""
 MORE = 1.5
 """Times its foretold seconds that a command may take, where the minutes allow it."""
+PATIENCE = 3600.0
+"""Seconds that a command of a rehearsal may take: slow processors must not make it look wrong."""
 UNLIMITED = "saf bench errors"
 """The one command that takes no limit."""
 PROGRAMS = {
@@ -213,6 +216,8 @@ class Standing(NamedTuple):
     """Whether it lacks nothing, and its accepted pairs and other entries."""
     took: float
     """Seconds that it took."""
+    omits: tuple[str, ...] = ()
+    """What was left out for other reasons than time, which another measurement would leave out too."""
 
 
 def standing(path: Path) -> Standing:
@@ -237,7 +242,9 @@ def standing(path: Path) -> Standing:
     elif len(accepted) < len(rows):
         lacks = f"refused: controls of {', '.join(refused) or 'nothing'}"
     held = sum(row.get("pairs", 1) for row in accepted) + len(memory)
-    return Standing(lacks, (not lacks, held), float(record.get("seconds") or 0.0))
+    left_out = [f"{each['what']}: {each['why']}" for each in record.get("left_out") or []]
+    omits = tuple(each for each in left_out if "out of time" not in each)
+    return Standing(lacks, (not lacks, held), float(record.get("seconds") or 0.0), omits)
 
 
 def settle(path: Path) -> Standing:
@@ -255,6 +262,7 @@ def line_of(entry: Entry, *, inputs: dict[str, str], seconds: float, out: Path, 
     """Return the words that start a measurement."""
     program, *words = entry.command.split()
     line = [*PROGRAMS[program], *(word.format_map(inputs) for word in words)]
+    line = [os.path.relpath(ROOT / word) if word.startswith("tools/") else word for word in line]
     if rehearse:
         begins = max((each for each in REHEARSALS if entry.command.startswith(each)), key=len)
         smallest = REHEARSALS[begins].split()
@@ -308,9 +316,13 @@ def measured(name: str, before: Standing, asked: argparse.Namespace, inputs: dic
     print(f"== {time.perf_counter() - began:.0f} s: {name}, {needed:.0f} s foretold", flush=True)
     if path.exists():
         os.replace(path, path.with_suffix(".earlier"))
-    line = line_of(entry, inputs=inputs, seconds=min(MORE * needed, left), out=path, rehearse=asked.rehearse)
-    code = subprocess.run(line, check=False, cwd=None).returncode
+    seconds = PATIENCE if asked.rehearse else min(MORE * needed, left)
+    line = line_of(entry, inputs=inputs, seconds=seconds, out=path, rehearse=asked.rehearse)
+    found = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    code = subprocess.run(line, check=False, env={**os.environ, "PYTHONPATH": found}).returncode
     after = settle(path)
+    for each in after.omits:
+        print(f"{name} left out {each}", flush=True)
     ended = f" (its command ended with exit code {code})" if code else ""
     return f"{after.lacks or ended.strip(' ()')}{ended if after.lacks else ''}"
 

@@ -1,6 +1,7 @@
 """`tools/measure.py`: commands that their programs take, and records that a kill or a short time costs little of."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from saf.bench.kinds import BENCHMARKS
 from saf.cli.bench import COMMANDS
 from tools import compare_compile, measure
 
+TOOL = os.path.relpath(measure.ROOT / "tools" / "compare_compile.py")
 FULL = {"finished": True, "seconds": 10.0, "left_out": [], "memory": [], "settings": {}}
 ROW = {"pairs": 4, "refused": False, "control_ratio": 1.001}
 DONE = FULL | {"rows": [ROW]}
@@ -23,7 +25,7 @@ def test_every_command_is_one_that_its_program_takes(rehearse):
     inputs = {name: name for name in measure.INPUTS}
     for entry in measure.ENTRIES.values():
         line = measure.line_of(entry, inputs=inputs, seconds=100.0, out=Path("new.json"), rehearse=rehearse)
-        program = line.index("bench") if "bench" in line else line.index("tools/compare_compile.py")
+        program = line.index("bench") if "bench" in line else line.index(TOOL)
         kind, *words = line[program + 1 :] if "bench" in line else ("", *line[program + 1 :])
         if not kind:
             assert compare_compile.parser_of_words().parse_args(words).out == Path("new.json")
@@ -75,6 +77,7 @@ def commands(monkeypatch) -> Commands:
         (KILLED, "stopped before its end"),
         (REFUSED, "refused: controls of 1.0300"),
         (FULL | {"rows": []}, "holds nothing"),
+        (DONE | {"left_out": [{"what": "50% fused", "why": "it needs CUDA"}]}, ""),
     ],
 )
 def test_what_a_record_lacks_is_told_and_measured_again_last(commands, tmp_path, capsys, record, words):

@@ -82,6 +82,7 @@ def _tables(records: Sequence[tuple[Cell | None, Record]]) -> list[Part]:
 
 
 def _event(row: Record) -> list[str]:
+    """Return the cells of one event."""
     return [
         row["model"],
         shape(row["point"]),
@@ -101,6 +102,7 @@ def _ahead(row: Record) -> list[str]:
 
 
 def _pair(row: Record) -> list[str]:
+    """Return the cells of two forms at one share of frozen heads."""
     refused = row["refused"]
     return [
         row["model"],
