@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 ENTRIES = {
-    # What no table has yet.
+    # What no table has yet: first one of each kind of measurement.
     "event-124m": Entry(130, EVENTS),
     "nccl-124m": Entry(
         125,
@@ -71,47 +71,47 @@ ENTRIES = {
         f"{FINETUNE} --task boolq --data {{tasks}}/boolq/train.jsonl.gz --test {{tasks}}/boolq/val.jsonl.gz {QUARTERS}"
         " --pairs 6",
     ),
+    "decode-4k": Entry(150, f"{DECODE} --points 4096x1 4096x8 --workers 8"),
+    "op-qwen3": Entry(180, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others flash"),
+    "prefill-qwen3-4096x4": Entry(95, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
+    "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
+    "decode-64k": Entry(140, f"{DECODE} --points 65536x8 --no-free --workers 4"),
     "finetune-quality": Entry(
         110,
         f"{FINETUNE} --task quality --data {{tasks}}/quality/quality.htmlstripped.jsonl.gz"
-        f" --test {{tasks}}/quality/example_original_layout.jsonl.gz {QUARTERS} --length 16384 --max-tokens 16384"
+        f" --test {{tasks}}/quality/quality.htmlstripped.jsonl.gz {QUARTERS} --length 16384 --max-tokens 16384"
         " --repeats 1 --pairs 4 --no-free",
     ),
-    "decode-4k": Entry(150, f"{DECODE} --points 4096x1 4096x8 --workers 8"),
-    "decode-64k": Entry(140, f"{DECODE} --points 65536x8 --no-free --workers 4"),
-    "decode-qwen3": Entry(170, f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --workers 6"),
+    "op-qwen3-groups": Entry(85, f"{QWEN_LAYER} --rates 0.25 0.5 0.75 --others --no-free --whole-groups"),
     "decode-qwen3-groups": Entry(
         130,
         f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --placement groups --no-free --workers 4",
     ),
-    "op-qwen3": Entry(180, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others flash"),
-    "op-qwen3-flash": Entry(100, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash --no-free"),
-    "op-qwen3-groups": Entry(85, f"{QWEN_LAYER} --rates 0.25 0.5 0.75 --others --no-free --whole-groups"),
-    "prefill-qwen3-4096x4": Entry(95, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
-    "prefill-qwen3-8192x8": Entry(220, f"{QWEN} --points 8192x8 {QWEN_RATES}"),
-    "prefill-qwen3-groups": Entry(
-        90, f"{QWEN} --points 8192x4 --placement groups --rates 0.3 0.5 --others --no-free --pairs 3"
-    ),
-    "prefill-qwen3-8192x4": Entry(130, f"{QWEN} --points 8192x4 {QWEN_RATES}"),
-    "prefill-qwen3-4096x8": Entry(130, f"{QWEN} --points 4096x8 {QWEN_RATES}"),
-    "prefill-qwen3-2048x4": Entry(75, f"{QWEN} --points 2048x4 {QWEN_RATES}"),
-    "prefill-qwen3-2048x8": Entry(90, f"{QWEN} --points 2048x8 {QWEN_RATES}"),
     "memory-qwen3": Entry(
         90,
         f"{EAGER} --points 8192x4 8192x8 --rates 0.25 0.5 0.75 {PEAKS} --workers 3",
     ),
-    "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
-    "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
+    "prefill-4096x8": Entry(90, f"saf bench prefill --points 4096x8 --pairs 5 {PAIRED}"),
+    "update-1b": Entry(200, f"saf bench update --model 1b --points 8192x1x1 --pairs 4 --repeats 1 {PAIRED}"),
+    "decode-qwen3": Entry(170, f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --workers 6"),
     "update-rates": Entry(
         115, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 {RATES.replace('0.25 0.5 ', '')}"
     ),
+    "op-qwen3-flash": Entry(100, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash --no-free"),
+    "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
+    "prefill-qwen3-groups": Entry(
+        90, f"{QWEN} --points 8192x4 --placement groups --rates 0.3 0.5 --others --no-free --pairs 3"
+    ),
+    "prefill-4096x32": Entry(100, f"saf bench prefill --points 4096x32 --pairs 5 {PAIRED}"),
+    "prefill-4096x16": Entry(95, f"saf bench prefill --points 4096x16 --pairs 5 {PAIRED}"),
+    "prefill-qwen3-8192x8": Entry(220, f"{QWEN} --points 8192x8 {QWEN_RATES}"),
+    "prefill-qwen3-8192x4": Entry(130, f"{QWEN} --points 8192x4 {QWEN_RATES}"),
+    "prefill-qwen3-4096x8": Entry(130, f"{QWEN} --points 4096x8 {QWEN_RATES}"),
+    "prefill-qwen3-2048x4": Entry(75, f"{QWEN} --points 2048x4 {QWEN_RATES}"),
+    "prefill-qwen3-2048x8": Entry(90, f"{QWEN} --points 2048x8 {QWEN_RATES}"),
     "memory-long": Entry(95, f"saf bench update --points 8192x4x2 16384x2x2 --rates 0.25 0.5 {PEAKS} --workers 3"),
     "prefill-4096x2": Entry(85, f"saf bench prefill --points 4096x2 --pairs 5 {PAIRED}"),
     "prefill-4096x4": Entry(90, f"saf bench prefill --points 4096x4 --pairs 5 {PAIRED}"),
-    "prefill-4096x8": Entry(90, f"saf bench prefill --points 4096x8 --pairs 5 {PAIRED}"),
-    "prefill-4096x16": Entry(95, f"saf bench prefill --points 4096x16 --pairs 5 {PAIRED}"),
-    "prefill-4096x32": Entry(100, f"saf bench prefill --points 4096x32 --pairs 5 {PAIRED}"),
-    "update-1b": Entry(200, f"saf bench update --model 1b --points 8192x1x1 --pairs 4 --repeats 1 {PAIRED}"),
     "event-1b": Entry(260, f"{EVENTS} --model 1b --points 8192x1x2"),
     # What tables have: first what README quotes.
     "update-4k-again": Entry(
