@@ -41,7 +41,8 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
     """Raise InputError unless the heads asked for are there.
 
     That is for heads that do not exist or are frozen, a count above the live ones, a rate of less than one head, none
-    that is live, fewer heads than the smallest KV group where whole ones are asked for, and pruning that would leave no head in the whole model.
+    that is live, fewer heads than the smallest KV group where whole ones are asked for, and pruning that would leave no
+    head in the whole model.
     """
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
     for heads in (config.exclude, config.only, config.match_heads):
