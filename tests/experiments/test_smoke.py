@@ -12,6 +12,7 @@ import pytest
 
 from saf.cli import main
 from saf.experiments.recipe import open_recipes
+from saf.experiments.store import Store
 from saf.records.files import read_json
 
 RECIPES = open_recipes()
@@ -80,6 +81,16 @@ def test_tables_are_made_of_the_records_alone(made, tmp_path, capsys):
     assert len(again) == 15
     for path in again:
         assert path.read_bytes() == (folder / "out" / path.name).read_bytes(), path.name
+
+
+def test_one_command_at_a_time_works_in_a_store(made, capsys):
+    store = Store(made[0] / "store")
+    words = ["run", "timing", *SEED, "--store", str(store.folder), "--data", str(store.folder / "data")]
+    with store.hold():
+        assert main(words) == 2
+        assert "another `saf run`" in capsys.readouterr().err
+        assert main([*words, "--dry-run"]) == 0
+    assert main(words) == 0
 
 
 def test_a_misspelt_recipe_is_named(capsys):

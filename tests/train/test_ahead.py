@@ -73,9 +73,9 @@ def test_an_event_finds_the_code_of_another_process_on_disk(monkeypatch, tmp_pat
     saf.install_(model, heads, saf.CompactPattern.from_parameters(alpha, rho))
     streams = adapter_for(model).compiled_by_layer().hidden(torch.zeros(2, LENGTH, dtype=torch.long))
     torch.autograd.backward(streams, [torch.ones_like(stream) for stream in streams])
-    found = counters["inductor"]
-    assert found["fxgraph_cache_hit"] == 4, "attention and MLP, forward and backward"
-    assert found["fxgraph_cache_miss"] == found["fxgraph_cache_bypass"] == 0
+    found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
+    # Attention and MLP, forward and backward. All missed: the compiler's settings differ, which another test changed.
+    assert found == {"hit": 4, "miss": 0, "bypass": 0}
 
 
 def test_what_is_asked_reaches_the_process_as_it_is():
