@@ -14,7 +14,7 @@ from typing import Any
 
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.heads import EDITED
-from saf.machine.processes import done_once, is_first
+from saf.machine.processes import done_once, is_first, joined
 from saf.records.files import read_json, write_json
 from saf.records.folders import remove_folder_
 from saf.records.result import result_header
@@ -129,6 +129,12 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
         InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned, or of a task that has none, or
             others than those of the run to resume; a time budget beside them.
     """
+    with joined(config.device):
+        return _finetune(config, epochs, resume)
+
+
+def _finetune(config: TrainConfig, epochs: int | None, resume: bool) -> dict[str, Any]:
+    """Do what `finetune` does, in the group of processes that is there."""
     if config.task == MQARTask.name and epochs is not None:
         raise InputError(f"epochs cannot be given with task={config.task!r}, whose examples come once; give updates")
     if resume and (Path(config.out) / "config.json").exists():
