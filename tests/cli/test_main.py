@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from saf.cli import COMMANDS, GROUPS, main, usage
+from saf.cli.pretrain import Pretrain
+from saf.errors import InputError, SafWarning
 from saf.records.files import write_json
 from saf.records.provenance import command
 
@@ -86,6 +90,18 @@ def test_an_interrupt_is_130(saf, monkeypatch):
 
     monkeypatch.setattr("saf.cli._run", interrupted)
     assert saf("doctor") == (130, "", "saf doctor: interrupted\n")
+
+
+def test_an_error_that_another_process_tells_of_is_not_told_twice(saf, monkeypatch):
+    error = InputError("too few")
+
+    def failing(name, rest):
+        raise error
+
+    monkeypatch.setattr("saf.cli._run", failing)
+    assert saf("doctor") == (2, "", "saf doctor: too few\n")
+    error.heard = True
+    assert saf("doctor") == (2, "", "")
 
 
 @pytest.mark.parametrize(
@@ -190,3 +206,15 @@ def test_doctor_says_what_is_missing(saf, saf_json, monkeypatch):
     assert saf_json("doctor")["optional"]["transformers"] is None
     assert json.dumps(saf_json("doctor")["compilers"]["torch.compile on cpu"]).startswith('"needs a C++ compiler')
     assert "for what is missing: pip install 'saf[hf]'" in saf("doctor")[1]
+
+
+def test_a_warning_names_flags_as_an_error_does(monkeypatch, capsys):
+    def warn():
+        warnings.warn("ask for fewer with calibration_sequences", SafWarning, stacklevel=2)
+
+    def from_words(cls, words, *, prog=None):
+        return SimpleNamespace(run=warn)
+
+    monkeypatch.setattr(Pretrain, "from_words", classmethod(from_words))
+    assert main(["pretrain"]) == 0
+    assert capsys.readouterr().err == "saf pretrain: ask for fewer with --calibration-sequences\n"
