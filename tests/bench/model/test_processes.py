@@ -135,7 +135,7 @@ def test_what_a_stopped_worker_started_ends_with_it_and_leaves_no_folder(run, tm
     budget = Budget()
     monkeypatch.setattr(budget, "fits", lambda _: not (tmp_path / "started").exists())
     assert run("busy", workers=1, budget=budget) == [{"error": "out of time"}]
-    pid, cache = (tmp_path / "started").read_text().split()
+    pid, cache = (tmp_path / "started").read_text().split(maxsplit=1)
     assert not Path(cache).parent.exists()
     until = time.monotonic() + 300
     while time.monotonic() < until and not ended(int(pid)):
@@ -154,7 +154,7 @@ def test_the_record_of_memory_is_whole_when_time_ends_a_worker(workers, tmp_path
     assert record["finished"]
     assert [(entry["arm"], entry["bytes"]) for entry in record["memory"]] == [("ordinary auto", 7)]
     assert [entry["why"] for entry in record["left_out"]] == ["out of time"]
-    _, cache = (tmp_path / "started").read_text().split()
+    _, cache = (tmp_path / "started").read_text().split(maxsplit=1)
     assert not Path(cache).parent.exists()
 
 
