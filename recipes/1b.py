@@ -18,8 +18,9 @@ def _arm(name: str, *, settings: dict[str, Any], paper: dict[str, str], smoke: b
 
 RECIPE = Recipe(
     title="1B at 8K",
+    seeds=1,
     source=ONE_B_TEXT,
-    also=("tab:scale-up-results",),
+    also=("tab:scale-up-results", "tab:intervention-costs"),
     arms=(
         Arm(
             name="ordinary",
@@ -50,7 +51,7 @@ RECIPE = Recipe(
     ),
     columns=("perplexity", "delta", "heads", "updates", "intervention", "capture", "fit"),
     notes=(
-        "The paper has one seed, 1337: name it with --seeds. At other scales the arms are the scale's own runs at 8K.",
+        "At other scales the arms are the scale's own runs at 8K.",
         "The paper trained on four GPUs, 19.667B tokens; `saf run` trains each run on one. docs/scale.md has the "
         "command for several.",
     ),

@@ -9,6 +9,7 @@ FAMILIES = {"resampled": "whole rows resampled", "gaussian": "Gaussian sampling"
 
 RECIPE = Recipe(
     title="Measured attention rows and the models that patterns are drawn from",
+    seeds=1,
     source=DISTRIBUTIONS,
     also=("fig:attention-entry-distributions", "fig:dirichlet-umap"),
     arms=(Arm(name="ordinary", context=1_024, reference=None),),

@@ -1,6 +1,7 @@
 """What freezing itself takes: tab:intervention-costs, of the runs that freeze halfway."""
 
 from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import HELD_OUT
 from saf.records.paper import COSTS
 
 PAPER = {
@@ -14,7 +15,7 @@ RECIPE = Recipe(
     arms=(
         Arm(name="ordinary", reference=None),
         *(
-            Arm(name=f"{rate:.0%}", parent="ordinary", settings={"freeze.rate": rate}, paper=paper)
+            Arm(name=f"{rate:.0%}", parent="ordinary", settings={"freeze.rate": rate}, scaled=HELD_OUT, paper=paper)
             for rate, paper in PAPER.items()
         ),
     ),

@@ -6,6 +6,7 @@ from saf.records.paper import JOINT_COST, SELECTION_TEXT
 
 RECIPE = Recipe(
     title="Joint cost of two selections, at once and after continuation",
+    seeds=1,
     source=SELECTION_TEXT,
     arms=(
         Arm(name="ordinary", reference=None),

@@ -8,27 +8,26 @@ at matched tokens and, at 25 and 50%, on the raw clock. One more ordinary run ha
 from typing import Any
 
 from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import HELD_OUT
 from saf.experiments.speeds import OWN_CLOCK
 from saf.records.paper import Source
 
 # In the order in which a budget is best spent: the ends first.
 CONTEXTS = {4_096: ("4K", (0.1, 0.25, 0.5)), 16_384: ("16K", (0.25, 0.5)), 8_192: ("8K", (0.25, 0.5))}
+# At the paper's scale, as its controls: every one of the lowest heads must fit, none is substituted.
+STRICT = {"freeze.strict": True}
 RANDOM = {"freeze.score": "random", "freeze.match": "variance"}
+NUMBERS = ("perplexity", "delta", "difference", "updates", "minutes")
 PAPER = {
-    "4K ordinary": {"perplexity": "23.882 ± 0.023", "updates": "5008 ± 13"},
-    "4K mean + variance (25%)": {"perplexity": "23.991 ± 0.006", "delta": "+0.456 ± 0.108", "updates": "5109 ± 11"},
-    "4K mean + variance (50%)": {"perplexity": "24.338 ± 0.020", "delta": "+1.911 ± 0.112", "updates": "5221 ± 18"},
-    "4K pruning + variance (25%)": {"perplexity": "23.909 ± 0.024", "delta": "+0.113 ± 0.169", "updates": "5267 ± 30"},
-    "4K pruning + variance (50%)": {"perplexity": "24.115 ± 0.003", "delta": "+0.978 ± 0.108", "updates": "5685 ± 36"},
-    "4K mean + random (25%)": {
-        **{"perplexity": "24.178 ± 0.024", "delta": "+1.243 ± 0.112", "difference": "+0.786 ± 0.082"},
-        "updates": "5097 ± 28",
-    },
-    "4K mean + random (50%)": {
-        **{"perplexity": "24.545 ± 0.048", "delta": "+2.778 ± 0.125", "difference": "+0.866 ± 0.154"},
-        "updates": "5242 ± 11",
-    },
+    "4K ordinary": ("23.882 ± 0.023", None, None, "5008 ± 13", "187.65 ± 0.25"),
+    "4K mean + variance (25%)": ("23.991 ± 0.006", "+0.456 ± 0.108", None, "5109 ± 11", "187.64 ± 0.25"),
+    "4K mean + variance (50%)": ("24.338 ± 0.020", "+1.911 ± 0.112", None, "5221 ± 18", "187.64 ± 0.25"),
+    "4K pruning + variance (25%)": ("23.909 ± 0.024", "+0.113 ± 0.169", None, "5267 ± 30", "187.64 ± 0.25"),
+    "4K pruning + variance (50%)": ("24.115 ± 0.003", "+0.978 ± 0.108", None, "5685 ± 36", "187.65 ± 0.25"),
+    "4K mean + random (25%)": ("24.178 ± 0.024", "+1.243 ± 0.112", "+0.786 ± 0.082", "5097 ± 28", "187.64 ± 0.25"),
+    "4K mean + random (50%)": ("24.545 ± 0.048", "+2.778 ± 0.125", "+0.866 ± 0.154", "5242 ± 11", "187.65 ± 0.26"),
 }
+"""Perplexity, change, difference from mean + variance, updates, minutes."""
 
 
 ANOTHER = 1_000
@@ -41,6 +40,11 @@ MORE = {
 }
 
 
+def _quoted(title: str) -> dict[str, str]:
+    numbers = PAPER.get(title, (None,) * len(NUMBERS))
+    return {column: number for column, number in zip(NUMBERS, numbers, strict=True) if number}
+
+
 def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
     reference, ordinary, more = f"{name} reference", f"{name} ordinary", f"{name} ordinary, 3% more tokens"
     smallest = context == min(CONTEXTS)
@@ -48,16 +52,19 @@ def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
     def arm(title: str, settings: dict, *, compared: str | None = ordinary, smoke: bool = True, **others: Any) -> Arm:
         return Arm(
             **{"name": title, "context": context, "parent": reference, "match": reference, "reference": compared},
-            **{"settings": {"match_clock": "scaled", **settings}, "paper": PAPER.get(title, {})},
+            **{"settings": {"match_clock": "scaled", **settings}, "paper": _quoted(title)},
             **{"smoke": smoke and smallest, **others},
         )
 
     def three(title: str, settings: dict, *, raw: bool, smoke: bool, **others: Any) -> dict[str, Arm]:
         """The same arm at matched time, at matched tokens, and on the raw clock."""
+        others["scaled"] = (
+            {"paper": {**HELD_OUT["paper"], **STRICT}} if settings.keys() == {"freeze.rate"} else HELD_OUT
+        )
         titles = {"tokens": f"{title}, matched tokens"} | ({"raw": f"{title}, raw clock"} if raw else {})
         found = {"scaled": arm(title, settings, smoke=smoke, beside={**titles, "exchange": more}, **others)}
         heads = {"heads": others["heads"]} if "heads" in others else {}
-        plain = {"context": context, "parent": reference, "settings": settings, **heads}
+        plain = {"context": context, "parent": reference, "settings": settings, "scaled": others["scaled"], **heads}
         plain["smoke"] = smoke and smallest and not heads
         found["tokens"] = Arm(name=titles["tokens"], reference=reference, **plain)
         if raw:
@@ -103,6 +110,7 @@ def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
 RECIPE = Recipe(
     title="Controls at matched time",
     source=Source("tab:equal-time-controls", "124M at 4K on GH200, 187.65 minutes, mean ± SE of three seeds"),
+    also=("tab:fixed-token-controls-main",),
     arms=tuple(arm for context, (name, rates) in CONTEXTS.items() for arm in _arms(context, name, rates)),
     columns=(
         *("perplexity", "delta", "raw", "extra", "tokens", "paper_exchange", "own_exchange", "exchange"),

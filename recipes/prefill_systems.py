@@ -57,8 +57,8 @@ RECIPE = Recipe(
         Measurement(
             name="batches at 4K",
             does="bench prefill",
-            settings={**MODEL, "points": tuple(f"4096x{b}" for b in SIZES), "rates": (0.25, 0.5)},
-            scaled={"small": SMALL, "smoke": {**SMOKE, "points": ("32x1", "32x4")}},
+            settings={**MODEL, "points": tuple(f"4096x{b}" for b in SIZES), "rates": (0.25, 0.5), "fresh": True},
+            scaled={"small": {**SMALL, "fresh": False}, "smoke": {**SMOKE, "fresh": False, "points": ("32x1", "32x4")}},
             numbers=_numbers(tuple((4_096, size) for size in SIZES if 1 < size < 64)),
         ),
         Measurement(

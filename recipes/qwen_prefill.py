@@ -2,7 +2,7 @@
 
 from saf.experiments.measurement import Measurement, Number, speedup
 from saf.experiments.recipe import Recipe
-from saf.records.paper import QWEN, attention_speed
+from saf.records.paper import QWEN, attention_speed, prefill_speed
 
 RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
 POINTS = tuple((length, size) for size in (4, 8) for length in (2_048, 4_096, 8_192))
@@ -10,16 +10,20 @@ SHAPES = tuple(f"{length}x{size}" for length, size in POINTS)
 SMOKE = {"rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0, "profile": False, "others": ()}
 
 
-def _numbers() -> tuple[Number, ...]:
+def _attention(point: tuple[int, int], rate: float) -> Number:
     """Attention alone, as the paper has it: one layer's, called."""
-    found = []
-    for point in POINTS:
-        for rate in RATES:
-            quoted = attention_speed(*point, rate)
-            title = f"attention, {point[0]:,} × {point[1]}, {rate:.0%}"
-            paper = None if quoted is None else quoted.text
-            found.append(speedup(title, rate, point, paper, way="forward call"))
-    return tuple(found)
+    quoted = attention_speed(*point, rate)
+    assert quoted is not None, point
+    title = f"attention, {point[0]:,} × {point[1]}, {rate:.0%}"
+    return speedup(title, rate, point, quoted.text, way="forward call")
+
+
+def _whole(point: tuple[int, int], rate: float) -> Number:
+    """The whole model, called."""
+    quoted = prefill_speed(("qwen3-4b", *point), rate)
+    assert quoted is not None, point
+    title = f"whole model, {point[0]:,} × {point[1]}, {rate:.0%}"
+    return speedup(title, rate, point, quoted.text, way="call")
 
 
 RECIPE = Recipe(
@@ -37,7 +41,7 @@ RECIPE = Recipe(
                 "small": {"seconds": 540.0, "pairs": 5},
                 "smoke": {**SMOKE, "shape": "124m", "num_heads": 4, "num_kv_heads": 2, "points": ("32x1",)},
             },
-            numbers=_numbers(),
+            numbers=tuple(_attention(point, rate) for point in POINTS for rate in RATES),
         ),
         Measurement(
             name="whole model",
@@ -47,6 +51,7 @@ RECIPE = Recipe(
                 "small": {"num_layers": 6, "rates": (0.25, 0.5), "seconds": 540.0},
                 "smoke": {**SMOKE, "model": "tiny", "points": ("32x1",), "precisions": ("fp32",)},
             },
+            numbers=tuple(_whole(point, rate) for point in POINTS for rate in RATES),
         ),
     ),
     notes=("Weights are random: speeds do not depend on them. The small scale has 6 of 36 layers in the whole model.",),

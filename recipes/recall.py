@@ -8,9 +8,12 @@ from typing import Any
 
 from saf.experiments.columns import RECALL, recall_name
 from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import HELD_OUT
 from saf.records.paper import Source
 
+# As recipe later_intervention has them, whose runs the checkpoints are.
 LATER = {"peak_lr": 6e-5, "min_lr_ratio": 0.1, "warmup": 0}
+SMALL = {"small": {"peak_lr": 1e-4}}
 PRUNED = {"freeze.operation": "prune"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ordinary": {},
@@ -73,6 +76,7 @@ def _later(model: str, timed: bool) -> Arm:
         match="ordinary, later, matched tokens" if timed else None,
         heads="mean 25%, later, matched tokens" if model == "pruning 25%" else None,
         settings={**LATER, **SETTINGS[model]},
+        scaled={**SMALL, **HELD_OUT} if SETTINGS[model] else SMALL,
         smoke=model == "ordinary" or (model == "mean 25%" and not timed),
     )
 

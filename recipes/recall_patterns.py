@@ -2,6 +2,7 @@
 
 from saf.experiments.columns import RECALL, recall_name
 from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import HELD_OUT
 from saf.records.paper import Source
 
 # As recipe trainability has them, whose runs the checkpoints are.
@@ -43,6 +44,7 @@ RECIPE = Recipe(
                 reference=None,
                 row=False,
                 settings=freeze,
+                scaled=HELD_OUT if freeze else {},
             )
             for model, freeze in MODELS.items()
         ),

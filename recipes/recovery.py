@@ -21,6 +21,7 @@ def _numbers(place: int, moment: float) -> tuple[Number, ...]:
 
 RECIPE = Recipe(
     title="Recovery of the training loss at 25%",
+    seeds=1,
     source=RECOVERY,
     arms=(
         Arm(name="ordinary", reference=None),

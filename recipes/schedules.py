@@ -41,6 +41,7 @@ def _triggered(multiplier: float, change: str) -> Arm:
 
 RECIPE = Recipe(
     title="Schedules",
+    seeds=1,
     source=Source("tab:schedule-details", "124M at 4K, one seed; it reached 6.25, 12.5, 14.58 and 50% of the heads"),
     arms=(
         Arm(name="ordinary", reference=None),

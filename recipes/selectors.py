@@ -12,9 +12,11 @@ PAPER = {
     (16_384, 0.25): {"variance": "+0.474", "forward_kl": "+0.876", "difference": "+0.402"},
     (16_384, 0.5): {"variance": "+1.802", "forward_kl": "+2.417", "difference": "+0.615"},
 }
-# Of these the paper gives the residual cosine at this scale; the gradient scores it has at 1K with whole patterns.
+# Of these the paper gives the residual cosine at 4K; the gradient scores it has at 1K, with whole patterns.
 FURTHER = ("residual_cosine", "relative_output_change", "output_magnitude", "gate_taylor")
 GRADIENT = ("qk_gradient", "rank_sum", "gradient_veto")
+PAPER_1K = {"ordinary": "26.382", "variance": "26.568", "qk_gradient": "26.558", "rank_sum": "26.627"}
+PAPER_1K |= {"gradient_veto": "26.607"}
 
 
 def _arms(context: int) -> tuple[Arm, ...]:
@@ -53,10 +55,38 @@ def _arm(
     )
 
 
+def _arms_of_1k() -> tuple[Arm, ...]:
+    """The gradient scores where the paper has them, with whole patterns."""
+    common = {"context": 1_024, "smoke": False}
+    return (
+        Arm(
+            **{"name": "1K ordinary", "settings": {"track_gradients": True}, "reference": None, **common},
+            paper={"perplexity": PAPER_1K["ordinary"]},
+        ),
+        *(
+            Arm(
+                **{"name": f"1K {score} 25%", "parent": "1K ordinary", "reference": "1K ordinary", **common},
+                settings={"freeze.rate": 0.25, "freeze.score": score, "freeze.storage": "dense"},
+                against=None if score == "variance" else "1K variance 25%",
+                paper={"perplexity": PAPER_1K[score]},
+            )
+            for score in ("variance", *GRADIENT)
+        ),
+    )
+
+
 RECIPE = Recipe(
     title="Selectors after continuation",
-    source=Source("tab:kl-continuation-selector", "124M, one seed; residual cosine from app:head-selection-analysis"),
-    arms=tuple(arm for context in CONTEXTS for arm in _arms(context)),
+    seeds=1,
+    source=Source(
+        "tab:kl-continuation-selector",
+        "124M, one seed; residual cosine, and the gradient scores at 1K, from app:head-selection-analysis",
+    ),
+    also=("app:head-selection-analysis",),
+    arms=(*(arm for context in CONTEXTS for arm in _arms(context)), *_arms_of_1k()),
     columns=("perplexity", "delta", "difference", "heads"),
-    notes=("The difference is that from variance at the same context and rate.",),
+    notes=(
+        "The difference is that from variance at the same context and rate. Patterns are whole at 1K, as the paper's "
+        "there.",
+    ),
 )

@@ -7,6 +7,7 @@ PAPER = {0.25: "+0.724", 0.4: "+0.679", 0.5: "+0.662", 0.6: "+0.711", 0.75: "+0.
 
 RECIPE = Recipe(
     title="Timing at 25%, mean patterns",
+    seeds=1,
     source=Source("tab:timing-main", "124M at 4K, one seed"),
     arms=(
         Arm(name="ordinary", reference=None),

@@ -1,6 +1,7 @@
 """Frozen against trainable patterns from the same fit: tab:pattern-controls (a)."""
 
 from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import HELD_OUT
 from saf.records.paper import Source
 
 FREEZE = {"freeze.rate": 0.25, "freeze.strict": True}
@@ -14,21 +15,27 @@ RECIPE = Recipe(
             name="frozen",
             parent="ordinary",
             settings=FREEZE,
-            paper={"perplexity": "24.055 ± 0.040", "update": "2159 ± 12", "peak": "31.668 ± 0.002"},
+            scaled=HELD_OUT,
+            paper={
+                **{"perplexity": "24.055 ± 0.040", "update": "2159 ± 12", "continuation": "90.96 ± 0.56"},
+                "peak": "31.668 ± 0.002",
+            },
         ),
         Arm(
             name="trainable",
             parent="ordinary",
             settings={**FREEZE, "freeze.trainable": True},
+            scaled=HELD_OUT,
             against="frozen",
             paper={
                 "perplexity": "24.052 ± 0.042",
                 "difference": "−0.010 ± 0.006",
                 "update": "2416 ± 13",
+                "continuation": "102.27 ± 0.82",
                 "peak": "31.801 ± 0.002",
             },
         ),
     ),
-    columns=("perplexity", "delta", "difference", "update", "peak"),
+    columns=("perplexity", "delta", "difference", "update", "continuation", "peak"),
     notes=("The difference is that of the trainable arm from the frozen one; an update is of 15 micro-batches there.",),
 )

@@ -47,7 +47,7 @@ class Report(Command):
     tasks: Path | None = None
     """Which examples runs of a recipe were finetuned on, where the store has several."""
     seeds: tuple[int, ...] = ()
-    """Which seeds of a recipe; the scale's own when none are named."""
+    """Which seeds of a recipe; the scale's own, as many as the paper's table has, when none are named."""
     results: Path | None = None
     """A folder of results, in place of runs; its tables go to --out, a Markdown file, with pictures beside it."""
     out: Path | None = None

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.examples import Examples, find_examples, is_of_files, write_smoke_examples
-from saf.experiments.execution import Lanes, Outcome, Stop, execute, in_a_process
+from saf.experiments.execution import Lanes, Launch, Outcome, Stop, execute, in_a_process, last_line
 from saf.experiments.foretelling import foretell
 from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
@@ -59,7 +60,7 @@ class Run(Command):
     arms: tuple[str, ...] = ()
     """Only these arms or measurements, with what they go on from, are compared with and read."""
     seeds: tuple[int, ...] = ()
-    """Seeds instead of the scale's own."""
+    """Seeds instead of the scale's own, of which a recipe takes as many as the paper's table has."""
     dry_run: bool = False
     """Say what would run, when, how long and with how much memory, and stop."""
     command_minutes: Annotated[float | None, above(0)] = None
@@ -127,11 +128,13 @@ class Run(Command):
         if lacking := ", ".join(sorted(asked - made.files.keys())):
             raise SafError(f"examples of {lacking} are needed; name the folder that has them with --tasks")
         store = Store(self.store).open(write=True)
-        if scale.speeds is not None:
-            store.keep_speeds_(scale.speeds)
-        for note in made.notes:
-            say(note)
-        outcome = self._carry_out(made, measured, store, data.folder if data else Path())
+        with store.hold() as held:
+            if scale.speeds is not None:
+                store.keep_speeds_(scale.speeds)
+            for note in made.notes:
+                say(note)
+            launch = in_this_process if self._here(made) else partial(in_a_process, held=(held.fileno(),))
+            outcome = self._carry_out(made, measured, store, data.folder if data else Path(), launch)
         tables = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         for table in tables if self.out else ():
             for path in table.write(self.out or Path()):
@@ -142,7 +145,7 @@ class Run(Command):
         _check(outcome)
         return result
 
-    def _carry_out(self, made: Plan, measured: Measurements, store: Store, data: Path) -> Outcome:
+    def _carry_out(self, made: Plan, measured: Measurements, store: Store, data: Path, launch: Launch) -> Outcome:
         """Train what the store lacks, of it what the budget holds, and measure when nothing is left to train."""
         began, lost = time.monotonic(), lost_inputs(measured, store)
         rates, only, lanes = self._rates(made, store), None, self._lanes(made)
@@ -154,7 +157,6 @@ class Run(Command):
             kept = f"{len(only)} of {sum(len(stay.runs) for stay in stays)} runs"
             say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
         seconds = None if self.command_minutes is None else 60 * self.command_minutes
-        launch = in_this_process if self._here(made) else in_a_process
         outcome = execute(
             made,
             store,
@@ -182,7 +184,9 @@ class Run(Command):
             folder = Store(self.store).open(write=True).folder / "data"
             if not folder.exists():
                 say(f"preparing {folder}")
-                in_this_process(["data", "prepare", *SMOKE_DATA, "--out", str(folder)], folder.parent / "data.log")
+                log = folder.parent / "data.log"
+                if in_this_process(["data", "prepare", *SMOKE_DATA, "--out", str(folder)], log):
+                    raise SafError(f"the smoke scale's data could not be made: {last_line(log)} (all of it: {log})")
         return None if folder is None else TokenData.open(folder)
 
     def _examples(self, scale: Scale, *, finetunes: bool) -> dict[str, Examples]:

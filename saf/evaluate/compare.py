@@ -45,7 +45,9 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Return delta-PPL with its interval, update times, memory and intervention cost of two finished runs.
 
-    `update_time_ratio` is ordinary / frozen: above 1 the frozen arm is faster. Written to `out`/compare.json if given.
+    `update_time_ratio` is ordinary / frozen: above 1 the frozen arm is faster. Beside it stand `update_time_bound`,
+    what it would be at most if heads cost nothing, and `update_time_caveat`, why it says little, "" where it is clear.
+    Written to `out`/compare.json if given.
 
     Raises:
         CompareError: The arms differ in more than the freezing (`allow_differences` passes all but other held-out
@@ -98,6 +100,8 @@ def compare_runs(
         "lacks": {name: run.lacks for name, run in zip(("ordinary", "frozen"), arms, strict=True) if run.lacks},
         "differences": found,
     }
+    comparison["update_time_bound"] = free_heads_bound(comparison["heads"], comparison["num_heads"])
+    comparison["update_time_caveat"] = speed_caveat(comparison)
     if out is not None:
         write_json(Path(out) / "compare.json", comparison)
     return comparison
@@ -139,6 +143,15 @@ def _run_seconds(run: RecordedRun) -> dict[str, float | None]:
     return {clock: run.seconds(clock) for clock in ("everything", "warm")}
 
 
+def speed_caveat(record: Mapping[str, Any]) -> str:
+    """Return why a record's ratio of update times says little; "" where it is clear."""
+    if not record["update_time_ratio"]:
+        return "too few updates to tell which arm is faster"
+    if was_busy(record):
+        return "timing unclear: the machine was busy, as heads that cost nothing would not save so much"
+    return "" if timing_is_clear(record) else "which is faster is not clear: spreads overlap"
+
+
 def timing_is_clear(record: Mapping[str, Any]) -> bool:
     """Return whether a ratio of update times means something: their 20th to 80th percentiles keep apart, none busy."""
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
@@ -146,14 +159,19 @@ def timing_is_clear(record: Mapping[str, Any]) -> bool:
 
 
 def was_busy(record: Mapping[str, Any]) -> bool:
-    """Return whether the machine had other work during one of the runs: their ratio is beyond the free bound.
+    """Return whether the machine had other work during one of the runs: their ratio is beyond the free bound."""
+    bound = free_heads_bound(record["heads"], record["num_heads"])
+    return bool(record["update_time_ratio"]) and bound is not None and record["update_time_ratio"] > bound
+
+
+def free_heads_bound(heads: int, num_heads: int) -> float | None:
+    """Return the speedup that no update reaches by freezing or pruning `heads` heads; None where all of them are.
 
     An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone and
     free; no update is so much faster. A closer bound would need to know what an operation costs in attention: at the
     same shape one kernel leaves 1.37x to gain and another 1.64x (docs/log.md).
     """
-    live = record["num_heads"] - record["heads"]
-    return bool(record["update_time_ratio"]) and live * record["update_time_ratio"] > record["num_heads"]
+    return None if heads >= num_heads else num_heads / (num_heads - heads)
 
 
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from saf.errors import SafError
 from saf.evaluate.answers import has_answers
-from saf.evaluate.compare import compare_runs, timing_is_clear, was_busy
+from saf.evaluate.compare import compare_runs, speed_caveat, was_busy
 from saf.records import paper
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
@@ -151,15 +151,6 @@ def arms_table(
     notes = [*([_BASELINE] if comparisons else []), *([_WHOLE_RUN] if timed else []), *notes]
     notes += [f"Paper, {note}" for note in footnotes(each for claims in quoted for each in claims)]
     return Table.of("Arms side by side", _COLUMNS, rows, notes).used()
-
-
-def speed_caveat(record: dict[str, Any]) -> str:
-    """Return why a record's ratio of update times says little; nothing where it is clear."""
-    if not record["update_time_ratio"]:
-        return "too few updates to tell which arm is faster"
-    if was_busy(record):
-        return "timing unclear: the machine was busy, as heads that cost nothing would not save so much"
-    return "" if timing_is_clear(record) else "which is faster is not clear: spreads overlap"
 
 
 def _papers(run: RecordedRun) -> tuple[Quoted | None, Quoted | None, Quoted | None]:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saf.evaluate.compare import free_heads_bound
+from saf.train.clock import AFTERWARDS
+
 Record = Mapping[str, Any]
 OWN, REFERENCE, AGAINST = "own", "reference", "against"
 """What a record is to a row: its arm's, that of the arm it is compared with, that of the arm a difference is from."""
@@ -80,6 +83,8 @@ class Column:
     of the arms of both."""
     timed: bool = False
     """Whether it is a time, which means nothing of a run that shared its device."""
+    impossible: Callable[[Row], bool] = lambda row: False
+    """Whether a number cannot be true, as something else kept the machine busy: it is left out, and named."""
     by_seed: bool = False
     """Whether it shows the number of every seed instead of their mean."""
 
@@ -142,6 +147,22 @@ def _time_ratio(row: Row) -> Number:
     return own / other if own and other else None
 
 
+def _time_difference(row: Row) -> Number:
+    """Return by how many seconds a whole run took longer than the one that its difference is from."""
+    own, other = _minutes(row.runs[OWN]), _minutes(row.runs[AGAINST])
+    return None if own is None or other is None else 60 * (own - other)
+
+
+def _continuation(record: Record) -> float | None:
+    """Return what a run took beside its parent's part; None of one from initialisation."""
+    time = record.get("time") or {}
+    return (
+        None
+        if time.get("parent_parts") is None
+        else sum(seconds for part, seconds in time["parts"].items() if part != AFTERWARDS) / 60
+    )
+
+
 def _of_reference(read: Callable[[Record, Record], float | None]) -> Callable[[Row], Number]:
     """Return a column's number of the arm's record and its reference's; none of a run and itself."""
 
@@ -161,6 +182,17 @@ def _speedup(own: Record, other: Record) -> float | None:
     """Return how many times as long the reference's updates take."""
     mine, others = ((record.get("update_seconds") or {}).get("median") for record in (own, other))
     return others / mine if mine and others else None
+
+
+def _beyond_free(row: Row) -> bool:
+    """Return whether a run's updates were measured faster than heads that cost nothing would make them.
+
+    Records of earlier versions do not tell how many heads their models have; theirs are taken as they are.
+    """
+    own, other = row.runs[OWN], row.runs[REFERENCE]
+    found, heads = _speedup(own, other), own.get("num_heads")
+    bound = free_heads_bound(int(_edited(own) or 0), heads) if heads else None
+    return found is not None and bound is not None and own["key"] != other["key"] and found > bound
 
 
 def _peak_change(own: Record, other: Record) -> float | None:
@@ -200,6 +232,9 @@ COLUMNS = {
         needs=(REFERENCE, AGAINST, of(AGAINST)),
     ),
     "time_ratio": Column(title="time ratio", value=_time_ratio, places=3, needs=(AGAINST,), timed=True),
+    "time_difference": Column(
+        title="difference, s", value=_time_difference, places=1, signed=True, needs=(AGAINST,), timed=True
+    ),
     "raw": Column(
         title="change on the raw clock, %",
         value=lambda row: row.change("raw", of("raw")),
@@ -233,7 +268,14 @@ COLUMNS = {
     "accuracy": Column(title="accuracy, %", value=_own(_accuracy), places=2),
     "seeds": Column(title="by seed, %", value=_own(_accuracy), places=2, by_seed=True),
     "points": Column(title="change, points", value=Row.points, places=2, signed=True, needs=(REFERENCE,)),
-    "speedup": Column(title="speedup", value=_of_reference(_speedup), places=3, needs=(REFERENCE,), timed=True),
+    "speedup": Column(
+        title="speedup",
+        value=_of_reference(_speedup),
+        places=3,
+        needs=(REFERENCE,),
+        timed=True,
+        impossible=_beyond_free,
+    ),
     "peak_change": Column(
         title="peak, change, %", value=_of_reference(_peak_change), places=2, signed=True, needs=(REFERENCE,)
     ),
@@ -252,6 +294,7 @@ COLUMNS = {
     "heads": Column(title="heads", value=_own(_edited), places=0),
     "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
     "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),
+    "continuation": Column(title="continuation, min", value=_own(_continuation), places=2, timed=True),
     "intervention": Column(title="intervention, s", value=_part(), places=2, timed=True),
     "capture": Column(title="capture and mean, s", value=_part("capture", "statistics"), places=2, timed=True),
     "fit": Column(title="fit, s", value=_part("fit"), places=2, timed=True),

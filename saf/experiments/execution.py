@@ -344,11 +344,20 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     return [run.verb, *start, "--out", str(folder), *(word for item in flags.items() for word in flag_words(*item))]
 
 
-def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: Stop, processes: int = 1) -> int:
+def in_a_process(
+    arguments: Sequence[str],
+    log: Path,
+    device: str | None,
+    stop: Stop,
+    processes: int = 1,
+    *,
+    held: Sequence[int] = (),
+) -> int:
     """Run `saf` in a process of its own, on one CUDA device where one is named, and return its exit code.
 
     Several `processes` are started by torchrun, a device each. What is started has a session of its own, so that a
-    terminal's Ctrl-C comes to it once, from here: it then saves and stops.
+    terminal's Ctrl-C comes to it once, from here: it then saves and stops. It inherits the open files `held`, which
+    hold a store: if this process is killed, the run goes on, and nothing else begins there.
     """
     chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     group = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
@@ -356,7 +365,7 @@ def in_a_process(arguments: Sequence[str], log: Path, device: str | None, stop: 
     with (
         open(log, "ab") as file,
         subprocess.Popen(
-            command, stdout=file, stderr=file, env={**os.environ, **chosen}, start_new_session=True
+            command, stdout=file, stderr=file, env={**os.environ, **chosen}, start_new_session=True, pass_fds=held
         ) as process,
     ):
         asked = False

@@ -142,7 +142,8 @@ def plan_measurements(recipes: Mapping[str, Recipe], made: Plan, *, only: tuple[
     found = Measurements()
     for seed in made.seeds:
         for name, recipe in recipes.items():
-            for measurement in recipe.chosen_measurements(only, smoke=made.scale.base == "smoke"):
+            chosen = recipe.chosen_measurements(only, smoke=made.scale.base == "smoke")
+            for measurement in chosen if seed in made.seeds_of(name) else ():
                 found.add(name, recipe, measurement, made, seed)
     return found
 

@@ -27,6 +27,8 @@ class Plan:
     examples: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of these, or of those that a store's runs were finetuned on."""
     seeds: tuple[int, ...] = ()
+    fewer: dict[str, int] = field(default_factory=dict)
+    """Of recipes with numbers of fewer seeds, how many of these they have."""
     runs: dict[str, PlannedRun] = field(default_factory=dict)
     arms: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """Keys by recipe, arm and seed."""
@@ -41,6 +43,10 @@ class Plan:
         """Raise InputError for a seed that stands twice, whose runs would count as two."""
         if len(set(self.seeds)) < len(self.seeds):
             raise InputError(f"each seed is named once; got {', '.join(map(str, self.seeds))}")
+
+    def seeds_of(self, name: str) -> tuple[int, ...]:
+        """Return the seeds that a recipe is run with."""
+        return self.seeds[: self.fewer.get(name)]
 
     @property
     def clocks(self) -> set[str]:
@@ -174,7 +180,7 @@ def plan(
         recipes: By name.
         scale: How large their runs are.
         data: Fingerprint of the prepared data that they train on.
-        seeds: Of the runs; the scale's own when empty.
+        seeds: Of the runs; the scale's own when empty, of which a recipe may have fewer.
         arms: Names of the arms to run, with what they go on from and are compared with; all of them when empty.
         vocabulary: Tokens of the data's tokenizer, for what is foretold of time and memory; the scale's when None.
         files: Examples to finetune on, by task.
@@ -184,18 +190,23 @@ def plan(
         InputError: A seed named twice, an unknown arm or context, a moment at which the scale keeps no checkpoint, or
             measured speeds that tell nothing of an arm that was named.
     """
-    files = files or {}
-    known = examples or {task: each.fingerprint for task, each in files.items()}
+    files, named = files or {}, tuple(seeds)
     made = Plan(
-        scale=scale, data=data, vocabulary=vocabulary, seeds=tuple(seeds) or scale.seeds, files=files, examples=known
+        scale=scale,
+        data=data,
+        vocabulary=vocabulary,
+        seeds=named or scale.seeds,
+        files=files,
+        examples=examples or {task: each.fingerprint for task, each in files.items()},
     )
+    made.fewer |= {name: one.seeds for name, one in recipes.items() if one.seeds is not None and not named}
     chosen = {name: recipe.chosen(arms, smoke=scale.base == "smoke") for name, recipe in recipes.items()}
     if scale.speeds is not None and not any(arm.match for its in chosen.values() for arm in its):
         raise InputError("speeds have no effect where no arm is at matched time; leave them out")
     uncompiled = {name for name, its in chosen.items() if _uncompiled(made, name, its)}
     for seed in made.seeds:
         for name, its in chosen.items():
-            for arm in its:
+            for arm in its if seed in made.seeds_of(name) else ():
                 made.add(name, arm, seed, compiled=name not in uncompiled)
     for (name, arm), why in made.left.items():
         if arm in arms:

@@ -122,6 +122,9 @@ class Recipe:
     """Labels of the paper's further tables, figures and sections that it answers."""
     notes: tuple[str, ...] = ()
     """Sentences below the table."""
+    seeds: int | None = None
+    """How many seeds the paper's numbers are of: the first ones of the scale are taken where none are named; None is
+    all of them."""
 
     def __post_init__(self):
         """Raise InputError for two arms of one name, for an arm that names one that is not there, or such a column."""

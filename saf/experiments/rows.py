@@ -39,6 +39,7 @@ class Rows:
         self.arms = {arm.name: arm for arm in recipe.arms}
         self.lacking: set[tuple[str, str]] = set()
         self._apart: set[str] = set()
+        self._busy: set[str] = set()
         self._draws: dict[str, Tensor] = {}
 
     def values(self, arm: Arm) -> dict[str, Value | None]:
@@ -50,6 +51,9 @@ class Rows:
             known = {seed: row for seed, row in runs.items() if row is not None}
             if column.timed:
                 known = {seed: row for seed, row in known.items() if not any(run.get("shared") for run in row.values())}
+            busy = {seed for seed, row in known.items() if column.impossible(Row(row, {}))}
+            self._busy |= {arm.name} if busy else set()
+            known = {seed: row for seed, row in known.items() if seed not in busy}
             found[name] = self._value(column, known)
             named = bool(column.needs) and all(self._names(arm, role) for role in column.needs)
             if found[name] is None and named and None in runs.values():
@@ -61,6 +65,14 @@ class Rows:
         listed = ", ".join(sorted(self._apart))
         told = (
             f"Compared with a run of another training of the same parent, whose noise stands in the change: {listed}."
+        )
+        return [told] if listed else []
+
+    def busy(self) -> list[str]:
+        """Return a note about arms whose times cannot be true; none where there is none."""
+        listed = ", ".join(sorted(self._busy))
+        told = (
+            f"Left out, since heads that cost nothing would not save so much, so that the machine was busy: {listed}."
         )
         return [told] if listed else []
 

@@ -118,6 +118,8 @@ def _update_tokens(flags: Flags) -> int:
     return int(flags["length"]) * int(flags.get("batch_size", 8)) * int(flags.get("accumulation", 1))
 
 
+HELD_OUT: Mapping[str, Flags] = {"paper": {"calibration_source": "calibration"}}
+"""For `Arm.scaled` of the paper's controls, which calibrate on held-out text; its other runs do on training text."""
 _BRANCHES = (0.25, 0.4, 0.5, 0.6, 0.75)
 """The moments of tab:timing-main; the sixth, after training, is every run's last checkpoint."""
 
@@ -126,11 +128,11 @@ SCALES = {
     for scale in (
         Scale(
             name="paper",
-            # app:controlled-pretraining-details and app:fixed-token-controls.
+            # app:controlled-pretraining-details, in the micro-batches of app:fixed-token-controls: as many tokens.
             settings={
                 **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 15, "updates": 5_000},
                 **{"peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 0},
-                "calibration_sequences": 32,
+                **{"calibration_sequences": 32, "calibration_source": "train"},
             },
             contexts={
                 1_024: {"length": 1_024, "batch_size": 32},
@@ -140,7 +142,7 @@ SCALES = {
             },
             seeds=(1337, 1338, 1339),
             save_at=_BRANCHES,
-            text="FineWeb-Edu by GPT-2's tokenizer, 2.4576B tokens",
+            text="FineWeb-Edu by GPT-2's tokenizer; 124M on 2.4576B tokens, 1B on 19.667B",
             vocabulary=50_304,
             # 124M trains at 4.3e14 on an H200 in bfloat16 (docs/results.md); compilation is that of docs/log.md.
             rates=Rates(

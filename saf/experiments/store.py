@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.answers import has_answers, read_answers
@@ -24,7 +24,7 @@ from saf.evaluate.perplexity import read_evaluation
 from saf.experiments.planned_run import SCHEMA, PlannedRun
 from saf.experiments.speeds import Speeds
 from saf.records.files import read_json, write_json
-from saf.records.folders import remove_folder_, verify
+from saf.records.folders import lock_folder, remove_folder_, verify
 from saf.records.result import read_result, with_header
 from saf.records.run import RecordedRun
 from saf.train.allowance import went_through
@@ -54,6 +54,23 @@ class Store:
                 raise InputError(f"{self.folder} holds something else than runs of recipes; name another folder")
             write_json(mark, {"schema": SCHEMA})
         return self
+
+    def hold(self) -> IO[str]:
+        """Return an open file that keeps other commands from training and measuring here until it is closed.
+
+        Two at once would train the same runs, remove what the other one reads, and time runs beside one another.
+        Runs inherit the file, so that those of a command that was killed hold the store until they end.
+
+        Raises:
+            InputError: Another command holds it.
+        """
+        return lock_folder(
+            self.folder,
+            InputError(
+                f"another `saf run`, or a run that one began before it was killed, works in {self.folder}; wait for it "
+                "or stop it, then give the same command; or name another --store"
+            ),
+        )
 
     def run_folder(self, key: str) -> Path:
         """Return the folder of a run, whether it is there or not."""
@@ -240,6 +257,7 @@ class Store:
             "parent": run.parent,
             "step": run.step,
             "shared": self._shared(run.key).is_file(),
+            "num_heads": RecordedRun.open(folder).num_heads,
             "went_through": sorted(went_through(RecordedRun.open(folder))),
             **_judged(RecordedRun.open(folder)),
         }

@@ -119,14 +119,16 @@ def _no_room_code(error: BaseException) -> int | None:
     return code if code in _NO_ROOM else None
 
 
-def lock_folder(folder: Path) -> IO[str]:
-    """Return an open file that holds a run's folder until it is closed or the process ends, however it ends.
+def lock_folder(folder: Path, busy: SafError | None = None) -> IO[str]:
+    """Return an open file that holds a folder until it is closed or the process ends, however it ends.
+
+    A process that inherits the file holds the folder too.
 
     Raises:
-        InputError: Another process trains in this folder.
+        SafError: `busy`, while another process holds it; by default that it trains there.
     """
-    busy = InputError(f"another process trains in {folder}; wait for it or stop it, then resume")
-    return _lock(folder / ".lock", busy)
+    trains = InputError(f"another process trains in {folder}; wait for it or stop it, then resume")
+    return _lock(folder / ".lock", busy or trains)
 
 
 @contextmanager

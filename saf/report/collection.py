@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.analysis import ANALYSES
+from saf.bench.harness.measured import model_of
 from saf.bench.kinds import KINDS, compares_arms
 from saf.errors import InputError
 from saf.records.files import read_json
@@ -77,9 +78,9 @@ def stores(results: Path) -> list[Path]:
 def newest(files: Sequence[File]) -> list[File]:
     """Return the files with those measurements that no other file has newer; a file without any is left out.
 
-    Two measurements are of the same thing when kind, device, point, baseline and arm are; a kernel by name is another
-    arm than PyTorch's choice where layers go another way with it. A refused one never takes the place of one that was
-    accepted. Controls and free bounds stay with what they were measured beside.
+    Two measurements are of the same thing when kind, device, point, baseline and arm are, and what is unusual in their
+    settings; a kernel by name is another arm than PyTorch's choice where layers go another way with it. A refused one
+    never takes the place of one that was accepted. Controls and free bounds stay with what they were measured beside.
     """
     standing: dict[Hashable, _Order] = {}
     for place, file in enumerate(files):
@@ -118,11 +119,12 @@ def _measurements(file: File, place: int) -> Iterator[tuple[Hashable, _Order]]:
 def _key(file: File, name: str, entry: Mapping[str, Any]) -> Hashable | None:
     """Return what one entry of a benchmark measures; None for one that only serves others."""
     kind, device = file.record["kind"], file.provenance.get("device")
+    unusual = KINDS[kind].unusual(file.record)
     if name == "memory":
         point = tuple(entry["point"].items())
-        return kind, device, name, file.record["settings"].get("model"), point, entry["arm"]
+        return kind, device, name, unusual, model_of(file.record), point, entry["arm"]
     measured = KINDS[kind].measured(entry)
-    return None if measured is None else (kind, device, name, measured)
+    return None if measured is None else (kind, device, name, unusual, measured)
 
 
 def _only(file: File, standing: set[Hashable]) -> File:

@@ -127,7 +127,7 @@ def _of_memory(source: Cell, record: Record) -> Iterator[Finding]:
     for entry in record["memory"]:
         if entry["backend"] == BACKEND and entry["change_percent"] is not None and entry["rate"] in RATES:
             yield Finding(
-                what=f"peak memory of {record['kind']}: {record['settings']['model']}",
+                what=f"peak memory of {record['kind']}: {SPEED_KINDS[record['kind']].memory_of(record)}",
                 where=shape(entry["point"]),
                 rate=entry["rate"],
                 ours=signed(entry["change_percent"]),

@@ -2,8 +2,9 @@
 
 A model compiled by layers compiles after an event what layouts are new in it, and nearly all of that time goes into
 code for the device, which the compiler keeps on disk by what it is made of. So a process beside training makes the code
-of a layer with each number of frozen heads; the event then only traces its layers. `python -m saf.train.ahead` reads
-what to compile as JSON from standard input.
+of a layer with each number of frozen heads; the event then only traces its layers. That process has the compiler's
+settings as PyTorch and the environment give them: a program that changed some (`torch._inductor.config`) finds none.
+`main` reads what to compile as JSON from standard input.
 """
 
 import copyreg

@@ -23,9 +23,6 @@ FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 COLLECT = ("mean_rows", "sharp_eta_abs", "sharp_row_entropy", "row_variance")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def model(dtype: torch.dtype = torch.float32) -> GPT:
     made = GPT(GPTConfig(vocab_size=30, num_layers=4, num_heads=4, hidden_size=32, max_length=40)).to(dtype)
     made.reset_parameters(torch.Generator().manual_seed(0))

@@ -9,9 +9,6 @@ from saf.records.files import read_json
 SMALL = ["--device=cpu", "--pairs=2", "--tolerance=10", "--warmup=1", "--repeats=1", "--no-profile", "--rates", "0.5"]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def run(name: str, *words: object) -> dict:
     return COMMANDS[name].from_words([str(word) for word in (*SMALL, *words)]).run()
 

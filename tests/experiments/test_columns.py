@@ -1,6 +1,9 @@
 import pytest
 
-from saf.experiments.columns import AGAINST, COLUMNS, OWN, Row
+from saf.experiments.columns import AGAINST, COLUMNS, OWN, REFERENCE, Row
+from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.rows import Rows
+from saf.records.paper import MAIN
 
 
 def test_a_time_ratio_is_of_whole_runs_and_none_where_one_was_not_timed():
@@ -10,3 +13,36 @@ def test_a_time_ratio_is_of_whole_runs_and_none_where_one_was_not_timed():
     ratio = COLUMNS["time_ratio"].value
     assert ratio(Row({OWN: record(66.0), AGAINST: record(60.0)}, {})) == pytest.approx(1.1)
     assert ratio(Row({OWN: record(66.0), AGAINST: record(None)}, {})) is None
+
+
+def test_times_of_whole_runs_and_of_what_came_after_the_parent():
+    own = {"loading": 30.0, "training": 90.0, "afterwards": 500.0}
+
+    def record(seconds, parent):
+        return {"key": str(seconds), "time": {"everything": {"seconds": seconds}, "parts": own, "parent_parts": parent}}
+
+    row = Row({OWN: record(66.0, {"training": 5.0}), AGAINST: record(60.0, None)}, {})
+    assert COLUMNS["time_difference"].value(row) == pytest.approx(6.0)
+    assert COLUMNS["continuation"].value(row) == pytest.approx(2.0)
+    first = Row({OWN: record(60.0, None)}, {})
+    assert COLUMNS["continuation"].value(first) is None, "from initialisation nothing was continued"
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.8, 1.25), (0.7, None)])
+def test_a_speedup_beyond_what_free_heads_save_is_left_out_and_named(seconds, shown):
+    """Of 12 heads 3 make an update at most 4/3 times as fast: 1.25 may be, 1.43 is a busy machine."""
+
+    def record(key, median, frozen):
+        provenance = {"heads": [[0, head] for head in range(frozen)], "checkpoints": {}}
+        told = {"key": key, "parent": None, "went_through": [], "num_heads": 12, "report_loss": 1.0}
+        return told | {"update_seconds": {"median": median}, "provenance": provenance}
+
+    arms = (Arm(name="ordinary"), Arm(name="frozen", reference="ordinary"))
+    recipe = Recipe(title="made up", source=MAIN, arms=arms, columns=("speedup",))
+    rows = Rows(recipe, {"ordinary": {1: [record("a", 1.0, 0)]}, "frozen": {1: [record("b", seconds, 3)]}})
+    value = rows.values(arms[1])["speedup"]
+    assert (value and value.mean) == shown
+    assert bool(rows.busy()) == (shown is None)
+    assert shown or rows.busy()[0].endswith("busy: frozen.")
+    older = Row({OWN: record("b", seconds, 3) | {"num_heads": None}, REFERENCE: record("a", 1.0, 0)}, {})
+    assert not COLUMNS["speedup"].impossible(older)

@@ -1,13 +1,15 @@
 import shutil
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 from saf.errors import InputError
 from saf.experiments import execution
-from saf.experiments.execution import Lanes, execute
+from saf.experiments.execution import Lanes, execute, in_a_process
 from saf.experiments.packing import RESERVE
 from saf.experiments.rates import Rates
 from saf.experiments.recipe import Arm, Recipe
@@ -15,6 +17,7 @@ from saf.experiments.render import render
 from saf.experiments.store import Store
 from saf.records.files import read_json, write_json
 from saf.train import EXIT_STOPPED
+from saf.train.loop import StopRequest
 from tests.experiments.conftest import Trainer
 
 
@@ -299,3 +302,24 @@ def test_a_parent_trained_again_has_a_second_record_and_arms_are_compared_with_t
     assert table.values["b"]["delta"].mean < -50, "of the second"
     notes = " ".join(table.tables()[0].notes)
     assert "another training of the same parent" in notes, "b is compared with a, of the first"
+
+
+def test_a_run_that_outlives_its_command_holds_the_store(store, tmp_path, monkeypatch):
+    script = tmp_path / "sleeps"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    held, stop = store.hold(), StopRequest()
+    with ThreadPoolExecutor(1) as pool:
+        code = pool.submit(in_a_process, ["pretrain"], tmp_path / "log", None, stop, held=(held.fileno(),))
+        while not (tmp_path / "log").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        held.close()  # as the end of a killed process does
+        try:
+            with pytest.raises(InputError, match="a run that one began before it was killed"):
+                store.hold()
+        finally:
+            stop.requested = True
+        assert code.result() < 0
+    store.hold().close()

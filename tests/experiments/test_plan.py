@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from saf.errors import InputError
@@ -36,6 +38,14 @@ def test_a_key_depends_on_what_decides_the_outcome_alone(recipe, make_plan):
 def test_chosen_arms_bring_what_they_need(make_plan):
     assert {arm for _, arm, _ in make_plan(arms=("a",)).arms} == {"ordinary", "a"}
     assert {arm for _, arm, _ in make_plan(arms=("b",)).arms} == {"ordinary", "a", "b"}, "b is compared with a"
+
+
+def test_a_table_of_fewer_seeds_is_run_with_as_many_unless_others_are_named(recipe):
+    recipes = {"all": recipe, "one": replace(recipe, seeds=1)}
+    scale = SCALES["paper"]
+    made = plan(recipes, scale, data="")
+    assert {(name, seed) for name, _, seed in made.arms} == {("one", 1337), *(("all", seed) for seed in scale.seeds)}
+    assert {seed for _, _, seed in plan(recipes, scale, data="", seeds=(5, 6)).arms} == {5, 6}
 
 
 def test_predictions_count_the_updates_that_are_a_runs_own(recipe):

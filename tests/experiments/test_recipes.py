@@ -54,6 +54,18 @@ def test_every_recipe_plans_runs_whose_settings_can_be_used(scale):
             assert step in settings.branch_updates or step == run.updates, run.title
 
 
+CONTROLS = {"fixed_token_controls", "intervention_costs", "later_intervention", "matched_time", "pruning_downstream"}
+CONTROLS |= {"recall", "recall_patterns", "trainability"}
+
+
+def test_the_papers_controls_calibrate_on_held_out_text_and_its_other_runs_on_training_text():
+    made = plan(RECIPES, SCALES["paper"], data="data", seeds=(1,))
+    for run in made.runs.values():
+        if run.work is None and any(name.startswith("freeze.") for name in run.settings):
+            of = {recipe in CONTROLS for recipe, _ in run.tables}
+            assert of == {run.settings["calibration_source"] == "calibration"}, run.title
+
+
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_measurement_is_a_command_whose_settings_can_be_used(scale):
     measured = {name: recipe for name, recipe in RECIPES.items() if recipe.measurements}
@@ -138,5 +150,7 @@ def test_what_cannot_run_is_said_before_anything_runs(tmp_path, capsys):
     assert main(["run", "timing", "--store", str(tmp_path)]) == 2
     assert "needs --data" in capsys.readouterr().err
     assert main(["run", "timing", "--scale", "paper", "--dry-run"]) == 0
+    assert "7 runs" in capsys.readouterr().out, "the paper's table is of one seed"
+    assert main(["run", "timing", "--scale", "paper", "--dry-run", "--seeds", "1337", "1338", "1339"]) == 0
     assert "21 runs" in capsys.readouterr().out
     assert main(["run", "timing", "--jobs", "0", "--scale", "smoke", "--store", str(tmp_path / "s")]) == 2

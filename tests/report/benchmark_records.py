@@ -75,7 +75,7 @@ def record(
     with Recorder(
         path, kind=settings.kind, settings=settings.to_dict(), budget=Budget(), say=lambda _: None
     ) as recorder:
-        recorder.trace(**environment(cpu, "Invented 9000"))
+        recorder.trace(**environment(cpu, "Invented 9000"), processes=1)
         for point in points:
             own = {"model": "124m", "point": point.to_dict(), **(fields or {})}
             runner = PointRunner(

@@ -1,11 +1,15 @@
 """Of each point, arm and baseline the newest measurement stands, wherever it is; a file without any is named."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from saf.bench.harness.settings import Point
 from saf.bench.kinds import groups_of
 from saf.bench.model.prefill import PrefillSettings
+from saf.bench.model.update import UpdateSettings
+from saf.bench.operator.case import OpSettings
 from saf.report.collection import find, newest, superseded
 from saf.report.results import render_results
 from tests.report.benchmark_records import POINT, TIMES, record
@@ -65,6 +69,54 @@ def test_other_devices_baselines_and_models_are_measurements_of_their_own(tmp_pa
         rows = [row | {field: "ordinary flash" if field == "baseline" else "774m"} for row in plain["rows"]]
         put(tmp_path, f"{name}.json", dated(plain, 3, rows=rows))
     assert sorted(arms(tmp_path)) == ["774m", "elsewhere", "flash", "here"]
+
+
+UNUSUAL = {
+    "plain": (UpdateSettings(device="cpu"), ""),
+    "compiled": (UpdateSettings(device="cpu", compile="on"), "compiled"),
+    "layers": (UpdateSettings(device="cpu", compile="layers"), "compiled by layers"),
+    "again": (UpdateSettings(device="cpu", activation_checkpointing=True), "layers computed again"),
+    "group": (UpdateSettings(device="cpu", parallel="ddp"), "ddp, 1 process"),
+    "fresh": (UpdateSettings(device="cpu", fresh=True), "processes of their own"),
+    "even": (UpdateSettings(device="cpu", placement="even"), "as many heads in every layer frozen"),
+    "given": (UpdateSettings(device="cpu", per_layer=(1, 2)), "1 2 heads of the layers frozen"),
+}
+"""Settings by the names of files, and the words that part their measurements from those of the usual ones."""
+
+
+def test_other_ways_to_measure_a_point_are_measurements_of_their_own(tmp_path):
+    """A newer file of whole groups, or of a process group, takes no place of the plain one, and says what it is."""
+    memory = {0.0: 2**34, 0.25: 15 * 2**30}
+    for day, (name, (settings, _)) in enumerate(UNUSUAL.items(), start=1):
+        put(tmp_path, f"{name}.json", dated(record(settings=replace(settings, pairs=4), memory=memory), day))
+    files = find(tmp_path)[1]
+    assert superseded(files) == []
+    assert [len(file.record["memory"]) for file in newest(files)] == [2] * len(UNUSUAL)
+    document = render_results(tmp_path, tmp_path)["results.md"]
+    for name, (_, words) in UNUSUAL.items():
+        model = ", ".join(filter(None, ["124m", words]))
+        assert f"**{model}**" in document
+        assert re.search(rf"\| {model} \| 4096x8x4 \| 25% frozen, toeplitz \| 15.00 GiB .*{name}.json", document)
+    put(tmp_path, "newer.json", dated(record(settings=UpdateSettings(device="cpu", pairs=4), memory=memory), 20))
+    assert [file.name for file in superseded(find(tmp_path)[1])] == ["plain"]
+
+
+def test_a_layer_of_other_heads_or_of_whole_groups_is_a_measurement_of_its_own(tmp_path):
+    sizes = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
+    grouped = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    cases = {"usual": (sizes, False), "grouped": (grouped, False), "groups": (grouped, True)}
+    for day, (name, (layer, whole)) in enumerate(cases.items(), start=1):
+        fields = {"part": "layer", "alone": None, "layer": layer, "dtype": "bfloat16"}
+        asked = OpSettings(pairs=4, device="cpu", whole_groups=whole)
+        put(tmp_path, f"{name}.json", dated(record(settings=asked, fields=fields, variants=("forward call",)), day))
+    files = find(tmp_path)[1]
+    assert superseded(files) == []
+    ways = {file.name: groups_of(file.record)[0].way for file in files}
+    assert ways == {
+        "usual": "whole layer, forward, called",
+        "grouped": "whole layer, 32 heads of 128, 8 of keys, forward, called",
+        "groups": "whole layer, 32 heads of 128, 8 of keys, whole groups frozen, forward, called",
+    }
 
 
 def test_the_kernel_that_pytorch_chooses_is_the_default_by_name(tmp_path):

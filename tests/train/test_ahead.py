@@ -58,7 +58,7 @@ def test_an_event_finds_its_programs(monkeypatch, changes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a compiler of C++, four times, with nothing on disk
-def test_an_event_finds_the_code_of_another_process_on_disk(monkeypatch, tmp_path, one_thread):
+def test_an_event_finds_the_code_of_another_process_on_disk(monkeypatch, tmp_path):
     """This process imported PyTorch elsewhere than that one does, and its patterns are others: nothing is made anew."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # code for a CPU is made for a number of threads
@@ -73,9 +73,9 @@ def test_an_event_finds_the_code_of_another_process_on_disk(monkeypatch, tmp_pat
     saf.install_(model, heads, saf.CompactPattern.from_parameters(alpha, rho))
     streams = adapter_for(model).compiled_by_layer().hidden(torch.zeros(2, LENGTH, dtype=torch.long))
     torch.autograd.backward(streams, [torch.ones_like(stream) for stream in streams])
-    found = counters["inductor"]
-    assert found["fxgraph_cache_hit"] == 4, "attention and MLP, forward and backward"
-    assert found["fxgraph_cache_miss"] == found["fxgraph_cache_bypass"] == 0
+    found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
+    # Attention and MLP, forward and backward. All missed: the compiler's settings differ, which another test changed.
+    assert found == {"hit": 4, "miss": 0, "bypass": 0}
 
 
 def test_what_is_asked_reaches_the_process_as_it_is():

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -9,7 +10,7 @@ from saf.bench.harness.arms import FLEX
 from saf.bench.harness.baselines import free_backend
 from saf.bench.harness.environment import environment
 from saf.bench.harness.kernels import attention_table, kernel_words
-from saf.bench.harness.measured import Group, Record, by_point, groups_of, measures
+from saf.bench.harness.measured import Group, Record, by_point, groups_of, measures, model_of
 from saf.bench.harness.recorder import Recorder, Say, say_on_stderr
 from saf.bench.harness.runner import Context
 from saf.bench.harness.settings import BenchSettings, Point, SpeedSettings, parse_shape
@@ -18,6 +19,7 @@ from saf.bench.harness.speed_tables import (
     WIDE,
     bound_notes,
     caveats,
+    is_compiled,
     memory_table,
     memory_words,
     protocol,
@@ -40,6 +42,8 @@ AskedSpeed = TypeVar("AskedSpeed", bound=SpeedSettings)
 Shapes = Mapping[str, tuple[tuple[int, ...], ...]]
 USUAL_RATES = (0.25, 0.5)
 """Shares of heads that the paper's main tables freeze."""
+_PLACED = {"even": "as many heads in every layer frozen", "groups": "whole groups frozen"}
+"""Placements of frozen heads that are not the usual one, in words."""
 
 
 class Kind(ABC):
@@ -75,6 +79,13 @@ class Kind(ABC):
     def title_of(self, record: Record) -> str:
         """Return the heading for one record."""
         return self.title
+
+    def unusual(self, record: Record) -> str:
+        """Return in words which settings of a record make its rows measurements of their own; "" where none does.
+
+        What it says is part of what the rows measure, beside `measured`: they take no place of rows without it.
+        """
+        return ""
 
     def failures(self, record: Record) -> list[str]:
         """Name the rows of a record that are not within their limits; none where rows have no limits."""
@@ -180,7 +191,34 @@ class SpeedKind(Benchmark[AskedSpeed]):
 
     def groups(self, record: Record, *, file: str = "") -> list[Group]:
         """Return a record's rows in groups of what one baseline is compared with; `file` names theirs among several."""
-        return groups_of(record, quoted=self.quoted, apart=self.apart, file=file)
+        return groups_of(record, quoted=self.quoted, apart=self.apart, unusual=self.unusual(record), file=file)
+
+    def unusual(self, record: Record) -> str:
+        """Return in words which settings make other measurements of a record's rows than the usual ones would."""
+        settings, driver = record["settings"], record["provenance"].get("driver")
+        usual = {field.name: field.default for field in fields(self.settings)}
+        words = [_PLACED.get(settings.get("placement", ""), "")]
+        if settings.get("per_layer"):
+            words.append(f"{' '.join(map(str, settings['per_layer']))} heads of the layers frozen")
+        asked = settings.get("compile", usual["compile"])
+        if asked == "layers":
+            words.append("compiled by layers")
+        elif is_compiled(asked, driver) != is_compiled(str(usual["compile"]), driver):
+            words.append("compiled" if is_compiled(asked, driver) else "not compiled")
+        if settings.get("activation_checkpointing"):
+            words.append("layers computed again")
+        if settings.get("parallel", "none") != "none":
+            count = record["provenance"].get("processes", 1)
+            words.append(f"{settings['parallel']}, {count} process{'es' * (count > 1)}")
+        if settings.get("fresh"):
+            words.append("processes of their own")
+        if settings.get("dtype", "auto") not in ("auto", "bf16" if driver else "fp32"):
+            words.append(settings["dtype"])
+        return ", ".join(filter(None, words))
+
+    def memory_of(self, record: Record) -> str:
+        """Return in words whose peak memory a record has: its model, and what is unusual."""
+        return ", ".join(filter(None, [model_of(record), self.unusual(record)]))
 
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
         """Return how speeds were measured, a table for each way of running, peak memory, kernels, and notes."""
@@ -192,7 +230,7 @@ class SpeedKind(Benchmark[AskedSpeed]):
             table = speed_table(chosen).titled(way)
             parts.append(table.without(WIDE) if brief else table)
         if record["memory"]:
-            parts += [memory_words(record), memory_table(record, self.quoted_memory)]
+            parts += [memory_words(record), memory_table(record, self.memory_of(record), self.quoted_memory)]
         if record["kernels"] and not brief:
             parts.append(attention_table(record).titled("Attention kernels in one pass"))
         notes = [*caveats(record, groups), *self.read_by(groups), *bound_notes(groups), *self.paper_notes([record])]
@@ -217,7 +255,11 @@ class SpeedKind(Benchmark[AskedSpeed]):
         parts: list[Part] = [
             speed_table(chosen, sources).without(DETAILS).titled(way) for way, chosen in ways(groups).items()
         ]
-        memory = [(cell, memory_table(record, self.quoted_memory)) for cell, record in records if record["memory"]]
+        memory = [
+            (cell, memory_table(record, self.memory_of(record), self.quoted_memory))
+            for cell, record in records
+            if record["memory"]
+        ]
         parts += [Table.stacked("", memory).used()] * bool(memory)
         notes = [*refusals(groups), *(note for _, record in records for note in wrong_kernels(record))]
         notes += [*self.read_by(groups), *bound_notes(groups), *self.paper_notes([record for _, record in records])]

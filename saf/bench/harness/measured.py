@@ -1,7 +1,7 @@
 """The rows of a benchmark's record in groups: what ran against one baseline, at one point, in one way."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saf.bench.harness.arms import PRUNED
@@ -90,12 +90,15 @@ class Group:
     arms: tuple[Measured, ...]
     file: str = ""
     """The name of its file, where several are shown together."""
+    unusual: str = ""
+    """In words, which settings make these rows measurements of their own (`SpeedKind.unusual`)."""
 
     @property
     def way(self) -> str:
         """Return subject and variant: groups that share them share an axis."""
         words = [
             self.subject,
+            self.unusual,
             *(_WAYS.get(word, word.replace("-", " ")) for word in self.variant.split()),
             self.point.get("precision", ""),
         ]
@@ -112,16 +115,16 @@ class Group:
         return control_words(self.control, self.control["ratio"])
 
 
-def groups_of(record: Record, *, quoted: QuotedAt, apart: Apart, file: str = "") -> list[Group]:
+def groups_of(record: Record, *, quoted: QuotedAt, apart: Apart, unusual: str, file: str = "") -> list[Group]:
     """Return the groups of a record of arms, in the order of its rows, with what the paper has beside each arm."""
     found: dict[tuple, list[Record]] = {}
     for row in record["rows"]:
         key = (subject(row), tuple(row["point"].items()), row["variant"], row["baseline"])
         found.setdefault(key, []).append(row)
-    return [_group(record["kind"], rows, quoted, apart, file) for rows in found.values()]
+    return [replace(_group(record["kind"], rows, quoted, apart), file=file, unusual=unusual) for rows in found.values()]
 
 
-def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, apart: Apart, file: str) -> Group:
+def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, apart: Apart) -> Group:
     """Return the group of one kind's rows that share a point and a variant, with its control and bounds."""
     first = rows[0]
     free = {row["rate"]: row for row in rows if row["role"] == "free" and not row["refused"]}
@@ -139,7 +142,6 @@ def _group(kind: str, rows: Sequence[Record], quoted: QuotedAt, apart: Apart, fi
             else Measured(row, None, None)
             for row in arms
         ),
-        file=file,
     )
 
 
@@ -168,6 +170,13 @@ def measures(row: Record) -> Hashable:
 
 def _named(arm: str) -> str:
     return f"{arm.removesuffix(' auto')} cudnn" if arm.endswith(" auto") else arm
+
+
+def model_of(record: Record) -> str:
+    """Return the model of a record's settings, and how many layers of it where not all, as its rows name it."""
+    settings = record["settings"]
+    layers = settings.get("num_layers")
+    return f"{settings.get('model')}" + ("" if layers is None else f", {layers} layers")
 
 
 def subject(row: Record) -> str:

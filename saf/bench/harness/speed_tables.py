@@ -108,14 +108,15 @@ def _half(row: Record) -> str:
     return f"{row['q25']:.3f} to {row['q75']:.3f}"
 
 
-def memory_table(record: Record, quoted: Callable[[Record, Record], Quoted | None]) -> Table:
-    """Return one row an arm: peak memory in a process of its own, and its change against the ordinary one."""
-    head = ["point", "arm", "peak memory", "against ordinary", "paper"]
+def memory_table(record: Record, model: str, quoted: Callable[[Record, Record], Quoted | None]) -> Table:
+    """Return a row for each arm of a model: its peak memory in a process of its own, and the change from ordinary."""
+    head = ["model", "point", "arm", "peak memory", "against ordinary", "paper"]
     rows = []
     for entry in record["memory"]:
         change = entry["change_percent"]
         rows.append(
             [
+                model,
                 shape(entry["point"]),
                 memory_arm(record, entry),
                 f"{entry['bytes'] / 2**30:.2f} GiB",
@@ -219,8 +220,12 @@ def compiled(record: Record) -> str:
         again = ", layers computed again in the backward pass"
     if asked == "layers":
         return f"compiled by decoder layers{again}"
-    whole = asked == "on" or (asked == "auto" and record["provenance"]["driver"])
-    return ("compiled" if whole else "not compiled") + again
+    return ("compiled" if is_compiled(asked, record["provenance"]["driver"]) else "not compiled") + again
+
+
+def is_compiled(asked: str, driver: str | None) -> bool:
+    """Return whether a setting of `compile` has whole models compiled, on the device of a driver, None for a CPU."""
+    return asked == "on" or (asked == "auto" and bool(driver))
 
 
 def _compiled_arms(rows: Sequence[Record]) -> str:

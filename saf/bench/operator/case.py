@@ -39,6 +39,8 @@ class OpSettings(SpeedSettings):
     """Key and value heads, instead of the shape's."""
     head_dim: int | None = None
     """Channels of a head, instead of the shape's."""
+    whole_groups: bool = False
+    """Freeze whole groups of heads that share keys, instead of heads by themselves."""
     parts: tuple[Literal["frozen", "layer"], ...] = ("frozen", "layer")
     """The frozen heads against the same heads as ordinary attention; the mixed layer against an ordinary one."""
     directions: tuple[Literal["forward", "both"], ...] = ("forward", "both")
@@ -103,11 +105,13 @@ class OpCase:
     def layout(self, rate: float) -> HeadLayout:
         """Return the layer's heads, the frozen ones drawn from the seed; raise InputError when there are none."""
         heads, kv_heads, _ = self.shape
-        count = round(rate * heads)
+        size = heads // kv_heads if self.settings.whole_groups else 1
+        count = round(rate * heads / size)
         if count == 0:
-            raise InputError(f"a rate of {rate:g} freezes none of {heads} heads")
-        drawn = torch.randperm(heads, generator=torch.Generator().manual_seed(self.settings.seed))[:count]
-        return HeadLayout(heads, kv_heads, tuple(sorted(drawn.tolist())))
+            raise InputError(f"a rate of {rate:g} freezes none of {heads} heads" + ", whole groups" * (size > 1))
+        drawn = torch.randperm(heads // size, generator=torch.Generator().manual_seed(self.settings.seed))[:count]
+        frozen = sorted(size * one + each for one in drawn.tolist() for each in range(size))
+        return HeadLayout(heads, kv_heads, tuple(frozen))
 
     def operands(self, arm: Arm) -> tuple[int, int, int]:
         """Return how many query, key and value heads an arm reads."""

@@ -35,6 +35,8 @@ MOST_BUFFERS = 12
 """More buffers would not fill a cache any better, and their memory could be missed."""
 TOKENS = 32_768
 """Of a point of the grid of lengths."""
+USUAL_LAYER = (12, 12, 64)
+"""Query heads, KV heads and channels of a layer of the 124M model; another layer is named in documents."""
 
 
 class OpSubject:
@@ -173,6 +175,13 @@ class OperatorKind(SpeedKind[OpSettings]):
                     case = OpCase(settings=settings, point=point, part=part, rate=together[0], device=device)
                     _measure_case(context, case, together, variants, longest)
                     longest = max(longest, recorder.budget.spent - began)
+
+    def unusual(self, record: Record) -> str:
+        """Return in words what is unusual, another layer than that of 124M and whole groups of heads among it."""
+        layers = {tuple(row["layer"].values()) for row in record["rows"] if row.get("layer")} - {USUAL_LAYER}
+        words = [f"{heads} heads of {dim}, {kv_heads} of keys" for heads, kv_heads, dim in layers]
+        words += ["whole groups frozen"] if record["settings"].get("whole_groups") else []
+        return ", ".join(filter(None, [*words, super().unusual(record)]))
 
     def quoted(self, row: Record) -> Quoted | None:
         """Return the paper's speedup of Qwen3-4B's attention, forward, where a row has its shape."""

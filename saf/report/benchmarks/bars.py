@@ -242,12 +242,10 @@ def memory_panel(record: Record) -> str:
         track = f'<span class="speed-track" aria-hidden="true">{bar}</span>'
         value = f'<span class="speed-value"><b>{entry["bytes"] / 2**30:.2f} GiB</b> <small>{percent}</small></span>'
         rows.append(f'<li class="speed memory" style="--c:var(--{kind})">{name}{track}{value}</li>')
-    numbers = (
-        memory_table(record, SPEED_KINDS[record["kind"]].quoted_memory)
-        .titled("Peak memory since the warm-up, one arm a process")
-        .html()
-    )
-    numbers += paper_notes(SPEED_KINDS[record["kind"]].quoted_memory(record, entry) for entry in record["memory"])
+    measured = SPEED_KINDS[record["kind"]]
+    table = memory_table(record, measured.memory_of(record), measured.quoted_memory)
+    numbers = table.titled("Peak memory since the warm-up, one arm a process").html()
+    numbers += paper_notes(measured.quoted_memory(record, entry) for entry in record["memory"])
     return f'<figure class="speeds"><ul class="speed-rows">{"".join(rows)}</ul></figure>{_details(numbers, " open")}'
 
 

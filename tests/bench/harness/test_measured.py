@@ -207,7 +207,7 @@ def test_operators_are_told_by_part_and_have_a_floor():
     fields = {"part": "frozen", "alone": 8, "layer": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}}
     settings = OpSettings(pairs=2, device="cpu", backends=("toeplitz",))
     (alone,) = groups_of(record(settings=settings, fields=fields, points=[Point(4096, 8)], variants=("both graph",)))
-    assert alone.way == "8 heads alone, forward and backward, replayed as a CUDA graph"
+    assert alone.way == "8 heads alone, 32 heads of 128, 8 of keys, forward and backward, replayed as a CUDA graph"
     assert alone.arms[0].paper is None
     table = speed_table([alone])
     assert float(dict(zip(table.columns, table.rows[0], strict=True))["share of time"]) == pytest.approx(
@@ -215,7 +215,7 @@ def test_operators_are_told_by_part_and_have_a_floor():
     )
     layer = fields | {"part": "layer", "alone": None}
     (whole,) = groups_of(record(settings=settings, fields=layer, points=[Point(4096, 8)], variants=("forward call",)))
-    assert whole.way == "whole layer, forward, called"
+    assert whole.way == "whole layer, 32 heads of 128, 8 of keys, forward, called"
     assert [arm.paper and arm.paper.text for arm in whole.arms] == [None, "1.27×"]
     table = speed_table([whole])
     assert dict(zip(table.columns, table.rows[0], strict=True))["arm floor, ms"] == "20"
@@ -225,10 +225,10 @@ def test_operators_are_told_by_part_and_have_a_floor():
 
 def test_memory_stands_beside_the_ordinary_model_and_the_paper():
     measured = record(memory={0.0: 16 * 2**30, 0.25: 15 * 2**30, 0.5: 14 * 2**30})
-    assert memory_table(measured, SPEED_KINDS[measured["kind"]].quoted_memory).rows == (
-        ("4096x8x4", "ordinary, cuDNN", "16.00 GiB", "–", "32.21 GiB"),
-        ("4096x8x4", "25% frozen, toeplitz", "15.00 GiB", "−6.25%", "−1.96%"),
-        ("4096x8x4", "50% frozen, toeplitz", "14.00 GiB", "−12.50%", "−3.04%"),
+    assert memory_table(measured, "124m", SPEED_KINDS[measured["kind"]].quoted_memory).rows == (
+        ("124m", "4096x8x4", "ordinary, cuDNN", "16.00 GiB", "–", "32.21 GiB"),
+        ("124m", "4096x8x4", "25% frozen, toeplitz", "15.00 GiB", "−6.25%", "−1.96%"),
+        ("124m", "4096x8x4", "50% frozen, toeplitz", "14.00 GiB", "−12.50%", "−3.04%"),
     )
 
 

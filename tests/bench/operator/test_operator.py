@@ -42,6 +42,17 @@ def test_grouped_queries(rate):
     assert case_of("layer", num_heads=8, num_kv_heads=2).reason_against is None
 
 
+@pytest.mark.parametrize(("rate", "groups", "keys"), [(0.25, 1, 3), (0.5, 2, 2), (1.0, 4, 0)])
+def test_whole_groups_take_their_keys_with_them(rate, groups, keys):
+    case = case_of("layer", rate, num_heads=8, num_kv_heads=4, whole_groups=True)
+    frozen = case.layout(rate).frozen
+    assert len(frozen) == 2 * groups
+    assert len({head // 2 for head in frozen}) == groups
+    assert case.operands(Arm("auto", "toeplitz", rate)) == (8 - 2 * groups, keys, 4)
+    assert case_of("layer", 0.25, num_heads=8, num_kv_heads=4).operands(Arm("auto", "toeplitz", 0.25))[1] == 4
+    OpSubject(case, Arm("auto", "toeplitz", rate), GraphPool(), compiled=False).warm_up()
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("124m", (12, 12, 64)), ("774m", (20, 20, 64)), ("1b", (16, 16, 96)), ("qwen3-4b", (32, 8, 128))],
