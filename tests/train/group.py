@@ -15,7 +15,7 @@ from saf.machine.processes import joined
 from saf.schedules import train_loss
 from saf.schedules.train_loss import TrainLossProposer
 
-SECONDS = 500
+SECONDS = 1000
 """A bound for processes that hang, below pytest's own, so that their exit codes are told."""
 
 
