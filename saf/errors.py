@@ -7,6 +7,9 @@ from difflib import get_close_matches
 class SafError(Exception):
     """Stand at the base of every error raised on purpose by `saf`."""
 
+    heard: bool = False
+    """Whether other processes of the group raise it too, and one of them tells people of it."""
+
 
 class SafWarning(UserWarning):
     """Warn that a call did less than asked, or has a consequence to know of; commands tell it as a plain line."""

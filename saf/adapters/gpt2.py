@@ -30,7 +30,9 @@ def tell_sizes(attention: Any, layout: HeadLayout) -> None:
 
 def output(attention: Any, mixed: Tensor) -> Tensor:
     """Return the projected outputs of heads, perhaps none, with the dropout that follows in training."""
-    return attention.resid_dropout(mixed @ attention.c_proj.weight + attention.c_proj.bias)
+    # Conv1D itself cannot take inputs without channels.
+    projected = attention.c_proj(mixed) if mixed.shape[-1] else attention.c_proj.bias.expand(*mixed.shape[:-1], -1)
+    return attention.resid_dropout(projected)
 
 
 GPT2 = Family(

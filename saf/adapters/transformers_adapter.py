@@ -259,21 +259,29 @@ class TransformersAdapter(TransformersModel, Adapter):
             if hasattr(type(self.model), GENERATED_LENGTH):
                 setattr(self.model, GENERATED_LENGTH, partial(check_generation, self.model))
                 setattr(self.model, GENERATED_MASK, mask_for_generation)
-            if hasattr(type(self.model), SAVE):
-                setattr(self.model, SAVE, partial(save_with_heads, self))
-                mark_(self.model.config)
+            for part in self._saved():
+                setattr(
+                    part, SAVE, partial(save_with_heads, self if part is self.model else type(self)(part, self.known))
+                )
+                mark_(part.config)
         elif before is not None:
             for state in states:
                 state.before = None
             self._attend_by(before)
-            for name in (GENERATED_LENGTH, GENERATED_MASK, SAVE):
+            for name in (GENERATED_LENGTH, GENERATED_MASK):
                 vars(self.model).pop(name, None)
-            unmark_(self.model.config)
+            for part in self._saved():
+                vars(part).pop(SAVE, None)
+                unmark_(part.config)
 
     def remember(self, event: dict[str, Any]) -> None:
         """Keep what is known of an event with the configuration, for the model card."""
         if (marked := mark_of(self.model.config)) is not None:
             marked["events"].append(event)
+
+    def _saved(self) -> list[Any]:
+        """Return the model and its parts that people may save by themselves, as the model under an adapter of peft."""
+        return [module for module in self.model.modules() if hasattr(type(module), SAVE)]
 
     def _take_own_config(self) -> None:
         shared, own = self.model.config, copy.deepcopy(self.model.config)

@@ -23,9 +23,9 @@ _APART = "give every sequence a row of its own, padded at its ends"
 def padding_mask(
     *,
     q_length: int,
-    kv_length: int,
+    kv_length: int | Tensor,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Any,
     attention_mask: Tensor | None = None,
     **rest: Any,
@@ -39,6 +39,9 @@ def padding_mask(
     """
     from transformers.masking_utils import causal_mask_function
 
+    if isinstance(kv_length, Tensor) or isinstance(kv_offset, Tensor):
+        # So transformers 5.17 counts in a growing window that was cut back; one of fixed size has numbers of places.
+        kv_length, q_offset, kv_offset = int(kv_length), int(q_offset), int(kv_offset)
     fixed = fills_fixed(q_length, kv_length, q_offset, attention_mask)
     if fixed and rest.get("local_size") is not None:
         raise UnsupportedError(NO_WINDOWS)
@@ -69,25 +72,26 @@ def padding_mask(
 
 
 def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
-    """Raise UnsupportedError where the positions of real tokens start again, of `length` tokens with cached ones.
+    """Raise UnsupportedError where positions of real tokens do not count up by one; `length` is with cached tokens.
 
-    In compiled code the device raises instead, a RuntimeError, also where they do not count up by one. What CUDA graphs
-    capture goes unchecked, as do the single tokens of decoding.
+    In compiled code the device raises instead, a RuntimeError. What CUDA graphs capture goes unchecked, as do the
+    single tokens of decoding.
     """
     compiling = torch.compiler.is_compiling()
     if position_ids.shape[-1] < 2 or (not compiling and captured(position_ids.device)):
         return
-    counts = position_ids.diff(dim=-1) == 1
+    steps = position_ids.diff(dim=-1)
+    counts = steps == 1
     if attention_mask is not None:
         real = attention_mask.bool()[:, length - 1 - counts.shape[-1] :]
         counts = counts | ~(real[:, 1:] & real[:, :-1])
     elif not compiling:
-        # Padding on the right is not told of here. It has one position throughout; a document goes on from 0 to 1.
-        counts = (position_ids[:, 1:-1] != 0) | (position_ids[:, 2:] != 1)
+        # Padding on the right is not told of here. It has one position throughout; a document goes on counting.
+        counts = counts.cumprod(-1)[:, :-1].bool() | (steps[:, 1:] == 0)
     if compiling:
         assert_later(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_APART}")
     elif not counts.all():
         raise UnsupportedError(
-            "position_ids start again within a row, which tells of packed documents where neither attention_mask nor "
-            f"a cache is given: leave attention_mask out and pass use_cache=False, or {_APART}"
+            "position_ids start again within a row, or leave places out, which tells of packed documents where neither "
+            f"attention_mask nor a cache is given: leave attention_mask out and pass use_cache=False, or {_APART}"
         )

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run_telling(name, rest)
     except SafError as error:
-        print(f"saf {name}: {error}", file=sys.stderr)
+        if not error.heard:
+            print(f"saf {name}: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print(f"saf {name}: interrupted{KEPT if name in TRAINING else ''}", file=sys.stderr)

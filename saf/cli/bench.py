@@ -35,9 +35,9 @@ class _Bench(Command, BenchSettings):
     def run(self) -> dict[str, Any]:
         """Measure, write, show and return the record; raise AccuracyError for rows above their limits."""
         with joined(getattr(self, "device", "auto")):
-            record, prints = measure(self, out=self.out), is_first()
-        if prints:
-            show(record, *parts(record), f"written to {self.out}", as_json=self.json)
+            record = measure(self, out=self.out)
+            if is_first():
+                show(record, *parts(record), f"written to {self.out}", as_json=self.json)
         if not record["rows"] and not record["memory"]:
             raise UnsupportedError(f"nothing could be measured; {self.out} says why")
         if failed := BENCHMARKS[self.kind].failures(record):

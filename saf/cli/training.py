@@ -37,18 +37,23 @@ class Training(Command):
     def run(self) -> dict[str, Any]:
         """Train, print the result and return it; exits with code 75 when a signal stopped the run."""
         with joined(self.settings.device):
-            result, prints = self.train(), is_first()
+            result = self.train()
+            if is_first():
+                self._tell(result)
         if "stopped_at" in result:
-            if prints:
-                print(
-                    f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
-                    "Go on with the same command and --resume",
-                    file=sys.stderr,
-                )
             raise SystemExit(EXIT_STOPPED)
-        if prints:
-            show(result, result_table(result), *recall_tables(result), as_json=self.json)
         return result
+
+    def _tell(self, result: dict[str, Any]) -> None:
+        """Print the result, or where the run stopped."""
+        if "stopped_at" not in result:
+            show(result, result_table(result), *recall_tables(result), as_json=self.json)
+            return
+        print(
+            f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
+            "Go on with the same command and --resume",
+            file=sys.stderr,
+        )
 
 
 def check_freeze_words(given: Mapping[str, Any], before: TrainConfig | None) -> None:

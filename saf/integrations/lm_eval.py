@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import datasets
 import lm_eval
+import lm_eval.api.model
+import lm_eval.api.task
 from datasets.exceptions import DatasetsError
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
@@ -243,14 +245,18 @@ def _answer(sample: Mapping[str, Any], cut: set[tuple[str, str]]) -> dict[str, A
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep lm-eval's advice about its own settings off the terminal, and the bars of data sets' tiny steps."""
+    """Keep lm-eval's advice about its own settings off the terminal, and the bars of tiny steps, its and data sets'."""
     logger, bars = logging.getLogger("lm_eval"), datasets.are_progress_bars_disabled()
-    level = logger.level
+    level, own = logger.level, {module: module.tqdm for module in (lm_eval.api.model, lm_eval.api.task)}
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
+    for module in own:
+        vars(module)["tqdm"] = lambda steps, **_: steps
     try:
         yield
     finally:
+        for module, bar in own.items():
+            vars(module)["tqdm"] = bar
         logger.setLevel(level)
         if not bars:
             datasets.enable_progress_bars()

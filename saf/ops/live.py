@@ -184,7 +184,7 @@ def live_attention(
     if grouped and rows == 1:
         # A group's queries are rows of one head, so that every kernel reads its keys once and none copies them.
         query, grouped = query.reshape(query.shape[0], key.shape[1], heads // key.shape[1], query.shape[-1]), False
-        mask = None if mask is None else mask.expand(-1, -1, query.shape[2], -1).contiguous()
+        mask = None if mask is None else mask.expand(*mask.shape[:-2], query.shape[2], columns).contiguous()
     with pinned(kernel, query.device):
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped

@@ -42,8 +42,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Iterabl
             )
         for name, state in optimizer.state.get(parameter, {}).items():
             if isinstance(state, Tensor) and state.dim() > 0 and state.shape != parameter.shape:
+                kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} keeps {name!r} of shape {tuple(state.shape)} for a weight of shape "
+                    f"{kind} keeps {name!r} of shape {tuple(state.shape)} for a weight of shape "
                     f"{tuple(parameter.shape)}; only state of the weight's own shape can be carried by heads"
                 )
 

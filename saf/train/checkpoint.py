@@ -112,8 +112,13 @@ def save_checkpoint(
     tensors = {WEIGHTS: model.state_dict(), OPTIMIZER: moments}
     shared = in_shares(tensors[WEIGHTS])
 
-    def write(folder: Path) -> str:
-        """Write what one process writes, and the manifest last."""
+    def write(folder: Path, shares: list[str]) -> str:
+        """Write what one process writes beside the files of all, and the manifest last."""
+        if missing := sorted({*shares} - {file.name for file in folder.iterdir()}):
+            raise CheckpointError(
+                f"{path} could not be written: the first process does not find {missing[0]} of another one; a run's "
+                "folder must lie on a disk that the machines of all processes share"
+            )
         for name, held in {} if shared else tensors.items():
             save_file(_plain(held), folder / f"{name}.safetensors")
         heads, patterns = state_of(model)
@@ -128,9 +133,8 @@ def save_checkpoint(
 
     try:
         with entered_once(new_folder(path)) as folder:
-            for name, held in tensors.items() if shared else ():
-                write_shares(folder, name, held)
-            return done_once(lambda: write(folder))
+            shares = [each for name, held in tensors.items() if shared for each in write_shares(folder, name, held)]
+            return done_once(lambda: write(folder, shares))
     except (OSError, SafetensorError) as error:
         if (reason := no_room(error)) is None:
             raise

@@ -18,7 +18,7 @@ from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine.execution import Execution
-from saf.machine.processes import agreed
+from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.ops.backends import choose_backend
 from saf.records.events import EventRecord
@@ -186,7 +186,8 @@ def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
 
 def _undo_(run: Trained, event: Undo) -> Change:
     """Make the heads of an earlier event of this run live again, with the rows and moments that they had then."""
-    done = {record.number: record for record in run.events if record.kind in (Freeze.kind, Prune.kind)}
+    recorded = done_once(lambda: run.events)
+    done = {record.number: record for record in recorded if record.kind in (Freeze.kind, Prune.kind)}
     if event.event not in done:
         raise InputError(f"a run undoes an event of its own, one of {sorted(done)}; got event {event.event}")
     heads = HeadSet.from_list(done[event.event].heads)

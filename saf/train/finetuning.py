@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError, SafWarning
+from saf.machine.processes import done_once, joined
 from saf.records.files import read_json, write_json
 from saf.records.result import result_header
 from saf.schedules import OneTime
@@ -124,6 +125,12 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
         InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned, or of a task that has none, or
             others than those of the run to resume; a time budget beside them.
     """
+    with joined(config.device):
+        return _finetune(config, epochs, resume)
+
+
+def _finetune(config: TrainConfig, epochs: int | None, resume: bool) -> dict[str, Any]:
+    """Do what `finetune` does, in the group of processes that is there."""
     if config.task == MQARTask.name and epochs is not None:
         raise InputError(f"epochs cannot be given with task={config.task!r}, whose examples come once; give updates")
     if resume and (Path(config.out) / "config.json").exists():
@@ -198,7 +205,7 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
     checkpoints = {"parent": checkpoint_hash(Path(str(config.parent)))}
     head = result_header("epochs", config.to_dict(), checkpoints=checkpoints)
     record = {**head, "epochs": best["epochs"], "tried": tried}
-    write_json(folder / "choice.json", record)
+    done_once(lambda: write_json(folder / "choice.json", record))
     return record
 
 

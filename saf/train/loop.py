@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from saf.errors import CheckpointError, DivergenceError
-from saf.machine.processes import joined
+from saf.machine.processes import done_once, joined
 from saf.records.folders import no_room
 from saf.train.ahead import CompilingAhead
 from saf.train.checkpoint import latest
@@ -64,7 +64,7 @@ def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
                 ahead.stop()
                 run.close()
         if not finished:
-            return {"stopped_at": run.update, "checkpoint": str(latest(run.checkpoints))}
+            return {"stopped_at": run.update, "checkpoint": str(done_once(lambda: latest(run.checkpoints)))}
         with _full_disk_explained(run, "result"):
             return finish(run)
 

@@ -26,7 +26,7 @@ from torch.optim import AdamW
 from saf.adapters import adapter_for, rows_of
 from saf.errors import UnsupportedError
 from saf.machine.execution import Execution
-from saf.machine.processes import PATIENCE, group_place
+from saf.machine.processes import done_once, group_place, talk
 from saf.models.gpt import DecoderLayer
 from saf.train.optimizer import state_of_parameter
 
@@ -122,8 +122,6 @@ class _Several:
 
     def __init__(self):
         self.rank, self.processes = group_place()
-        # Beside the group of gradients: the host's own messages go by gloo, and wait for what the first one does alone.
-        self._talk = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=PATIENCE))
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a value over all processes, on its device."""
@@ -134,14 +132,12 @@ class _Several:
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set in any process."""
         raised = torch.tensor(int(flag))
-        distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._talk)
+        distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=talk())
         return bool(raised)
 
     def first(self, value: Value) -> Value:
         """Return the first process's value."""
-        message: list[Any] = [value]
-        distributed.broadcast_object_list(message, src=0, group=self._talk)
-        return message[0]
+        return done_once(lambda: value)
 
 
 class Replicas(_Several):

@@ -32,7 +32,7 @@ REPORT = "report.json"
 def report_between(run: Run) -> None:
     """Judge the model where the settings ask for it before the end, unless it was done before the run was resumed."""
     folder = run.folder / REPORTS / f"update-{run.update}"
-    if run.update not in run.config.report_at or run.finished() or (folder / REPORT).is_file():
+    if run.update not in run.config.report_at or run.finished() or done_once((folder / REPORT).is_file):
         return
     with run.clock(AFTERWARDS), run.updater.parallel.whole():
         report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"parent": run.parent_hash})
@@ -50,7 +50,7 @@ def finish(run: Run) -> dict[str, Any]:
         InputError: The time was over before the first update.
     """
     folder = run.folder
-    final = latest(run.checkpoints)
+    final = done_once(lambda: latest(run.checkpoints))
     if final is None:
         budget, reference = run.config.time_budget_seconds, run.config.match_time
         allowed = f"what {reference} had left" if budget is None else f"time_budget_seconds={budget:g}"
@@ -59,7 +59,8 @@ def finish(run: Run) -> dict[str, Any]:
             f"({run.clock.everything:.1f} s went into setting the run up); allow more time, in another folder"
         )
     with run.updater.parallel.whole():
-        report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"final": checkpoint_hash(final)})
+        checkpoints: dict[str, str | None] = {"final": done_once(lambda: checkpoint_hash(final))}
+        report = run.task.report(run.model, run.execution, folder=folder, checkpoints=checkpoints)
     return done_once(lambda: _written(run, final, report))
 
 

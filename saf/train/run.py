@@ -145,13 +145,14 @@ class Run:
     def save(self, *, final: bool = False) -> Path:
         """Save a checkpoint, unless it is there already, and remove the oldest ones that need not be kept.
 
-        `final` says that nothing but the report comes after it.
+        `final` says that nothing but the report comes after it. Every process of a group calls this.
 
         Raises:
             CheckpointError: There is no room for it.
         """
         path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
-        if path.exists():
+        # The first process looks for all: on a disk that machines share, others may see later what it has written.
+        if done_once(path.exists):
             return path
         with self.clock(AFTERWARDS if final else "checkpoints"):
             state = {

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from saf.errors import CheckpointError
-from saf.machine.processes import agreed, group_place, is_first
+from saf.machine.processes import agreed, done_once, gathered, group_place
 from saf.train.optimizer import MOMENTS, STEP
 
 
@@ -29,23 +29,26 @@ def in_shares(tensors: Mapping[str, Tensor]) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 
-def write_shares(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
+def write_shares(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> list[str]:
     """Write, as every process of the group, what this one holds of tensors into `name-I-of-N.safetensors`.
 
-    What all hold whole stands in one of the files. Raises CheckpointError for what is no tensor, OSError for a full
-    disk; both in every process.
+    What all hold whole stands in one of the files. Returns the names of the files that all wrote. Raises
+    CheckpointError for what is no tensor, OSError for a full disk; both in every process.
     """
     if wrong := [key for key, value in tensors.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(f"{name} files hold tensors alone; {wrong[0]} is {type(tensors[wrong[0]]).__name__}")
     own = folder / f".{name}"  # the writer names its files itself
     writer = HuggingFaceStorageWriter(str(own), save_distributed=True)
     _carried_out(lambda: save(dict(tensors), storage_writer=writer))
+    number, count = group_place()
     with agreed():
-        if is_first():
-            for path in sorted(own.iterdir()):
-                number = int(path.name.split("-")[1])  # of shard-00001-model-00001-of-00001.safetensors
-                path.rename(folder / f"{name}-{number}-of-{group_place()[1]}.safetensors")
-            own.rmdir()
+        mine = sorted(own.glob(f"shard-{number + 1:05}-*"))  # shard-00001-model-00001-of-00001.safetensors; or none
+        written = [f"{name}-{number + 1}-of-{count}.safetensors" for _ in mine]
+        for path, named in zip(mine, written, strict=True):
+            path.rename(folder / named)
+    found = [each for names in gathered(written) for each in names]
+    done_once(own.rmdir)
+    return found
 
 
 def read_shares(folder: Path, name: str) -> dict[str, Tensor]:

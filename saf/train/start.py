@@ -15,7 +15,7 @@ from saf.errors import CheckpointError, InputError, SafWarning
 from saf.freezing.choice import check_heads
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
-from saf.machine.processes import agreed, group_place, in_group, is_first
+from saf.machine.processes import agreed, done_once, gathered, group_place, in_group, is_first
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
@@ -46,8 +46,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         UnsupportedError: The backend or kernel asked for cannot run here.
     """
     folder = Path(config.out)
-    own_share = micro_batches_of_one(config.accumulation, group_place()[1], batch_size=config.batch_size)
     with agreed():  # what one process cannot start, none does; and all have looked before the first one writes
+        own_share = micro_batches_of_one(config.accumulation, group_place()[1], batch_size=config.batch_size)
         lock = _lock_run(folder, config, resume=resume)
         execution = Execution.of(
             config.device,
@@ -57,18 +57,19 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         )
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
+        _check_alike({**config.to_dict(), "data's fingerprint": task.fingerprint})
     freeze = config.freeze
-    size = sum(parameter.numel() for parameter in GPT.undrawn(shape, "meta").parameters()) if in_group() else 0
-    trained = freeze is not None and freeze.trainable
-    parallel, why = parallel_of(config.parallel, parameters=size, execution=execution, trained_patterns=trained)
     with agreed():
+        size = sum(parameter.numel() for parameter in GPT.undrawn(shape, "meta").parameters()) if in_group() else 0
+        trained = freeze is not None and freeze.trainable
+        parallel, why = parallel_of(config.parallel, parameters=size, execution=execution, trained_patterns=trained)
         task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
         check_freeze(config, execution)
         if freeze is not None:
             freeze.check_length(task.length)
         with pinned(config.kernel, execution.device):
             pass  # raises now what it would raise in the first update
-        own = newest(folder / "checkpoints") if resume else None
+        own = done_once(lambda: newest(folder / "checkpoints")) if resume else None
         fresh = config.fresh and own is None
         checkpoint = _open(own or config.parent, shape, task, fresh=fresh)
         state, update = (checkpoint.state, checkpoint.update) if checkpoint and not fresh else (None, 0)
@@ -132,7 +133,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         start=start,
         parent_hash=parent["hash"] if parent else None,
         allowance=allowance,
-        heads_changed=max((event.update or 0 for event in _own_events(config)), default=None),
+        heads_changed=max((event.update or 0 for event in done_once(lambda: _own_events(config))), default=None),
     )
     if checkpoint and parallel.kind == Shards.kind:
         checkpoint.fill_(run.updater.engine, moments=not fresh)
@@ -143,6 +144,18 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             f"{config.batch_size} windows"
         )
     return run
+
+
+def _check_alike(settings: dict[str, Any]) -> None:
+    """Raise InputError unless every process of the group has the settings of the first one."""
+    first, *others = gathered(settings)
+    for number, own in enumerate(others, 1):
+        if differing := [name for name in first if own.get(name) != first[name]]:
+            words = ", ".join(f"{name} {own.get(name)!r} (the first one {first[name]!r})" for name in differing)
+            raise InputError(
+                f"all processes train by the same settings and data; process {number} has {words}. Start every one "
+                "with the same words, where it reads the same files"
+            )
 
 
 def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | None:

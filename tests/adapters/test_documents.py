@@ -90,9 +90,12 @@ def test_what_cannot_work_raises_before_anything_is_computed(family):
     freeze(model)
     reached = []
     adapter_for(model).sites()[1].attention.register_forward_pre_hook(lambda *_: reached.append(1))
-    for options in ({"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):
-        with pytest.raises(UnsupportedError, match="start again within a row"):
-            model(ids, position_ids=positions, **{"use_cache": False} | options)
+    late, gap = ([*range(20), *range(5, 25)], [*range(10), *range(14, 24)])
+    for some in (positions, torch.tensor([late]), torch.tensor([gap])):
+        own = ids[: len(some), : some.shape[1]]
+        for options in ({"use_cache": True}, {"attention_mask": torch.ones_like(own)}):
+            with pytest.raises(UnsupportedError, match="start again within a row, or leave places out"):
+                model(own, position_ids=some, **{"use_cache": False} | options)
     long = torch.cat([torch.arange(LENGTH + 1), torch.arange(39 - LENGTH)])[None]
     if family != "gpt2":  # which has no position beyond
         with pytest.raises(InputError, match=f"{LENGTH}"):

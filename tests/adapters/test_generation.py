@@ -159,6 +159,26 @@ def test_a_cache_given_by_hand_goes_on_in_steps_of_any_size(frozen):
                 cache.reset()
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+@pytest.mark.parametrize("kept", ["all places", "a window", "a window counted by tensors"])
+def test_layers_with_a_window_go_on_in_any_cache_that_grows(family, kept):
+    """One made without the configuration holds all places; transformers 5.17 counts by tensors once it was cut back."""
+    model, ids = make(family, sliding_window=8), tokens(2, 14, seed=7)
+    saf.prune_(model, HeadSet([(0, 1), (1, 0)]))
+    if family == "gemma3":
+        freeze(model, HeadSet([(0, 2)]))
+    cache = DynamicCache() if kept == "all places" else DynamicCache(config=model.config)
+    parts = []
+    with torch.no_grad():
+        for step in ids.split([3, 7, 2, 1, 1], 1):
+            parts.append(model(step, past_key_values=cache).logits)
+            for layer in cache.layers if kept == "a window counted by tensors" else ():
+                if hasattr(layer, "cumulative_length"):
+                    layer.cumulative_length = torch.as_tensor(layer.cumulative_length)
+        whole = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
 def test_padding_that_is_emptied_and_filled_again_counts_for_nothing(frozen, padded):
     _, model = frozen
     ids, mask = padded

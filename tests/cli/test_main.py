@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from saf.cli import COMMANDS, GROUPS, main, usage
+from saf.errors import InputError
 from saf.records.files import write_json
 from saf.records.provenance import command
 
@@ -86,6 +87,18 @@ def test_an_interrupt_is_130(saf, monkeypatch):
 
     monkeypatch.setattr("saf.cli._run", interrupted)
     assert saf("doctor") == (130, "", "saf doctor: interrupted\n")
+
+
+def test_an_error_that_another_process_tells_of_is_not_told_twice(saf, monkeypatch):
+    error = InputError("too few")
+
+    def failing(name, rest):
+        raise error
+
+    monkeypatch.setattr("saf.cli._run", failing)
+    assert saf("doctor") == (2, "", "saf doctor: too few\n")
+    error.heard = True
+    assert saf("doctor") == (2, "", "")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def test_checkpoints_are_judged_by_perplexity_and_tasks(arms, files, saf, saf_js
         assert code == 0
         assert [f"{2 * COUNT} of {2 * COUNT} requests of {task}" in told for task in TASKS] == [True, False, True]
         assert "s left" in told
+        assert "it/s]" not in told  # lm-eval's own bars
         assert out.index("perplexity") < out.index("Zero-shot tasks")
         assert "longer than 32 tokens, and cut" in " ".join(out.split())
     record = saf_json("compare", tmp_path / "ordinary", tmp_path / "frozen", "--out", tmp_path / "changes")

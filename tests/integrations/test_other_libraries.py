@@ -55,11 +55,14 @@ def test_lora_elsewhere_stays_when_heads_freeze(tmp_path):
     torch.testing.assert_close(logits(again), logits(adapted))
 
 
-def test_lora_after_freezing_trains_merges_and_opens_on_the_saved_model(tmp_path):
-    model = make("llama")
-    freeze(model)
+@pytest.mark.parametrize(
+    ("family", "modules"), [("llama", ("q_proj", "k_proj", "v_proj", "o_proj")), ("gpt2", ("c_attn", "c_proj"))]
+)
+def test_lora_after_freezing_trains_merges_and_opens_on_the_saved_model(family, modules, tmp_path):
+    model = make(family)
+    freeze(model, HeadSet([(0, 1), *((1, head) for head in range(4))]))
     model.save_pretrained(tmp_path / "frozen")
-    adapted = with_lora(model, "q_proj", "k_proj", "v_proj", "o_proj")
+    adapted = with_lora(model, *modules)
     ids = tokens()
     optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
     losses = []

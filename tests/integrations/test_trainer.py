@@ -238,6 +238,7 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path, monkeypatch):
     dropping = make("llama", attention_dropout=0.1)
     refuses(UnsupportedError, "no attention dropout", callback(), model=dropping)
     refuses(UnsupportedError, "train with bf16=True", callback(), fp16=True)
+    refuses(UnsupportedError, "Adafactor keeps 'exp_avg_sq_row'", callback(), optim="adafactor", save_steps=1)
     several = {"world_size": 2, "n_gpu": 1, "fp16": False}
     for changes, match in (
         ({"n_gpu": 2}, "a process for each GPU"),

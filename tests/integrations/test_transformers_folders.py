@@ -22,6 +22,12 @@ EVERY = HeadSet((layer, head) for layer in range(3) for head in range(4))
 FIRST = HeadSet((0, head) for head in range(4))
 
 
+@pytest.fixture(params=["llama", "gemma3"])
+def family(request):
+    """Name of a family whose layers have an up_proj."""
+    return request.param
+
+
 def logits(model, seed=6):
     with torch.no_grad():
         return model(tokens(2, seed=seed), use_cache=False).logits
@@ -128,6 +134,26 @@ def test_no_heads_frozen_is_the_ordinary_model(tmp_path):
     model.save_pretrained(tmp_path)
     assert not (tmp_path / "saf.json").exists()
     assert torch.equal(logits(opened(tmp_path)), logits(ordinary))
+
+
+def test_a_part_of_the_model_is_saved_with_its_heads_too(family, tmp_path):
+    """The decoder without its output layer, and the model under an adapter of peft that heads were frozen through."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(make(family), peft.LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"))
+    saf.freeze_(adapted, [tokens()], saf.FreezeConfig(count=3, max_fit_kl=99))
+    whole = adapted.merge_and_unload()
+    whole.save_pretrained(tmp_path / "whole")
+    assert torch.equal(logits(opened(tmp_path / "whole")), logits(whole))
+    part = whole.base_model
+    part.save_pretrained(tmp_path / "part")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "part")
+    with torch.no_grad():
+        found, expected = (each(tokens(), use_cache=False).last_hidden_state for each in (again, part))
+    assert torch.equal(found, expected)
+    saf.uninstall_(whole)
+    part.save_pretrained(tmp_path / "undone")
+    assert not (tmp_path / "undone" / "saf.json").exists()
+    assert not hasattr(part.config, "saf")
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path):

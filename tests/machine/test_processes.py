@@ -91,7 +91,7 @@ def test_every_process_installs_what_the_first_decided(answers):
     }
     assert first["known"] == ["SelectionError", "too few"]
     assert first["strange"] == ["_Unpicklable", "holds a lock"]
-    assert second["strange"] == ["SafError", "the first process failed: _Unpicklable: holds a lock"]
+    assert second["strange"] == ["SafError", "process 0 failed: _Unpicklable: holds a lock"]
     assert {"capture", "gather", "fit", "install"} <= set(first["seconds"])
     # One process alone, with the first one's batches, comes to the same.
     own = torch.randint(0, 64, (4, LENGTH), generator=torch.Generator().manual_seed(0))

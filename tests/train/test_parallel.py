@@ -17,10 +17,11 @@ import saf.freezing.recipe as recipe
 import saf.train.loop as loop
 from saf.data import TokenData
 from saf.errors import CheckpointError, DivergenceError, InputError, SafError, UnsupportedError
+from saf.evaluate.continuations import Continuation, likelihoods
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
-from saf.machine.processes import _ended_peers_told, is_first
+from saf.machine.processes import _ended_peers_told, done_once, is_first
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, read_metadata
 from saf.records.folders import MANIFEST
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this PyT
 
 def dear(run: Run, when: str, real=Run.controller_loss, **more) -> float:
     """Return the controller loss, as if the first freeze had raised it."""
-    first = not any(event.kind == "undo" for event in run.events)
+    first = not any(event.kind == "undo" for event in done_once(lambda: run.events))
     return real(run, when, **more) + (0.5 if first and when in ("after_freeze", "before_undo") else 0.0)
 
 
@@ -62,6 +63,14 @@ def hash_of(run: Run) -> str:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return a tensor's bytes, of any dtype."""
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def far(patch: pytest.MonkeyPatch) -> None:
+    """Let a process see nothing of what another one wrote, as on a machine where files appear late."""
+    exists = Path.exists
+    patch.setattr(Path, "exists", lambda path: not path.name.startswith("step-") and exists(path))
+    patch.setattr("saf.train.run.read_events", lambda folder: [])
+    patch.setattr("saf.train.results.latest", lambda folder: None)
 
 
 class Watching:
@@ -89,12 +98,20 @@ def at_update(update: int, action):
 
 
 def raised(function) -> list[str]:
-    """Return the kind and the words of what a function raises."""
+    """Return the kind and the words of what a function raises, and whether another process tells of it."""
     try:
         function()
     except Exception as error:
-        return [type(error).__name__, str(error)]
+        return [type(error).__name__, str(error), *["heard"] * getattr(error, "heard", False)]
     return []
+
+
+def elsewhere(rank: int, folder: Path, *more) -> list[str]:
+    """Write shares, of which the second process's lie on a disk of its own."""
+    written = write_shares(folder, *more)
+    for path in folder.glob("*-2-of-2*") if rank else ():
+        path.unlink()
+    return written
 
 
 def process(rank: int, folder: str, settings: dict) -> None:
@@ -110,13 +127,20 @@ def process(rank: int, folder: str, settings: dict) -> None:
     for kind in KINDS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Run, "controller_loss", dear)
+            if rank:
+                far(patch)
             watching = Watching(patch)
             told[kind] = pretrain(config(kind, parallel=kind, **EVENTS))["report_loss"]
             told[f"{kind} hash"] = hash_of(watching.run)
         told["writes"] = [watching.run.observer is not None, watching.run.lock is not None]
+    told["answered"] = answered()
     told["evaluated"] = evaluated(settings["data"], f"{folder}/evaluated")
     told["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
     told["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
+    told["unlike"] = raised(lambda: pretrain(config("unlike", batch_size=2 + 2 * rank)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saf.train.checkpoint.write_shares", lambda folder, *more: elsewhere(rank, folder, *more))
+        told["elsewhere"] = raised(lambda: pretrain(config("elsewhere", parallel="fsdp", save_every=1)))
     with pytest.MonkeyPatch.context() as patch:
         signalled = at_update(5, lambda run: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
         Watching(patch, signalled)
@@ -129,6 +153,12 @@ def process(rank: int, folder: str, settings: dict) -> None:
     told["trained"] = raised(
         lambda: pretrain(config("trained", freeze=FreezeConfig(rate=0.5, trainable=True), parallel="fsdp"))
     )
+    failures(rank, told, config, tell)
+    os._exit(0)  # the group is broken: nothing is left to leave in order
+
+
+def failures(rank: int, told: dict, config, tell) -> None:
+    """Fail in one of two processes, one way after the other, at last by ending it."""
     with pytest.MonkeyPatch.context() as patch:
 
         def poison(run):
@@ -144,12 +174,16 @@ def process(rank: int, folder: str, settings: dict) -> None:
         watching = Watching(patch)
         told["event"] = raised(lambda: pretrain(config("refused", freeze=FREEZE)))
         told["frozen"] = sum(layer.layout.num_frozen for layer in watching.run.model.attention_layers())
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("saf.train.events.plan_calibration", lambda *inputs, **options: {}["plan"])
+        told["apart"] = raised(lambda: pretrain(config("apart", freeze=FREEZE)))
     tell()
     with pytest.MonkeyPatch.context() as patch:
-        Watching(patch, at_update(3, lambda run: os._exit(9) if rank == 1 else None))
-        told["lost"] = raised(lambda: joined_again(lambda: pretrain(config("lost"))))
+        if rank == 1:
+            patch.setattr("saf.calibration.together.calibrate", lambda *inputs, **options: os._exit(9))
+        told["lost"] = raised(lambda: joined_again(lambda: pretrain(config("lost", freeze=FREEZE))))
         tell()
-    os._exit(0)  # the group is broken: nothing is left to leave in order
 
 
 def joined_again(work) -> None:
@@ -164,6 +198,14 @@ def evaluated(data: str, out: str) -> dict:
     model = saf.GPT(saf.preset("tiny", vocab_size=data_.vocab_size, max_length=16))
     model.reset_parameters(torch.Generator().manual_seed(0))
     return evaluate_perplexity(model, data_, batch_size=3, limit=7, out=out)
+
+
+def answered() -> list[list]:
+    """Return what a small model makes of continuations, in batches that do not share out evenly."""
+    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=16))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    asked = [Continuation(tuple(range(1, 2 + n % 4)), (n, n + 1)) for n in range(11)]
+    return [[one.log_prob, one.greedy] for one in likelihoods(model, asked, batch_size=2)]
 
 
 def refused(patch: pytest.MonkeyPatch, rank: int) -> tuple[list[str], bool]:
@@ -312,6 +354,7 @@ def test_an_evaluation_shared_out_is_that_of_one_process_to_the_last_bit(stories
     for name in ("loss", "windows", "tokens", "log_probs_sha256", "windows_hash"):
         assert first["evaluated"][name] == alone[name]
     assert read_evaluation(folder / "evaluated")[0]["loss"] == alone["loss"]
+    assert first["answered"] == second["answered"] == answered()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -350,14 +393,17 @@ def test_shards_in_bf16_lose_what_one_process_does(stories):
 
 def test_what_cannot_be_shared_out_is_refused_by_all(stories):
     folder, told, _ = stories
+    assert [len(each["uneven"]) for each in told] == [2, 3]  # one of them tells people
     for each in told:
-        assert each["uneven"][0] == each["alone"][0] == InputError.__name__
+        assert each["uneven"][0] == each["alone"][0] == each["unlike"][0] == InputError.__name__
+        assert "process 1 has batch_size 4 (the first one 2)" in each["unlike"][1]
         assert "2 processes cannot share evenly" in each["uneven"][1]
         assert "accumulation=2 and batch_size=3" in each["uneven"][1]
         assert "2 were started" in each["alone"][1]
         assert each["trained"][0] == UnsupportedError.__name__
         assert "train them with parallel='ddp'" in each["trained"][1]
     assert not (folder / "uneven").exists()
+    assert not (folder / "unlike").exists()
     assert not (folder / "trained").exists()
 
 
@@ -375,6 +421,22 @@ def test_where_one_process_cannot_install_none_does(stories):
         assert each["unchanged"]
         assert each["frozen"] == 0
     assert read_events(folder / "refused") == []
+
+
+def test_an_error_is_heard_wherever_the_others_are(stories):
+    """One process failed before the event's first exchange, in which the other one was."""
+    folder, (first, second), _ = stories
+    assert first["apart"] == [SafError.__name__, "process 1 failed: KeyError: 'plan'"]
+    assert second["apart"] == [KeyError.__name__, "'plan'"]
+    assert read_events(folder / "apart") == []
+
+
+def test_shares_that_the_first_process_does_not_find_make_no_checkpoint(stories):
+    folder, told, _ = stories
+    for each in told:
+        assert each["elsewhere"][0] == CheckpointError.__name__
+        assert "does not find model-2-of-2.safetensors of another one" in each["elsewhere"][1]
+    assert not list((folder / "elsewhere" / "checkpoints").iterdir())
 
 
 def test_a_process_that_ends_takes_the_others_along(stories):

@@ -84,6 +84,8 @@ class _Training:
     events: list[EventRecord]
     updater: _Updater = field(default_factory=_Updater)
     update: int = 0
+    stepped: bool = False
+    """Whether the optimiser has made its state, so that it was looked at."""
 
     def say(self, text: str) -> None:
         """Say nothing: a Trainer has its own progress."""
@@ -230,7 +232,11 @@ class FreezeCallback(Editing, ExportableState):
         self._carry_out_due_(state.global_step, given)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Carry out the events that are due after the last update."""
+        """Refuse an optimiser that cannot be edited once its state shows it; carry out events after the last update."""
+        assert self._training is not None
+        if not self._training.stepped:
+            check_editable(given["model"], given["optimizer"])
+            self._training.stepped = True
         if state.global_step >= state.max_steps:
             self._carry_out_due_(state.global_step, given)
 
