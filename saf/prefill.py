@@ -21,18 +21,19 @@ class LastToken(nn.Module):
         super().__init__()
         adapter = adapter_for(model)
         self.model = adapter.model
-        self._last_logits = adapter.last_logits
+        self._last_logits, self._one_graph = adapter.last_logits, adapter.one_graph
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits of the token after the prompt."""
         return self._last_logits(self.model, input_ids)
 
-    def compiled(self, *, fullgraph: bool = True) -> Callable[[Tensor], Tensor]:
+    def compiled(self) -> Callable[[Tensor], Tensor]:
         """Return this as a compiled program of its own, which no other one is tried beside, or made more general for.
 
-        Calls and graphs take a program each: frozen layers compute in other ways in them (`saf.ops.for_graphs`).
+        It is one graph or raises where the model is written to be one. Calls and graphs take a program each: frozen
+        layers compute in other ways in them (`saf.ops.for_graphs`).
         """
-        return partial(torch.compile(own_program(_logits), fullgraph=fullgraph, dynamic=False), self)
+        return partial(torch.compile(own_program(_logits), fullgraph=self._one_graph, dynamic=False), self)
 
 
 def _logits(model: nn.Module, input_ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import saf
 import saf.bench.model.prefill as measured
+from saf.adapters import adapter_for
 from saf.bench.harness.arms import Arm
 from saf.bench.harness.settings import Point
 from saf.errors import InputError, UnsupportedError
@@ -120,3 +121,12 @@ def test_a_benchmark_captures_another_program_than_it_calls(monkeypatch):
     assert seen
     assert all(found == (0, {False}) for found in seen)
     assert marks(subject._model) == {False}
+
+
+@pytest.mark.parametrize("one_graph", [True, False])
+def test_a_program_is_one_graph_where_its_model_is_written_to_be_one(monkeypatch, one_graph):
+    model, asked = frozen_model(), []
+    monkeypatch.setattr(type(adapter_for(model)), "one_graph", one_graph)
+    monkeypatch.setattr(torch, "compile", lambda function, **given: asked.append(given) or function)
+    LastToken(model).compiled()(torch.zeros(1, 4, dtype=torch.long))
+    assert asked == [{"fullgraph": one_graph, "dynamic": False}]

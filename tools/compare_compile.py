@@ -11,7 +11,9 @@ a run with `--compile-ahead` does while it trains, and waits for it. `--warm` me
 finds the caches which the first one filled: what an event costs when its layouts were all compiled before.
 `--only events --forms layers --ahead` answers what an event costs for 124M in about two minutes.
 
-On a machine without a GPU: `--model tiny --points 32x2x2 --repeats 1 --pairs 1` shows that it runs.
+Pairs have a control, the whole model compiled a second time, and are refused where it is not within 1% of 1. The
+record is as those of `saf bench`: `saf report --results FOLDER` shows it. On a machine without a GPU `--device cpu
+--model tiny --points 32x2x2 --repeats 1 --pairs 2 --tolerance 10` shows that it runs.
 """
 
 import argparse
@@ -22,21 +24,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
 
 import saf
 from saf.adapters import adapter_for
-from saf.bench.harness.pairs import measure_pair
+from saf.bench.harness.environment import clean_process, environment
+from saf.bench.harness.pairs import FEWEST, measure_pair, refused, summary
+from saf.bench.harness.recorder import Recorder, say_on_stderr
 from saf.bench.harness.settings import Point, parse_shape
 from saf.bench.harness.synthetic import random_tokens, synthetic_patterns
-from saf.bench.harness.timing import wait_for
+from saf.bench.harness.timing import Budget, wait_for
+from saf.bench.model.compiling import AHEAD, EVENT, PAIR, CompileKind
 from saf.bench.model.placement import heads_per_layer
 from saf.bench.model.update import CLIP, LEARNING_RATE, PRELOADED, Preloaded
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.models import GPT
+from saf.records.table import markdown_of
 from saf.train.ahead import Layouts, start
 from saf.train.optimizer import build_optimizer
 from saf.train.updater import Updater
@@ -133,84 +141,141 @@ def events(asked: argparse.Namespace) -> dict:
     device = Execution.of(asked.device).device
     model = build(asked, point, device)
     updater = updater_of(model, asked.form, asked, point)
-    found = {"start": stand_still(updater)}
+    found = {"start": stand_still(updater) | {"frozen": 0}}
     if asked.ahead and asked.form == "layers":
         found["ahead"] = compiled_ahead(asked, updater, model)
     first = quarter(model)
     freeze(model, first, updater.optimizer)
-    found["first event"] = stand_still(updater)
+    found["first event"] = stand_still(updater) | {"frozen": len(first)}
     counts = [sum(layer == at for layer, _ in first) for at in range(model.config.num_layers)]
     more = [(layer, count) for layer, count in enumerate(counts) if count < model.config.num_heads][::4]
     freeze(model, more, updater.optimizer)
-    found["second event"] = stand_still(updater) | {"heads": more}
-    found["frozen"] = counts
+    found["second event"] = stand_still(updater) | {"frozen": len(first) + len(more)}
     return found
 
 
-def compared(asked: argparse.Namespace, text: str, rate: float) -> dict:
-    """Return the ratio of whole to layers at a point: below 1, layers are slower."""
-    point = point_of(text)
+def compared(asked: argparse.Namespace, text: str, rate: float, recorder: Recorder) -> None:
+    """Record the ratio of whole to layers at a point, below 1 where layers are slower, and that of whole to whole."""
+    point, began = point_of(text), time.perf_counter()
+    place = {"part": PAIR, "model": asked.model, "point": point.to_dict(), "rate": rate}
+    what = f"{text}, {100 * rate:g}% frozen"
     model = build(asked, point, Execution.of(asked.device).device)
     if rate:
         freeze(model, quarter(model))
-    updaters = {form: updater_of(model, form, asked, point) for form in FORMS}  # whole first: it drops all programs
+    # Those of the whole model first: making them drops all programs, as every event of such a run does.
+    forms = {"whole": "whole", "control": "whole", "layers": "layers"}
+    updaters = {name: updater_of(model, form, asked, point) for name, form in forms.items()}
     for updater in updaters.values():
         for _ in range(2):
             updater.update(LEARNING_RATE)
 
-    def timed(form: str) -> float:
-        return 1e3 * statistics.mean(one_update(updaters[form]) for _ in range(asked.repeats))
+    def timed(name: str) -> float:
+        return 1e3 * statistics.mean(one_update(updaters[name]) for _ in range(asked.repeats))
 
-    times = [measure_pair(lambda: timed("whole"), lambda: timed("layers"), n) for n in range(asked.pairs)]
-    ratios = sorted(whole / layers for whole, layers in times)
-    whole, layers = (statistics.median(each) for each in zip(*times, strict=True))
-    row = {"point": text, "rate": rate, "whole_ms": whole, "layers_ms": layers, "ratio": statistics.median(ratios)}
-    print(json.dumps(row), flush=True)
-    return row | {"ratios": ratios}
+    taken: dict[str, list] = {"control": [], "layers": []}
+    for number in range(asked.pairs):
+        if not recorder.budget.fits((time.perf_counter() - began) / (number + 1)):
+            recorder.leave_out(what, f"pairs {number + 1} to {asked.pairs}: out of time")
+            break
+        for name, pairs in taken.items():
+            pairs.append(measure_pair(lambda: timed("whole"), lambda name=name: timed(name), number))
+    if len(taken["layers"]) < min(FEWEST, asked.pairs):
+        return
+    control = summary(taken["control"])["ratio"]
+    told = {"control_ratio": control, "refused": refused(control, asked.tolerance)}
+    recorder.show([place | {"control": name == "control"} | summary(each) | told for name, each in taken.items()])
+    recorder.keep()
+    recorder.say(f"{what}: whole / layers {summary(taken['layers'])['ratio']:.4f}, control {control:.4f}")
 
 
-def main() -> None:
-    """Measure what was asked for and write it as JSON."""
+def event_rows(asked: argparse.Namespace, form: str, caches: str, found: dict) -> list[dict]:
+    """Return the rows of what a process measured of one form."""
+    place = {"model": asked.model, "point": point_of(asked.points[0]).to_dict()}
+    if "ahead" in found:
+        caches = "ahead"
+    rows = [
+        {"part": EVENT, **place, "form": form, "caches": caches if name != "start" else "empty", "event": name, **told}
+        for name, told in found.items()
+        if name != "ahead"
+    ]
+    return [*rows, *([{"part": AHEAD, **place, **found["ahead"]}] if "ahead" in found else [])]
+
+
+def record_events(asked: argparse.Namespace, form: str, words: list[str], recorder: Recorder) -> None:
+    """Measure the events of one form in a process of its own, with caches of its own, and again with these."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        for state in ("empty", "warm")[: 1 + asked.warm]:
+            what = f"events, {form}, caches {state}"
+            left = None if asked.seconds is None else max(0.0, recorder.budget.left)
+            try:
+                reply = subprocess.run(
+                    [*words, "--form", form], env=os.environ | caches, stdout=subprocess.PIPE, text=True, timeout=left
+                )
+            except subprocess.TimeoutExpired:
+                recorder.leave_out(what, "out of time")
+                return
+            if reply.returncode or not reply.stdout.strip():
+                recorder.leave_out(what, f"its process ended with code {reply.returncode}")
+                return
+            found = json.loads(reply.stdout.splitlines()[-1])
+            rows = event_rows(asked, form, state, found)
+            if state == "warm":
+                rows = [row | {"caches": "warm"} for row in rows]
+            recorder.show(rows)
+            recorder.keep()
+            lost = ", ".join(f"{row['event']} {row['lost_s']:.1f} s" for row in rows if row["part"] == EVENT)
+            recorder.say(f"{what}: lost {lost}")
+
+
+def parser_of_words() -> argparse.ArgumentParser:
+    """Return what reads the command's words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="124m")
     parser.add_argument(
         "--points", nargs="+", default=["4096x8x4"], help="LENGTHxBATCHxMICRO_BATCHES; events: the first"
     )
     parser.add_argument("--kernel", default=None, help="of live heads; cudnn on CUDA")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=2, help="updates in a timed block")
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--form", choices=FORMS, help="measure the events of one form, in this process")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="whose events are measured")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="how far from 1 the control of pairs may be")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="of which events are measured")
+    parser.add_argument("--form", choices=FORMS, help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help="measure events again with the caches filled by the first")
     parser.add_argument(
         "--ahead", action="store_true", help="compile layouts in another process before the first event"
     )
     parser.add_argument("--only", choices=("events", "pairs"))
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    asked.kernel = asked.kernel or ("cudnn" if Execution.of(asked.device).device.type == "cuda" else "auto")
+    parser.add_argument("--seconds", type=float, help="stop cleanly after this long, and say what was left out")
+    parser.add_argument("--out", type=Path, help="JSON file to write; a new one")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure what was asked for and write the record; return 1 where something asked for could not be measured."""
+    asked = parser_of_words().parse_args(words)
+    execution = Execution.of(asked.device)
+    asked.kernel = asked.kernel or ("cudnn" if execution.device.type == "cuda" else "auto")
     if asked.form:
         print(json.dumps(events(asked)))
-        return
-    record: dict = {"device": Execution.of(asked.device).device_name, "torch": torch.__version__, "model": asked.model}
-    if asked.only != "pairs":
-        record["events"] = {}
-        for form in asked.forms:
-            with tempfile.TemporaryDirectory() as folder:
-                caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
-                words = [sys.executable, *sys.argv, "--form", form]
-                for name in (form, f"{form}, warm")[: 1 + asked.warm]:
-                    reply = subprocess.run(
-                        words, env=os.environ | caches, stdout=subprocess.PIPE, check=True, text=True
-                    )
-                    record["events"][name] = json.loads(reply.stdout.splitlines()[-1])
-                    print(name, json.dumps(record["events"][name]), flush=True)
-    if asked.only != "events":
-        record["pairs"] = [compared(asked, point, rate) for point in asked.points for rate in (0.0, RATE)]
-    if asked.out:
-        asked.out.write_text(json.dumps(record, indent=1))
+        return 0
+    settings = {name: value for name, value in vars(asked).items() if name not in ("form", "out")} | {"after": AFTER}
+    recorder = Recorder(
+        asked.out, kind=CompileKind.name, settings=settings, budget=Budget(asked.seconds), say=say_on_stderr
+    )
+    with recorder:
+        recorder.trace(**environment(execution.device, execution.device_name))
+        command = [sys.executable, __file__, *(sys.argv[1:] if words is None else words)]
+        for form in asked.forms if asked.only != "pairs" else ():
+            record_events(asked, form, command, recorder)
+        for text, rate in product(asked.points, (0.0, RATE)) if asked.only != "events" else ():
+            with clean_process():
+                compared(asked, text, rate, recorder)
+    for part in CompileKind().tables(recorder.record):
+        print(markdown_of(part))
+    return 1 if recorder.record["left_out"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,8 +24,9 @@ from saf.bench.harness.synthetic import random_tokens
 from saf.bench.harness.timing import Budget, wait_for
 from saf.bench.model.models import ModelPlan
 from saf.bench.model.nanogpt import NanoGPTKind
-from saf.bench.model.update import PRELOADED, UpdateKind, UpdateSettings, UpdateSubject, execution_of
+from saf.bench.model.update import PRELOADED, UpdateKind, UpdateSettings, execution_of
 from saf.errors import InputError
+from saf.machine.cuda_graphs import GraphPool
 
 MODEL = "124m-learned"
 
@@ -124,7 +125,7 @@ def measure(settings, point, source, recorder):
     began = time.perf_counter()
     arms = {"nanoGPT": NanoGPT(settings, point, source), "control nanoGPT": NanoGPT(settings, point, source)}
     kernel = "cudnn" if recorder.record["provenance"]["device"].startswith("NVIDIA") else "auto"
-    arms["ordinary"] = UpdateSubject(settings, point, Arm(kernel))
+    arms["ordinary"] = UpdateKind().build(settings, point, Arm(kernel), GraphPool())
     for name, subject in arms.items():
         subject.warm_up()
         recorder.say(f"{point.name} ready: {name}")

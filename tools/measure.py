@@ -1,112 +1,330 @@
-"""Measure again what `results/bench` holds, on one GPU that does nothing else.
+"""Measure what `results/bench` holds or lacks, on one GPU that does nothing else.
 
-    python tools/measure.py --list                             # what there is, and its minutes on a quiet machine
+    python tools/measure.py --list                             # what there is, and its seconds on a quiet machine
     python tools/measure.py --out new --minutes 9              # those that fit into nine minutes, in this order
     python tools/measure.py --out new --minutes 9              # again: goes on with what is missing in new/
     python tools/measure.py --out new prefill-b1 op-frozen     # these alone
+    python tools/measure.py --out tried --rehearse             # all of them on a CPU at the smallest sizes
 
-Each is a command of `saf bench` in a process of its own; its record names settings, versions and commit. A record takes
-the place of the one of its name in `results/bench` once its controls passed, and `saf report --results results
---out docs/results.md` renders the tables.
+Each is a command in a process of its own; its record names settings, versions and commit. `saf report --results new
+--out new/results.md` shows them; a record takes the place of the one of its name in `results/bench` once its controls
+passed, and `saf report --results results --out docs/results.md` renders the tables.
 
-Stated seconds are those of an H200 and 16 processor cores that nothing else uses: compiling takes most of them. Where
-others compute too, commands take longer (`errors` and `memory-4k` took over 100 s): then a record says what it left out
-for lack of time, and `saf bench` with a larger `--seconds` measures it. `errors` alone has no such limit. A command
-that fails leaves the others to run; the exit code is 1 then.
+A record counts as measured when its command ended, nothing was left out for lack of time and no control refused it.
+What was killed or cut short is measured again once nothing is missing, with more time; until that ends its earlier
+record stays as `NAME.earlier`, and the better one of both is kept, so that a kill at any moment costs one measurement.
+
+Foretold seconds are those of an H200 and 16 processor cores that nothing else uses: compiling takes most of them. A
+command may take half as long again where the minutes allow it. The exit code is 1 where something is still missing.
 """
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-PAIRED = "--rates 0.25 0.5 --others --backends toeplitz --precompile --workers 8 --no-profile"
+ROOT = Path(__file__).resolve().parents[1]
+QUARTERS = "--rates 0.25 0.5 --others --backends toeplitz"
+PAIRED = f"{QUARTERS} --precompile --workers 8 --no-profile"
 SHORT = f"{PAIRED} --no-free --kernels auto --settle-ms 100 --pairs 6"
+RATES = "--rates 0.1 0.25 0.5 0.75 --others --backends toeplitz --no-free --precompile --workers 6 --no-profile"
+PEAKS = "--backends toeplitz --others --no-free --memory --pairs 0 --no-profile"
+FINETUNE = "saf bench finetune --tokenizer {tokenizer}"
+EAGER = "saf bench prefill --model qwen3-4b --precisions bf16 --compile off"
+QWEN = f"{EAGER} --backends toeplitz --settle-ms 100 --no-profile"
+QWEN_RATES = "--rates 0.1 0.3 0.5 0.75 --others flash --pairs 3"
+QWEN_LAYER = (
+    "saf bench op --shape qwen3-4b --parts layer --directions forward --graphs off --backends toeplitz --pairs 4"
+    " --points 2048x4 4096x4 8192x4 2048x8 4096x8 8192x8 --no-profile"
+)
+DECODE = "saf bench decode --graphs on --rates 0.25 0.5 --others --precompile --pairs 5 --no-profile"
+EVENTS = "python tools/compare_compile.py --only events --forms layers --ahead"
+GROUP = "torchrun --standalone --nproc-per-node 1 -m saf bench update"
 
-COMMANDS: dict[str, tuple[int, str]] = {
-    # The most seconds it may measure, and the command: first what README quotes.
-    "update-4k-again": (190, f"update --points 4096x8x4 --pairs 8 --repeats 1 --no-free --pruned {PAIRED}"),
-    "update-16k": (220, f"update --points 16384x2x4 --pairs 7 --repeats 1 --no-free --pruned {PAIRED}"),
-    "update-8k": (190, f"update --points 8192x4x4 --pairs 6 --repeats 1 --no-free --pruned {PAIRED}"),
+
+class Entry(NamedTuple):
+    """Hold one measurement: the seconds that it is foretold to take, and its command without `--out`."""
+
+    seconds: int
+    command: str
+
+
+ENTRIES = {
+    # What no table has yet: first one of each kind of measurement.
+    "event-124m": Entry(130, EVENTS),
+    "nccl-124m": Entry(
+        125,
+        f"{GROUP} --parallel ddp --points 4096x8x4 --rates 0.25 --others --backends toeplitz --no-free --pairs 8"
+        " --repeats 1 --no-profile",
+    ),
+    "finetune-sst2": Entry(
+        85,
+        f"{FINETUNE} --task sst2 --data {{tasks}}/sst2/train.tsv.gz --test {{tasks}}/sst2/dev.tsv {QUARTERS} --pairs 6",
+    ),
+    "finetune-boolq": Entry(
+        90,
+        f"{FINETUNE} --task boolq --data {{tasks}}/boolq/train.jsonl.gz --test {{tasks}}/boolq/val.jsonl.gz {QUARTERS}"
+        " --pairs 6",
+    ),
+    "decode-4k": Entry(150, f"{DECODE} --points 4096x1 4096x8 --workers 8"),
+    "op-qwen3": Entry(180, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others flash"),
+    "prefill-qwen3-4096x4": Entry(95, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
+    "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
+    "decode-64k": Entry(140, f"{DECODE} --points 65536x8 --no-free --workers 4"),
+    "finetune-quality": Entry(
+        110,
+        f"{FINETUNE} --task quality --data {{tasks}}/quality/quality.htmlstripped.jsonl.gz"
+        f" --test {{tasks}}/quality/quality.htmlstripped.jsonl.gz {QUARTERS} --length 16384 --max-tokens 16384"
+        " --repeats 1 --pairs 4 --no-free",
+    ),
+    "op-qwen3-groups": Entry(85, f"{QWEN_LAYER} --rates 0.25 0.5 0.75 --others --no-free --whole-groups"),
+    "decode-qwen3-groups": Entry(
+        130,
+        f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --placement groups --no-free --workers 4",
+    ),
+    "memory-qwen3": Entry(
+        90,
+        f"{EAGER} --points 8192x4 8192x8 --rates 0.25 0.5 0.75 {PEAKS} --workers 3",
+    ),
+    "prefill-4096x8": Entry(90, f"saf bench prefill --points 4096x8 --pairs 5 {PAIRED}"),
+    "update-1b": Entry(200, f"saf bench update --model 1b --points 8192x1x1 --pairs 4 --repeats 1 {PAIRED}"),
+    "decode-qwen3": Entry(170, f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --workers 6"),
+    "update-rates": Entry(
+        115, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 {RATES.replace('0.25 0.5 ', '')}"
+    ),
+    "op-qwen3-flash": Entry(100, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash --no-free"),
+    "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
+    "prefill-qwen3-groups": Entry(
+        90, f"{QWEN} --points 8192x4 --placement groups --rates 0.3 0.5 --others --no-free --pairs 3"
+    ),
+    "prefill-4096x32": Entry(100, f"saf bench prefill --points 4096x32 --pairs 5 {PAIRED}"),
+    "prefill-4096x16": Entry(95, f"saf bench prefill --points 4096x16 --pairs 5 {PAIRED}"),
+    "prefill-qwen3-8192x8": Entry(220, f"{QWEN} --points 8192x8 {QWEN_RATES}"),
+    "prefill-qwen3-8192x4": Entry(130, f"{QWEN} --points 8192x4 {QWEN_RATES}"),
+    "prefill-qwen3-4096x8": Entry(130, f"{QWEN} --points 4096x8 {QWEN_RATES}"),
+    "prefill-qwen3-2048x4": Entry(75, f"{QWEN} --points 2048x4 {QWEN_RATES}"),
+    "prefill-qwen3-2048x8": Entry(90, f"{QWEN} --points 2048x8 {QWEN_RATES}"),
+    "memory-long": Entry(95, f"saf bench update --points 8192x4x2 16384x2x2 --rates 0.25 0.5 {PEAKS} --workers 3"),
+    "prefill-4096x2": Entry(85, f"saf bench prefill --points 4096x2 --pairs 5 {PAIRED}"),
+    "prefill-4096x4": Entry(90, f"saf bench prefill --points 4096x4 --pairs 5 {PAIRED}"),
+    "event-1b": Entry(260, f"{EVENTS} --model 1b --points 8192x1x2"),
+    # What tables have: first what README quotes.
+    "update-4k-again": Entry(
+        150, f"saf bench update --points 4096x8x4 --pairs 8 --repeats 1 --no-free --pruned {PAIRED}"
+    ),
+    "update-16k": Entry(165, f"saf bench update --points 16384x2x4 --pairs 7 --repeats 1 --no-free --pruned {PAIRED}"),
+    "update-8k": Entry(150, f"saf bench update --points 8192x4x4 --pairs 6 --repeats 1 --no-free --pruned {PAIRED}"),
     # Calls of few tokens apart, with PyTorch's choice of kernel: pinned heads do not take the launch that calls do.
-    "prefill-b1": (110, f"prefill --points 4096x1 --graphs on --pairs 6 {PAIRED}"),
-    "prefill-called": (70, f"prefill --points 4096x1 --graphs off {SHORT}"),
-    "prefill-b64-4k": (150, f"prefill --points 4096x64 --pairs 5 {PAIRED}"),
-    "prefill-b64": (120, f"prefill --points 8192x64 --pairs 4 {PAIRED}"),
-    "prefill-b64-16k": (135, f"prefill --points 16384x64 --pairs 3 --no-free {PAIRED}"),
-    "memory-4k": (
-        70,
-        "update --points 4096x8x2 --rates 0.25 0.5 --backends toeplitz --others --no-free"
-        " --memory --pairs 0 --workers 3",
+    "prefill-b1": Entry(110, f"saf bench prefill --points 4096x1 --graphs on --pairs 6 {PAIRED}"),
+    "prefill-called": Entry(75, f"saf bench prefill --points 4096x1 --graphs off {SHORT}"),
+    "prefill-b64-4k": Entry(110, f"saf bench prefill --points 4096x64 --pairs 5 {PAIRED}"),
+    "prefill-b64": Entry(120, f"saf bench prefill --points 8192x64 --pairs 4 {PAIRED}"),
+    "prefill-b64-16k": Entry(120, f"saf bench prefill --points 16384x64 --pairs 3 --no-free {PAIRED}"),
+    "memory-4k": Entry(50, f"saf bench update --points 4096x8x2 --rates 0.25 0.5 {PEAKS} --workers 3"),
+    "calibration-124m": Entry(30, "saf bench calibration --dense-layers 4 --statistics {statistics}"),
+    "calibration-1b": Entry(40, "saf bench calibration --model 1b --dense-layers 1 --repeats 3"),
+    "calibration-long": Entry(
+        60, "saf bench calibration --points 16384x8 65536x2 --batch-size 1 --dense-layers 0 --repeats 3"
     ),
-    "calibration-124m": (55, "calibration --dense-layers 4"),
-    "calibration-1b": (80, "calibration --model 1b --dense-layers 1 --repeats 3"),
-    "op-frozen": (
+    "op-frozen": Entry(
         60,
-        "op --parts frozen --rates 0.25 --backends toeplitz --others --directions both"
-        " --graphs on --pairs 6 --no-profile",
+        "saf bench op --parts frozen --rates 0.25 --backends toeplitz --others --directions both --graphs on --pairs 6"
+        " --no-profile",
     ),
-    "errors": (15, "errors --transitions 8"),
-    "decode-4k": (150, "decode --points 4096x1 4096x8 --rates 0.25 0.5 --pairs 5 --no-profile"),
-    "decode-64k": (150, "decode --points 65536x8 --rates 0.25 0.5 --others --pairs 4 --no-profile"),
-    "decode-qwen3": (
-        120,
-        "decode --model qwen3-4b --num-layers 12 --points 4096x8 --rates 0.25 --others --pairs 4 --no-profile",
-    ),
-    "update-1b": (200, f"update --model 1b --points 8192x1x1 --pairs 4 --repeats 1 {PAIRED}"),
-    "prefill-512-few": (120, f"prefill --points 512x1 512x4 1024x1 2048x1 --graphs both {SHORT}"),
-    "prefill-graphs": (190, f"prefill --points 2048x2 4096x2 2048x4 1024x4 --graphs on {SHORT}"),
-    "prefill-512": (140, f"prefill --points 512x64 1024x64 2048x64 --pairs 5 {PAIRED}"),
-    "prefill-flash": (140, f"prefill --points 4096x64 8192x64 16384x64 --kernels flash --pairs 4 --no-free {PAIRED}"),
-    "prefill-qwen3-8k": (140, f"prefill --model qwen3-4b --num-layers 6 --points 8192x4 2048x4 --pairs 5 {PAIRED}"),
-    "op-layer": (
+    "errors": Entry(15, "saf bench errors --transitions 8"),
+    "op-layer": Entry(
         150,
-        "op --parts layer --points 4096x8 16384x2 --rates 0.25 0.5 --backends toeplitz fused --others auto flash flex"
-        " --directions forward both --graphs on --pairs 4 --no-profile",
+        "saf bench op --parts layer --points 4096x8 16384x2 --rates 0.25 0.5 --backends toeplitz fused --others auto"
+        " flash flex --directions forward both --graphs on --pairs 4 --no-profile",
     ),
-    "calibration-long": (65, "calibration --points 16384x8 65536x2 --repeats 3"),
+    "prefill-512-few": Entry(180, f"saf bench prefill --points 512x1 512x4 1024x1 2048x1 --graphs both {SHORT}"),
+    "prefill-graphs": Entry(190, f"saf bench prefill --points 2048x2 4096x2 2048x4 1024x4 --graphs on {SHORT}"),
+    "prefill-512": Entry(95, f"saf bench prefill --points 512x64 --pairs 5 {PAIRED}"),
+    "prefill-1k": Entry(95, f"saf bench prefill --points 1024x64 --pairs 5 {PAIRED}"),
+    "prefill-2k": Entry(100, f"saf bench prefill --points 2048x64 --pairs 5 {PAIRED}"),
+    "prefill-flash": Entry(
+        240, f"saf bench prefill --points 4096x64 8192x64 16384x64 --kernels flash --pairs 4 --no-free {PAIRED}"
+    ),
+    "prefill-flash-short": Entry(
+        200, f"saf bench prefill --points 512x64 1024x64 2048x64 --kernels flash --pairs 4 --no-free {PAIRED}"
+    ),
+    "prefill-qwen3-2k": Entry(
+        95, f"saf bench prefill --model qwen3-4b --num-layers 6 --precisions bf16 --points 2048x4 --pairs 5 {PAIRED}"
+    ),
+    "prefill-qwen3-8k": Entry(
+        115, f"saf bench prefill --model qwen3-4b --num-layers 6 --precisions bf16 --points 8192x4 --pairs 5 {PAIRED}"
+    ),
 }
+"""Every measurement by the name of its record."""
 
-STARTING = 25
-"""Seconds beside the stated ones: Python, PyTorch and the first use of the device; 10 to 20 on a quiet machine."""
+STARTING = 20
+"""Seconds beside the foretold ones: Python, PyTorch and the first use of the device; 10 to 20 on a quiet machine."""
+MORE = 1.5
+"""Times its foretold seconds that a command may take, where the minutes allow it."""
+PATIENCE = 3600.0
+"""Seconds that a command of a rehearsal may take: slow processors must not make it look wrong."""
+UNLIMITED = "saf bench errors"
+"""The one command that takes no limit."""
+PROGRAMS = {
+    "saf": [sys.executable, "-m", "saf"],
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+"""What the first word of a command starts."""
+INPUTS = {
+    "tasks": "folder of sst2/, boolq/ and quality/, for the updates of finetuning",
+    "tokenizer": "folder of GPT-2's tokenizer, for them",
+    "statistics": "file of a real model's statistics, for calibration-124m",
+}
+"""Files of the user's that commands name in braces, by the flag that gives them."""
+
+_SMALL = "--device cpu --pairs 2 --tolerance 100"
+_ONCE = f"{_SMALL} --rates 0.5 --warmup 1 --repeats 1 --no-profile"
+_MODEL = f"{_ONCE} --compile off --no-precompile --workers 1 --kernels auto --others"
+REHEARSALS = {
+    "saf bench update": f"{_MODEL} --model tiny --points 32x2x2",
+    "torchrun": f"{_ONCE} --compile off --kernels auto --model tiny --points 32x2x2",
+    "saf bench prefill": f"{_MODEL} --model tiny --points 32x1 --graphs off --precisions fp32",
+    "saf bench prefill --model qwen3-4b": (
+        f"{_MODEL} --model llama-124m --num-layers 1 --points 32x1 --graphs off --precisions fp32"
+    ),
+    "saf bench decode": f"{_MODEL} --model llama-124m --num-layers 1 --points 32x1 --graphs off",
+    "saf bench finetune": (
+        f"{_ONCE} --compile off --kernels auto --num-layers 1 --length 128 --max-tokens 128 --batch-size 2"
+        " --accumulation 1 --orders 1 2"
+    ),
+    "saf bench op": f"{_ONCE} --points 32x1 --num-heads 4 --graphs off --kernels auto --others",
+    "saf bench op --shape qwen3-4b": f"{_ONCE} --points 32x1 --num-heads 4 --num-kv-heads 2 --kernels auto --others",
+    "saf bench calibration": "--device cpu --model tiny --points 64x4 --repeats 3 --dense-layers 1",
+    "saf bench errors": "--device cpu --transitions 2",
+    "python": f"{_SMALL} --model tiny --points 32x2x1 --repeats 1",
+}
+"""What a rehearsal appends to commands, by how they begin, the longest beginning first: the smallest sizes on a CPU."""
+
+
+class Standing(NamedTuple):
+    """Hold what is known of a record: what it lacks, and how much it holds."""
+
+    lacks: str
+    """Why it is to be measured again; "" where it is not."""
+    held: tuple[bool, int]
+    """Whether it lacks nothing, and its accepted pairs and other entries."""
+    took: float
+    """Seconds that it took."""
+    omits: tuple[str, ...] = ()
+    """What was left out for other reasons than time, which another measurement would leave out too."""
+
+
+def standing(path: Path) -> Standing:
+    """Return what a record lacks and holds; one that is not there, or cannot be read, holds nothing."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except OSError:
+        return Standing("missing", (False, 0), 0.0)
+    except ValueError:
+        return Standing("damaged", (False, 0), 0.0)
+    rows, memory = record.get("rows") or [], record.get("memory") or []
+    accepted = [row for row in rows if not row.get("refused")]
+    short = [each["what"] for each in record.get("left_out") or [] if "out of time" in each["why"]]
+    refused = sorted({f"{row['control_ratio']:.4f}" for row in rows if row.get("refused") and row.get("control_ratio")})
+    lacks = ""
+    if not record.get("finished"):
+        lacks = "it was stopped before its end"
+    elif short:
+        lacks = f"out of time: {', '.join(dict.fromkeys(short))}"
+    elif not rows and not memory:
+        lacks = "it holds nothing"
+    elif len(accepted) < len(rows):
+        lacks = f"refused: controls of {', '.join(refused) or 'nothing'}"
+    held = sum(row.get("pairs", 1) for row in accepted) + len(memory)
+    left_out = [f"{each['what']}: {each['why']}" for each in record.get("left_out") or []]
+    omits = tuple(each for each in left_out if "out of time" not in each)
+    return Standing(lacks, (not lacks, held), float(record.get("seconds") or 0.0), omits)
+
+
+def settle(path: Path) -> Standing:
+    """Keep the better of a record and its earlier one, if there is one, and return what is known of it."""
+    earlier = path.with_suffix(".earlier")
+    if earlier.exists():
+        if standing(earlier).held > standing(path).held:
+            os.replace(earlier, path)
+        else:
+            earlier.unlink()
+    return standing(path)
+
+
+def line_of(entry: Entry, *, inputs: dict[str, str], seconds: float, out: Path, rehearse: bool = False) -> list[str]:
+    """Return the words that start a measurement."""
+    program, *words = entry.command.split()
+    line = [*PROGRAMS[program], *(word.format_map(inputs) for word in words)]
+    line = [os.path.relpath(ROOT / word) if word.startswith("tools/") else word for word in line]
+    if rehearse:
+        begins = max((each for each in REHEARSALS if entry.command.startswith(each)), key=len)
+        smallest = REHEARSALS[begins].split()
+        if "--memory" in words:  # which times nothing and needs its workers
+            smallest = f"{REHEARSALS[begins]} --pairs 0 --workers 2".replace("--no-precompile", "").split()
+        line += smallest
+    limit = [] if entry.command.startswith(UNLIMITED) else ["--seconds", f"{seconds:.0f}"]
+    return [*line, *limit, "--out", str(out)]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure what is asked for and missing; return 0, or 1 where a command failed or the minutes did not suffice."""
+    """Measure what is asked for and missing; return 0, or 1 where something still lacks something."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*COMMANDS, []], help="records; all of them")
+    parser.add_argument("names", nargs="*", choices=[*ENTRIES, []], help="records; all of them")
     parser.add_argument("--out", type=Path, help="folder of new records; those that it has are not measured again")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start nothing that would end later")
-    parser.add_argument("--statistics", type=Path, help="file of a real model's statistics, for calibration-124m")
-    parser.add_argument("--list", action="store_true", help="print the commands and their minutes on a quiet machine")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start nothing foretold to end later")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="measure on a CPU at the smallest sizes, to try commands"
+    )
+    parser.add_argument("--list", action="store_true", help="print the commands and their seconds on a quiet machine")
+    for name, told in INPUTS.items():
+        parser.add_argument(f"--{name}", help=told)
     asked = parser.parse_args(words)
     if asked.list or asked.out is None:
-        for name, (seconds, command) in COMMANDS.items():
-            print(f"{name:18}{(seconds + STARTING) / 60:5.1f} min  saf bench {command}")
+        for name, entry in ENTRIES.items():
+            print(f"{name:22}{entry.seconds + STARTING:5} s  {entry.command}")
         return 0 if asked.list else parser.error("--out says where records go")
     asked.out.mkdir(parents=True, exist_ok=True)
+    inputs = {name: given for name in INPUTS if (given := getattr(asked, name))}
     began = time.perf_counter()
-    left = {}
-    for name in asked.names or COMMANDS:
-        seconds, command = COMMANDS[name]
-        if (asked.out / f"{name}.json").exists():
-            continue
-        if time.perf_counter() - began + seconds + STARTING > 60 * asked.minutes:
-            left[name] = f"not begun: {(seconds + STARTING) / 60:.1f} minutes"
-            continue
-        print(f"== {time.perf_counter() - began:.0f} s: {name}", flush=True)
-        line = [*command.split(), "--seconds", str(seconds)] if "errors" not in command else command.split()
-        line += ["--statistics", str(asked.statistics)] if name == "calibration-124m" and asked.statistics else []
-        code = subprocess.run(
-            [sys.executable, "-m", "saf", "bench", *line, "--out", str(asked.out / f"{name}.json")], check=False
-        ).returncode
-        if code:
-            left[name] = f"ended with exit code {code}"
-    for name, why in left.items():
-        print(f"{name}: {why}")
-    return 1 if left else 0
+    found = {name: settle(asked.out / f"{name}.json") for name in asked.names or ENTRIES}
+    told = {}
+    # What is missing first; then what was cut short or refused.
+    for name in sorted(found, key=lambda each: found[each].lacks != "missing"):
+        if found[name].lacks:
+            told[name] = measured(name, found[name], asked, inputs, began)
+    for name, why in told.items():
+        print(f"{name}: {why or 'measured'}")
+    return 1 if any(told.values()) else 0
+
+
+def measured(name: str, before: Standing, asked: argparse.Namespace, inputs: dict[str, str], began: float) -> str:
+    """Measure one record where its inputs and the minutes allow it; return what it lacks then, "" for nothing."""
+    entry, path = ENTRIES[name], asked.out / f"{name}.json"
+    if lacking := [f"--{each}" for each in INPUTS if f"{{{each}}}" in entry.command and each not in inputs]:
+        return f"not begun: it needs {' and '.join(lacking)}"
+    needed = entry.seconds if before.lacks == "missing" else max(float(entry.seconds), before.took) * MORE
+    left = 60 * asked.minutes - (time.perf_counter() - began) - STARTING
+    if needed > left:
+        return f"not begun: {needed + STARTING:.0f} s are foretold" + f", {before.lacks}" * (before.lacks != "missing")
+    print(f"== {time.perf_counter() - began:.0f} s: {name}, {needed:.0f} s foretold", flush=True)
+    if path.exists():
+        os.replace(path, path.with_suffix(".earlier"))
+    seconds = PATIENCE if asked.rehearse else min(MORE * needed, left)
+    line = line_of(entry, inputs=inputs, seconds=seconds, out=path, rehearse=asked.rehearse)
+    found = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    code = subprocess.run(line, check=False, env={**os.environ, "PYTHONPATH": found}).returncode
+    after = settle(path)
+    for each in after.omits:
+        print(f"{name} left out {each}", flush=True)
+    ended = f" (its command ended with exit code {code})" if code else ""
+    return f"{after.lacks or ended.strip(' ()')}{ended if after.lacks else ''}"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from saf.bench.harness.kind import Benchmark, Kind, SpeedKind
 from saf.bench.harness.measured import Group
 from saf.bench.harness.recorder import Say, say_on_stderr
 from saf.bench.harness.settings import BenchSettings
+from saf.bench.model.compiling import CompileKind
 from saf.bench.model.decode import DecodeKind
 from saf.bench.model.finetune import FinetuneKind
 from saf.bench.model.measuring import ModelKind
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
 KINDS: dict[str, Kind] = {
     UpdateKind.name: BENCHMARKS[UpdateKind.name],
     NanoGPTKind.name: NanoGPTKind(),
+    CompileKind.name: CompileKind(),
     **BENCHMARKS,
 }
 """Those that there are records of, in the order of documents."""

@@ -3,6 +3,7 @@
 import pytest
 
 from saf.bench.kinds import BENCHMARKS, KINDS, MODEL_KINDS, SPEED_KINDS, compares_arms, groups_of
+from saf.bench.model.compiling import CompileKind
 from saf.bench.model.nanogpt import NanoGPTKind
 
 
@@ -12,7 +13,7 @@ def test_settings_name_their_kind(name):
 
 
 def test_every_kind_is_known_by_its_name_and_has_a_title_of_its_own():
-    assert set(KINDS) == {*BENCHMARKS, NanoGPTKind.name}
+    assert set(KINDS) == {*BENCHMARKS, NanoGPTKind.name, CompileKind.name}
     assert len({kind.title for kind in KINDS.values()}) == len(KINDS)
     assert set(MODEL_KINDS) < set(SPEED_KINDS) < set(BENCHMARKS)
 

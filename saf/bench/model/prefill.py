@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from saf.adapters import adapter_for
 from saf.bench.harness.arms import FREE, PRUNED, Arm
 from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.measured import Group, Record
@@ -87,8 +86,7 @@ class PrefillSubject:
     def _call(self) -> Call:
         """Return what runs the model once, a program of its own where it is compiled."""
         last = LastToken(self._model)
-        one_graph = adapter_for(self._model).one_graph
-        forward = last.compiled(fullgraph=one_graph) if self._execution.compile else last
+        forward = last.compiled() if self._execution.compile else last
 
         def call() -> Tensor:
             with torch.no_grad(), self._execution.autocast():
