@@ -13,7 +13,9 @@ from saf.experiments.speeds import OWN_CLOCK
 from saf.records.paper import Source
 
 # In the order in which a budget is best spent: the ends first.
-CONTEXTS = {4_096: ("4K", (0.1, 0.25, 0.5)), 16_384: ("16K", (0.25, 0.5)), 8_192: ("8K", (0.25, 0.5))}
+CONTEXTS = {4_096: ("4K", (0.25, 0.5, 0.1)), 16_384: ("16K", (0.25, 0.5)), 8_192: ("8K", (0.25, 0.5))}
+ASKED = (0.25, 0.5)
+"""The rates that the question is of; others come last."""
 # At the paper's scale, as its controls: every one of the lowest heads must fit, none is substituted.
 STRICT = {"freeze.strict": True}
 RANDOM = {"freeze.score": "random", "freeze.match": "variance"}
@@ -82,28 +84,35 @@ def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
     def beside(rate: float) -> dict[str, str]:
         return {"against": frozen(rate)}
 
-    made = [three(frozen(rate), {"freeze.rate": rate}, raw=rate > 0.1, smoke=rate == 0.25) for rate in rates]
+    frozen_arms, pruned_arms = {}, {}
     for rate in rates:
+        kept = {"raw": rate in ASKED, "smoke": rate == 0.25}
+        frozen_arms[rate] = three(frozen(rate), {"freeze.rate": rate}, **kept)
         others = {"heads": frozen(rate), **beside(rate)}
-        title, settings = named("pruning + variance", rate), {"freeze.operation": "prune"}
-        made.append(three(title, settings, raw=rate > 0.1, smoke=rate == 0.25, **others))
-    for rate in (0.25, 0.5) if smallest else ():
-        settings = {"freeze.rate": rate, **RANDOM}
-        made.append(three(named("mean + random", rate), settings, raw=False, smoke=False, **beside(rate)))
+        pruned_arms[rate] = three(named("pruning + variance", rate), {"freeze.operation": "prune"}, **kept, **others)
+    random = [
+        three(named("mean + random", rate), {"freeze.rate": rate, **RANDOM}, raw=False, smoke=False, **beside(rate))
+        for rate in (ASKED if smallest else ())
+    ]
+    asked = {"frozen": [frozen_arms[rate] for rate in ASKED], "pruned": [pruned_arms[rate] for rate in ASKED]}
+    further = [*random, *(arms[rate] for rate in rates if rate not in ASKED for arms in (frozen_arms, pruned_arms))]
     # What is read first is trained first: a budget may end before the others.
     return (
         Arm(name=reference, context=context, reference=None, smoke=smallest),
         arm(ordinary, {}, compared=None),
+        *(of["scaled"] for kind in asked.values() for of in kind),
+        *(of["tokens"] for of in asked["frozen"]),
+        arm(more, MORE, compared=reference, beside={"exchange": more}),
+        *(of["tokens"] for of in asked["pruned"]),
         # Two of a kind: what lies between them lies between any two arms.
         arm(f"{name} ordinary, other order", {}, reseed=ANOTHER),
-        arm(more, MORE, compared=reference, beside={"exchange": more}),
-        *(of["scaled"] for of in made),
-        *(of["tokens"] for of in made),
+        *(of["scaled"] for of in further),
+        *(of["tokens"] for of in further),
         Arm(
             **{"name": f"{ordinary}, raw clock", "context": context, "parent": reference, "match": reference},
             **{"settings": OWN_CLOCK, "reference": None, "smoke": False},
         ),
-        *(of["raw"] for of in made if "raw" in of),
+        *(of["raw"] for kind in asked.values() for of in kind),
     )
 
 

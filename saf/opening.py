@@ -57,8 +57,9 @@ def find_model(path: Path | str, *, optimizer: bool = False) -> ModelFolder:
     path = Path(path)
     if kind_of(path) is Kind.HEADS:
         raise InputError(
-            f"{path} holds the frozen heads of a model of another library; the commands run this project's GPT, "
-            "saf.load(model, folder) takes the others"
+            f"{path} holds the frozen heads of a model of another library (saf.json), of which no config.json there "
+            "tells: saf.load(model, folder) freezes that model by them; where the folder's own model has none, move "
+            "saf.json and saf.safetensors out of it"
         )
     if kind_of(path) is Kind.TRANSFORMERS:
         raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     called = invocation.set(tuple(arguments))
     try:
-        return _run_telling(name, rest)
+        return _run(name, rest)
     except SafError as error:
         if not error.heard:
             print(f"saf {name}: {error}", file=sys.stderr)
@@ -77,18 +77,13 @@ def usage() -> str:
     return "\n".join([head, "commands:", *lines, "", "`saf COMMAND --help` lists a command's settings."])
 
 
-def _run_telling(name: str, rest: list[str]) -> int:
-    with warnings.catch_warnings():
-        warnings.showwarning = _teller(name, warnings.showwarning)
-        return _run(name, rest)
-
-
-def _teller(name: str, otherwise: Callable[..., None]) -> Callable[..., None]:
-    """Return what shows a warning of the project's own as a plain line, and `otherwise` any other."""
+def _teller(name: str, command: Any, otherwise: Callable[..., None]) -> Callable[..., None]:
+    """Return what shows a warning of the project as a plain line, settings as flags, and `otherwise` any other."""
+    from saf.cli.command import in_flags
 
     def tell(message: Warning | str, category: type[Warning], *rest: Any) -> None:
         if issubclass(category, SafWarning):
-            print(f"saf {name}: {message}", file=sys.stderr)
+            print(f"saf {name}: {in_flags(str(message), command)}", file=sys.stderr)
         else:
             otherwise(message, category, *rest)
 
@@ -111,14 +106,16 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def _call(command: Any, rest: list[str], prog: str) -> int:
-    """Parse the words into the command's settings and run it; an error names flags instead of fields."""
+    """Parse the words into the command's settings and run it; errors and warnings name flags instead of fields."""
     from saf.cli.command import in_flags
 
-    try:
-        command.from_words(rest, prog=prog).run()
-    except SafError as error:
-        error.args = (in_flags(str(error), command),)
-        raise
+    with warnings.catch_warnings():
+        warnings.showwarning = _teller(prog.split()[1], command, warnings.showwarning)
+        try:
+            command.from_words(rest, prog=prog).run()
+        except SafError as error:
+            error.args = (in_flags(str(error), command),)
+            raise
     return 0
 
 

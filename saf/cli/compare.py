@@ -53,7 +53,7 @@ class Compare(Command):
         if kind_of(self.ordinary) is Kind.EVALUATION and kind_of(self.frozen) is Kind.EVALUATION:
             return self._evaluations()
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
-        if all(map(has_answers, runs)):
+        if any(map(has_answers, runs)):
             return self._compare_answers(ordinary, frozen)
         record = compare_runs(
             ordinary,

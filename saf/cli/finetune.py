@@ -23,10 +23,11 @@ from saf.train.run_config import recorded_config
 class Finetune(Training):
     """Finetune a checkpoint on a task, in a folder of its own, and measure its accuracy.
 
-    --task is sst2, boolq or quality with --data and --test, or a JSONL of training examples with --test. The ordinary
-    model chooses the number of epochs, from 1 to 5, on a share of the training file; other arms are finetuned
-    --like it. --task mqar is associative recall, which needs no files and has --updates.
-    Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
+    Tasks are sst2, boolq and quality with --data and --test, a user's own FILE.jsonl of training examples with --test,
+    and mqar, associative recall, which needs no files and has --updates. The ordinary model chooses the number of
+    epochs, from 1 to 5, on a share of the training file; other arms are finetuned --like it. Settings left out take
+    the paper's value for the task, else the parent's: the help shows which beside --parent, --task and --out. Exit
+    code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
     epochs: Annotated[int | None, at_least(1)] = None
@@ -160,6 +161,10 @@ class _Start:
         checkpoint = open_checkpoint(self.parent if found is None else found)
         if self.like is not None:
             base = settings_like(self.like, parent=checkpoint, out=self.out)
+            if self.task not in (None, base["task"]):
+                raise InputError(
+                    f"{self.like} was finetuned on {base['task']}; leave --task {self.task} out beside --like"
+                )
         elif self.task is None:
             raise InputError("finetuning needs a task; name --task sst2, boolq, quality, mqar, or a FILE.jsonl")
         else:

@@ -203,7 +203,7 @@ def plan(
     chosen = {name: recipe.chosen(arms, smoke=scale.base == "smoke") for name, recipe in recipes.items()}
     if scale.speeds is not None and not any(arm.match for its in chosen.values() for arm in its):
         raise InputError("speeds have no effect where no arm is at matched time; leave them out")
-    uncompiled = {name for name, its in chosen.items() if _uncompiled(made, name, its)}
+    uncompiled = {name for name, recipe in recipes.items() if _uncompiled(made, name, recipe.arms)}
     for seed in made.seeds:
         for name, its in chosen.items():
             for arm in its if seed in made.seeds_of(name) else ():
@@ -223,24 +223,25 @@ def plan(
 def _uncompiled(plan: Plan, name: str, arms: Iterable[Arm]) -> bool:
     """Return whether the runs of a recipe are not compiled, and tell of it in the plan's notes.
 
-    An arm whose events would compile longer than compiled updates save runs uncompiled, and so do the arms that it is
-    compared with, which are those of its recipe. The scale's own rates decide, so that keys are the same everywhere.
+    Where some of its arms have several events, all of them run alike, so that they can be compared: uncompiled if their
+    events would compile longer than compiled updates save. The scale's own rates and all arms decide, whichever were
+    asked for, so that keys are the same everywhere.
     """
     # Of the vocabulary that is meant: a rule that saw the data's would give other keys.
     trial, rates = Plan(scale=replace(plan.scale, speeds=None), data="", seeds=(0,)), plan.scale.rates
     for arm in arms:
         trial.add(name, arm, 0, compiled=True)
-        run = trial.runs[trial.arms[name, arm.name, 0]]
-        if run.work is not None:
-            continue
-        events, flops = events_of(run.settings), run.updates_to_do * run.flops_per_update
-        if "compile" not in run.settings and rates.better_uncompiled(flops, events=events):
-            plan.notes.append(
-                f"{name} runs uncompiled: {arm.name} has up to {events} events, which would compile for "
-                f"{events * rates.compilation:.0f} s; compiled updates save {rates.saved(flops):.0f} s."
-            )
-            return True
-    return False
+    runs = [run for run in trial.runs.values() if run.work is None and "compile" not in run.settings]
+    events = [events_of(run.settings) for run in runs]
+    saved = rates.saved(sum(run.updates_to_do * run.flops_per_update for run in runs))
+    compiling = sum(events) * rates.compilation
+    if max(events, default=0) <= 1 or compiling <= saved:
+        return False
+    plan.notes.append(
+        f"{name} runs uncompiled: up to {sum(events)} events of its arms would compile for {compiling:.0f} s; compiled "
+        f"updates save {saved:.0f} s."
+    )
+    return True
 
 
 def _branch_update(name: str, arm: Arm, scale: Scale, updates: int) -> int:

@@ -30,12 +30,8 @@ class Rates:
             return self.start + max(updates * self.uncompiled, micro_batches * self.launching)
         return self.start + updates + (1 + events) * self.compilation
 
-    def better_uncompiled(self, flops: float, *, events: int) -> bool:
-        """Return the rule: several events, and compiling after them takes longer than compiled updates save."""
-        return events > 1 and events * self.compilation > self.saved(flops)
-
     def saved(self, flops: float) -> float:
-        """Return the seconds that compiled updates save in a run of so many FLOPs."""
+        """Return the seconds that compiled updates of so many FLOPs save."""
         return flops / self.flops * (self.uncompiled - 1)
 
     def described(self) -> str:

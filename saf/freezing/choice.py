@@ -1,6 +1,7 @@
 """Which heads an event freezes or prunes: what its scores need, whom they propose, and whose fit is accepted."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,8 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
     """Raise InputError unless the heads asked for are there.
 
     That is for heads that do not exist or are frozen, a count above the live ones, a rate of less than one head, none
-    that is live, and pruning that would leave no head in the whole model.
+    that is live, fewer heads than the smallest KV group where whole ones are asked for, and pruning that would leave no
+    head in the whole model.
     """
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
     for heads in (config.exclude, config.only, config.match_heads):
@@ -55,11 +57,22 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
     asked, there = config.requested(total), sum(layout.num_slots for layout in layouts)
     if not asked and config.rate and config.count is None and config.heads is None and config.match_heads is None:
         raise InputError(f"a rate of {config.rate:g} of {total} heads is less than one: raise it, or give count")
+    if config.whole_groups and 0 < asked < (smallest := _smallest_group(layouts)):
+        raise InputError(
+            f"whole_groups freezes at least {smallest} heads, a KV group's live ones, and {asked} are asked for: raise "
+            "rate or count, or leave whole_groups out"
+        )
     if config.operation == "prune" and min(asked, left) == there:
         raise InputError(
             f"pruning {asked} of {total} heads would leave the model none, and no token would read another: ask for "
             f"less than all {there} that are left"
         )
+
+
+def _smallest_group(layouts: Sequence[HeadLayout]) -> int:
+    """Return how many live heads the KV group has that has fewest, of groups with any."""
+    size = layouts[0].num_heads // layouts[0].num_kv_heads
+    return min(count for layout in layouts for count in Counter(head // size for head in layout.live).values())
 
 
 def check_ranks(name: str | Score, values: Tensor, *, num_sequences: int) -> None:
@@ -142,7 +155,9 @@ def accept(
     made: dict[Head, Judged] = {}
     rejected: dict[Head, Judged] = {}
     proposed = choose.propose()
-    if strict and not choose.attained(available := sum(map(len, proposed))):
+    available = sum(map(len, proposed))
+    # Named heads are exactly those; a budget may end inside a KV group.
+    if strict and (available < choose.total if config.heads is not None else not choose.attained(available)):
         raise SelectionError(f"the event asks for {choose.total} heads; {available} can be {config.kind}")
     while proposed:
         made |= make(HeadSet(head for unit in proposed for head in unit))

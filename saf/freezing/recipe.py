@@ -124,7 +124,8 @@ def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, l
     """Return the batches as a list; raise a SafError for what cannot be measured or frozen, before anything is."""
     kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
     length = read_sequences(kept).length
-    _warn_if_shorter(length, longest)
+    if config.operation != "prune":  # pruned heads have no pattern that ends anywhere
+        _warn_if_shorter(length, longest)
     sites = adapter_for(model).sites()
     check_heads(config, [site.layout for site in sites])
     config.check_length(length)

@@ -46,8 +46,9 @@ def kind_of(path: Path | str) -> Kind | None:
     if path.is_file():
         return Kind.RESULT if path.suffix == ".json" else None
     finish_files_(path)
-    if _of_transformers(path):
-        return Kind.TRANSFORMERS
+    theirs = _of_transformers(path)
+    if theirs is not None:
+        return theirs
     saved = Kind.MODEL if (path / "model.safetensors").is_file() else Kind.HEADS
     # What saf.save wrote has sums in its saf.json, and stays what it is beside anything else, such as a trainer's
     # checkpoints; a checkpoint has a saf.json without sums. Files of saf.save from before there were sums come last.
@@ -75,14 +76,18 @@ def means_transformers(path: Path | str) -> bool:
     return named or kind_of(path) is Kind.TRANSFORMERS
 
 
-def _of_transformers(folder: Path) -> bool:
-    """Return whether a folder's config.json is one of transformers, and not of a model whose heads lie beside alone."""
+def _of_transformers(folder: Path) -> Kind | None:
+    """Return what a folder is whose config.json is one of transformers: the model, or heads beside it; None for others.
+
+    Heads that config.json does not tell of are none of the model's: of a model saved there before, or of `saf.save`.
+    """
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):  # also of too many brackets
-        return False
-    known = isinstance(config, dict) and "model_type" in config
-    return known and ("saf" in config or not (folder / "saf.json").is_file())
+        return None
+    if not isinstance(config, dict) or "model_type" not in config:
+        return None
+    return Kind.TRANSFORMERS if "saf" in config or not (folder / "saf.json").is_file() else Kind.HEADS
 
 
 def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -> Kind:

@@ -68,10 +68,13 @@ class ValidationBudget:
                 f"a {self.name} schedule needs updates after its first check; got {self}, which comes after update "
                 f"{first} of {updates}"
             )
-        exact = [value * updates if isinstance(value, float) else float(value) for value in (self.begin, self.every)]
+        begin, every = (
+            value * updates if isinstance(value, float) else float(value) for value in (self.begin, self.every)
+        )
+        every = max(every, 1.0)  # there is no check between two updates
         moments, number = {first}, 1
         # Heads frozen after the last update would not be trained with.
-        while (moment := round(exact[0] + number * exact[1])) < updates:
+        while (moment := round(begin + number * every)) < updates:
             moments.add(moment)
             number += 1
         return tuple(sorted(moments))

@@ -4,11 +4,9 @@ An example is text, a question (or nothing), choices, and the answer, which is o
 question and is asked how likely each choice is to follow.
 """
 
-import csv
 import gzip
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,13 @@ EMPTY = "empty"
 DUPLICATE = "duplicate id"
 STRANGE = "answer not among the choices"
 FEW = "fewer than two different choices"
+NOT_UNICODE = "not Unicode"
+"""It has half of a surrogate pair, which no tokenizer takes."""
 LONG = "too long"
+ALIKE = "choices of the same tokens"
+"""Its choices differ as text, and not as what this tokenizer makes of them."""
+_SHOWN = 160
+"""Characters of a record that an error shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,22 @@ class Example:
             return EMPTY
         if len(set(self.choices)) < max(2, len(self.choices)):
             return FEW
+        if not is_unicode("".join((self.id, self.text, self.question, *self.choices))):
+            return NOT_UNICODE
         return None if 0 <= self.answer < len(self.choices) else STRANGE
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8: JSON's escapes can also spell half of a surrogate pair.
+
+    >>> is_unicode("film"), is_unicode(chr(0xD800))
+    (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass
@@ -95,12 +114,13 @@ def read_examples(path: Path | str, form: str) -> Found:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, gzipped when its name says so."""
+    """Yield the lines of a text file, gzipped when its name says so; a byte order mark is no part of the first."""
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file; expected one of examples")
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {found}; expected a file of examples")
     opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8", newline="") as stream:
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as stream:
             yield from stream
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
@@ -114,41 +134,53 @@ def records_of(path: Path, *fields: str) -> Iterator[tuple[int, dict[str, Any]]]
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:  # also of too many brackets
-            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+            raise DataError(
+                f"{path}, line {number}: not JSON ({error}); expected one JSON object a line, got {shown(line.strip())}"
+            ) from error
         missing = [name for name in fields if not isinstance(record, dict) or name not in record]
         if missing:
             raise DataError(f"{path}, line {number}: expected an object with {', '.join(fields)}; lacks {missing}")
         yield number, record
 
 
+def shown(value: Any) -> str:
+    """Return what an error shows of a line or record, which may hold a whole article."""
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def _read_own(path: Path) -> Iterator[Example]:
-    """Yield examples `{"text", "choices", "answer"}`; "id" and "question" may be there.
+    """Yield examples `{"text", "choices", "answer"}`; "id" and "question" may be there, and null as if they were not.
 
     The answer is one of the choices, or its number from 0.
     """
     for number, record in records_of(path, "text", "choices", "answer"):
-        text, choices, question = record["text"], record["choices"], record.get("question", "")
+        text, choices = record["text"], record["choices"]
+        question = "" if record.get("question") is None else record["question"]
         fits = isinstance(text, str) and isinstance(question, str) and isinstance(choices, list)
         if not fits or not all(isinstance(choice, str) for choice in choices):
             raise DataError(
-                f'{path}, line {number}: "text" (and "question") must be text, "choices" a list of texts; got {record}'
+                f'{path}, line {number}: "text" (and "question") must be text, "choices" a list of texts; got '
+                f"{shown(record)}"
             )
         answer = record["answer"]
         if isinstance(answer, str):
             answer = choices.index(answer) if answer in choices else -1
         elif isinstance(answer, bool) or not isinstance(answer, int):
             answer = -1
-        name = str(record.get("id", f"line {number}"))
+        name = f"line {number}" if record.get("id") is None else str(record["id"])
         yield Example(id=name, text=text, question=question, choices=tuple(choices), answer=answer)
 
 
 def sst2_rows(path: Path) -> Iterator[tuple[int, str, str]]:
     """Yield line number, sentence and label of SST-2's tab-separated file as they are, a header line first."""
-    rows = csv.reader(lines_of(path), delimiter="\t", quoting=csv.QUOTE_NONE)
-    if (head := next(rows, None)) != ["sentence", "label"]:
-        raise DataError(f"{path}: expected the header line sentence<TAB>label of SST-2; got {head}")
-    for number, row in enumerate(rows, 2):
-        if len(row) != 2:
+    lines = (line.rstrip("\r\n") for line in lines_of(path))
+    if (head := next(lines, "")) != "sentence\tlabel":
+        raise DataError(f"{path}: expected the header line sentence<TAB>label of SST-2; got {shown(head) or 'nothing'}")
+    for number, line in enumerate(lines, 2):
+        if not line:
+            continue
+        if len(row := line.split("\t")) != 2:
             raise DataError(f"{path}, line {number}: expected a sentence and a label; got {len(row)} columns")
         yield number, row[0], row[1].strip()
 
@@ -168,11 +200,13 @@ def _read_sst2(path: Path) -> Iterator[Example]:
 def _read_boolq(path: Path) -> Iterator[Example]:
     """Yield BoolQ's questions in SuperGLUE's layout, the passage as text."""
     for number, record in records_of(path, "question", "passage", "label"):
-        label = record["label"]
+        passage, question, label = record["passage"], record["question"], record["label"]
+        if not isinstance(passage, str) or not isinstance(question, str):
+            raise DataError(f'{path}, line {number}: "passage" and "question" must be text; got {shown(record)}')
         yield Example(
             id=str(record.get("idx", f"line {number}")),
-            text=str(record["passage"]).strip(),
-            question=f"\nQuestion: {str(record['question']).strip()}?\nAnswer:",
+            text=passage.strip(),
+            question=f"\nQuestion: {question.strip()}?\nAnswer:",
             choices=(" no", " yes"),
             answer=int(label) if isinstance(label, bool) else -1,
         )
@@ -194,7 +228,7 @@ def _read_quality(path: Path) -> Iterator[Example]:
             if not _are_options(options) or type(label) is not int or not isinstance(asked["question"], str):
                 raise DataError(
                     f'{path}, {where}: "question" must be text, "options" a list of at most {len(LETTERS)} texts, '
-                    f'"gold_label" the number of one, from 1; got {asked}'
+                    f'"gold_label" the number of one, from 1; got {shown(asked)}'
                 )
             letters = LETTERS[: len(options)]
             listed = "".join(f"\n{letter}. {option.strip()}" for letter, option in zip(letters, options, strict=True))
@@ -248,17 +282,22 @@ class Encoded(NamedTuple):
 def encode_examples(found: Found, tokenizer: Tokenizer, *, limit: int, shorten: bool) -> Found:
     """Return the examples as `Encoded`, none longer than `limit` inputs of the model; begun by end-of-text.
 
-    An example that is longer loses tokens at the end of its text with `shorten`, never of its question or a choice;
-    without `shorten`, or where no text would be left, it is left out.
+    Prompt and choices are made tokens apart, so that a prompt is the same whatever follows. An example that is longer
+    loses tokens at the end of its text with `shorten`, never of its question or a choice; without `shorten`, or where
+    no text would be left, it is left out, and so is one whose choices this tokenizer cannot tell apart.
     """
     result = Found(left_out={reason: list(names) for reason, names in found.left_out.items()})
     examples: Sequence[Example] = found.examples
     texts = tokenizer.encode_batch([example.text for example in examples])
     wholes = tokenizer.encode_batch([example.text + example.question for example in examples])
     questions = tokenizer.encode_batch([example.question for example in examples])
-    spelled = {choice: tuple(tokenizer.encode(choice)) for example in examples for choice in example.choices}
+    different = list({choice: None for example in examples for choice in example.choices})
+    spelled = dict(zip(different, map(tuple, tokenizer.encode_batch(different)), strict=True))
     for example, text, whole, question in zip(examples, texts, wholes, questions, strict=True):
         choices = tuple(spelled[choice] for choice in example.choices)
+        if len(set(choices)) < len(choices) or not all(choices):
+            result.leave_out(ALIKE, example.id)
+            continue
         room = limit - 1 - (max(map(len, choices)) - 1)  # end-of-text first; the last token of a choice is no input
         prompt, shortened = whole, False
         if len(whole) > room:
@@ -281,9 +320,11 @@ def stratified(labels: Sequence[Any], share: float, *, seed: int) -> list[int]:
     >>> len(chosen), sum(place < 20 for place in chosen)
     (3, 2)
     """
-    counts = Counter(labels)
-    names = sorted(counts, key=str)
-    exact = {name: counts[name] * share for name in names}
+    own: dict[Any, list[int]] = {}
+    for place, label in enumerate(labels):
+        own.setdefault(label, []).append(place)
+    names = sorted(own, key=str)
+    exact = {name: len(own[name]) * share for name in names}
     take = {name: int(exact[name]) for name in names}
     missing = round(len(labels) * share) - sum(take.values())
     for name in sorted(names, key=lambda name: take[name] - exact[name])[: max(missing, 0)]:
@@ -291,8 +332,7 @@ def stratified(labels: Sequence[Any], share: float, *, seed: int) -> list[int]:
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, 0x5A17], dtype=np.uint64)))
     places: list[int] = []
     for name in names:
-        own = [place for place, label in enumerate(labels) if label == name]
-        places += [own[int(place)] for place in draw.permutation(len(own))[: take[name]]]
+        places += [own[name][int(place)] for place in draw.permutation(len(own[name]))[: take[name]]]
     return sorted(places)
 
 

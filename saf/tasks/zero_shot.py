@@ -51,7 +51,12 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
     for file in task.files:
         for path in (folder / name / file, folder / name / f"{file}.gz"):
             if path.is_file():
-                if rows := list(islice(task.read(path), limit)):
+                try:
+                    rows = list(islice(task.read(path), limit))
+                except (KeyError, TypeError, AttributeError) as error:
+                    told = f"{type(error).__name__}: {error}"
+                    raise DataError(f"{path} is not laid out as the public file of {name} is ({told})") from error
+                if rows:
                     return Questions(rows=rows, path=path, sha256=_hash(path))
                 raise DataError(f"{path} holds no question")
     raise DataError(

@@ -22,7 +22,7 @@ from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.ops.backends import choose_backend
 from saf.records.events import EventRecord
-from saf.schedules import Event, Freeze, Outcome, Proposer, Prune, Schedule, Undo
+from saf.schedules import Event, Freeze, OneTime, Outcome, Proposer, Prune, Schedule, Undo
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
@@ -218,6 +218,11 @@ def check_freeze(config: Settings, execution: Execution) -> None:
                 f"{' and '.join(wrong)} cannot be kept by a {schedule.name} schedule, which chooses heads anew at "
                 "every event; leave them out (only and exclude may be given), or choose another schedule"
             )
+    if freeze.whole_groups and schedule is not None and not isinstance(schedule, OneTime):
+        raise InputError(
+            f"whole_groups is kept by a one_time schedule alone; a {schedule.name} schedule freezes so many heads at a "
+            "time, which end inside a KV group: leave whole_groups out, or choose one_time"
+        )
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
     if freeze.operation == Freeze.kind:
         choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)

@@ -4,20 +4,24 @@ Two kinds of task are finetuned on: questions with choices, files of examples th
 associative recall, whose examples are made and whose updates are given.
 """
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saf.errors import InputError, SafWarning
-from saf.machine.processes import done_once, joined
+from saf.errors import CheckpointError, InputError, SafWarning
+from saf.heads import EDITED
+from saf.machine.processes import done_once, is_first, joined
 from saf.records.files import read_json, write_json
+from saf.records.folders import remove_folder_
 from saf.records.result import result_header
 from saf.schedules import OneTime
 from saf.tasks import TASKS, FinetuneTask, MQARSettings, MQARTask
 from saf.tasks.mqar import RECALL
-from saf.train.checkpoint import Checkpoint, checkpoint_hash, latest
+from saf.train.checkpoint import Checkpoint, checkpoint_hash
 from saf.train.config import TrainConfig
 from saf.train.loop import pretrain
 from saf.train.run_config import (
@@ -158,11 +162,12 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
     """Finetune an ordinary model up to `most` epochs and return, and write, which number of them it chooses.
 
     The number is that of the largest accuracy on the development share, the smallest such number. Each epoch is a run
-    that goes on from the one before it, in the folder `epochs` of the run's own; `choice.json` there has all.
+    that goes on from the one before it, in the folder `epochs` of the run's own; `choice.json` there has all. The
+    checkpoint of an epoch is removed as soon as the next one has ended, and the last one once the choice is written.
 
     Raises:
-        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, or
-            other settings than those of the epochs to resume.
+        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, fewer
+            examples than an update takes, or other settings than those of the epochs to resume.
     """
     if config.freeze is not None:
         raise InputError("epochs are chosen by the ordinary model alone; finetune it first, then this arm --like it")
@@ -171,10 +176,15 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
     folder = Path(config.out) / CHOICE
     if (Path(config.out) / "config.json").exists():
         raise InputError(f"{config.out} holds a run already; resume it, or choose another folder")
-    parent, tried = config.parent, []
     assert config.finetuning is not None, "the task was opened"
+    tried, parent = [], str(config.parent)
+    if changed := _edited(Path(parent)):
+        raise InputError(
+            f"{parent} has {changed} heads; epochs are chosen by the ordinary model alone: finetune it first, then "
+            "this one --like it, or give epochs"
+        )
     judged = replace(config.finetuning, judge="development")
-    for epoch, updates in enumerate(epochs_in(config, *range(1, most + 1)), 1):
+    for epoch, updates in enumerate(_updates_apart(config, most), 1):
         out = folder / f"epoch-{epoch}"
         one = replace(
             config,
@@ -194,19 +204,52 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
             result = pretrain(one, resume=resume and (out / "config.json").exists())
         if "stopped_at" in result:
             return result
-        if result["arm"] != "ordinary":
-            raise InputError(
-                f"{config.parent} has {result['arm']} heads; epochs are chosen by the ordinary model alone: finetune "
-                "it first, then this one --like it, or give epochs"
-            )
         tried.append({"epochs": epoch, "accuracy": result["accuracy"], "loss": result["report_loss"]})
-        parent = str(latest(out / "checkpoints"))
+        share = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} development questions"
+        _tell(config, f"after epoch {epoch} of {most}: {share}")
+        if epoch > 1:
+            done_once(partial(_let_go_, Path(parent)))
+        parent = str(result["checkpoint"])
     best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
-    checkpoints = {"parent": checkpoint_hash(Path(str(config.parent)))}
-    head = result_header("epochs", config.to_dict(), checkpoints=checkpoints)
+    _tell(config, f"epochs chosen: {best['epochs']}; training begins anew, for as many")
+    head = result_header("epochs", config.to_dict(), checkpoints={"parent": checkpoint_hash(Path(str(config.parent)))})
     record = {**head, "epochs": best["epochs"], "tried": tried}
-    done_once(lambda: write_json(folder / "choice.json", record))
+
+    def write() -> None:
+        write_json(folder / "choice.json", record)
+        _let_go_(Path(parent))
+
+    done_once(write)
     return record
+
+
+def _updates_apart(config: TrainConfig, most: int) -> list[int]:
+    """Return the updates of one to `most` epochs; raise InputError where two numbers of epochs have the same."""
+    counts = epochs_in(config, *range(1, most + 1))
+    if len(set(counts)) < most:
+        raise InputError(
+            f"1 to {most} epochs of so few examples have {', '.join(map(str, counts))} updates, which cannot be told "
+            "apart; give epochs, more examples or a smaller batch_size"
+        )
+    return counts
+
+
+def _edited(checkpoint: Path) -> str | None:
+    """Return "frozen" or "pruned" for a checkpoint that has such heads; None for an ordinary one."""
+    layers = read_json(checkpoint / "saf.json", error=CheckpointError)["layers"]
+    return next((kind for kind in EDITED if any(layer.get(kind) for layer in layers)), None)
+
+
+def _let_go_(checkpoint: Path) -> None:
+    """Remove the checkpoint of an epoch, weights and moments, from which nothing goes on any more."""
+    if checkpoint.is_dir():
+        remove_folder_(checkpoint)
+
+
+def _tell(config: TrainConfig, words: str) -> None:
+    """Show people a line on standard error, unless the run is quiet."""
+    if is_first() and not config.quiet:
+        print(words, file=sys.stderr)
 
 
 def _finished(folder: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.adapters import adapter_for, rows_of
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError, SelectionError, UnsupportedError
 from saf.heads import HeadSet
 
 transformers = pytest.importorskip("transformers")
@@ -348,6 +348,18 @@ def test_whole_groups():
     groups = {(layer, head // 2) for layer, head in report.heads}
     assert len(groups) == 3
     assert model(tokens(2), use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "expected"),
+    [
+        ({"count": 1}, InputError, "freezes at least 2 heads, a KV group's live ones, and 1 are asked for"),
+        ({"heads": ((0, 0), (0, 1), (1, 2))}, SelectionError, "asks for 3 heads; 2 can be frozen"),
+    ],
+)
+def test_less_than_whole_groups_is_refused(settings, error, expected):
+    with pytest.raises(error, match=expected):
+        saf.freeze_(make("qwen3"), [tokens()], saf.FreezeConfig(max_fit_kl=9, whole_groups=True, **settings))
 
 
 def test_what_cannot_be_frozen_says_so_and_changes_nothing():

@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from saf.cli import COMMANDS, GROUPS, main, usage
-from saf.errors import InputError
+from saf.cli.pretrain import Pretrain
+from saf.errors import InputError, SafWarning
 from saf.records.files import write_json
 from saf.records.provenance import command
 
@@ -203,3 +206,15 @@ def test_doctor_says_what_is_missing(saf, saf_json, monkeypatch):
     assert saf_json("doctor")["optional"]["transformers"] is None
     assert json.dumps(saf_json("doctor")["compilers"]["torch.compile on cpu"]).startswith('"needs a C++ compiler')
     assert "for what is missing: pip install 'saf[hf]'" in saf("doctor")[1]
+
+
+def test_a_warning_names_flags_as_an_error_does(monkeypatch, capsys):
+    def warn():
+        warnings.warn("ask for fewer with calibration_sequences", SafWarning, stacklevel=2)
+
+    def from_words(cls, words, *, prog=None):
+        return SimpleNamespace(run=warn)
+
+    monkeypatch.setattr(Pretrain, "from_words", classmethod(from_words))
+    assert main(["pretrain"]) == 0
+    assert capsys.readouterr().err == "saf pretrain: ask for fewer with --calibration-sequences\n"

@@ -17,6 +17,7 @@ from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.evaluate.perplexity import read_evaluation
 from saf.records.paths import Kind, kind_of
 from saf.records.quantities import number
+from saf.surgery import uninstall_
 from tests.transformers_models import LENGTH, make
 
 FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu")
@@ -164,7 +165,7 @@ def test_another_tokenizer_is_refused_by_name(base, saf, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["freeze", "evaluate"])
-def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, saf, tmp_path, monkeypatch):
+def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, frozen, saf, tmp_path, monkeypatch):
     out = ("--out", tmp_path / "out")
 
     def told(path, *words):
@@ -179,6 +180,14 @@ def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, saf, tm
     shutil.copytree(base / "model", tmp_path / "weightless")
     (tmp_path / "weightless" / "model.safetensors").unlink()
     assert "no weights beside it; expected model.safetensors" in told(tmp_path / "weightless")
+    shutil.copytree(base / "model", tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert f"transformers cannot open {tmp_path / 'cut'}: " in told(tmp_path / "cut")
+    undone = AutoModelForCausalLM.from_pretrained(shutil.copytree(frozen, tmp_path / "undone"))
+    uninstall_(undone)
+    undone.save_pretrained(tmp_path / "undone")
+    assert "the folder's own model has none, move saf.json and saf.safetensors out" in told(tmp_path / "undone")
     config = make("llama-grouped").config
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
     wrong = told(tmp_path / "classes")

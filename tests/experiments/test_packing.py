@@ -103,14 +103,22 @@ def test_limits_that_leave_no_time_are_refused(family, limits, expected):
 
 
 def test_several_events_run_uncompiled_where_compiling_costs_more(recipe):
-    """Small: an arm's updates take some minutes, of which compiling saves a third; five events would compile longer."""
-    gradual = Arm(name="gradual", parent="ordinary", settings={"freeze.rate": 0.25, "schedule": "gradual"})
-    several = Recipe(title="x", source=recipe.source, arms=(*recipe.arms, gradual), columns=())
+    """Small: updates of four arms take some minutes, of which compiling saves a third; ten events compile longer."""
+    gradual = {"freeze.rate": 0.25, "schedule": "gradual"}
+
+    def with_groups(groups: int) -> Recipe:
+        arm = Arm(name="gradual", parent="ordinary", settings={**gradual, "schedule.gradual.groups": groups})
+        return Recipe(title="x", source=recipe.source, arms=(*recipe.arms, arm), columns=())
+
+    several = with_groups(10)
     made = plan({"several": several, "one": recipe}, SCALES["small"], data="", seeds=(1,))
+    assert not plan({"few": with_groups(2)}, SCALES["small"], data="", seeds=(1,)).notes
+    chosen = plan({"several": several}, SCALES["small"], data="", seeds=(1,), arms=("a",))
+    assert chosen.arms["several", "a", 1] == made.arms["several", "a", 1], "whichever arms are asked for"
     assert made.runs[made.arms["several", "gradual", 1]].settings["compile"] == "off"
     assert made.runs[made.arms["several", "ordinary", 1]].settings["compile"] == "off"
     assert "compile" not in made.runs[made.arms["one", "ordinary", 1]].settings
-    assert made.notes[0].startswith("several runs uncompiled: gradual has up to 5 events, which would compile for 95 s")
+    assert made.notes[0].startswith("several runs uncompiled: up to 12 events of its arms would compile for 228 s")
     long = plan({"several": several}, SCALES["paper"], data="", seeds=(1,))
     assert "compile" not in long.runs[long.arms["several", "ordinary", 1]].settings
     assert not long.notes

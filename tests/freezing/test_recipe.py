@@ -1,5 +1,6 @@
 """The whole recipe: the lowest heads with fits of their mean, none or all of them, and inputs that are too long."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,11 @@ def test_inputs_longer_than_the_patterns_are_refused():
     assert model(ids[:, :20]).shape[1] == 20
     with pytest.raises(InputError, match="input has 48 positions, the frozen heads' patterns cover 20"):
         model(ids)
+    pruned = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saf.freeze_(pruned, [ids[:, :20]], saf.FreezeConfig(rate=0.25, operation="prune"))
+    assert pruned(ids).shape[1] == 48
 
 
 @pytest.mark.parametrize("ids", [tokens(1), tokens(1).expand(4, -1)])

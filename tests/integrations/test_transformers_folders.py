@@ -117,6 +117,18 @@ def test_dtypes_other_models_of_the_family_and_generation(tmp_path):
     assert torch.equal(opened(tmp_path).generate(ids, **options), model.generate(ids, **options))
 
 
+def test_a_device_map_places_layers_and_is_refused_where_it_offloads_them(tmp_path):
+    pytest.importorskip("accelerate.utils.dataclasses")  # it is its work
+    model = make("llama")
+    freeze(model)
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(logits(opened(tmp_path / "whole", device_map="auto")), logits(model))
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    with pytest.raises(UnsupportedError, match=r"device_map offloads layer 1, .*opened whole"):
+        opened(tmp_path / "whole", device_map=places, offload_folder=str(tmp_path / "disk"))
+
+
 def test_without_the_import_transformers_refuses_by_shape(tmp_path):
     model = make("llama")
     freeze(model)

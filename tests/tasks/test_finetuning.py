@@ -5,9 +5,10 @@ import json
 import warnings
 
 import pytest
+import tokenizers
 import torch
 
-from saf.data.tokenizer import train_bpe
+from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning
 from saf.evaluate.answers import answer, loss_of, mcnemar, padded, summary
 from saf.models import GPT, GPTConfig
@@ -56,24 +57,60 @@ def test_examples_that_cannot_be_used_are_named_by_reason(tmp_path):
         own(4, answer=True),
         own(5, answer=1),
         {**own(6), "choices": ["yes", "yes"]},
+        {**own(7), "text": "half of a pair: \ud800"},
+        {**own(8), "id": None, "question": None},
+        {**own(9), "id": None},
     ]
     found = read_examples(lines(tmp_path / "x.jsonl", bad), "jsonl")
-    assert [(each.id, each.answer) for each in found.examples] == [("q0", 0), ("q5", 1)]
+    assert [(each.id, each.answer) for each in found.examples] == [("q0", 0), ("q5", 1), ("line 10", 0), ("line 11", 0)]
     assert found.left_out == {
         "empty": ["q1"],
         "answer not among the choices": ["q2", "q4"],
         "duplicate id": ["q0"],
         "fewer than two different choices": ["q3", "q6"],
+        "not Unicode": ["q7"],
     }
 
 
+def test_choices_that_a_tokenizer_cannot_tell_apart_are_left_out(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "film": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    same = {**own(0), "choices": ["gut", "schlecht"], "answer": 0}
+    none = {**own(1), "choices": ["film", "\u200b"], "answer": 0}
+    found = read_examples(lines(tmp_path / "x.jsonl", [same, none, {**own(2), "choices": ["film", "?"]}]), "jsonl")
+    backend.normalizer = tokenizers.normalizers.Replace("\u200b", "")
+    encoded = encode_examples(found, Tokenizer(backend.to_str().encode()), limit=20, shorten=False)
+    assert encoded.left_out == {"choices of the same tokens": ["q0", "q1"], "answer not among the choices": ["q2"]}
+
+
 @pytest.mark.parametrize(
-    ("line", "told"), [("{", "line 1: not JSON"), ("[]", "lacks"), ('{"text": "a"}', r"lacks \['choices', 'answer'\]")]
+    ("line", "told"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[]", "lacks"),
+        ('{"text": "a"}', r"lacks \['choices', 'answer'\]"),
+        ("text,answer" * 99, r"expected one JSON object a line, got text,answertext.*\.\.\.$"),
+        (json.dumps({"text": 0, "choices": [], "answer": "x" * 999}), r'"text" .* must be text.*x\.\.\.$'),
+    ],
 )
 def test_a_line_that_is_no_example_is_refused_with_its_number(tmp_path, line, told):
     (tmp_path / "x.jsonl").write_text(line + "\n")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=told) as refused:
         read_examples(tmp_path / "x.jsonl", "jsonl")
+    assert len(str(refused.value)) < 500
+
+
+def test_a_byte_order_mark_and_long_lines_are_read(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(own(0)).encode() + b"\r\n")
+    assert [each.id for each in read_examples(tmp_path / "x.jsonl", "jsonl").examples] == ["q0"]
+    (tmp_path / "x.tsv").write_text(f'sentence\tlabel\n{"long " * 40_000}\t1\n\n"bad\t0\n')
+    assert [each.id for each in read_examples(tmp_path / "x.tsv", "sst2").examples] == ["line 2", "line 4"]
+
+
+def test_a_passage_that_is_no_text_is_refused(tmp_path):
+    record = {"question": "is it", "passage": None, "label": True}
+    with pytest.raises(DataError, match='line 1: "passage" and "question" must be text'):
+        read_examples(lines(tmp_path / "x.jsonl", [record]), "boolq")
 
 
 ASKED = {"question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 3}

@@ -90,3 +90,9 @@ def test_a_file_that_is_missing_or_wrong_is_named(tmp_path):
 def test_the_shared_files_are_read(shared):
     counts = {name: len(read_questions(name, shared / "data" / "tasks").rows) for name in ZERO_SHOT}
     assert counts == {"hellaswag": 5021, "piqa": 919, "arc_easy": 1188, "sst2": 436, "boolq": 1635}
+
+
+def test_a_file_of_another_layout_is_refused_by_name(tmp_path):
+    write(tmp_path / "arc_easy", "ARC-Easy-Test.jsonl", json.dumps({"id": 1, "question": "Who?", "answerKey": "A"}))
+    with pytest.raises(DataError, match=r"ARC-Easy-Test.jsonl is not laid out as the public file of arc_easy is"):
+        read_questions("arc_easy", tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +81,7 @@ def test_a_users_own_task_in_three_commands(command, capsys, tmp_path):
     assert [one["epochs"] for one in choice["tried"]] == [1, 2, 3, 4, 5]
     assert choice["epochs"] == max(choice["tried"], key=lambda one: (one["accuracy"], -one["epochs"]))["epochs"]
     assert ordinary.finished_result()["updates"] == -(-choice["epochs"] * 54 // 16)
+    assert not list(ordinary.folder.glob("epochs/*/checkpoints/*")), "weights and moments of epochs are let go"
     frozen = command("like", "--like", str(ordinary.folder), parent="freeze", task=False)
     capsys.readouterr()
     assert main(["compare", str(ordinary.folder), str(frozen.folder)]) == 0
@@ -144,6 +146,15 @@ def test_epochs_are_chosen_by_the_ordinary_arm_alone(capsys, files, parents, tmp
         out = str(tmp_path / f"refused-{parent}")
         assert main([*words, "--parent", str(parents[parent]), "--out", out, *more]) == 2
         assert "epochs are chosen by the ordinary model alone" in capsys.readouterr().err
+        assert not Path(out).exists(), "nothing was trained before it was refused"
+
+
+def test_so_few_examples_that_epochs_cannot_be_told_apart_are_refused(capsys, files, parents, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((files / "train.jsonl").read_text().splitlines(keepends=True)[:9]))
+    start = ["finetune", "--task", str(few), "--test", str(files / "test.jsonl"), "--out", str(tmp_path / "run")]
+    assert main([*start, "--parent", str(parents["ordinary"]), "--quiet"]) == 2
+    assert "have 1, 1, 2, 2, 3 updates, which cannot be told apart" in capsys.readouterr().err
 
 
 def test_training_goes_on_exactly_inside_an_epoch_and_as_it_began(command, outcome, monkeypatch, capsys):
@@ -190,6 +201,14 @@ def test_epochs_that_were_tried_with_other_settings_are_not_taken_over(files, pa
     assert "--peak-lr: the run has 2e-05, got 0.001" in capsys.readouterr().err
     assert main([*words, "--lr-by", "elapsed", "--time-budget-seconds", "9", "--epochs", "1"]) == 2
     assert "time-budget-seconds must be None where epochs say" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        die_at(patch, finetuning, "_let_go_", 1)  # the second epoch has ended, and the first one is still there
+        with pytest.raises(Killed):
+            main([*words, "--resume"])
+    assert len(list(tmp_path.glob("run/epochs/*/checkpoints/*"))) == 2
+    assert main([*words, "--resume"]) == 0
+    assert len(read_json(tmp_path / "run" / "epochs" / "choice.json")["tried"]) == 5
+    assert not list(tmp_path.glob("run/epochs/*/checkpoints/*"))
 
 
 def test_runs_that_were_finetuned_differently_are_not_compared(command):
@@ -207,6 +226,16 @@ def test_words_that_do_not_say_what_to_finetune_on_are_refused(parents, tmp_path
     for words, told in (([], "needs a task"), (["--task", "sst2"], "needs files"), (["--task", "text"], "to finetune")):
         assert main([*start, *words]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_runs_of_different_tasks_are_told_from_one_another(command, parents, tmp_path, capsys):
+    ordinary = command("epochs-1", "--epochs", "1")
+    text = parents["freeze"].parents[1]
+    assert main(["compare", str(ordinary.folder), str(text)]) == 2
+    assert f"{text} was not judged by answers; compare it with runs of its own task" in capsys.readouterr().err
+    words = ["finetune", "--like", str(ordinary.folder), "--task", "sst2", "--out", str(tmp_path / "x")]
+    assert main([*words, "--parent", str(parents["freeze"])]) == 2
+    assert "was finetuned on jsonl; leave --task sst2 out beside --like" in capsys.readouterr().err
 
 
 def test_a_changing_rate_cannot_choose_epochs(files, parents, tmp_path):

@@ -168,6 +168,7 @@ def test_an_arm_goes_on_from_a_parent_at_the_updates_of_the_whole_schedule(setti
         ({"max_per_layer": 1}, TrainLoss(), "max_per_layer cannot be kept by a train_loss schedule"),
         ({"heads": ((0, 1),)}, ValidationBudget(), "heads cannot be kept by a validation_budget schedule"),
         ({"match": "random"}, ValidationBudget(), "match cannot be kept by a validation_budget schedule"),
+        ({"whole_groups": True}, Gradual(groups=2), "whole_groups is kept by a one_time schedule alone"),
     ],
 )
 def test_settings_that_cannot_work_are_told_before_training(settings, freeze, schedule, message):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
@@ -19,7 +20,7 @@ from saf.calibration import plan_calibration
 from saf.data import TokenData, calibration_windows
 from saf.data.text_data import TextData
 from saf.data.tokenizer import Tokenizer
-from saf.errors import CheckpointError, DataError, InputError
+from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.freezing.choice import scores_collect
 from saf.freezing.recipe import freeze_
@@ -102,7 +103,9 @@ class TransformersFolder:
         without: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
         try:
             opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **without)
-        except (OSError, ValueError) as error:
+        except SafError:
+            raise
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"transformers cannot open {self.name}: {_first(error)}") from error
         model, told = opened
         if missing := sorted(told["missing_keys"]):

@@ -103,8 +103,18 @@ def _shaped(cls: Any, state: dict[str, Any]) -> Any:
 
 
 def _tell_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Give a filled model its heads; raise CheckpointError where its weights tell of others."""
+    """Give a filled model its heads.
+
+    Raises CheckpointError where its weights tell of others, UnsupportedError where they are offloaded.
+    """
     sites: list[Any] = list(adapter_for(model).sites())
+    for site in sites:
+        if any(weight.is_meta for weight, _ in site.projections().values()):
+            raise UnsupportedError(
+                f"device_map offloads layer {site.attention.layer_idx}, whose weights are in memory during its passes "
+                "alone; a model with frozen heads is opened whole: give its attention layers devices, or a narrower "
+                "dtype that fits"
+            )
     told = [_taken(site.attention) for site in sites]
     adopt_(model, state, tensors)
     for site, found in zip(sites, told, strict=True):
