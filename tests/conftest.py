@@ -36,7 +36,8 @@ hypothesis.settings.load_profile("saf")
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    # Bits may depend on the number of threads, so it is the same on every machine; several tests run at a time.
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,15 +94,6 @@ def generator() -> torch.Generator:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small products lose much on a second thread while others use the cores, and bits may depend on the number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -66,6 +67,8 @@ EDITS = {"line 1 again": edited(0, 0, 1), "line 2 is gone": edited(0)}
 @pytest.mark.parametrize("found", FOUND, ids=" ".join)
 def test_what_a_trial_once_found_is_refused_or_told(world, cases, found):
     case = cases.get(found) or Case(world.subject(found[0]), Path(found[1]), Damage(found[2], EDITS[found[2]]))
+    if found[2] == "unreadable" and not all(folder.stat().st_mode & stat.S_IXOTH for folder in world.root.parents):
+        pytest.skip("the temporary folder lies in one that others than its owner cannot enter")
     assert world.try_(case) in ("refused", "told")
 
 

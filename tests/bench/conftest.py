@@ -8,8 +8,8 @@ from saf.bench.harness.timing import Budget
 
 
 @pytest.fixture(autouse=True)
-def one_thread(one_thread: None, monkeypatch) -> None:
-    """For every test here, and the processes that it starts."""
+def one_thread(monkeypatch) -> None:
+    """For the processes that tests start."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

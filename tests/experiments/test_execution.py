@@ -3,10 +3,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from saf.errors import InputError
+from saf.experiments import execution
 from saf.experiments.execution import Lanes, execute, in_a_process
 from saf.experiments.packing import RESERVE
 from saf.experiments.rates import Rates
@@ -207,8 +209,8 @@ def test_a_record_says_where_its_numbers_come_from(make_plan, store, trainer):
 
 
 def test_timed_runs_have_their_gpu_alone_and_others_share_it(recipe, make_plan, store):
-    """Four arms whose time matters and four others on two GPUs with three jobs each, from one parent."""
-    arms = [Arm(name=f"arm {number}", parent="ordinary", settings={"seed": number}) for number in range(8)]
+    """Four arms whose time matters and five others on two GPUs with three jobs each, from one parent."""
+    arms = [Arm(name=f"arm {number}", parent="ordinary", settings={"seed": number}) for number in range(9)]
     made = make_plan(
         made_up=Recipe(title="x", source=recipe.source, arms=(recipe.arms[0], *arms), columns=("perplexity",))
     )
@@ -216,7 +218,7 @@ def test_timed_runs_have_their_gpu_alone_and_others_share_it(recipe, make_plan, 
     watched = Watched(timed)
     lanes = Lanes(devices=("0", "1"), jobs=3, alone=frozenset(timed))
     outcome, _ = carry_out(made, store, watched, lanes=lanes)
-    assert len(outcome.ended) == 9
+    assert len(outcome.ended) == 10
     assert watched.devices == {"0", "1"}
     assert not watched.disturbed
     assert watched.most > 2, "the others shared"
@@ -225,55 +227,60 @@ def test_timed_runs_have_their_gpu_alone_and_others_share_it(recipe, make_plan, 
 
 
 class Watched(Trainer):
-    """Notes which runs are on a device together."""
+    """Notes which runs are on a device together; those that may share one stay until three have been there."""
 
     def __init__(self, timed):
         super().__init__()
-        self.timed, self.on, self.lock = timed, {}, threading.Lock()
+        self.timed, self.on, self.changed = timed, {}, threading.Condition()
         self.disturbed, self.devices, self.most = [], set(), 0
 
     def __call__(self, words, log, device, stop):
         key = words[words.index("--out") + 1].rsplit("/", 1)[1]
-        with self.lock:
+        with self.changed:
             beside = self.on.setdefault(device, set())
             self.disturbed += [key] if beside and (key in self.timed or beside & self.timed) else []
             beside.add(key)
             self.devices.add(device)
             self.most = max(self.most, len(beside))
+            self.changed.notify_all()
+            if "--parent" in words and key not in self.timed:
+                self.changed.wait_for(lambda: self.most > 2, timeout=60)
         time.sleep(0.02)
-        with self.lock:
+        with self.changed:
             self.on[device].remove(key)
             return super().__call__(words, log, device, stop)
 
 
-def test_the_limit_of_a_command_leaves_runs_for_the_next_one(make_plan, store, trainer):
-    made = make_plan(seeds=(1, 2))
+def test_the_limit_of_a_command_leaves_runs_for_the_next_one(make_plan, store, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(execution, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made, brief = make_plan(seeds=(1, 2)), Lasting(now, seconds=0.01)
     # The rates say that a run takes 20 s beside its updates; RESERVE is kept back.
     rates = Rates(flops=1e15, start=20.0, compilation=0.0, uncompiled=1.0, launching=0.0, source="made up")
-    outcome, _ = carry_out(made, store, trainer, rates=rates, seconds=RESERVE + 10)
+    outcome, _ = carry_out(made, store, brief, rates=rates, seconds=RESERVE + 10)
     assert len(outcome.ended) == 6, "what ended in milliseconds corrected the rates; the first began as longer than any"
     assert not outcome.left
 
     again = Store(store.folder.parent / "other").open(write=True)
-    outcome, _ = carry_out(make_plan(), again, Slow(stop_after=0.05), rates=rates, seconds=RESERVE + 0.1)
+    outcome, _ = carry_out(make_plan(), again, Lasting(now, seconds=1.0), rates=rates, seconds=RESERVE + 0.1)
     assert not outcome.stopped
     assert not outcome.ended
     assert len(outcome.left) == 3, "the parent stopped at the limit with a checkpoint, its arms were not begun"
-    outcome, said = carry_out(make_plan(), again, trainer, rates=rates, seconds=RESERVE + 100)
+    outcome, said = carry_out(make_plan(), again, brief, rates=rates, seconds=RESERVE + 100)
     assert "resuming" in said[0]
     assert len(outcome.ended) == 3
 
 
-class Slow(Trainer):
-    """Trains until it is asked to stop."""
+class Lasting(Trainer):
+    """Trains for so many seconds of a clock that stands still otherwise, and stops where it is asked to."""
 
-    def __init__(self, stop_after):
+    def __init__(self, now, seconds):
         super().__init__()
-        self.codes = [EXIT_STOPPED]
+        self.now, self.seconds = now, seconds
 
     def __call__(self, words, log, device, stop):
-        while not stop.requested:
-            time.sleep(0.01)
+        self.now[0] += self.seconds
+        self.codes = [EXIT_STOPPED] if stop.requested else []
         return super().__call__(words, log, device, stop)
 
 

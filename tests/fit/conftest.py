@@ -66,8 +66,3 @@ def make_target():
 @pytest.fixture
 def make_one_hot():
     return one_hot_target
-
-
-@pytest.fixture(autouse=True)
-def one_thread(one_thread: None) -> None:
-    """For every test here: they are small."""

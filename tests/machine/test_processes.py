@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 import saf
 from saf.calibration.layer import LayerStatistics
@@ -16,6 +16,7 @@ from saf.errors import SafError, SelectionError
 from saf.machine.processes import done_once
 from saf.patterns import CompactPattern
 from saf.records.files import tensors_hash
+from tests.train.group import together
 
 LENGTH, WORLD = 24, 2
 
@@ -28,8 +29,6 @@ def model_of_all() -> saf.GPT:
 
 def process(rank: int, folder: str) -> None:
     """Freeze in one of several processes, each with its own batches, and write what came of it."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     own = torch.randint(0, 64, (4, LENGTH), generator=torch.Generator().manual_seed(rank))
     answers = {}
     for name, error in (("known", SelectionError("too few")), ("strange", _Unpicklable())):
@@ -48,23 +47,20 @@ def process(rank: int, folder: str) -> None:
         "seconds": sorted(report.seconds),
         "output": model(own[:1] * 0)[0].sum().item(),
         "own": own.sum().item(),
+        "late": waited(seconds=0.2),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(answers))
-    distributed.destroy_process_group()
+
+
+def waited(*, seconds: float) -> str:
+    """Return the outcome of work that takes longer than the group, all of which has met, lets a message take."""
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    return done_once(lambda: time.sleep(5 * seconds) or "done")
 
 
 def sums(statistics: saf.AttentionStatistics) -> str:
     """Return the SHA-256 of all that was measured of all heads."""
     return tensors_hash({name: getattr(statistics, name) for name in LayerStatistics._fields})
-
-
-def slow_process(rank: int, folder: str) -> None:
-    """Wait for work that takes longer than the group lets a message take."""
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD, timeout=timedelta(seconds=3)
-    )
-    Path(folder, f"{rank}.json").write_text(json.dumps(done_once(lambda: time.sleep(5) or "done")))
-    distributed.destroy_process_group()
 
 
 class _Unpicklable(Exception):
@@ -77,10 +73,18 @@ def _fail(error: Exception) -> None:
     raise error
 
 
-@pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
-def test_every_process_installs_what_the_first_decided(tmp_path):
-    multiprocessing.spawn(process, (str(tmp_path),), nprocs=WORLD)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD))
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What each process wrote."""
+    if not distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    folder = tmp_path_factory.mktemp("processes")
+    together(WORLD, process, str(folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def test_every_process_installs_what_the_first_decided(answers):
+    first, second = answers
     assert first["own"] != second["own"]
     assert {name: first[name] for name in first if name not in ("own", "strange")} == {
         name: second[name] for name in second if name not in ("own", "strange")
@@ -98,10 +102,8 @@ def test_every_process_installs_what_the_first_decided(tmp_path):
     torch.testing.assert_close(alone.patterns.alpha, torch.tensor(first["alpha"], dtype=alone.patterns.alpha.dtype))
 
 
-@pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
-def test_work_may_take_longer_than_the_group_lets_a_message_take(tmp_path):
-    multiprocessing.spawn(slow_process, (str(tmp_path),), nprocs=WORLD)
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD)] == ["done", "done"]
+def test_work_may_take_longer_than_the_group_lets_a_message_take(answers):
+    assert [answer["late"] for answer in answers] == ["done", "done"]
 
 
 def test_without_a_group_the_work_is_just_done():

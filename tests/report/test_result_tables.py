@@ -9,8 +9,6 @@ from saf.records.files import to_json
 from saf.report.record_parts import body_of
 from tests.report.test_results import tables
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def rendered(record: dict) -> str:
     return "\n\n".join(body_of(to_json(record))) + "\n"

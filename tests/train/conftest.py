@@ -97,15 +97,6 @@ def outcome():
     return read
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    """Models this small are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     """Return a function that trains settings once for all tests and returns the run's folder."""

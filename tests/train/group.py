@@ -1,19 +1,22 @@
 """Processes on this machine that are a group, as torchrun starts them."""
 
+import gc
 import os
-import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from saf.machine.processes import joined
 from saf.schedules import train_loss
 from saf.schedules.train_loss import TrainLossProposer
 
-SECONDS = 120
+SECONDS = 1000
+"""A bound for processes that hang, below pytest's own, so that their exit codes are told."""
 
 
 def brisk(patch: pytest.MonkeyPatch) -> None:
@@ -30,28 +33,33 @@ def brisk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainLossProposer, "observe", shown)
 
 
-def together(count: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Call `work(rank, *arguments)` in so many processes of one group, and fail unless all end well.
+def together(count: int, work: Callable[..., None], *arguments: Any, codes: Sequence[int] = ()) -> None:
+    """Call `work(rank, *arguments)` in so many processes of one group; each ends with its code, 0 where none is given.
 
     They are forked off a process that has imported what `work` needs, once for all of them: importing PyTorch and this
-    project in each takes longer than what most groups do.
+    project in each takes longer than what most groups do. The store by which they find one another is this process's,
+    as it is torchrun's: it listens at a port before anybody is told of it, so that no other process can take that port.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
-    processes = [context.Process(target=_one, args=(rank, count, port, work, arguments)) for rank in range(count)]
+    processes = [context.Process(target=_one, args=(rank, count, store.port, work, arguments)) for rank in range(count)]
     for each in processes:
         each.start()
+    ends = time.monotonic() + SECONDS
     for each in processes:
-        each.join(SECONDS)
-    assert [each.exitcode for each in processes] == [0] * count
+        each.join(max(0.0, ends - time.monotonic()))
+    found = [each.exitcode for each in processes]
+    for each in processes:
+        each.kill()
+    expected = list(codes) or [0] * count
+    assert found == expected, f"the processes ended with codes {found}, expected {expected}; None is one that hung"
 
 
 def _one(rank: int, count: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # the modules stay: engines collect what was replaced, which else takes as long as most of the work
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with joined("cpu"):
         work(rank, *arguments)

@@ -58,7 +58,7 @@ def test_an_event_finds_its_programs(monkeypatch, changes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a compiler of C++, four times, with nothing on disk
-def test_an_event_finds_the_code_of_another_process_on_disk(monkeypatch, tmp_path, one_thread):
+def test_an_event_finds_the_code_of_another_process_on_disk(monkeypatch, tmp_path):
     """This process imported PyTorch elsewhere than that one does, and its patterns are others: nothing is made anew."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # code for a CPU is made for a number of threads

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from saf.evaluate.continuations import Continuation, likelihoods
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
-from saf.machine.processes import _ended_peers_told, done_once, is_first, joined
+from saf.machine.processes import _ended_peers_told, done_once, is_first
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, read_metadata
 from saf.records.folders import MANIFEST
@@ -32,6 +30,7 @@ from saf.train import TrainConfig, latest, open_checkpoint, pretrain
 from saf.train.run import Run
 from saf.train.shares import write_shares
 from saf.train.sharing import micro_batches_of_one, parallel_of
+from tests.train.group import together
 
 CPU, WORLD = Execution.of("cpu"), 2
 LOSSES = 2e-6
@@ -115,11 +114,8 @@ def elsewhere(rank: int, folder: Path, *more) -> list[str]:
     return written
 
 
-def process(rank: int, folder: str, port: int, settings: dict) -> None:
+def process(rank: int, folder: str, settings: dict) -> None:
     """Train as one of two processes, one story after the other, and write what came of each."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     told = {}
 
     def config(name: str, **changes) -> TrainConfig:
@@ -128,38 +124,37 @@ def process(rank: int, folder: str, port: int, settings: dict) -> None:
     def tell() -> None:
         Path(folder, f"{rank}.json").write_text(json.dumps(told))
 
-    with joined("cpu"):
-        for kind in KINDS:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Run, "controller_loss", dear)
-                if rank:
-                    far(patch)
-                watching = Watching(patch)
-                told[kind] = pretrain(config(kind, parallel=kind, **EVENTS))["report_loss"]
-                told[f"{kind} hash"] = hash_of(watching.run)
-            told["writes"] = [watching.run.observer is not None, watching.run.lock is not None]
-        told["answered"] = answered()
-        told["evaluated"] = evaluated(settings["data"], f"{folder}/evaluated")
-        told["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
-        told["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
-        told["unlike"] = raised(lambda: pretrain(config("unlike", batch_size=2 + 2 * rank)))
+    for kind in KINDS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("saf.train.checkpoint.write_shares", lambda folder, *more: elsewhere(rank, folder, *more))
-            told["elsewhere"] = raised(lambda: pretrain(config("elsewhere", parallel="fsdp", save_every=1)))
-        with pytest.MonkeyPatch.context() as patch:
-            signalled = at_update(5, lambda run: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
-            Watching(patch, signalled)
-            told["stopped"] = pretrain(config("stopped", freeze=LAYER, parallel="fsdp"))
-        with pytest.MonkeyPatch.context() as patch:
-            Watching(patch, at_update(9, lambda run: rank == 0 and os.kill(os.getpid(), signal.SIGTERM)))
-            told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
-        told["resumed"] = pretrain(config("begun", freeze=LAYER), resume=True)["report_loss"]
-        pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16"))
-        told["trained"] = raised(
-            lambda: pretrain(config("trained", freeze=FreezeConfig(rate=0.5, trainable=True), parallel="fsdp"))
-        )
-        failures(rank, told, config, tell)
-        os._exit(0)  # the group is broken: nothing is left to leave in order
+            patch.setattr(Run, "controller_loss", dear)
+            if rank:
+                far(patch)
+            watching = Watching(patch)
+            told[kind] = pretrain(config(kind, parallel=kind, **EVENTS))["report_loss"]
+            told[f"{kind} hash"] = hash_of(watching.run)
+        told["writes"] = [watching.run.observer is not None, watching.run.lock is not None]
+    told["answered"] = answered()
+    told["evaluated"] = evaluated(settings["data"], f"{folder}/evaluated")
+    told["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
+    told["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
+    told["unlike"] = raised(lambda: pretrain(config("unlike", batch_size=2 + 2 * rank)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saf.train.checkpoint.write_shares", lambda folder, *more: elsewhere(rank, folder, *more))
+        told["elsewhere"] = raised(lambda: pretrain(config("elsewhere", parallel="fsdp", save_every=1)))
+    with pytest.MonkeyPatch.context() as patch:
+        signalled = at_update(5, lambda run: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
+        Watching(patch, signalled)
+        told["stopped"] = pretrain(config("stopped", freeze=LAYER, parallel="fsdp"))
+    with pytest.MonkeyPatch.context() as patch:
+        Watching(patch, at_update(9, lambda run: rank == 0 and os.kill(os.getpid(), signal.SIGTERM)))
+        told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
+    told["resumed"] = pretrain(config("begun", freeze=LAYER), resume=True)["report_loss"]
+    pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16"))
+    told["trained"] = raised(
+        lambda: pretrain(config("trained", freeze=FreezeConfig(rate=0.5, trainable=True), parallel="fsdp"))
+    )
+    failures(rank, told, config, tell)
+    os._exit(0)  # the group is broken: nothing is left to leave in order
 
 
 def failures(rank: int, told: dict, config, tell) -> None:
@@ -259,17 +254,7 @@ def stories(data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         Watching(patch, at_update(4, lambda run: os.kill(os.getpid(), signal.SIGTERM)))
         assert pretrain(config("begun", freeze=LAYER))["stopped_at"] == 4
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imports are made once, as `together` says
-    processes = [context.Process(target=process, args=(rank, str(folder), port, settings)) for rank in range(WORLD)]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join(120)
-    assert [each.exitcode for each in processes] == [0, 9]
+    together(WORLD, process, str(folder), settings, codes=(0, 9))
     return folder, [read_json(folder / f"{rank}.json") for rank in range(WORLD)], config
 
 

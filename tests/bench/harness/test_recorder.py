@@ -41,6 +41,7 @@ def test_a_process_replies_with_its_error(monkeypatch, capsys):
         raise torch.OutOfMemoryError(f"{specification['arm']}: {MEMORY}")
 
     monkeypatch.setattr(worker, "measure", fails)
+    monkeypatch.setattr(worker, "end_with", lambda parent: None)  # it would watch this process for as long as it lives
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"arm": "one"})))
     worker.main()
     printed = capsys.readouterr()

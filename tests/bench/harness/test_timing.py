@@ -1,8 +1,9 @@
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from saf.bench.harness import timing
 from saf.bench.harness.timing import event_block, repeats_within, resting_ms, settling_calls, wall_block
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.operator.case import OpSettings
@@ -11,21 +12,29 @@ from saf.errors import InputError
 CPU = torch.device("cpu")
 
 
-def test_settling_calls_are_made_before_the_timed_ones_and_not_timed():
-    calls = []
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """A clock that moves when somebody sleeps, and only then."""
+    clock = SimpleNamespace(now=0.0, slept=[])
 
-    def call():
-        calls.append(None)
-        time.sleep(0.05 if len(calls) <= 2 else 0.001)
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        clock.slept.append(seconds)
 
-    assert wall_block(call, repeats=3, device=CPU, settle=2) < 30
-    assert len(calls) == 5
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep))
+    clock.sleep = sleep
+    return clock
 
 
-def test_a_block_begins_after_the_rest_and_does_not_count_it():
-    began = time.perf_counter()
-    assert event_block(lambda: None, repeats=3, device=CPU, rest=60.0) < 30
-    assert time.perf_counter() - began >= 0.06
+def test_settling_calls_are_made_before_the_timed_ones_and_not_timed(clock):
+    lengths = iter([0.5, 0.5, 0.001, 0.004, 0.002])
+    assert wall_block(lambda: clock.sleep(next(lengths)), repeats=3, device=CPU, settle=2) == pytest.approx(2)
+    assert next(lengths, None) is None
+
+
+def test_a_block_begins_after_the_rest_and_does_not_count_it(clock):
+    assert event_block(lambda: clock.sleep(0.001), repeats=3, device=CPU, rest=60.0) == pytest.approx(1)
+    assert clock.slept == [0.06, 0.001, 0.001, 0.001]
 
 
 def test_operators_rest_on_a_gpu_alone_unless_asked():

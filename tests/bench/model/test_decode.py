@@ -58,7 +58,7 @@ def test_a_step_computes_what_the_model_computes_after_its_cache(model, placemen
 
 
 def test_every_arm_is_timed_beside_its_control_and_its_cache_told(model, tmp_path):
-    asked = settings(model, points=(f"{PLACES}x2",), pairs=2, tolerance=100.0)
+    asked = settings(model, points=(f"{PLACES}x2",), pairs=2, tolerance=1e9)
     out = tmp_path / "decode.json"
     record = measure(asked, out=out, say=lambda _: None)
     assert json.loads(out.read_text())["finished"]

@@ -43,7 +43,7 @@ print("agreed")
 
 def test_fused_equals_the_reference_in_output_and_every_gradient():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "agreed", done.stderr[-2000:]
 
 
@@ -68,5 +68,5 @@ except UnsupportedError:
 
 def test_gradients_of_gradients_are_refused():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", SECOND], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", SECOND], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "refused", done.stderr[-2000:]
