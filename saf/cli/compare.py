@@ -18,7 +18,7 @@ from saf.evaluate.compare import compare_evaluations, compare_runs
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
-from saf.records.files import write_json
+from saf.records.files import naming_unsealed, write_json
 from saf.records.paths import Kind, kind_of
 from saf.records.run import RecordedRun
 from saf.records.table import Part, Table
@@ -50,6 +50,11 @@ class Compare(Command):
 
     def run(self) -> dict[str, Any]:
         """Compare, write compare.json, show and return it."""
+        with naming_unsealed([self.ordinary, self.frozen]):
+            return self._compared()
+
+    def _compared(self) -> dict[str, Any]:
+        """Compare what both are, show and return it."""
         if kind_of(self.ordinary) is Kind.EVALUATION and kind_of(self.frozen) is Kind.EVALUATION:
             return self._evaluations()
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)

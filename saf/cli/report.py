@@ -18,6 +18,7 @@ from saf.experiments.plan import plan
 from saf.experiments.recipe import open_recipes
 from saf.experiments.render import render
 from saf.experiments.store import Store
+from saf.records.files import naming_unsealed
 from saf.records.paths import Kind, expect
 from saf.report.benchmarks.bars import write_bars
 from saf.report.benchmarks.page import read_records, write_bench_report
@@ -59,6 +60,11 @@ class Report(Command):
 
     def run(self) -> dict[str, Any]:
         """Write the page, the tables or the document and return where they are."""
+        with naming_unsealed([*self.runs, *([self.results] if self.results else [])]):
+            return self._written_down()
+
+    def _written_down(self) -> dict[str, Any]:
+        """Write what is asked for and return where it is."""
         if self.results is not None:
             return self._document(self.results)
         named = bool(self.runs) and not any(path.exists() for path in self.runs)

@@ -156,6 +156,35 @@ def read_json_value(path: Path, *, error: type[SafError] = InputError, advice: s
         raise error(_advised(f"{path} is not valid JSON: {problem}", advice)) from None
 
 
+@contextmanager
+def naming_unsealed(places: Iterable[Path]) -> Iterator[None]:
+    """Hold the use of records: where one fails that no seal vouches for, raise InputError that names those files.
+
+    `places` are files, or folders with files in them; those of checkpoints have sums of their own. With a seal a record
+    holds what was written, so its failure is a fault of this program and stays what it is.
+    """
+    try:
+        yield
+    except SafError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found = (file for place in places for file in (sorted(place.rglob("*.json")) if place.is_dir() else [place]))
+        if not (named := [str(file) for file in found if "checkpoints" not in file.parts and _is_unsealed(file)]):
+            raise
+        raise InputError(
+            f"a record cannot be shown ({type(error).__name__}: {error}), and no seal says that these are as they were "
+            f"written: {', '.join(named)}; restore them or measure again"
+        ) from error
+
+
+def _is_unsealed(file: Path) -> bool:
+    """Return whether a file holds a record without a seal."""
+    with suppress(InputError):
+        record = read_json_value(file)
+        return isinstance(record, dict) and SEAL not in record
+    return False
+
+
 def read_lines(path: Path, *, by: str | None = None) -> list[dict[str, Any]]:
     """Read a JSON-lines file of objects; a last line cut short by a crash, which has no end, is left out.
 

@@ -10,6 +10,7 @@ from saf.bench.harness.settings import Point
 from saf.bench.kinds import groups_of
 from saf.cli.report import COMMAND
 from saf.errors import InputError
+from saf.records.files import write_json
 from saf.report.benchmarks.bars import bars_picture, beyond, scale_of, write_bars
 from saf.report.benchmarks.page import render, write_bench_report
 from tests.report.benchmark_records import TIMES, record
@@ -149,6 +150,19 @@ def test_the_command_writes_page_picture_and_document(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == answer
     assert (tmp_path / "docs" / "all.md").read_text().startswith("# Results")
     assert answer["pictures"] == [str(tmp_path / "docs" / "images" / "bench-update.svg")]
+
+
+def test_a_record_that_no_seal_vouches_for_is_named_when_it_cannot_be_shown(tmp_path):
+    path, whole = tmp_path / "update.json", tmp_path / "whole.json"
+    changed = {**record(whole), "rows": [{"point": None}]}
+    path.write_text(json.dumps(changed))
+    for words in ((path, whole), ("--results", tmp_path, "--out", tmp_path / "all.md")):
+        with pytest.raises(InputError, match=r"(Key|Type)Error.*as they were written: \S+update\.json; restore") as caught:
+            command(*words)
+        assert "whole.json" not in str(caught.value)
+    write_json(path, changed)  # with a seal it would be a fault of this program
+    with pytest.raises(KeyError):
+        command(path)
 
 
 def test_the_command_says_what_does_not_go_together(tmp_path):
