@@ -157,7 +157,9 @@ def test_a_record_that_no_seal_vouches_for_is_named_when_it_cannot_be_shown(tmp_
     changed = {**record(whole), "rows": [{"point": None}]}
     path.write_text(json.dumps(changed))
     for words in ((path, whole), ("--results", tmp_path, "--out", tmp_path / "all.md")):
-        with pytest.raises(InputError, match=r"(Key|Type)Error.*as they were written: \S+update\.json; restore") as caught:
+        with pytest.raises(
+            InputError, match=r"(Key|Type)Error.*as they were written: \S+update\.json; restore"
+        ) as caught:
             command(*words)
         assert "whole.json" not in str(caught.value)
     write_json(path, changed)  # with a seal it would be a fault of this program
