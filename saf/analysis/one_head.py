@@ -22,7 +22,7 @@ from saf.freezing.recipe import make_patterns
 from saf.heads import Head, HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
-from saf.records.quantities import MISSING, correlation, percent, signed
+from saf.records.quantities import MISSING, correlation, highest_first, percent, signed
 from saf.records.table import Part, Table
 from saf.scores import SCORES, needed_by, score
 from saf.selection import budget, ranking
@@ -98,7 +98,7 @@ def tables(record: Record) -> list[Part]:
     for rate in rates:
         head += [f"mean cost, lowest {percent(rate)}", f"paper, {percent(rate)}"]
     rows = []
-    for name, each in sorted(record["quality"].items(), key=lambda item: -(item[1]["spearman"] or -2)):
+    for name, each in sorted(record["quality"].items(), key=lambda item: highest_first(item[1]["spearman"])):
         beside = paper.SELECTOR_DIAGNOSTIC.get(name)
         row = [name.replace("_", " "), correlation(each["spearman"]), beside[0] if beside else MISSING]
         for rate in rates:

@@ -32,6 +32,11 @@ def correlation(value: float | None) -> str:
     return MISSING if value is None else f"{value:.3f}".replace("-", "\u2212")
 
 
+def highest_first(value: float | None) -> tuple[bool, float]:
+    """Return what numbers are sorted by, the highest first and what has none last."""
+    return value is None, -(value or 0.0)
+
+
 def seconds(value: float | None) -> str:
     """Return a duration in the unit that suits it, from seconds."""
     if value is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saf.bench.harness.arms import FREE, PRUNED, Arm, Comparison
 from saf.bench.harness.kernels import kernels_of
-from saf.bench.harness.measured import Record
+from saf.bench.harness.measured import Record, model_of
 from saf.bench.harness.runner import Subject
 from saf.bench.harness.settings import Point
 from saf.bench.harness.shape import ModelShape
@@ -232,5 +232,5 @@ class UpdateKind(ModelKind[UpdateSettings]):
 
     def quoted_memory(self, record: Record, entry: Record) -> Quoted | None:
         """Return the paper's peak memory of an update at the shape of an entry."""
-        point = (record["settings"]["model"], entry["point"]["length"], entry["point"]["batch_size"])
+        point = (model_of(record), entry["point"]["length"], entry["point"]["batch_size"])
         return paper.update_memory(point, entry["rate"], pruned=entry["backend"] == PRUNED)

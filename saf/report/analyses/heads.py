@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saf.records.quantities import number, signed
+from saf.records.quantities import highest_first, number, signed
 from saf.report.plot import COLOURS, SHADES, WIDTH, Panel, Scale, cell, document, label, legend, style
 
 Record = Mapping[str, Any]
@@ -136,7 +136,7 @@ def joint_cost(record: Record) -> str:
 def partial_spearman(record: Record) -> str:
     """Return each score's rank correlation with the cost of single heads: plain, and beyond layer and entropy."""
     title = f"Scores and the cost of {record['heads']} single heads"
-    found = dict(sorted(record["correlations"].items(), key=lambda item: -(item[1]["spearman"] or -2)))
+    found = dict(sorted(record["correlations"].items(), key=lambda item: highest_first(item[1]["spearman"])))
     names = {"spearman": "Spearman", "layer": "beyond layer", "layer_entropy": "beyond layer and entropy"}
     used = {key: COLOURS[place] for place, key in enumerate(names) if any(key in each for each in found.values())}
     parts = [label(0, 22, title, css="title"), *legend(0, 50, [(f"dot-{used[key]}", names[key]) for key in used])]

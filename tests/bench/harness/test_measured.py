@@ -230,6 +230,8 @@ def test_memory_stands_beside_the_ordinary_model_and_the_paper():
         ("124m", "4096x8x4", "25% frozen, toeplitz", "15.00 GiB", "−6.25%", "−1.96%"),
         ("124m", "4096x8x4", "50% frozen, toeplitz", "14.00 GiB", "−12.50%", "−3.04%"),
     )
+    few = measured | {"settings": measured["settings"] | {"num_layers": 2}}
+    assert "paper" not in memory_table(few, "124m, 2 layers", SPEED_KINDS[few["kind"]].quoted_memory).columns
 
 
 def test_a_shape_in_words():
