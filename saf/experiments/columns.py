@@ -106,6 +106,12 @@ def _edited(record: Record) -> float | None:
     return None if frozen is None else float(len(frozen) + len(record["provenance"].get("pruned") or ()))
 
 
+def _remaining(record: Record) -> float | None:
+    """Return how many updates followed the first event that froze or pruned heads."""
+    event = record.get("intervention")
+    return None if event is None else float(record["updates"] - event["update"])
+
+
 def _part(*names: str) -> Callable[[Row], Number]:
     """Return what adds up some parts of an intervention, seconds; all of them without names."""
 
@@ -293,6 +299,7 @@ COLUMNS = {
     ),
     "heads": Column(title="heads", value=_own(_edited), places=0),
     "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
+    "remaining": Column(title="updates after freezing", value=_own(_remaining), places=0),
     "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),
     "continuation": Column(title="continuation, min", value=_own(_continuation), places=2, timed=True),
     "intervention": Column(title="intervention, s", value=_part(), places=2, timed=True),

@@ -28,6 +28,13 @@ def test_times_of_whole_runs_and_of_what_came_after_the_parent():
     assert COLUMNS["continuation"].value(first) is None, "from initialisation nothing was continued"
 
 
+def test_updates_after_freezing_are_those_since_its_event():
+    remaining = COLUMNS["remaining"].value
+    record = {"key": "x", "updates": 5_000, "intervention": {"update": 1_250}}
+    assert remaining(Row({OWN: record}, {})) == 3_750
+    assert remaining(Row({OWN: {**record, "intervention": None}}, {})) is None
+
+
 @pytest.mark.parametrize(("seconds", "shown"), [(0.8, 1.25), (0.7, None)])
 def test_a_speedup_beyond_what_free_heads_save_is_left_out_and_named(seconds, shown):
     """Of 12 heads 3 make an update at most 4/3 times as fast: 1.25 may be, 1.43 is a busy machine."""

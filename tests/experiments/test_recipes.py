@@ -150,7 +150,7 @@ def test_what_cannot_run_is_said_before_anything_runs(tmp_path, capsys):
     assert main(["run", "timing", "--store", str(tmp_path)]) == 2
     assert "needs --data" in capsys.readouterr().err
     assert main(["run", "timing", "--scale", "paper", "--dry-run"]) == 0
-    assert "7 runs" in capsys.readouterr().out, "the paper's table is of one seed"
+    assert "13 runs" in capsys.readouterr().out, "the paper's table is of one seed"
     assert main(["run", "timing", "--scale", "paper", "--dry-run", "--seeds", "1337", "1338", "1339"]) == 0
-    assert "21 runs" in capsys.readouterr().out
+    assert "39 runs" in capsys.readouterr().out
     assert main(["run", "timing", "--jobs", "0", "--scale", "smoke", "--store", str(tmp_path / "s")]) == 2
