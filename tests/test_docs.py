@@ -137,20 +137,3 @@ def test_an_area_or_backend_without_a_passed_test_is_told():
     results = [("tests.ops.test_toeplitz.test_x", "passed"), ("tests.fit.test_y.test_z", "skipped")]
     found = check_areas.problems(results, {"ops", "fit"}, {"toeplitz", "fused"})
     assert found == ["no test of tests/fit ran", "no test of backend fused ran"]
-
-
-measure = load_tool("measure")
-
-
-@pytest.mark.parametrize("name", measure.COMMANDS)
-def test_commands_that_measure_results_again_are_read(name, tmp_path):
-    from saf.cli.bench import COMMANDS
-
-    kind, *words = measure.COMMANDS[name][1].split()
-    command = COMMANDS[kind].from_words([*words, "--out", str(tmp_path / "new.json")])
-    assert command.kind == kind
-
-
-def test_what_does_not_fit_into_the_minutes_is_named(tmp_path, capsys):
-    assert measure.main(["--out", str(tmp_path / "new"), "--minutes", "0.1", "errors"]) == 1
-    assert "errors: not begun: 0.7 minutes" in capsys.readouterr().out
