@@ -81,7 +81,7 @@ class Finetune(Training):
             given_values(cls, words, prog=prog, base=None)
         nowhere = {"data": "", "out": ""}
         own = given_values(cls, words, prog=prog, base={"settings": _Shown(nowhere)}).get("settings", {})
-        own.pop("finetuning", None)
+        FinetuneSettings(**own.pop("finetuning", {}))
         TrainConfig(**{**nowhere, **own, **build_groups(TrainConfig, own)})
 
     def train(self) -> dict[str, Any]:

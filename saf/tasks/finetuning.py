@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from saf.arguments import check_fields
+from saf.arguments import Where, at_least, check_fields
 from saf.data import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.answers import NO_TARGET, answer, loss_of, padded, summary, write_answers
@@ -40,17 +40,17 @@ class FinetuneSettings:
     """File of the examples that accuracy is measured on."""
     tokenizer: str = ""
     """Folder of the tokenizer that the parent was trained with: its data folder."""
-    max_tokens: int = 512
+    max_tokens: Annotated[int, at_least(2)] = 512
     """Most tokens of an example with its answer."""
     too_long: Literal["leave_out", "shorten", "refuse"] = "leave_out"
     """What becomes of longer examples: left out, their text (never question or answer) shortened at its end, or
     refused. Files other than the project's own layouts are shortened only where they have a "question"."""
-    development: float = 0.1
+    development: Annotated[float, Where("a share above 0 and below 1", lambda share: 0 < share < 1)] = 0.1
     """Share of the training file, stratified by answer, that nothing is trained on: epochs are chosen and decisions
     during a run are made by it."""
-    split_seed: int = 0
+    split_seed: Annotated[int, at_least(0)] = 0
     """Of that share, and of a part of the file; the run's own seed orders the rest."""
-    most_examples: int | None = None
+    most_examples: Annotated[int | None, at_least(1)] = None
     """Use a part of the training file of so many examples where it has more, stratified by answer, the same for every
     seed of a run; those of it that are too long are left out."""
     judge: Literal["test", "development"] = "test"
@@ -59,14 +59,6 @@ class FinetuneSettings:
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
         check_fields(self)
-        for name, usable, expected in (
-            ("max_tokens", self.max_tokens >= 2, "at least 2"),
-            ("development", 0 < self.development < 1, "a share above 0 and below 1"),
-            ("split_seed", self.split_seed >= 0, "at least 0"),
-            ("most_examples", self.most_examples is None or self.most_examples >= 1, "at least 1, or None"),
-        ):
-            if not usable:
-                raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
 
 class FinetuneTask:
