@@ -43,6 +43,7 @@ QWEN_LAYER = (
     " --points 2048x4 4096x4 8192x4 2048x8 4096x8 8192x8 --no-profile"
 )
 DECODE = "saf bench decode --graphs on --rates 0.25 0.5 --others --precompile --pairs 5 --no-profile"
+ONE_B = "saf bench update --model 1b --points 8192x1x2 8192x2x1 --compile layers"
 EVENTS = "python tools/compare_compile.py --only events --forms layers --ahead"
 GROUP = "torchrun --standalone --nproc-per-node 1 -m saf bench update"
 
@@ -92,7 +93,10 @@ ENTRIES = {
         f"{EAGER} --points 8192x4 8192x8 --rates 0.25 0.5 0.75 {PEAKS} --workers 3",
     ),
     "prefill-4096x8": Entry(90, f"saf bench prefill --points 4096x8 --pairs 5 {PAIRED}"),
-    "update-1b": Entry(200, f"saf bench update --model 1b --points 8192x1x1 --pairs 4 --repeats 1 {PAIRED}"),
+    "update-1b": Entry(
+        240, f"{ONE_B} --pairs 4 --repeats 1 --rates 0.25 0.5 --others --backends toeplitz --no-free --no-profile"
+    ),
+    "memory-1b": Entry(330, f"{ONE_B} --rates 0.25 0.5 {PEAKS} --workers 1"),
     "decode-qwen3": Entry(170, f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --workers 6"),
     "update-rates": Entry(
         115, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 {RATES.replace('0.25 0.5 ', '')}"
