@@ -119,4 +119,6 @@ def test_layers_that_wait_in_the_memory_of_the_host_yield_the_same_tokens(implem
     mask[0, :9] = 0
     options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     grown = model.generate(ids, **options)
+    # transformers compiles steps with caches of fixed size; compiling one that is offloaded ends the process.
+    options["disable_compile"] = True
     assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), grown)

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_lines
@@ -45,3 +46,20 @@ def test_frozen_arm_continues_the_parents_losses(on_gpu):
     whole = [line["loss"] for line in read_lines(Path(on_gpu("ordinary").out, "metrics.jsonl"))][8:]
     arm = [line["loss"] for line in read_lines(Path(on_gpu("zero").out, "metrics.jsonl"))]
     assert arm == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_group_of_one_by_nccl_trains_as_the_plain_run(on_gpu, parallel, tmp_path):
+    """Across a freezing event; kernels of attention add up in no fixed order, so plain runs differ by as much."""
+    freeze = FreezeConfig(rate=0.5, max_fit_kl=10.0)
+    plain, grouped = on_gpu("plain", freeze=freeze), on_gpu(parallel, freeze=freeze, parallel=parallel)
+    expected = pretrain(plain)
+    distributed.init_process_group("nccl", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        found = pretrain(grouped)
+    finally:
+        distributed.destroy_process_group()
+    assert found["intervention"]["heads"] == expected["intervention"]["heads"]
+    losses = [[line["loss"] for line in read_lines(Path(run.out, "metrics.jsonl"))] for run in (grouped, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert found["report_loss"] == pytest.approx(expected["report_loss"], rel=1e-3)
