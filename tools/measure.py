@@ -96,7 +96,7 @@ ENTRIES = {
     "update-1b": Entry(
         240, f"{ONE_B} --pairs 4 --repeats 1 --rates 0.25 0.5 --others --backends toeplitz --no-free --no-profile"
     ),
-    "memory-1b": Entry(330, f"{ONE_B} --rates 0.25 0.5 {PEAKS} --workers 1"),
+    "memory-1b": Entry(180, f"{ONE_B} --rates 0.25 0.5 {PEAKS} --workers 2"),
     "decode-qwen3": Entry(170, f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --workers 6"),
     "update-rates": Entry(
         115, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 {RATES.replace('0.25 0.5 ', '')}"
