@@ -166,7 +166,8 @@ class FrozenHeads(PreparedHeads):
                 f"input has {length} positions, the frozen heads' patterns cover {self.max_length}; "
                 "shorten the input or calibrate and freeze at the longer length"
             )
-        if value.device != (here := self._device()):  # of tables on "meta" operators would return anything
+        # Of tables on "meta" operators would return anything; a backend without tables runs anywhere.
+        if (here := self._place()) is not None and value.device != here:
             raise InputError(
                 f"values are on {value.device}, the frozen heads' tables on {here}; move the model as a whole, whose "
                 "tables follow, and do not offload buffers (offload_buffers=False of accelerate)"
@@ -201,10 +202,14 @@ class FrozenHeads(PreparedHeads):
 
     def _device(self) -> torch.device:
         """Return where the tables or the trained logits are; the CPU while there are none."""
+        return self._place() or torch.device("cpu")
+
+    def _place(self) -> torch.device | None:
+        """Return where the tables or the trained logits are; None while there are none."""
         for table in self._buffers.values():  # every call asks, so without a walk over modules
             if table is not None:
                 return table.device
-        return next((logits.device for logits in self.parameters()), torch.device("cpu"))
+        return next((logits.device for logits in self.parameters()), None)
 
     def extra_repr(self) -> str:
         """Describe the heads when the model is printed."""

@@ -12,7 +12,7 @@ from saf.bench.operator.case import OpCase, OpSettings, variants_of
 from saf.bench.operator.operator import OpSubject
 from saf.errors import AccuracyError, InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
-from saf.ops import live_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention
 
 CPU = torch.device("cpu")
 
@@ -32,6 +32,13 @@ def test_every_arm_runs_and_is_right(part, backend):
         times = [subject.timed_block(variant) for variant in variants_of(case.settings, CPU)]
     assert len(times) == 2
     assert min(times) > 0
+
+
+def test_free_heads_run_wherever_values_are():
+    """They have no tables that could be elsewhere: "meta" stands for any device that is not the CPU."""
+    with free_backend():
+        frozen = FrozenHeads.from_patterns(synthetic_patterns(2, 8, torch.Generator(), CPU), backend="free")
+        assert frozen_attention(torch.empty(1, 2, 8, 16, device="meta"), frozen).shape == (1, 2, 8, 16)
 
 
 @pytest.mark.parametrize("rate", [0.25, 0.5, 1.0])
