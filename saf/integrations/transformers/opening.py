@@ -32,9 +32,14 @@ _TOLD = "saf"
 
 @cache
 def open_frozen_folders() -> None:
-    """Let `from_pretrained` of every class of transformers open folders of models with frozen heads, from now on."""
-    ordinary = vars(PreTrainedModel)["from_pretrained"].__func__
-    PreTrainedModel.from_pretrained = classmethod(_opening(ordinary))  # pyright: ignore[reportAttributeAccessIssue]
+    """Let `from_pretrained` of every class of transformers open folders of models with frozen heads, from now on.
+
+    `from_config`, which reads no weights, refuses their configurations.
+    """
+    methods = vars(PreTrainedModel)
+    own: Any = PreTrainedModel
+    own.from_pretrained = classmethod(_opening(methods["from_pretrained"].__func__))
+    own._from_config = classmethod(_building(methods["_from_config"].__func__))
 
 
 def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +65,23 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         return opened
 
     return from_pretrained
+
+
+def _building(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the place of the function under `from_config`, for any other configuration the same."""
+
+    @wraps(ordinary)
+    def from_config(cls: Any, config: Any, **options: Any) -> Any:
+        """Build a model; raise UnsupportedError for the configuration of one with frozen or pruned heads."""
+        if mark_of(config) is not None:
+            raise UnsupportedError(
+                "the configuration is that of a model with frozen or pruned heads, which from_config cannot build: open "
+                "its folder by from_pretrained; for an ordinary model of its sizes remove the entry first (del "
+                "config.saf)"
+            )
+        return ordinary(cls, config, **options)
+
+    return from_config
 
 
 def _is_marked(cls: Any, name: Any, config: Any, options: dict[str, Any]) -> bool:
