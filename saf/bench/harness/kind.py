@@ -118,6 +118,8 @@ class SpeedKind(Benchmark[AskedSpeed]):
 
     panel: ClassVar[str]
     """The heading of its bars."""
+    gains: ClassVar[str]
+    """What its speedups are of, in a few words: "update"."""
     subject: ClassVar[str]
     """What became faster, in a sentence: "updates"."""
     same: ClassVar[str] = "the same model"
@@ -196,6 +198,10 @@ class SpeedKind(Benchmark[AskedSpeed]):
     def groups(self, record: Record, *, file: str = "") -> list[Group]:
         """Return a record's rows in groups of what one baseline is compared with; `file` names theirs among several."""
         return groups_of(record, quoted=self.quoted, apart=self.apart, unusual=self.unusual(record), file=file)
+
+    def main_groups(self, record: Record) -> list[Group]:
+        """Return the groups that a summary of all records shows: those of its rows, or of their means."""
+        return self.groups(record)
 
     def unusual(self, record: Record) -> str:
         """Return in words which settings make other measurements of a record's rows than the usual ones would."""
