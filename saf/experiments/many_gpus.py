@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from saf.arguments import above, at_least, check_fields
-from saf.errors import InputError
+from saf.arguments import Where, above, at_least, check_fields
 from saf.experiments.planned_run import ACTIVATION_BYTES, STATE_BYTES, PlannedRun
 from saf.experiments.rates import Rates
 from saf.models.config import GPTConfig
@@ -32,7 +31,7 @@ class Interconnect:
     """GB/s of a GPU to other machines, each way: 400 Gbit/s."""
     message_microseconds: Annotated[float, at_least(0)] = 5.0
     """What a step of a ring takes beside its bytes."""
-    reached: Annotated[float, above(0)] = 0.8
+    reached: Annotated[float, Where("a share above 0 and at most 1", lambda share: 0 < share <= 1)] = 0.8
     """The share of these GB/s that collectives reach."""
     gpu_gigabytes: Annotated[float, above(0)] = 141.0
     """Memory of a GPU, in GB; an H200's."""
@@ -40,8 +39,6 @@ class Interconnect:
     def __post_init__(self):
         """Raise InputError for numbers that no interconnect has."""
         check_fields(self)
-        if self.reached > 1:
-            raise InputError(f"reached must be a share, at most 1; got {self.reached!r}")
 
     def collective_seconds(self, size: float, *, gpus: int, nodes: int) -> float:
         """Return what one all-gather or reduce-scatter of `size` bytes in all takes around a ring of all GPUs.

@@ -108,5 +108,5 @@ def test_a_dry_run_tells_it(tmp_path, capsys):
 
 
 def test_interconnects_that_there_are_not_are_refused():
-    with pytest.raises(InputError, match="reached must be a share"):
+    with pytest.raises(InputError, match="reached must be a finite number, a share above 0 and at most 1; got 2"):
         Interconnect(reached=2.0)

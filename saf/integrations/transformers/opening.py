@@ -75,8 +75,8 @@ def _building(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         """Build a model; raise UnsupportedError for the configuration of one with frozen or pruned heads."""
         if mark_of(config) is not None:
             raise UnsupportedError(
-                "the configuration is that of a model with frozen or pruned heads, which from_config cannot build: open "
-                "its folder by from_pretrained; for an ordinary model of its sizes remove the entry first (del "
+                "the configuration is that of a model with frozen or pruned heads, which from_config cannot build: "
+                "open its folder by from_pretrained; for an ordinary model of its sizes remove the entry first (del "
                 "config.saf)"
             )
         return ordinary(cls, config, **options)
