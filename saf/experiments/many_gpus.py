@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from saf.arguments import Where, above, at_least, check_fields
-from saf.experiments.planned_run import ACTIVATION_BYTES, STATE_BYTES, PlannedRun
+from saf.experiments.planned_run import ACTIVATION_BYTES, COPY_BYTES, STATE_BYTES, PlannedRun, logit_bytes
 from saf.experiments.rates import Rates
 from saf.models.config import GPTConfig
 from saf.records.table import Table
@@ -135,9 +135,9 @@ def foretell(
     activations = activation_bytes(shape, tokens, activation_checkpointing=activation_checkpointing)
     passed = {"gpus": gpus, "nodes": nodes}
     if several == 1:
-        state, gathered, sent, waited = STATE_BYTES * weights, 0.0, 0.0, 0.0
+        state, gathered, sent, waited = STATE_BYTES * weights, COPY_BYTES * weights, 0.0, 0.0
     elif kind == "ddp":
-        state, gathered = STATE_BYTES * weights, 0.0
+        state, gathered = STATE_BYTES * weights, COPY_BYTES * weights
         sent = 2 * links.collective_seconds(WEIGHT_BYTES * weights, **passed)
         # Buckets are sent while the last micro-batch goes backward; the last bucket, the embedding's, has nothing left.
         last = 2 * links.collective_seconds(WEIGHT_BYTES * shape.vocab_size * shape.hidden_size, **passed)
@@ -177,10 +177,10 @@ def layer_matrices(shape: GPTConfig) -> int:
 
 def activation_bytes(shape: GPTConfig, tokens: int, *, activation_checkpointing: bool) -> float:
     """Return the bytes of a micro-batch's activations; recomputed, each layer keeps its float32 input, and one all."""
-    one = ACTIVATION_BYTES * tokens * shape.hidden_size
+    one, logits = ACTIVATION_BYTES * tokens * shape.hidden_size, logit_bytes(shape, tokens)
     if not activation_checkpointing:
-        return one * shape.num_layers
-    return one + WEIGHT_BYTES * tokens * shape.hidden_size * shape.num_layers
+        return one * shape.num_layers + logits
+    return one + WEIGHT_BYTES * tokens * shape.hidden_size * shape.num_layers + logits
 
 
 def scaling_table(

@@ -259,12 +259,9 @@ class SpeedKind(Benchmark[AskedSpeed]):
 
     def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
         """Return a table for each way of running, one of peak memory, and notes to read them by."""
-        sources = {cell.text: cell for cell, _ in records}
         found = [group for cell, record in records for group in self.groups(record, file=cell.text) if group.arms]
         groups = by_point(found)
-        parts: list[Part] = [
-            speed_table(chosen, sources).without(DETAILS).titled(way) for way, chosen in ways(groups).items()
-        ]
+        parts = self.speeds(records, groups)
         memory = [
             (cell, memory_table(record, self.memory_of(record), self.quoted_memory))
             for cell, record in records
@@ -274,6 +271,11 @@ class SpeedKind(Benchmark[AskedSpeed]):
         notes = [*refusals(groups), *(note for _, record in records for note in wrong_kernels(record))]
         notes += [*self.read_by(groups), *bound_notes(groups), *self.paper_notes([record for _, record in records])]
         return [*parts, Notes(notes)]
+
+    def speeds(self, records: Sequence[tuple[Cell, Record]], groups: Sequence[Group]) -> list[Part]:
+        """Return the tables of speedups in an overview of several records, whose `groups` these are: one a way."""
+        sources = {cell.text: cell for cell, _ in records}
+        return [speed_table(chosen, sources).without(DETAILS).titled(way) for way, chosen in ways(groups).items()]
 
     def read_by(self, groups: Sequence[Group]) -> list[str]:
         """Return lines on how to read rows of a kind, beside those of every kind."""

@@ -236,14 +236,14 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
         groups = self.groups(record)
         return [*([orders_table(record, groups)] if groups else []), *super().tables(record, brief=brief)]
 
-    def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
-        """Return a table of means over the orders for each record, and then what is said of any arms."""
-        means = [
-            orders_table(record, groups).titled(f"{cell.text}, mean over the orders of the examples")
-            for cell, record in records
-            if (groups := self.groups(record))
+    def speeds(self, records: Sequence[tuple[Cell, Record]], groups: Sequence[Group]) -> list[Part]:
+        """Return the means over the orders of each record, whose rows of single orders are in its file."""
+        found = [(cell, [group for group in groups if group.file == cell.text]) for cell, _ in records]
+        return [
+            orders_table(record, own).titled(f"{own[0].subject}, {record['settings']['task']}: mean over the orders")
+            for (_, own), (_, record) in zip(found, records, strict=True)
+            if own
         ]
-        return [*means, *super().overview(records)]
 
     def main_groups(self, record: Record) -> list[Group]:
         """Return one group of each task and point, whose arms have the mean ratio of the orders that were accepted."""
