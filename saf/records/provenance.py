@@ -5,9 +5,11 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import saf
 
@@ -86,3 +88,16 @@ def _starter() -> list[str]:
     own, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     nodes = ["--nnodes", str(world // own)] if world > own else []
     return ["torchrun", *nodes, "--nproc-per-node", str(own), "-m"]
+
+
+def clock_words(provenance: Mapping[str, Any]) -> str:
+    """Return the clocks of the device that measured, before and after, and its power limit; "" where none are told."""
+    told = provenance.get("clocks") or {}
+    before, after = told.get("before") or {}, told.get("after") or {}
+
+    def span(name: str) -> str:
+        values = dict.fromkeys(f"{each[name]:g}" for each in (before, after) if name in each)
+        return " to ".join(values)
+
+    named = (("SM {} MHz", "sm_mhz"), ("memory {} MHz", "memory_mhz"), ("power limit {} W", "power_limit_watts"))
+    return ", ".join(words.format(span(name)) for words, name in named if span(name))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from saf.bench.harness.arms import FLEX
 from saf.bench.harness.baselines import free_backend
-from saf.bench.harness.environment import environment
+from saf.bench.harness.environment import clocks_recorded, environment
 from saf.bench.harness.kernels import attention_table, kernel_words
 from saf.bench.harness.measured import Group, Record, by_point, groups_of, measures, model_of
 from saf.bench.harness.recorder import Recorder, Say, say_on_stderr
@@ -155,7 +155,8 @@ class SpeedKind(Benchmark[AskedSpeed]):
             self.check_compile(settings, execution)
         with recorder, free_backend():
             recorder.trace(**environment(execution.device, execution.device_name), processes=group_place()[1])
-            self.measure_points(Context(settings, execution, recorder), settings, points)
+            with clocks_recorded(recorder, execution.device):
+                self.measure_points(Context(settings, execution, recorder), settings, points)
         return recorder.record
 
     @abstractmethod
