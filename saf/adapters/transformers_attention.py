@@ -19,6 +19,7 @@ from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_layout import LAYOUT, TellsLayout
 from saf.ops.heads import cached_order, join_heads
+from saf.ops.live import SPLIT
 from saf.ops.positions import Places, first_real
 from saf.ops.ways import live_heads
 
@@ -199,7 +200,16 @@ def _mixed(
         places = options["places"]
         own = {"scale": options["scale"], "start": options["start"]}
         return live_attention(query, key, value, visible=None if places is None else places.visible, **own, **ordinary)
-    if state.frozen is None or ordinary["soft_cap"] is not None:
+    plain = ordinary["soft_cap"] is None
+    if (
+        state.frozen is None
+        and state.kernel == SPLIT
+        and plain
+        and ordinary["window"] is None
+        and state.layout.ordinary
+    ):
+        return mixed_attention(query, key, value, None, **options, kernel=SPLIT)
+    if state.frozen is None or not plain:
         return _attend_apart(query, key, value, state, options | ordinary)
     return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
 

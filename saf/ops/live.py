@@ -75,6 +75,8 @@ KERNELS = {
     "math": SDPBackend.MATH,
     **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
 }
+SPLIT = "split"
+"""The kernel of few rows, frozen heads beside live ones (saf/ops/split.py); other passes take PyTorch's choice."""
 SWITCHES = tuple(
     (backend, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
     for backend, name in (
@@ -111,7 +113,7 @@ def pinned(kernel: str, device: torch.device):
     for an unknown name, UnsupportedError for a kernel of a package that is missing or cannot run here.
     """
     check_kernel(kernel)
-    if kernel == "auto":
+    if kernel in ("auto", SPLIT):
         return nullcontext()
     if kernel in ("cudnn", "efficient") and device.type != "cuda":
         raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")
@@ -123,9 +125,11 @@ def pinned(kernel: str, device: torch.device):
 
 def check_kernel(kernel: str) -> None:
     """Raise InputError for a kernel that nothing is known of."""
-    if not isinstance(kernel, str) or (kernel != "auto" and kernel not in KERNELS):
-        near = did_you_mean(kernel, KERNELS)
-        raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted(KERNELS)}{near}")
+    if not isinstance(kernel, str) or kernel not in ("auto", SPLIT, *KERNELS):
+        near = did_you_mean(kernel, [*KERNELS, SPLIT])
+        raise InputError(
+            f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted([*KERNELS, SPLIT])}{near}"
+        )
 
 
 def causal_mask(

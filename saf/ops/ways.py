@@ -4,6 +4,7 @@ The first way whose condition holds is taken (`WAYS`, at the end):
 
 | way | when | what runs |
 | --- | --- | --- |
+| split | the kernel "split" is asked for, few rows of live heads, no gradients, on a GPU | `saf::split_rows` |
 | ordinary | no head is frozen | attention |
 | one launch | the backend mixes live heads too (`fused`), and there are some | the backend's launch of all heads |
 | whole layer | no gradients, whole sequences, fixed patterns, a backend that infers | `saf::inference` |
@@ -25,6 +26,7 @@ from saf.ops.backends import BACKENDS
 from saf.ops.heads import even_queries, live_keys, part_heads, put_together, read_heads, take_heads
 from saf.ops.live import live_attention
 from saf.ops.positions import Rows, shift_rows
+from saf.ops.split import split, splits
 
 if TYPE_CHECKING:  # heads are asked, not made, here: this file and theirs stand side by side
     from saf.ops.frozen_heads import FrozenHeads
@@ -205,6 +207,7 @@ class Way(NamedTuple):
 
 
 WAYS = (
+    Way("split", splits, split),
     Way("ordinary", _has_no_frozen, _attend),
     Way("one launch", _mixes_live, _mix_all),
     Way("whole layer", _infers, _infer, projects=True),

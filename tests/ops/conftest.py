@@ -52,6 +52,12 @@ def row_results() -> dict:
 
 
 @pytest.fixture(scope="session")
+def split_results() -> dict:
+    """Results of every case of live and frozen rows in one launch by name."""
+    return run_worker("kernel_worker.py", "split_cases", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
 def fused_results() -> dict:
     """Results of every fused case by name."""
     return run_worker("kernel_worker.py", "fused.fused_cases", interpret=not has_gpu())

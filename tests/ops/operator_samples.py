@@ -32,7 +32,7 @@ def registered() -> set[str]:
 
 def runnable(device: str) -> set[str]:
     """Return the operators that run on a device: those that are kernels and nothing else on CUDA only."""
-    kernels = {"fused", "fused_backward", "fused_visible", "frozen_rows", "join_rows"}
+    kernels = {"fused", "fused_backward", "fused_visible", "frozen_rows", "join_rows", "split_rows", "merge_rows"}
     return registered() - (kernels if device == "cpu" else set())
 
 
@@ -76,12 +76,18 @@ def row_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.dty
     value, start = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
     first = torch.tensor(30, device=device)
     parts = draw(4, 2, 2, 3, 16).float()
+    query, key, frozen = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (apart[OWN], apart[READERS])
     return {
         "frozen_rows": [
             (value, apart[OWN], apart[READERS], *tables, first, 0, start, 3, 2, True),
             (value, shared[OWN], shared[READERS], *tables, None, 37, None, 3, 1, False),
         ],
         "join_rows": [(parts, value, None, None, None), (parts, value, first, start, draw(2, 3, 3, 16))],
+        "split_rows": [
+            (query, key, value, None, None, 1, *frozen, 1, *tables, first, 0, start, 2, 0.25),
+            (query, key, value, None, None, 1, None, None, 0, None, None, None, None, 37, None, 1, 0.25),
+        ],
+        "merge_rows": [(parts, draw(4, 2, 1, 3).float(), value)],
     }
 
 

@@ -13,7 +13,15 @@ from saf.ops.toeplitz import kernels as convolution
 from saf.ops.toeplitz.config import TILE, Config, choose_config
 from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
 from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_kernel
-from saf.ops.toeplitz.row_kernels import join_constants, join_kernel, rows_constants, rows_kernel
+from saf.ops.toeplitz.row_kernels import (
+    join_constants,
+    join_kernel,
+    merge_kernel,
+    rows_constants,
+    rows_kernel,
+    split_constants,
+    split_kernel,
+)
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
@@ -161,7 +169,12 @@ def single_rows() -> dict[str, Row]:
             for count, group in ((1, 1), (1, 4), (16, 4)):
                 constants = rows_constants(count, group, dim, moves=True, padded=True, precision="ieee")
                 rows[f"rows {NAMES[dtype]} D{dim} {count}x{group}"] = Row(rows_kernel, constants, dtype)
+            for count, group, even in ((1, 1, True), (1, 4, False)) if dtype != torch.float32 else ():
+                how = {"even": even, "ordered": even, "moves": True, "padded": True, "precision": "ieee"}
+                constants = split_constants(9, 9 // group, group, 3, group, count, dim, **how)
+                rows[f"split {NAMES[dtype]} D{dim} {count}x{group}"] = Row(split_kernel, constants, dtype)
             rows[f"join {NAMES[dtype]} D{dim}"] = Row(join_kernel, join_constants(9, 3, 1, dim), dtype)
+            rows[f"merge {NAMES[dtype]} D{dim}"] = Row(merge_kernel, join_constants(9, 3, 1, dim), dtype)
     return rows
 
 

@@ -35,9 +35,23 @@ ALIGNED = (
     "place",
     "stretch",
     "parts",
+    "lowest",
 )
-INTEGER_POINTERS = ["state", "query", "key", "value", "pattern", "live", "group_start", "group_heads", "heads", "slots"]
-FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss", "sums"]
+INTEGER_POINTERS = [
+    "state",
+    "query",
+    "key",
+    "value",
+    "pattern",
+    "live",
+    "group_start",
+    "group_heads",
+    "heads",
+    "slots",
+    "own",
+    "readers",
+]
+FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss", "sums", "logs"]
 LONG_POINTERS = ["labels", "count", "first", "start"]
 
 

@@ -122,6 +122,8 @@ class SpeedKind(Benchmark[AskedSpeed]):
     """What its speedups are of, in a few words: "update"."""
     subject: ClassVar[str]
     """What became faster, in a sentence: "updates"."""
+    more_kernels: ClassVar[tuple[str, ...]] = ()
+    """Attention kernels of its own, beside those of whole sequences."""
     same: ClassVar[str] = "the same model"
     """What the baseline is, but for its heads."""
     up_to_repeats: ClassVar[bool] = True
@@ -144,7 +146,7 @@ class SpeedKind(Benchmark[AskedSpeed]):
         """
         budget = Budget(settings.seconds)
         with agreed():
-            _check_names(settings)
+            _check_names(settings, self.more_kernels)
             self.check_shape(settings)
             points = self.points(settings)
             execution = Execution.of(settings.device, compile=settings.compile)
@@ -290,9 +292,9 @@ class SpeedKind(Benchmark[AskedSpeed]):
         return notes or ["The paper has no number at these shapes."]
 
 
-def _check_names(settings: SpeedSettings) -> None:
+def _check_names(settings: SpeedSettings, more_kernels: tuple[str, ...]) -> None:
     """Raise InputError for names nothing answers to."""
-    known = ("auto", FLEX, *KERNELS)
+    known = ("auto", FLEX, *KERNELS, *more_kernels)
     for name in (*settings.kernels, *(settings.others or ())):
         if name not in known:
             raise InputError(f"unknown attention kernel {name!r}; expected one of {', '.join(known)}")

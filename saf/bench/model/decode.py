@@ -26,6 +26,7 @@ from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
 from saf.machine.execution import Execution, own_program
 from saf.ops import for_graphs
+from saf.ops.live import SPLIT
 from saf.records.paper import Quoted
 from saf.settings import documented
 
@@ -178,6 +179,7 @@ class DecodeKind(ModelKind[DecodeSettings]):
     name = "decode"
     title = "Decoding"
     panel = "One more token"
+    more_kernels = (SPLIT,)
     gains = "decoding"
     subject = "decoding"
     settings = DecodeSettings

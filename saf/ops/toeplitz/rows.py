@@ -23,6 +23,7 @@ STRETCH = 256
 PROGRAMS = 528
 """Parts of all heads together, about: four for each multiprocessor of an H200, so that all of them read memory."""
 READERS, OWN, CACHED = "row_readers", "row_heads", "row_cached_heads"
+LIVE_READERS, LIVE_OWN = "row_live_readers", "row_live_heads"
 """Names of what `row_tables` makes among the tables of a layer."""
 
 
@@ -31,20 +32,30 @@ def row_tables(kv_head: tuple[int, ...] | None, frozen: int, device: torch.devic
 
     `row_readers [U, G]` holds the slots that read each head, -1 for none; `row_heads [U]` these heads as a layer has
     them, `row_cached_heads [U]` as a cache of fixed size does (`cached_order`), both counted from the first one read.
+    Of live slots, where the layer's are known, `row_live_readers [K, G]` and `row_live_heads [K]` say the same for the
+    KV heads that they read, which a cache of fixed size has first.
     They are made with the other tables: what a pass made and kept would lie in the memory of the graph that captures
     it, and be written over.
     """
     slots = tuple(range(frozen)) if kv_head is None else kv_head
     read = slots[len(slots) - frozen :]
     told = tuple(map(cached_order(slots, frozen).index, read))
-    groups = [[slot for slot, head in enumerate(read) if head == one] for one in sorted(set(read))]
-    most = max(map(len, groups))
+    groups = readers_of(read)
     made = {
-        READERS: [group + [-1] * (most - len(group)) for group in groups],
+        READERS: groups,
         OWN: [read[group[0]] - min(read) for group in groups],
         CACHED: [told[group[0]] - min(told) for group in groups],
     }
+    if live := slots[: len(slots) - frozen]:
+        made |= {LIVE_READERS: readers_of(live), LIVE_OWN: sorted(set(live))}
     return {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in made.items()}
+
+
+def readers_of(read: tuple[int, ...]) -> list[list[int]]:
+    """Return which slots read each of the heads read, ascending; filled up with -1 to one length."""
+    groups = [[slot for slot, head in enumerate(read) if head == one] for one in sorted(set(read))]
+    most = max(map(len, groups))
+    return [group + [-1] * (most - len(group)) for group in groups]
 
 
 def compact_rows(tables: Tables) -> Callable[..., Tensor]:
