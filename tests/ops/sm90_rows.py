@@ -52,7 +52,7 @@ FUSED = {
 }
 """Channels by kernel; grouped queries are a case of the key-block kernel alone, few tokens one of the forward."""
 ROWS = {torch.bfloat16: (64, 96, 128), torch.float16: (128,), torch.float32: (64, 128)}
-"""Channels of single rows: 96 are padded to 128, and float16 is bfloat16 with another type."""
+"""Channels of single rows: 96 are padded to 128, and float16 is bfloat16 with another type, so bfloat16 has all."""
 
 
 @dataclass(frozen=True)
