@@ -100,7 +100,12 @@ def check(name: str, value: Any, hint: Any) -> None:
     """Raise InputError unless a value is what an annotation says."""
     if not fits(value, hint):
         near = did_you_mean(value, _names(hint)) if isinstance(value, str) else ""
-        raise InputError(f"{name} must be {described(hint)}; got {shown(value)}{near}")
+        raise InputError(f"{must_be(name, hint)}; got {shown(value)}{near}")
+
+
+def must_be(name: str, hint: Any) -> str:
+    """Return what messages say of a setting that is not what its annotation asks for."""
+    return f"{name} must be {described(hint)}"
 
 
 def _names(hint: Any) -> list[str]:

@@ -74,11 +74,16 @@ def open_data(folder: Path | None, found: ModelFolder) -> TokenData:
     """Open the data for a model: `folder`, or what the model was trained on when None.
 
     Raises:
-        InputError: No folder given or recorded.
+        InputError: No folder given, and none recorded, or the examples of a task.
         DataError: The folder's tokenizer is not the one the model was trained with, or nothing tells which that was.
     """
     if folder is None and found.data_folder is None:
         raise InputError(f"{found.folder} does not tell its data; give --data, a folder made by `saf data prepare`")
+    if folder is None and (task := found.settings.get("task") or "text") != "text":
+        raise InputError(
+            f"{found.folder} was trained on {task}, which is no held-out text; give --data, a folder made by `saf data "
+            "prepare` with its tokenizer"
+        )
     data = TokenData.open(folder or Path(str(found.data_folder)))
     if data.fingerprint != found.state.get("data_fingerprint", data.fingerprint):
         _check_tokenizer(data, found)

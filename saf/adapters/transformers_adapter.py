@@ -34,7 +34,7 @@ from saf.adapters.transformers_attention import (
     state_of,
 )
 from saf.adapters.transformers_cache import mask_for_generation
-from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_
+from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_, watch_owners
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout
@@ -264,6 +264,8 @@ class TransformersAdapter(TransformersModel, Adapter):
                     part, SAVE, partial(save_with_heads, self if part is self.model else type(self)(part, self.known))
                 )
                 mark_(part.config)
+                # Of a decoder alone, a model with an output layer may be around it.
+                watch_owners(part, part is self.model and part.base_model is part)
         elif before is not None:
             for state in states:
                 state.before = None
@@ -273,6 +275,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             for part in self._saved():
                 vars(part).pop(SAVE, None)
                 unmark_(part.config)
+                watch_owners(part, False)
 
     def remember(self, event: dict[str, Any]) -> None:
         """Keep what is known of an event with the configuration, for the model card."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
 from saf.adapters.family import Family
-from saf.adapters.transformers_cache import NOT_QUANTISED, Beginning, filled, make_room
+from saf.adapters.transformers_cache import CRASHES_COMPILED, NOT_QUANTISED, Beginning, filled, make_room
 from saf.adapters.transformers_mask import Mask, check_one_sequence_a_row, padding_mask
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
@@ -302,10 +302,13 @@ def check_generation(model: Any, generation_config: Any, *rest: Any, **options: 
     """Refuse before its first token a generation that frozen heads cannot follow; then check as the class does.
 
     Raises InputError for one longer than the patterns, whose last token is not read any more, UnsupportedError for a
-    quantised cache where a layer has no live head.
+    quantised cache where a layer has no live head, and for an offloaded one of fixed size that would be compiled.
     """
+    kind, on_gpu = generation_config.cache_implementation, model.device.type == "cuda"
+    if kind == "offloaded_static" and on_gpu and not generation_config.disable_compile:
+        raise UnsupportedError(CRASHES_COMPILED)
     states = [module for module in model.modules() if isinstance(module, HeadState)]
-    if generation_config.cache_implementation == "quantized" and not all(state.layout.num_live for state in states):
+    if kind == "quantized" and not all(state.layout.num_live for state in states):
         raise UnsupportedError(NOT_QUANTISED)
     longest = min((state.frozen.max_length for state in states if state.frozen is not None), default=None)
     if longest is not None and (generation_config.max_length or 0) - 1 > longest:

@@ -27,6 +27,12 @@ NOT_QUANTISED = (
     "cache, an offloaded one or one of fixed size, or leave a head of each layer live (max_per_layer)"
 )
 
+# On an H200, with torch 2.11.0 and transformers 5.17.0, with and without frozen heads.
+CRASHES_COMPILED = (
+    "on a GPU generate compiles its steps with an offloaded cache of fixed size, which ended the whole process by a "
+    "segmentation fault inside torch's compiler: pass disable_compile=True, or take the growing one (offloaded)"
+)
+
 
 class Beginning(NamedTuple):
     """Say that a pass fills a cache of fixed size from its first place on; `mask [B, Tq]` is of its padding, or None.

@@ -5,11 +5,13 @@ a map of the heads, and what is known of the events that made them so. What else
 """
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 from saf.adapters.adapter import Adapter
 from saf.adapters.description import SCHEMA, STATE, TENSORS, described_beside, write_description
+from saf.errors import SafWarning
 from saf.heads import HeadLayout
 from saf.records.files import entries_hash, file_hash, write_atomically
 from saf.records.folders import new_files
@@ -48,6 +50,31 @@ def mark_(config: Any) -> None:
 def unmark_(config: Any) -> None:
     """Say no more in a configuration that heads are frozen or pruned."""
     vars(config).pop("saf", None)
+
+
+def watch_owners(part: Any, watched: bool) -> None:
+    """Let a model whose heads were frozen through it warn when a model around it is saved, or no longer.
+
+    `save_pretrained` of the model around it knows nothing of heads, and nothing in a model tells what it is part of.
+    """
+    for number, hook in list(part._state_dict_pre_hooks.items()):
+        if hook is warn_of_owner:
+            del part._state_dict_pre_hooks[number]
+    if watched:
+        part.register_state_dict_pre_hook(warn_of_owner)
+
+
+def warn_of_owner(part: Any, prefix: str, keep_vars: bool) -> None:
+    """Warn that the weights about to be read are saved without their heads where transformers' owner reads them."""
+    if prefix == f"{part.base_model_prefix}.":
+        name = type(part).__name__
+        warnings.warn(
+            f"heads were frozen through the {name} alone, and save_pretrained of the model around it writes no {STATE} "
+            f"and no {TENSORS}, without which its folder does not open: give saf.freeze_ the whole model. For heads "
+            "frozen already, saf.save(model, folder) writes both files, from which saf.load freezes a whole model",
+            SafWarning,
+            stacklevel=2,
+        )
 
 
 def save_with_heads(

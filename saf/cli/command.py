@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_
 
 import tyro
 
-from saf.arguments import check_fields
+from saf.arguments import check_fields, must_be
 from saf.errors import InputError
 from saf.heads import Head
 from saf.records.events import heads_in_force, read_events
@@ -95,11 +95,14 @@ def build_groups(kind: type, given: Mapping[str, Any], before: Any = None) -> di
 def in_flags(message: str, command: type) -> str:
     """Return a message with each setting of the command written as its flag: `max_fit_kl` as `--freeze.max-fit-kl`.
 
-    Names of one plain word are left as they are, unless the message begins with one whose flag is another word, and so
-    are parts of paths.
+    Names of one plain word are left as they are, unless the message begins with one whose flag is another word, or says
+    what the setting must be; so are parts of paths.
     """
     for flag in all_flags(command):
         if any(isinstance(mark, Flag) for mark in flag.marks) and message.startswith(f"{flag.field.name} "):
+            message = f"--{flag.name}{message.removeprefix(flag.field.name)}"
+        elif " must be " in message and message.startswith(f"{must_be(flag.field.name, flag.hint)};"):
+            # Of several settings of one name the condition tells which is meant.
             message = f"--{flag.name}{message.removeprefix(flag.field.name)}"
     flags, names = _names(command)
     return names.sub(lambda found: flags[found[1]], message) if flags else message
@@ -153,6 +156,11 @@ class _Flag:
     name: str
     """The flag without its first hyphens, such as freeze.max-fit-kl."""
     help: str
+
+    @property
+    def hint(self) -> Any:
+        """Return the field's annotation."""
+        return Annotated[(self.kind, *self.marks)] if self.marks else self.kind
 
     @property
     def group(self) -> type | None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from saf.records.files import to_json
+from saf.records.provenance import clock_words
 from saf.records.table import Part
 from saf.records.text import plain
 from saf.train.observer import duration
@@ -41,7 +42,8 @@ def machine(provenance: Mapping[str, Any]) -> str:
     versions = provenance["versions"]
     named = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
     driver = [f"driver {provenance['driver']}"] if provenance["driver"] else []
-    return ", ".join([provenance["device"], *named, *driver])
+    clocks = clock_words(provenance)
+    return ", ".join([provenance["device"], *named, *driver, *([clocks] if clocks else [])])
 
 
 class LayerProgress(AbstractContextManager):

@@ -77,8 +77,8 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
                 one = {title: recipe}
                 of = plan(one, made.scale, data=fingerprint, seeds=sorted(kept) or seeds, examples=store.examples())
                 rendered = render(title, recipe, of, store, plan_measurements(one, of))
-                # Parents alone, which other recipes need too, are no table.
-                if (recipe.columns and len(rendered.ran) > 1) or rendered.measured:
+                # Parents alone, which other recipes need too, are no table; nor are arms of its lesser table alone.
+                if (recipe.columns and len(rendered.ran) > 1 and any(rendered.headline())) or rendered.measured:
                     yield rendered, of
 
 

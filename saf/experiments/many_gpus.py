@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from saf.arguments import above, at_least, check_fields
-from saf.errors import InputError
-from saf.experiments.planned_run import ACTIVATION_BYTES, STATE_BYTES, PlannedRun
+from saf.arguments import Where, above, at_least, check_fields
+from saf.experiments.planned_run import ACTIVATION_BYTES, COPY_BYTES, STATE_BYTES, PlannedRun, logit_bytes
 from saf.experiments.rates import Rates
 from saf.models.config import GPTConfig
 from saf.records.table import Table
@@ -32,7 +31,7 @@ class Interconnect:
     """GB/s of a GPU to other machines, each way: 400 Gbit/s."""
     message_microseconds: Annotated[float, at_least(0)] = 5.0
     """What a step of a ring takes beside its bytes."""
-    reached: Annotated[float, above(0)] = 0.8
+    reached: Annotated[float, Where("a share above 0 and at most 1", lambda share: 0 < share <= 1)] = 0.8
     """The share of these GB/s that collectives reach."""
     gpu_gigabytes: Annotated[float, above(0)] = 141.0
     """Memory of a GPU, in GB; an H200's."""
@@ -40,8 +39,6 @@ class Interconnect:
     def __post_init__(self):
         """Raise InputError for numbers that no interconnect has."""
         check_fields(self)
-        if self.reached > 1:
-            raise InputError(f"reached must be a share, at most 1; got {self.reached!r}")
 
     def collective_seconds(self, size: float, *, gpus: int, nodes: int) -> float:
         """Return what one all-gather or reduce-scatter of `size` bytes in all takes around a ring of all GPUs.
@@ -138,9 +135,9 @@ def foretell(
     activations = activation_bytes(shape, tokens, activation_checkpointing=activation_checkpointing)
     passed = {"gpus": gpus, "nodes": nodes}
     if several == 1:
-        state, gathered, sent, waited = STATE_BYTES * weights, 0.0, 0.0, 0.0
+        state, gathered, sent, waited = STATE_BYTES * weights, COPY_BYTES * weights, 0.0, 0.0
     elif kind == "ddp":
-        state, gathered = STATE_BYTES * weights, 0.0
+        state, gathered = STATE_BYTES * weights, COPY_BYTES * weights
         sent = 2 * links.collective_seconds(WEIGHT_BYTES * weights, **passed)
         # Buckets are sent while the last micro-batch goes backward; the last bucket, the embedding's, has nothing left.
         last = 2 * links.collective_seconds(WEIGHT_BYTES * shape.vocab_size * shape.hidden_size, **passed)
@@ -180,10 +177,10 @@ def layer_matrices(shape: GPTConfig) -> int:
 
 def activation_bytes(shape: GPTConfig, tokens: int, *, activation_checkpointing: bool) -> float:
     """Return the bytes of a micro-batch's activations; recomputed, each layer keeps its float32 input, and one all."""
-    one = ACTIVATION_BYTES * tokens * shape.hidden_size
+    one, logits = ACTIVATION_BYTES * tokens * shape.hidden_size, logit_bytes(shape, tokens)
     if not activation_checkpointing:
-        return one * shape.num_layers
-    return one + WEIGHT_BYTES * tokens * shape.hidden_size * shape.num_layers
+        return one * shape.num_layers + logits
+    return one + WEIGHT_BYTES * tokens * shape.hidden_size * shape.num_layers + logits
 
 
 def scaling_table(

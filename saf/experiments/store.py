@@ -96,7 +96,8 @@ class Store:
 
     def _read(self, path: Path, key: str) -> dict[str, Any]:
         """Return one record of a run."""
-        record = read_result(path)
+        advice = "restore it, or remove it: `saf run` makes it again, and trains the run again where its folder is gone"
+        record = read_result(path, advice=advice)
         if record["kind"] != KIND or record.get("key") != key:
             raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
         return {"went_through": [], "shared": False, **record}
@@ -110,7 +111,7 @@ class Store:
         path = self.measurement_file(key)
         if not path.exists():
             return None
-        record = read_result(path)
+        record = read_result(path, advice="restore it, or remove it to measure again")
         if record.get("key") != key:
             raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
         return record

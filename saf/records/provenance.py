@@ -1,12 +1,15 @@
 """Where a result comes from: command, source, commit, versions, machine, date."""
 
 import hashlib
+import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import saf
 
@@ -65,11 +68,36 @@ def versions() -> dict[str, str | None]:
 
 
 def command() -> str:
-    """Return the command line: a program by its name alone, a script by the path it was called by, unless absolute."""
+    """Return the command line: a program by its name alone, a script by the path it was called by, unless absolute.
+
+    A `saf` command that `torchrun` started begins with as much of that as its environment tells.
+    """
     if (arguments := invocation.get()) is not None:
-        return shlex.join(["saf", *arguments])
+        return shlex.join([*_starter(), "saf", *arguments])
     path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
     script = path.suffix == ".py" and path.name != "__main__.py"
     program = path.name if path.is_absolute() or not script else path.as_posix()
     words = ["python", program] if script else ["saf" if program == "__main__.py" else program]
     return shlex.join([*words, *sys.argv[1:]])
+
+
+def _starter() -> list[str]:
+    """Return the words before `saf` of a process that `torchrun` started, which names itself; none of any other."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    own, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    nodes = ["--nnodes", str(world // own)] if world > own else []
+    return ["torchrun", *nodes, "--nproc-per-node", str(own), "-m"]
+
+
+def clock_words(provenance: Mapping[str, Any]) -> str:
+    """Return the clocks of the device that measured, before and after, and its power limit; "" where none are told."""
+    told = provenance.get("clocks") or {}
+    before, after = told.get("before") or {}, told.get("after") or {}
+
+    def span(name: str) -> str:
+        values = dict.fromkeys(f"{each[name]:g}" for each in (before, after) if name in each)
+        return " to ".join(values)
+
+    named = (("SM {} MHz", "sm_mhz"), ("memory {} MHz", "memory_mhz"), ("power limit {} W", "power_limit_watts"))
+    return ", ".join(words.format(span(name)) for words, name in named if span(name))

@@ -76,16 +76,18 @@ def is_result(record: Mapping[str, Any]) -> bool:
     return schema in (SCHEMA, _EARLIER_BENCH, *_EARLIER) or _analysis_name(schema) is not None
 
 
-def read_result(path: Path) -> dict[str, Any]:
+def read_result(path: Path, *, advice: str = f"give {_WRITTEN}") -> dict[str, Any]:
     """Read a result of this version or an earlier one, with the header that results have now.
+
+    `advice` says what to do about a file that cannot be used, for the end of the message.
 
     Raises:
         InputError: The file is missing, not JSON, or not a result.
     """
-    record = read_json(path, advice=f"give {_WRITTEN}")
+    record = read_json(path, advice=advice)
     if not is_result(record):
         raise InputError(
-            f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; give {_WRITTEN}"
+            f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; {advice}"
         )
     return with_header(record)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from saf.records.provenance import clock_words
 from saf.records.quantities import MISSING, gibibytes, seconds
 from saf.records.table import Cell, Table
 from saf.records.text import markdown, markdown_block
@@ -51,7 +52,7 @@ def origin_of(file: Path, beside: Path, provenance: Mapping[str, Any] | None) ->
     """
     words = [device_and_versions(provenance)]
     if provenance:
-        words.append(source(provenance))
+        words += [*filter(None, [clock_words(provenance)]), source(provenance)]
     lines = [f"{link(file, beside).markdown()}: {markdown('; '.join(words))}."]
     command = (provenance or {}).get("command")
     return [*lines, markdown_block(str(command)) if command else "Command not recorded."]
@@ -90,6 +91,8 @@ def _facts(record: Record) -> dict[str, Any]:
     named = {f"{NAMES.get(key, key)} version": value and version(key, value) for key, value in versions.items()}
     if size := provenance.pop("memory_bytes", None):
         provenance["device memory"] = gibibytes(size)
+    if clocks := clock_words(provenance):
+        provenance["clocks"] = clocks
     named |= {f"checkpoint, {role}": value for role, value in checkpoints.items()}
     named |= {f"data, {role}": value for role, value in data.items()}
     return {**provenance, **named, "peak rates": peak.get("source"), "took": seconds(record["seconds"])}

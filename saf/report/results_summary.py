@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.bench.harness.measured import kernel_name, shape
-from saf.bench.kinds import SPEED_KINDS, compares_arms, groups_of
+from saf.bench.kinds import SPEED_KINDS, compares_arms
 from saf.evaluate.side_by_side import arm_names, compare_all
 from saf.records import paper
 from saf.records.paper import Quoted
@@ -23,7 +23,6 @@ RATES = (0.25, 0.5)
 """Shares of frozen heads that have a column: those of the paper's main tables."""
 BACKEND = "toeplitz"
 """Whose speed is the summary's: the default one."""
-_SPEEDS = {"update": "update", "prefill": "prefill", "decode": "decoding", "op": "attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +105,13 @@ def _of_runs(source: Cell, runs: Sequence[RecordedRun]) -> Iterator[Finding]:
 
 def _of_speeds(source: Cell, record: Record) -> Iterator[Finding]:
     """Yield the speedups of the default backend, one a point and rate."""
-    for group in groups_of(record):
+    for group in SPEED_KINDS[record["kind"]].main_groups(record):
         baseline = kernel_name(group.baseline.removeprefix("ordinary "))
         for arm in group.arms:
             if arm.row["backend"] != BACKEND or arm.row["rate"] not in RATES:
                 continue
             yield Finding(
-                what=f"{_SPEEDS[record['kind']]} speedup: {group.way}",
+                what=f"{SPEED_KINDS[record['kind']].gains} speedup: {group.way}",
                 where=", ".join(filter(None, [shape(group.point), f"against {baseline}", arm.apart])),
                 rate=arm.row["rate"],
                 ours="refused" if arm.ratio is None else f"{arm.ratio:.3f}×",

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import Cache, CompileConfig, DynamicCache, StaticCache
+from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 import saf
@@ -91,6 +91,18 @@ def test_tokens_of_offloaded_caches_are_those_of_passes_without_one(frozen, impl
     _, model = frozen
     again = generate(model, *padded, use_cache=False, **MODES[mode])
     assert torch.equal(generate(model, *padded, cache_implementation=implementation, **MODES[mode]), again)
+
+
+def test_an_offloaded_cache_of_fixed_size_is_refused_where_its_steps_would_be_compiled(frozen, padded, monkeypatch):
+    _, model = frozen
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(type(model), "device", torch.device("cuda"))
+        on_gpu.setattr(type(model), "forward", lambda *_, **__: pytest.fail("a pass was run"))
+        with pytest.raises(UnsupportedError, match=r"segmentation fault .*: pass disable_compile=True"):
+            generate(model, *padded, cache_implementation="offloaded_static", do_sample=False)
+        for allowed in ({"disable_compile": True}, {"cache_implementation": "offloaded"}):
+            config = GenerationConfig(**{"cache_implementation": "offloaded_static", "max_length": 12} | allowed)
+            model._validate_generated_length(config, 10, False)
 
 
 class Exact(QuantizedLayer):

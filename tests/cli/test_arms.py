@@ -11,7 +11,7 @@ import pytest
 
 from saf.data import TokenData, prepare
 from saf.data.token_data import check_separate
-from saf.errors import DataError
+from saf.errors import DataError, InputError
 from saf.evaluate.perplexity import read_evaluation
 from saf.opening import ModelFolder, find_model, open_data
 from saf.records.events import read_events
@@ -72,6 +72,10 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     assert open_data(tmp_path / "same", source).fingerprint != state["data_fingerprint"]
     with pytest.raises(DataError, match="gone: no such data folder here; give --data"):
         open_data(None, source)
+    settings = state["settings"] | {"task": "boolq", "data": "train.jsonl"}
+    finetuned = ModelFolder(opened.folder, replace(opened.checkpoint, state=state | {"settings": settings}))
+    with pytest.raises(InputError, match="was trained on boolq, which is no held-out text; give --data"):
+        open_data(None, finetuned)
     del state["tokenizer"]
     with pytest.raises(DataError, match="does not record its tokenizer"):
         open_data(tmp_path / "same", source)

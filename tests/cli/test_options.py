@@ -5,12 +5,14 @@ import json
 import pytest
 
 from saf.cli.command import in_flags, read_heads
+from saf.cli.finetune import Finetune
 from saf.cli.freeze import Freeze
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json
+from saf.tasks import FinetuneSettings, MQARSettings
 from saf.train import TrainConfig
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --fitter adam --max-fit-kl 0.3 --strict
@@ -99,6 +101,20 @@ def test_names_in_paths_and_values_are_no_settings():
     assert in_flags("batch_size: 3. freeze.rate, max_fit_kl.", Pretrain) == (
         "--batch-size: 3. --freeze.rate, --freeze.max-fit-kl."
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        (lambda: FinetuneSettings(test="t", tokenizer="t", development=2.0), "--development"),
+        (lambda: MQARSettings(development=1.5), "--mqar.development"),
+        (lambda: FreezeConfig(rate="much"), "--freeze.rate"),
+    ],
+)
+def test_what_a_setting_must_be_is_said_of_its_flag(settings, flag):
+    with pytest.raises(InputError) as caught:
+        settings()
+    assert in_flags(str(caught.value), Finetune).startswith(f"{flag} must be a")
 
 
 def test_settings_left_out_are_the_defaults():

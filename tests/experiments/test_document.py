@@ -48,6 +48,8 @@ def test_a_parent_alone_is_no_table(recipe, make_plan, trainer, tmp_path):
             Arm(name="c", parent="ordinary", settings={"freeze.rate": 0.1}),
         ),
     )  # fmt: skip
-    text = made({"made_up": recipe, "another": other}, tmp_path, trainer, plan)
+    lesser = replace(recipe, headline=("difference",))  # which no arm that was run has
+    text = made({"made_up": recipe, "another": other, "lesser": lesser}, tmp_path, trainer, plan)
     assert "### made_up, smoke" in text
     assert "### another" not in text
+    assert "### lesser" not in text

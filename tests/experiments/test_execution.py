@@ -46,6 +46,18 @@ def test_a_plan_is_carried_out_once(make_plan, store, trainer):
     assert len(again.found) == 6
 
 
+def test_a_damaged_record_says_that_removing_it_makes_it_again(make_plan, store, trainer):
+    made = make_plan(arms=("a",))
+    carry_out(made, store, trainer)
+    record = next(store.folder.glob("records/*.json"))
+    record.write_text(record.read_text()[:-9])
+    with pytest.raises(InputError, match=r"restore it, or remove it: `saf run` makes it again, and trains the run"):
+        carry_out(made, store, trainer)
+    record.unlink()
+    carry_out(made, store, trainer)
+    assert record.is_file()
+
+
 def test_arms_find_the_settings_of_their_scale(make_plan, store, trainer):
     carry_out(make_plan(arms=("a",)), store, trainer)
     ordinary, arm = (" ".join(words) for words in trainer.calls)

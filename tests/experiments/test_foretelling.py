@@ -10,7 +10,9 @@ from saf.cli import main
 from saf.experiments.foretelling import foretell
 from saf.experiments.measuring import PlannedMeasurement
 from saf.experiments.plan import Plan
+from saf.experiments.planned_run import peak_bytes
 from saf.experiments.scales import SCALES
+from saf.models import preset
 from saf.records.files import read_json
 
 BENCH = Path(__file__).parents[2] / "results" / "bench"
@@ -37,6 +39,16 @@ def test_benchmarks_took_about_what_is_foretold(name):
     settings = {key: value for key, value in record["settings"].items() if key != "seconds" and value is not None}
     told = foretell(planned(f"bench {record['kind']}", settings), Plan(scale=PAPER, data=""), RATES)
     assert 0.7 < told / record["seconds"] < 1.4
+
+
+@pytest.mark.parametrize("name", ["memory-4k", "memory-1b"])
+def test_peaks_were_about_what_is_foretold(name):
+    record = read_json(BENCH / f"{name}.json")
+    for entry in record["memory"]:
+        if not entry["rate"]:
+            shape = preset(record["settings"]["model"], max_length=entry["point"]["length"])
+            told = peak_bytes(shape, entry["point"]["length"] * entry["point"]["batch_size"])
+            assert told == pytest.approx(entry["bytes"], rel=0.04)
 
 
 def test_a_limit_of_its_own_is_never_exceeded_and_more_pairs_take_longer():

@@ -90,7 +90,7 @@ def test_layers_computed_again_cost_a_forward_pass_and_save_activations():
     assert again.state_bytes == kept.state_bytes
     saved = [activation_bytes(ONE_B, 16_384, activation_checkpointing=on) for on in (False, True)]
     assert kept.memory_bytes - again.memory_bytes == pytest.approx(saved[0] - saved[1])
-    assert saved[1] < saved[0] / 5
+    assert saved[1] < saved[0] / 2.5
 
 
 def test_a_dry_run_tells_it(tmp_path, capsys):
@@ -108,5 +108,5 @@ def test_a_dry_run_tells_it(tmp_path, capsys):
 
 
 def test_interconnects_that_there_are_not_are_refused():
-    with pytest.raises(InputError, match="reached must be a share"):
+    with pytest.raises(InputError, match="reached must be a finite number, a share above 0 and at most 1; got 2"):
         Interconnect(reached=2.0)

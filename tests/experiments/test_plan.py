@@ -60,7 +60,7 @@ def test_predictions_count_the_updates_that_are_a_runs_own(recipe):
     assert ordinary.seconds(rates) == pytest.approx(expected, rel=1e-6)
     assert ordinary.seconds(rates, done=5_000) == rates.start + rates.compilation
     assert arm.seconds(rates) == pytest.approx(flops / 8e14 + rates.start + 2 * rates.compilation, rel=1e-6)
-    assert ordinary.predicted_bytes == pytest.approx(14.3 * 2**30, rel=0.03), "measured: 14.34 GiB"
+    assert ordinary.predicted_bytes == pytest.approx(12.52 * 2**30, rel=0.03), "measured: 12.52 GiB"
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 import copy
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import saf
+from saf.adapters import adapter_for
 from saf.adapters.transformers_folder import with_section
-from saf.errors import CheckpointError, UnsupportedError
+from saf.errors import CheckpointError, SafWarning, UnsupportedError
 from saf.heads import HeadSet
 from tests.transformers_models import FAMILIES, HEADS, freeze, make, tokens, weight_of
 
@@ -166,6 +168,36 @@ def test_a_part_of_the_model_is_saved_with_its_heads_too(family, tmp_path):
     part.save_pretrained(tmp_path / "undone")
     assert not (tmp_path / "undone" / "saf.json").exists()
     assert not hasattr(part.config, "saf")
+
+
+def test_a_model_around_the_one_that_heads_were_frozen_through_warns_when_it_is_saved(tmp_path):
+    model = make("llama")
+    freeze(model.base_model)
+    with pytest.warns(SafWarning, match=r"through the LlamaModel alone, .* writes no saf\.json .*whole model"):
+        model.save_pretrained(tmp_path / "around")
+    saf.save(model, tmp_path / "heads")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SafWarning)
+        model.base_model.save_pretrained(tmp_path / "part")
+        fresh = saf.load(make("llama"), tmp_path / "heads")
+        fresh.save_pretrained(tmp_path / "whole")
+        saf.prune_(model, HeadSet([(2, 0)]))  # through the whole: from now on it saves its heads
+        model.save_pretrained(tmp_path / "pruned")
+        saf.uninstall_(model)
+        model.save_pretrained(tmp_path / "undone")
+    assert torch.equal(logits(opened(tmp_path / "whole")), logits(fresh))
+    assert len(adapter_for(opened(tmp_path / "pruned")).heads("pruned")) == 1
+
+
+def test_from_config_refuses_the_configuration_of_frozen_heads(tmp_path):
+    model = make("llama")
+    freeze(model)
+    config = copy.deepcopy(model.config)
+    with pytest.raises(UnsupportedError, match=r"open its folder by from_pretrained; .*del config\.saf"):
+        transformers.AutoModelForCausalLM.from_config(config)
+    del config.saf
+    built = transformers.AutoModelForCausalLM.from_config(config)
+    assert built.num_parameters() == make("llama").num_parameters()
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from saf.errors import InputError
+from saf.records.provenance import command, invocation
 from saf.records.result import SCHEMA, is_result, read_result, result_header, with_header
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -81,3 +82,14 @@ def test_every_result_of_the_repository_is_read():
     assert {"update", "prefill", "run", "evaluation", "comparison", "profiles", "experiment"} <= {
         record["kind"] for record in found
     }
+
+
+@pytest.mark.parametrize(("world", "nodes"), [("2", ""), ("4", "--nnodes 2 ")])
+def test_the_command_of_a_group_begins_with_what_started_it(monkeypatch, world, nodes):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": world}.items():
+        monkeypatch.setenv(name, value)
+    token = invocation.set(("pretrain", "--data", "data"))
+    try:
+        assert command() == f"torchrun {nodes}--nproc-per-node 2 -m saf pretrain --data data"
+    finally:
+        invocation.reset(token)

@@ -94,6 +94,18 @@ def test_the_summary_has_the_newest_number_of_each_point(tmp_path):
     assert row["25% frozen"] == f"{first['ratio']:.3f}×"
 
 
+def test_the_summary_has_the_mean_over_orders_of_finetuning(tmp_path):
+    measured = record(variants=("sst2 order-1", "sst2 order-2"))
+    rows = [row | {"ratio": row["ratio"] + 0.5 * row["variant"].endswith("2")} for row in measured["rows"]]
+    settings = measured["settings"] | {"task": "sst2"}
+    put(tmp_path, "finetune.json", measured | {"kind": "finetune", "rows": rows, "settings": settings})
+    summary, means, *_ = tables(render_results(tmp_path, tmp_path)["results.md"])
+    low, high = (row["ratio"] for row in rows if row["rate"] == 0.25 and row["role"] == "frozen")
+    assert [row["what"] for row in summary] == ["finetuning update speedup: 124m, sst2, mean of 2 orders"]
+    assert summary[0]["25% frozen"] == f"{(low + high) / 2:.3f}×"
+    assert means[0]["speedup, mean ± SE"] == f"{(low + high) / 2:.3f}× ± {(high - low) / 2:.3f}"
+
+
 def test_the_summary_leaves_points_that_the_paper_has_no_number_of_to_the_sections(tmp_path):
     put(tmp_path, "update.json", record())
     longer = record()

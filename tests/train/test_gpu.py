@@ -51,8 +51,8 @@ def test_frozen_arm_continues_the_parents_losses(on_gpu):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_group_of_one_by_nccl_trains_as_the_plain_run(on_gpu, parallel, tmp_path):
     """Across a freezing event; kernels of attention add up in no fixed order, so plain runs differ by as much."""
-    freeze = FreezeConfig(rate=0.5, max_fit_kl=10.0)
-    plain, grouped = on_gpu("plain", freeze=freeze), on_gpu(parallel, freeze=freeze, parallel=parallel)
+    common = {"freeze": FreezeConfig(rate=0.5, max_fit_kl=10.0), "compile": "layers"}
+    plain, grouped = on_gpu("plain", **common), on_gpu(parallel, parallel=parallel, **common)
     expected = pretrain(plain)
     distributed.init_process_group("nccl", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:

@@ -11,7 +11,7 @@ from saf.bench.freezing.intervention import Event, Interventions, row_of
 from saf.bench.freezing.model import build, describe, sequences
 from saf.bench.freezing.settings import FEWEST, CalibrationSettings, points_of
 from saf.bench.freezing.tables import WARM, intervention_tables, overview, row_line
-from saf.bench.harness.environment import clean_process, empty_kernel_cache, environment
+from saf.bench.harness.environment import clean_process, clocks_recorded, empty_kernel_cache, environment
 from saf.bench.harness.kind import Benchmark
 from saf.bench.harness.measured import Record
 from saf.bench.harness.recorder import Recorder, Say, say_on_stderr, unmeasured
@@ -53,12 +53,13 @@ class CalibrationKind(Benchmark[CalibrationSettings]):
         recorder = Recorder(out, kind=self.name, settings=settings.to_dict(), budget=budget, say=say)
         with recorder, empty_kernel_cache():
             recorder.trace(**environment(execution.device, execution.device_name), **inputs)
-            if goals is not None:
-                fields = {"part": "fit", "of": str(settings.statistics)}
-                record_fits(recorder, goals, settings, execution, fields)
-            for point in points:
-                with clean_process():
-                    CalibrationPoint(recorder, settings, execution, point).measure()
+            with clocks_recorded(recorder, execution.device):
+                if goals is not None:
+                    fields = {"part": "fit", "of": str(settings.statistics)}
+                    record_fits(recorder, goals, settings, execution, fields)
+                for point in points:
+                    with clean_process():
+                        CalibrationPoint(recorder, settings, execution, point).measure()
         return recorder.record
 
     def conditions(self, record: Record) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from saf.bench.harness.recorder import Recorder
 from saf.machine.peaks import peak_of
 
 
@@ -30,16 +31,50 @@ def environment(device: torch.device, device_name: str) -> dict[str, Any]:
 
 DRIVER_SECONDS = 20
 """How long the driver may take to say its version; one that hangs must not stop a benchmark. A round number."""
+CLOCKS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_limit_watts": "power.limit"}
+"""What a record tells of a device's clocks, and what nvidia-smi calls it."""
+CLOCK_SECONDS = 5
+"""How long it may take to say the clocks, twice a benchmark; a round number."""
 
 
 def driver() -> str | None:
     """Return the NVIDIA driver's version; None when it cannot be asked."""
-    question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = _asked("driver_version", seconds=DRIVER_SECONDS)
+    return answer.split("\n")[0].strip() or None
+
+
+@contextmanager
+def clocks_recorded(recorder: Recorder, device: torch.device) -> Iterator[None]:
+    """Add to a record the clocks of a CUDA device before and after the block; nothing where they cannot be asked.
+
+    The device may have slowed down before it is asked again: what is told afterwards is no more than that moment's.
+    """
+    before = clocks(device)
+    recorder.trace(**({"clocks": {"before": before}} if before else {}))
+    yield
+    if before and (after := clocks(device)):
+        recorder.trace(clocks={"before": before, "after": after})
+
+
+def clocks(device: torch.device) -> dict[str, float]:
+    """Return a CUDA device's clocks at this moment, MHz, and its power limit, W; what it does not tell is left out."""
+    if device.type != "cuda":
+        return {}
+    # The driver numbers devices otherwise than CUDA_VISIBLE_DEVICES.
+    which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    answer = _asked(",".join(CLOCKS.values()), which, seconds=CLOCK_SECONDS)
+    told = dict(zip(CLOCKS, (part.strip() for part in answer.split("\n")[0].split(",")), strict=False))
+    return {name: float(number) for name, number in told.items() if number.replace(".", "", 1).isdecimal()}
+
+
+def _asked(question: str, *which: str, seconds: float) -> str:
+    """Return what nvidia-smi answers; "" where it is not there, fails or takes longer."""
+    words = ["nvidia-smi", *which, f"--query-gpu={question}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(question, capture_output=True, text=True, check=True, timeout=DRIVER_SECONDS)
+        answer = subprocess.run(words, capture_output=True, text=True, check=True, timeout=seconds)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.split("\n")[0].strip() or None
+        return ""
+    return answer.stdout
 
 
 RECOMPILES = 64

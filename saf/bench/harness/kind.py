@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from saf.bench.harness.arms import FLEX
 from saf.bench.harness.baselines import free_backend
-from saf.bench.harness.environment import environment
+from saf.bench.harness.environment import clocks_recorded, environment
 from saf.bench.harness.kernels import attention_table, kernel_words
 from saf.bench.harness.measured import Group, Record, by_point, groups_of, measures, model_of
 from saf.bench.harness.recorder import Recorder, Say, say_on_stderr
@@ -118,6 +118,8 @@ class SpeedKind(Benchmark[AskedSpeed]):
 
     panel: ClassVar[str]
     """The heading of its bars."""
+    gains: ClassVar[str]
+    """What its speedups are of, in a few words: "update"."""
     subject: ClassVar[str]
     """What became faster, in a sentence: "updates"."""
     same: ClassVar[str] = "the same model"
@@ -153,7 +155,8 @@ class SpeedKind(Benchmark[AskedSpeed]):
             self.check_compile(settings, execution)
         with recorder, free_backend():
             recorder.trace(**environment(execution.device, execution.device_name), processes=group_place()[1])
-            self.measure_points(Context(settings, execution, recorder), settings, points)
+            with clocks_recorded(recorder, execution.device):
+                self.measure_points(Context(settings, execution, recorder), settings, points)
         return recorder.record
 
     @abstractmethod
@@ -196,6 +199,10 @@ class SpeedKind(Benchmark[AskedSpeed]):
     def groups(self, record: Record, *, file: str = "") -> list[Group]:
         """Return a record's rows in groups of what one baseline is compared with; `file` names theirs among several."""
         return groups_of(record, quoted=self.quoted, apart=self.apart, unusual=self.unusual(record), file=file)
+
+    def main_groups(self, record: Record) -> list[Group]:
+        """Return the groups that a summary of all records shows: those of its rows, or of their means."""
+        return self.groups(record)
 
     def unusual(self, record: Record) -> str:
         """Return in words which settings make other measurements of a record's rows than the usual ones would."""
@@ -253,12 +260,9 @@ class SpeedKind(Benchmark[AskedSpeed]):
 
     def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
         """Return a table for each way of running, one of peak memory, and notes to read them by."""
-        sources = {cell.text: cell for cell, _ in records}
         found = [group for cell, record in records for group in self.groups(record, file=cell.text) if group.arms]
         groups = by_point(found)
-        parts: list[Part] = [
-            speed_table(chosen, sources).without(DETAILS).titled(way) for way, chosen in ways(groups).items()
-        ]
+        parts = self.speeds(records, groups)
         memory = [
             (cell, memory_table(record, self.memory_of(record), self.quoted_memory))
             for cell, record in records
@@ -268,6 +272,11 @@ class SpeedKind(Benchmark[AskedSpeed]):
         notes = [*refusals(groups), *(note for _, record in records for note in wrong_kernels(record))]
         notes += [*self.read_by(groups), *bound_notes(groups), *self.paper_notes([record for _, record in records])]
         return [*parts, Notes(notes)]
+
+    def speeds(self, records: Sequence[tuple[Cell, Record]], groups: Sequence[Group]) -> list[Part]:
+        """Return the tables of speedups in an overview of several records, whose `groups` these are: one a way."""
+        sources = {cell.text: cell for cell, _ in records}
+        return [speed_table(chosen, sources).without(DETAILS).titled(way) for way, chosen in ways(groups).items()]
 
     def read_by(self, groups: Sequence[Group]) -> list[str]:
         """Return lines on how to read rows of a kind, beside those of every kind."""

@@ -178,6 +178,7 @@ class DecodeKind(ModelKind[DecodeSettings]):
     name = "decode"
     title = "Decoding"
     panel = "One more token"
+    gains = "decoding"
     subject = "decoding"
     settings = DecodeSettings
     grids: ClassVar = {"contexts": ((4096, 1), (4096, 8), (65536, 1), (65536, 8))}

@@ -3,7 +3,7 @@
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
@@ -27,7 +27,7 @@ from saf.machine.execution import Compile, Execution
 from saf.records import paper
 from saf.records.paper import Quoted
 from saf.records.quantities import MISSING, number
-from saf.records.table import Part, Table
+from saf.records.table import Cell, Part, Table
 from saf.settings import OneOf, documented
 from saf.tasks import TASKS, FinetuneSettings
 from saf.tasks.examples import FORMS
@@ -161,6 +161,7 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
     name = "finetune"
     title = "Finetuning updates: speed"
     panel = "Finetuning update"
+    gains = "finetuning update"
     subject = "finetuning updates"
     settings = FinetuneUpdateSettings
     up_to_repeats = False
@@ -234,6 +235,34 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
         """Return what is said of any arms, the means over the orders first."""
         groups = self.groups(record)
         return [*([orders_table(record, groups)] if groups else []), *super().tables(record, brief=brief)]
+
+    def speeds(self, records: Sequence[tuple[Cell, Record]], groups: Sequence[Group]) -> list[Part]:
+        """Return the means over the orders of each record, whose rows of single orders are in its file."""
+        found = [(cell, [group for group in groups if group.file == cell.text]) for cell, _ in records]
+        return [
+            orders_table(record, own).titled(f"{own[0].subject}, {record['settings']['task']}: mean over the orders")
+            for (_, own), (_, record) in zip(found, records, strict=True)
+            if own
+        ]
+
+    def main_groups(self, record: Record) -> list[Group]:
+        """Return one group of each task and point, whose arms have the mean ratio of the orders that were accepted."""
+        by_task: dict[Hashable, list[Group]] = {}
+        for group in self.groups(record):
+            by_task.setdefault((group.variant.split()[0], *group.point.values(), group.baseline), []).append(group)
+        return [_mean_group(groups) for groups in by_task.values()]
+
+
+def _mean_group(groups: Sequence[Group]) -> Group:
+    """Return the group of several orders of one task; refused where all of them are."""
+    arms = []
+    for arm in groups[0].arms:
+        rows = [each.row for group in groups for each in group.arms if each.row["arm"] == arm.row["arm"]]
+        ratios = [row["ratio"] for row in rows if not row["refused"]]
+        mean = {"ratio": statistics.fmean(ratios), "refused": False} if ratios else {}
+        arms.append(replace(arm, row={**arm.row, **mean}, free=None))
+    variant = f"{groups[0].variant.split()[0]} mean-of-{len(groups)}-orders"
+    return replace(groups[0], variant=variant, arms=tuple(arms))
 
 
 def orders_table(record: Record, groups: Sequence[Group]) -> Table:

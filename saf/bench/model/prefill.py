@@ -143,6 +143,7 @@ class PrefillKind(ModelKind[PrefillSettings]):
     name = "prefill"
     title = "Prefill"
     panel = "Prefill"
+    gains = "prefill"
     subject = "prefill"
     settings = PrefillSettings
     grids: ClassVar = {

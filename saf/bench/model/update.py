@@ -157,6 +157,7 @@ class UpdateKind(ModelKind[UpdateSettings]):
     memory_title: ClassVar = "Updates: peak memory"
     """The heading of records that timed nothing."""
     panel = "Optimiser update"
+    gains = "update"
     subject = "updates"
     settings = UpdateSettings
     up_to_repeats = False

@@ -138,6 +138,7 @@ class OperatorKind(SpeedKind[OpSettings]):
     name = "op"
     title = "One layer's attention"
     panel = "One layer's attention"
+    gains = "attention"
     subject = "one layer’s attention"
     same = "the same heads or layer"
     settings = OpSettings

@@ -5,6 +5,7 @@ and keys, so the empty model is cut to the shapes of the file in between, and to
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,20 @@ _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "
 """Arguments of `from_pretrained` that say where files lie."""
 _TOLD = "saf"
 """The name in an attention layer of what tells, and later holds, its heads."""
+_OPENS: ContextVar[bool] = ContextVar("opens", default=False)
+"""Whether a folder is being opened here: some classes build the model inside them by `from_config`."""
 
 
 @cache
 def open_frozen_folders() -> None:
-    """Let `from_pretrained` of every class of transformers open folders of models with frozen heads, from now on."""
-    ordinary = vars(PreTrainedModel)["from_pretrained"].__func__
-    PreTrainedModel.from_pretrained = classmethod(_opening(ordinary))  # pyright: ignore[reportAttributeAccessIssue]
+    """Let `from_pretrained` of every class of transformers open folders of models with frozen heads, from now on.
+
+    `from_config`, which reads no weights, refuses their configurations.
+    """
+    methods = vars(PreTrainedModel)
+    own: Any = PreTrainedModel
+    own.from_pretrained = classmethod(_opening(methods["from_pretrained"].__func__))
+    own._from_config = classmethod(_building(methods["_from_config"].__func__))
 
 
 def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,13 +61,34 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         state = read_json(folder / STATE, error=CheckpointError)
         check_sums(folder, state)
         tensors = read_tensors(folder / TENSORS, error=CheckpointError)
-        opened = ordinary(_shaped(cls, state), name, *model_args, config=config, **options)
+        token = _OPENS.set(True)
+        try:
+            opened = ordinary(_shaped(cls, state), name, *model_args, config=config, **options)
+        finally:
+            _OPENS.reset(token)
         model = opened[0] if isinstance(opened, tuple) else opened
         model.__class__ = cls
         _tell_(model, state, tensors)
         return opened
 
     return from_pretrained
+
+
+def _building(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the place of the function under `from_config`, for any other configuration the same."""
+
+    @wraps(ordinary)
+    def from_config(cls: Any, config: Any, **options: Any) -> Any:
+        """Build a model; raise UnsupportedError for the configuration of one with frozen or pruned heads."""
+        if mark_of(config) is not None and not _OPENS.get():
+            raise UnsupportedError(
+                "the configuration is that of a model with frozen or pruned heads, which from_config cannot build: "
+                "open its folder by from_pretrained; for an ordinary model of its sizes remove the entry first (del "
+                "config.saf)"
+            )
+        return ordinary(cls, config, **options)
+
+    return from_config
 
 
 def _is_marked(cls: Any, name: Any, config: Any, options: dict[str, Any]) -> bool:
