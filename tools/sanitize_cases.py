@@ -23,11 +23,13 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 WIDE = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 """The interpreter's products of bfloat16 are wrong."""
 LENGTH, STORED = 130, 192
+BATCH = 1 if DEVICE == "cpu" else 2
+"""The interpreter takes programs one after another, and a second sequence has the same ones."""
 
 
 def operand(*heads: int, dim: int = 64, dtype: torch.dtype = WIDE) -> list[torch.Tensor]:
-    """Return random `[2, heads, T, D]` stored as `[2, T, heads, D]`, one tensor a count."""
-    return [torch.randn(2, LENGTH, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in heads]
+    """Return random `[B, heads, T, D]` stored as `[B, T, heads, D]`, one tensor a count."""
+    return [torch.randn(BATCH, LENGTH, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in heads]
 
 
 def pattern(count: int) -> CompactPattern:

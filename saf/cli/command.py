@@ -9,9 +9,9 @@ import inspect
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import or_
 from pathlib import Path
 from types import NoneType, UnionType
@@ -92,26 +92,32 @@ def build_groups(kind: type, given: Mapping[str, Any], before: Any = None) -> di
     return groups
 
 
-def in_flags(message: str, command: Any) -> str:
+def in_flags(message: str, command: type) -> str:
     """Return a message with each setting of the command written as its flag: `max_fit_kl` as `--freeze.max-fit-kl`.
 
     Names of one plain word are left as they are, unless the message begins with one whose flag is another word, or says
     what the setting must be; so are parts of paths.
     """
-    flags: dict[str, str] = {}
     for flag in all_flags(command):
         if any(isinstance(mark, Flag) for mark in flag.marks) and message.startswith(f"{flag.field.name} "):
             message = f"--{flag.name}{message.removeprefix(flag.field.name)}"
         elif " must be " in message and message.startswith(f"{must_be(flag.field.name, flag.hint)};"):
             # Of several settings of one name the condition tells which is meant.
             message = f"--{flag.name}{message.removeprefix(flag.field.name)}"
+    flags, names = _names(command)
+    return names.sub(lambda found: flags[found[1]], message) if flags else message
+
+
+@cache
+def _names(command: type) -> tuple[dict[str, str], re.Pattern[str]]:
+    """Return the flags of a command by the names that a message may have for them, and what finds those names."""
+    flags: dict[str, str] = {}
+    for flag in all_flags(command):
         for name in (flag.field.name, flag.name.replace("-", "_")):
             if "_" in name or "." in name:
                 flags.setdefault(name, f"--{flag.name}")
-    if not flags:
-        return message
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
-    return re.sub(rf"(?<![\w./'\"-])({names})(?![\w/'\"-]|\.\w)", lambda found: flags[found[1]], message)
+    return flags, re.compile(rf"(?<![\w./'\"-])({names})(?![\w/'\"-]|\.\w)")
 
 
 def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
@@ -200,26 +206,32 @@ class _Flag:
         return self.field.default if self.field.default_factory is MISSING else self.field.default_factory()
 
 
-def _flags(kind: type, prefix: str = "") -> Iterator[_Flag]:
-    """Yield the flags of a class's own fields, a group as one."""
+@cache
+def _flags(kind: type, prefix: str = "") -> tuple[_Flag, ...]:
+    """Return the flags of a class's own fields, a group as one."""
     hints, described = get_type_hints(kind, include_extras=True), field_docs(kind)
+    flags = []
     for each in fields(kind):
         hint = hints[each.name]
         inner, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         named = [mark.name for mark in marks if isinstance(mark, Flag)]
         name = named[0] if named else f"{prefix}{each.name}".replace("_", "-")
-        yield _Flag(each, inner, tuple(marks), name, described.get(each.name, ""))
+        flags.append(_Flag(each, inner, tuple(marks), name, described.get(each.name, "")))
+    return tuple(flags)
 
 
-def all_flags(kind: type, prefix: str = "") -> Iterator[_Flag]:
-    """Yield the flags that words may name, those of groups included."""
+@cache
+def all_flags(kind: type, prefix: str = "") -> tuple[_Flag, ...]:
+    """Return the flags that words may name, those of groups included."""
+    flags: list[_Flag] = []
     for flag in _flags(kind, prefix):
         if flag.group:
-            yield from all_flags(flag.group, flag.prefix)
+            flags += all_flags(flag.group, flag.prefix)
         else:
-            yield flag
+            flags.append(flag)
             for name in flag.classes:
-                yield from all_flags(flag.classes[name], f"{flag.name}.{name}.")
+                flags += all_flags(flag.classes[name], f"{flag.name}.{name}.")
+    return tuple(flags)
 
 
 def _unchecked(

@@ -59,6 +59,8 @@ FUSED = {
     ("queries", torch.float32): (128,),
 }
 """Channels by kernel; grouped queries are a case of the key-block kernel alone, few tokens one of the forward."""
+ROWS = {torch.bfloat16: (64, 96, 128), torch.float16: (128,), torch.float32: (64, 128)}
+"""Channels of single rows: 96 are padded to 128, and float16 is bfloat16 with another type, so bfloat16 has all."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def single_rows() -> dict[str, Row]:
     """Single rows: one of a head, of a group of four as in decoding, and many, as where guesses are checked."""
     rows = {}
     for dtype in OPERANDS:
-        for dim in (64, 96, 128):
+        for dim in ROWS[dtype]:
             for count, group in ((1, 1), (1, 4), (16, 4)):
                 constants = rows_constants(count, group, dim, moves=True, padded=True, precision="ieee")
                 rows[f"rows {NAMES[dtype]} D{dim} {count}x{group}"] = Row(rows_kernel, constants, dtype)

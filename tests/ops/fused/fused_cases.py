@@ -20,15 +20,15 @@ class Case:
     extra: int = 63
     dtype: str = "float32"
     dense_dtype: str = "float32"
-    blocks: tuple[int, int] | None = (32, 32)
+    blocks: tuple[int, int] | None = (64, 32)
     spread: float = 0.0
     """Standard deviation of key and distance logits; 0 for smooth ones."""
 
 
 CASES = {
     "paper-T129-D64": Case(),
-    "T37-D16": Case(length=37, dim=16),
-    "T64-D64": Case(length=64, extra=0, batch=1),
+    "T37-D16": Case(length=37, dim=16, blocks=(16, 16)),
+    "T64-D64": Case(length=64, extra=0, batch=1, blocks=(32, 32)),
     "T1": Case(length=1, dim=16, extra=0),
     "D60": Case(states=(LIVE, COMPACT), length=70, dim=60, batch=1),
     "D96": Case(states=(LIVE, COMPACT), length=70, dim=96, batch=1),

@@ -9,7 +9,7 @@ SMALL = {
     "tables": "shifted",
     "prescale": "tile",
     "block_m": 64,
-    "block_n": 32,
+    "block_n": 64,
     "block_k": 32,
     "num_warps": 4,
     "num_stages": 2,
