@@ -42,7 +42,9 @@ QWEN_LAYER = (
     "saf bench op --shape qwen3-4b --parts layer --directions forward --graphs off --backends toeplitz --pairs 4"
     " --points 2048x4 4096x4 8192x4 2048x8 4096x8 8192x8 --no-profile"
 )
-DECODE = "saf bench decode --graphs on --rates 0.25 0.5 --others --precompile --pairs 5 --no-profile"
+DECODE = (
+    "saf bench decode --graphs on --kernels auto split --rates 0.25 0.5 --others --precompile --pairs 5 --no-profile"
+)
 ONE_B = "saf bench update --model 1b --points 8192x1x2 8192x2x1 --compile layers"
 EVENTS = "python tools/compare_compile.py --only events --forms layers --ahead"
 GROUP = "torchrun --standalone --nproc-per-node 1 -m saf bench update"
@@ -72,7 +74,7 @@ ENTRIES = {
         f"{FINETUNE} --task boolq --data {{tasks}}/boolq/train.jsonl.gz --test {{tasks}}/boolq/val.jsonl.gz {QUARTERS}"
         " --pairs 6",
     ),
-    "decode-4k": Entry(150, f"{DECODE} --points 4096x1 4096x8 --workers 8"),
+    "decode-4k": Entry(210, f"{DECODE} --points 4096x1 --no-free --workers 4"),
     "op-qwen3": Entry(180, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others flash"),
     "prefill-qwen3-4096x4": Entry(95, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
@@ -82,6 +84,12 @@ ENTRIES = {
         f"{FINETUNE} --task quality --data {{tasks}}/quality/quality.htmlstripped.jsonl.gz"
         f" --test {{tasks}}/quality/quality.htmlstripped.jsonl.gz {QUARTERS} --length 16384 --max-tokens 16384"
         " --repeats 1 --pairs 4 --no-free",
+    ),
+    "decode-4k-8": Entry(210, f"{DECODE} --points 4096x8 --no-free --workers 4"),
+    "checkpointing-1b": Entry(
+        150,
+        "saf bench update --model 1b --points 8192x2x1 --compile layers --activation-checkpointing --pairs 4"
+        " --repeats 1 --rates 0.25 --others --backends toeplitz --no-free --no-profile",
     ),
     "op-qwen3-groups": Entry(85, f"{QWEN_LAYER} --rates 0.25 0.5 0.75 --others --no-free --whole-groups"),
     "decode-qwen3-groups": Entry(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import saf
+from saf.adapters import adapter_for
 from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.synthetic import synthetic_patterns
 from saf.heads import HeadSet
@@ -122,3 +123,21 @@ def test_layers_that_wait_in_the_memory_of_the_host_yield_the_same_tokens(implem
     # transformers compiles steps with caches of fixed size; compiling one that is offloaded ends the process.
     options["disable_compile"] = True
     assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), grown)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_one_launch_of_both_kinds_of_heads_yields_the_same_logits(kv_heads):
+    model, ids = make(kv_heads), torch.randint(0, 512, (2, 30), device=CUDA)
+
+    def step() -> torch.Tensor:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=PLACES)
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=cache)
+            return model(ids[:, -1:], past_key_values=cache).logits.float()
+
+    usual = step()
+    for site in adapter_for(model).sites():
+        site.pin("split")
+    found = step()
+    assert not torch.equal(found, usual)  # it took another way
+    assert ((found - usual).norm() / usual.norm()).item() < 0.02

@@ -82,3 +82,16 @@ def test_every_arm_is_timed_beside_its_control_and_its_cache_told(model, tmp_pat
 def test_a_model_without_a_cache_is_refused(model):
     with pytest.raises(InputError, match=r"tiny has no cache; --model is one of transformers"):
         measure(settings("tiny"), say=lambda _: None)
+
+
+def test_the_launch_of_few_rows_is_measured_for_ordinary_models_too():
+    """It needs a GPU: elsewhere both take the usual way under its name, which the rows tell."""
+    asked = DecodeSettings(
+        model="llama-124m", num_layers=1, points=("32x1",), rates=(0.5,), kernels=("auto", "split"), others=(),
+        free=False, pairs=2, repeats=1, warmup=1, tolerance=100.0, profile=False, graphs="off", device="cpu",
+        compile="off",
+    )  # fmt: skip
+    rows = measure(asked)["rows"]
+    assert {row["arm"] for row in rows} == {
+        "control auto", "control split", "ordinary split", "50% toeplitz auto", "50% toeplitz split",
+    }  # fmt: skip
