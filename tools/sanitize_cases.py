@@ -12,11 +12,14 @@ import torch
 from saf.calibration.tiles import measure_by_kernel
 from saf.ops.decoder.gelu_kernel import gelu, gelu_backward
 from saf.ops.decoder.loss_kernel import softmax_gradient
+from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.fused.launch import choose_fused_config, fused_backward, fused_forward
 from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
+from saf.ops.split import merge_rows, split_rows
 from saf.ops.toeplitz.config import Config, make_tables
 from saf.ops.toeplitz.kernels import convolve
 from saf.ops.toeplitz.launch import toeplitz_matmul
+from saf.ops.toeplitz.rows import OWN, READERS, frozen_rows, join_rows, row_tables
 from saf.patterns import CompactPattern
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -75,6 +78,20 @@ def fused() -> None:
         finite(*fused_backward(gradient, query, key, value, output, log_sums, maps, patterns))
 
 
+def rows() -> None:
+    """Compute rows of two frozen heads, and of two live ones with them, padded, at a place that the device tells."""
+    kv_head, device = (0, 0, 1, 2), torch.device(DEVICE)
+    frozen = FrozenHeads.from_patterns(pattern(2), dtype=WIDE, device=device, kv_head=kv_head)
+    made = frozen.tables(WIDE) | row_tables(kv_head, 2, device)
+    query, key, value = operand(2, 1, 3)
+    few, own = query[:, :, :3], (made["distance"], made["key_scale"], made["row_scale"])
+    where = torch.tensor(100, device=device), 0, torch.tensor([0, 7], device=device)[:BATCH]
+    apart = frozen_rows(value[:, 1:], made[OWN], made[READERS], *own, *where, 3, 2, False)
+    finite(join_rows(apart, value, where[0], where[2], few))
+    sums, logs = split_rows(few, key, value, None, None, 2, made[OWN], made[READERS], 1, *own, *where, 2, 0.125)
+    finite(merge_rows(sums, logs, value))
+
+
 def loss() -> None:
     """Take losses of rows longer than a block, one of them ignored."""
     logits = torch.randn(4, 5003, device=DEVICE).to(WIDE)
@@ -108,6 +125,6 @@ def finite(*results: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for case in (toeplitz, fused, loss, activation, sums, calibration):
+    for case in (toeplitz, fused, rows, loss, activation, sums, calibration):
         case()
         print(f"{case.__name__}: ran", flush=True)

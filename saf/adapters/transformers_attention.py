@@ -200,16 +200,8 @@ def _mixed(
         places = options["places"]
         own = {"scale": options["scale"], "start": options["start"]}
         return live_attention(query, key, value, visible=None if places is None else places.visible, **own, **ordinary)
-    plain = ordinary["soft_cap"] is None
-    if (
-        state.frozen is None
-        and state.kernel == SPLIT
-        and plain
-        and ordinary["window"] is None
-        and state.layout.ordinary
-    ):
-        return mixed_attention(query, key, value, None, **options, kernel=SPLIT)
-    if state.frozen is None or not plain:
+    ours = state.frozen is not None or (state.kernel == SPLIT and state.layout.ordinary and ordinary["window"] is None)
+    if not ours or ordinary["soft_cap"] is not None:
         return _attend_apart(query, key, value, state, options | ordinary)
     return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
 

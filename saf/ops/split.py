@@ -9,6 +9,7 @@ generation; longer passes take PyTorch's choice of kernel. Asked for by name: it
 import torch
 from torch import Tensor
 
+from saf.errors import UnsupportedError
 from saf.ops.backend import Call
 from saf.ops.heads import unit_stride
 from saf.ops.live import SPLIT
@@ -23,22 +24,31 @@ MOST_ROWS = 16
 
 
 def splits(call: Call) -> bool:
-    """Return whether a call asks for this launch, and it serves: few rows of a KV head, no gradient, a GPU."""
-    query, key, value, frozen = call.query, call.key, call.value, call.frozen
-    if call.kernel != SPLIT or not call.live_slots or not uses_triton(value.device, value.dtype):
+    """Return whether a call asks for this launch and has few rows; other passes take PyTorch's choice of kernel.
+
+    Raises UnsupportedError for few rows that it cannot take: a setting that had no effect would go unnoticed.
+    """
+    rows = call.query.shape[-2]
+    if call.kernel != SPLIT or not call.live_slots or _group(call) * rows > MOST_ROWS:
         return False
-    if value.dtype not in DTYPES:
+    if call.places is None and rows == call.value.shape[-2]:
         return False
-    if call.places is None and query.shape[-2] == value.shape[-2]:
-        return False
-    if _group(call) * query.shape[-2] > MOST_ROWS or not query.dtype == key.dtype == value.dtype:
-        return False
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return False
-    if frozen is None:
-        return _is_even(call.live_slots)
-    tables = {} if frozen.trainable else frozen.tables(value.dtype)
-    return READERS in tables and (LIVE_READERS in tables or call.live_slots == tuple(range(len(call.live_slots))))
+    if reason := _obstacle(call):
+        raise UnsupportedError(f"attention kernel {SPLIT!r} {reason}; or take 'auto'")
+    return True
+
+
+def _obstacle(call: Call) -> str | None:
+    """Return what the launch needs that a call does not have; None where it can run."""
+    operands, frozen = (call.query, call.key, call.value), call.frozen
+    value = call.value
+    if not uses_triton(value.device, value.dtype) or {one.dtype for one in operands} - {*DTYPES}:
+        return f"needs a CUDA device and values of 16 bits, got {value.device.type} and {value.dtype}: cast the model"
+    if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
+        return "gives no gradients: call the model under torch.no_grad()"
+    if frozen is not None and (frozen.trainable or READERS not in frozen.tables(value.dtype)):
+        return "takes fixed patterns that backend 'toeplitz' holds as tables: install_ them so"
+    return None
 
 
 def split(call: Call) -> tuple[Tensor, ...]:

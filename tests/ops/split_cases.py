@@ -4,26 +4,19 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.ops.toeplitz import row_cases
+
 LIMITS = {"float32": 1e-6, "float16": 1.5e-3, "bfloat16": 8e-3}
 """Relative L2 errors, of live heads (softmax weights rounded to the dtype) and of frozen ones."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """A pass of `rows` queries that ends at place `end` of `length`."""
+class Case(row_cases.Case):
+    """The same passes, with live slots that are computed."""
 
-    live: tuple[int, ...] = (0, 3)
+    heads: tuple[int, ...] = (1, 2)
+    slots: tuple[int, ...] = (0, 3)
     """The value head of each live slot."""
-    frozen: tuple[int, ...] = (1, 2)
-    rows: int = 1
-    length: int = 300
-    end: int = 260
-    dim: int = 16
-    dtype: str = "float32"
-    told: bool = True
-    """Whether the device tells the place."""
-    starts: tuple[int, ...] | None = None
-    stretch: int = 128
 
 
 CASES = {
@@ -32,11 +25,11 @@ CASES = {
     "the first row": Case(end=1),
     "a growing cache": Case(end=300, told=False),
     "one part": Case(stretch=512),
-    "no frozen head": Case(live=(0, 1, 2, 3), frozen=()),
-    "even groups": Case(live=(0, 0, 1, 1), frozen=(2, 3, 2), rows=3, dim=24),
+    "no frozen head": Case(slots=(0, 1, 2, 3), heads=()),
+    "even groups": Case(slots=(0, 0, 1, 1), heads=(2, 3, 2), rows=3, dim=24),
     "padded": Case(starts=(0, 130, 259)),
     "padded, growing": Case(end=300, told=False, starts=(0, 130, 299), rows=2),
-    "uneven groups": Case(live=(1, 1, 1, 3), frozen=(0, 1, 2, 3), rows=5, starts=(0, 258, 7)),
+    "uneven groups": Case(slots=(1, 1, 1, 3), heads=(0, 1, 2, 3), rows=5, starts=(0, 258, 7)),
 }
 
 
@@ -55,25 +48,25 @@ def run(case: Case, device: str) -> dict:
     real = torch.ops.saf.split_rows.default
     split.split_rows = lambda *arguments: taken.append(arguments[-2]) or real(*arguments)
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, case.dtype)
-    slots, count = (*case.live, *case.frozen), len(case.frozen)
+    every, count = (*case.slots, *case.heads), len(case.heads)
     pattern = synthetic_patterns(max(1, count), 320, generator)
     frozen = None
     if count:
-        frozen = FrozenHeads.from_patterns(pattern, dtype=dtype, device=device, kv_head=slots)
-        made = module.row_tables(slots, count, torch.device(device))
+        frozen = FrozenHeads.from_patterns(pattern, dtype=dtype, device=device, kv_head=every)
+        made = module.row_tables(every, count, torch.device(device))
         frozen._add_tables(dtype, {**frozen.tables(dtype), **made})  # which elsewhere than on a GPU no pass reads
-    keys, starts = sorted(set(case.live)), case.starts or (0, 0, 0)
+    keys, starts = sorted(set(case.slots)), case.starts or (0, 0, 0)
 
     def drawn(heads: int, rows: int) -> torch.Tensor:
         return torch.randn(3, rows, heads, case.dim, generator=generator).to(device, dtype).transpose(1, 2)
 
-    query, key, value = drawn(len(case.live), case.rows), drawn(len(keys), case.length), drawn(4, case.length)
+    query, key, value = drawn(len(case.slots), case.rows), drawn(len(keys), case.length), drawn(4, case.length)
     key[:, :, case.end :], value[:, :, case.end :] = 1e4, 1e4  # behind the last row there may be anything finite
     first = case.end - case.rows
     start = None if case.starts is None else torch.tensor(case.starts, device=device)
     given, options = value, {"start": start}
     if case.told:
-        order = cached_order(slots, count)
+        order = cached_order(every, count)
         given = value[:, list(order)]
         options = {"places": Places.of(torch.tensor(first, device=device), case.rows, case.length, start)}
     if not count:
@@ -83,12 +76,12 @@ def run(case: Case, device: str) -> dict:
     wanted = _by_hand(case, query, key, value, None if frozen is None else pattern.dense().double(), first, starts)
     real_rows = torch.tensor([[first + row >= at for row in range(case.rows)] for at in starts], device=device)
     error = {}
-    for name, (lo, hi) in {"live": (0, len(case.live)), "frozen": (len(case.live), len(slots))}.items():
+    for name, (lo, hi) in {"live": (0, len(case.slots)), "frozen": (len(case.slots), len(every))}.items():
         if hi > lo:
             mask = real_rows[:, None, :, None]
             apart = ((found - wanted)[:, lo:hi] * mask).norm() / (wanted[:, lo:hi] * mask).norm()
             error[name] = apart.item()
-    shape = [case.rows * len(slots) * case.dim, case.dim, len(slots) * case.dim, 1]
+    shape = [case.rows * len(every) * case.dim, case.dim, len(every) * case.dim, 1]
     return {
         "error": error,
         "parts": taken,
@@ -99,19 +92,19 @@ def run(case: Case, device: str) -> dict:
 
 def _by_hand(case: Case, query, key, value, dense, first: int, starts: tuple[int, ...]) -> torch.Tensor:
     """Attention and rows of patterns in float64, each sequence by itself from its first real position on."""
-    keys = sorted(set(case.live))
-    heads = len(case.live) + len(case.frozen)
+    keys = sorted(set(case.slots))
+    heads = len(case.slots) + len(case.heads)
     wanted = query.new_zeros(3, heads, case.rows, case.dim, dtype=torch.float64)
     for batch, start in enumerate(starts):
         for row in range(case.rows):
             at = first + row
             if at < start:
                 continue
-            for slot, head in enumerate(case.live):
+            for slot, head in enumerate(case.slots):
                 own = key[batch, keys.index(head), start : at + 1].double()
                 weights = (own @ query[batch, slot, row].double() / case.dim**0.5).softmax(0)
                 wanted[batch, slot, row] = weights @ value[batch, head, start : at + 1].double()
-            for slot, head in enumerate(case.frozen):
+            for slot, head in enumerate(case.heads):
                 weights = dense[slot, at - start, : at - start + 1]
-                wanted[batch, len(case.live) + slot, row] = weights @ value[batch, head, start : at + 1].double()
+                wanted[batch, len(case.slots) + slot, row] = weights @ value[batch, head, start : at + 1].double()
     return wanted

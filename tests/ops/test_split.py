@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from saf.errors import InputError
-from saf.ops import live_attention, mixed_attention
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.errors import InputError, UnsupportedError
+from saf.ops import FrozenHeads, live_attention, mixed_attention, split
 from tests.ops.split_cases import CASES, LIMITS
 
 
@@ -12,7 +13,7 @@ from tests.ops.split_cases import CASES, LIMITS
 def test_heads_agree_with_float64_in_one_launch(split_results, name):
     result, case = split_results[name], CASES[name]
     assert len(result["parts"]) == 1
-    assert result["error"].keys() == {"live", *(["frozen"] if case.frozen else [])}
+    assert result["error"].keys() == {"live", *(["frozen"] if case.heads else [])}
     assert max(result["error"].values()) <= LIMITS[case.dtype]
     assert result["strides"]
     assert result["finite"]
@@ -24,9 +25,28 @@ def test_keys_are_cut_where_parts_are_many(split_results):
 
 
 def test_other_passes_take_the_usual_choice():
-    query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
-    usual = mixed_attention(query, key, value, None)
-    assert torch.equal(mixed_attention(query, key, value, None, kernel="split"), usual)
-    assert torch.equal(live_attention(query, key, value, kernel="split"), usual)
+    query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    for rows in (40, 17):
+        last = query[:, :, -rows:]
+        usual = mixed_attention(last, key, value, None)
+        assert torch.equal(mixed_attention(last, key, value, None, kernel="split"), usual)
     with pytest.raises(InputError, match=r"unknown attention kernel 'splitt'.*did you mean 'split'"):
         live_attention(query, key, value, kernel="splitt")
+
+
+def test_few_rows_that_it_cannot_take_are_refused(monkeypatch):
+    query, key, value = (torch.randn(1, 2, rows, 16) for rows in (1, 40, 40))
+
+    def refused(why: str, frozen: FrozenHeads | None = None, **changes) -> None:
+        given = {"query": query, "key": key, "value": value} | changes
+        with pytest.raises(UnsupportedError, match=rf"kernel 'split' {why}.*or take 'auto'"):
+            mixed_attention(**given, frozen=frozen, kernel="split")
+
+    refused("needs a CUDA device and values of 16 bits, got cpu and torch.float32")
+    monkeypatch.setattr(split, "uses_triton", lambda device, dtype: True)
+    refused("needs a CUDA device and values of 16 bits")
+    monkeypatch.setattr(split, "DTYPES", (torch.float32,))
+    refused("gives no gradients", query=query.clone().requires_grad_())
+    patterns = synthetic_patterns(1, 40, torch.Generator())
+    frozen = FrozenHeads.from_patterns(patterns, backend="reference", kv_head=(0, 1))
+    refused("takes fixed patterns", frozen, query=query[:, :1], key=key[:, :1])

@@ -13,13 +13,17 @@ from saf.records.table import Cell, Table
 
 MOST = 250
 """Kernels of an iteration that are recorded, the longest ones; a compiled update has some 200."""
-ATTENTION = ("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale")
+ATTENTION = (
+    *("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale"),
+    *("rows_kernel", "split_kernel"),
+)
 MARKS = {
     "cudnn": ("cudnn",),
     "flash": ("flash_fwd", "flash_attention"),
     "flex": ("flex_attention", "triton_tem"),
     "fa3": ("flashattnfwd",),
     "fa4": ("flash_attncute",),
+    "split": ("split_kernel",),
 }
 """Parts of kernel names that show that an attention kernel ran; those of "flash" are in the names of others too."""
 

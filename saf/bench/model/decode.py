@@ -50,7 +50,7 @@ class DecodeSettings(PassSettings):
     backends: tuple[str, ...] = ("toeplitz",)
     """Backends of frozen heads that decode."""
     kernels: tuple[str, ...] = ("auto",)
-    """Attention kernels of live heads, the same on both sides of a ratio."""
+    """Attention kernels of live heads, the same on both sides of a ratio. `split` takes frozen heads in its launch."""
     others: tuple[str, ...] | None = None
     """More kernels of ordinary attention to measure against the first one; left out: cudnn, efficient and math on CUDA,
     none on CPU. Measure with the fastest of them by --kernels."""

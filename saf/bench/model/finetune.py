@@ -238,11 +238,10 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
 
     def speeds(self, records: Sequence[tuple[Cell, Record]], groups: Sequence[Group]) -> list[Part]:
         """Return the means over the orders of each record, whose rows of single orders are in its file."""
-        found = [(cell, [group for group in groups if group.file == cell.text]) for cell, _ in records]
         return [
             orders_table(record, own).titled(f"{own[0].subject}, {record['settings']['task']}: mean over the orders")
-            for (_, own), (_, record) in zip(found, records, strict=True)
-            if own
+            for cell, record in records
+            if (own := [group for group in groups if group.file == cell.text])
         ]
 
     def main_groups(self, record: Record) -> list[Group]:

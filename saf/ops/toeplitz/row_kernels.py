@@ -1,4 +1,4 @@
-"""Device code of a few rows of convolved patterns, and what launches it: sums by stretches of keys, and their total."""
+"""Device code of few rows, and what launches it: convolved patterns, and live heads beside them, stretch by stretch."""
 
 from typing import Any
 
@@ -20,6 +20,18 @@ PARTS = 32
 """Parts added at once."""
 LOG2_E = 1.4426950408889634
 """Scores times this are exponents of 2."""
+
+
+@triton.jit
+def _begin(first_ptr, start_ptr, place, i_b, MOVES: tl.constexpr, PADDED: tl.constexpr):
+    """Return the place of the first query, and the first real position of its sequence."""
+    first = place
+    if MOVES:
+        first = tl.load(first_ptr).to(tl.int32)
+    start = place * 0
+    if PADDED:
+        start = tl.load(start_ptr + i_b).to(tl.int32)
+    return first, start
 
 
 @triton.jit
@@ -128,12 +140,7 @@ def rows_kernel(
     """Sum the values of one stretch of keys for the frozen slots that read one value head of one sequence."""
     i_part = tl.program_id(0)
     i_b = tl.program_id(2).to(tl.int64)
-    first = place
-    if MOVES:
-        first = tl.load(first_ptr).to(tl.int32)
-    start = place * 0
-    if PADDED:
-        start = tl.load(start_ptr + i_b).to(tl.int32)
+    first, start = _begin(first_ptr, start_ptr, place, i_b, MOVES, PADDED)
     _sum_frozen(
         x_ptr + i_b * x_stride_b, heads_ptr, slots_ptr, distance_ptr, pre_ptr, post_ptr,
         sums_ptr + i_part * sums_stride_part + i_b * sums_stride_b, first, start, i_part, tl.program_id(1),
@@ -156,12 +163,7 @@ def split_kernel(
     i_part = tl.program_id(0)
     i_group = tl.program_id(1)
     i_b = tl.program_id(2).to(tl.int64)
-    first = place
-    if MOVES:
-        first = tl.load(first_ptr).to(tl.int32)
-    start = place * 0
-    if PADDED:
-        start = tl.load(start_ptr + i_b).to(tl.int32)
+    first, start = _begin(first_ptr, start_ptr, place, i_b, MOVES, PADDED)
     p_x = x_ptr + i_b * x_stride_b
     p_sums = sums_ptr + i_part * sums_stride_part + i_b * sums_stride_b
     if i_group < KV:
@@ -317,7 +319,7 @@ def split_constants(
     """Return the constants of `split_kernel` for `live` slots of `kv` KV heads, `group` of each at most, and others."""
     shared = rows_constants(rows, max(1, readers), dim, moves=moves, padded=padded, precision=precision)
     own = {"LIVE": live, "KV": kv, "LIVE_GROUP": group, "EVEN": even, "ORDERED": ordered, "FROZEN": frozen}
-    return {**shared, **own}
+    return shared | own
 
 
 def split(
