@@ -64,6 +64,7 @@ def record(
         backends=settings.backends or ("toeplitz",),
         rates=[0.25, 0.5],
         free=settings.free,
+        pruned=getattr(settings, "pruned", False),
     )
 
     def build(arm: Arm) -> _Timed:

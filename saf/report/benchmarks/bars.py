@@ -22,7 +22,7 @@ _TICKS = 6
 """About as many on an axis; their labels then stand apart in the narrowest page."""
 _MARGIN = 0.04
 """Of what an axis spans, left free on either side: room for half the diamond of a bound."""
-_COLOURS = {"toeplitz": "frozen", "fused": "frozen-2", "reference": "frozen-3", PRUNED: "ordinary-2"}
+_COLOURS = {"toeplitz": "frozen", "fused": "frozen-2", "reference": "frozen-3", PRUNED: "pruned"}
 
 
 def scale_of(groups: Sequence[Group]) -> Scale:
@@ -234,7 +234,7 @@ def memory_panel(record: Record) -> str:
     largest = max(entry["bytes"] for entry in record["memory"])
     rows = []
     for entry in record["memory"]:
-        kind = {None: "ordinary", PRUNED: "ordinary-2"}.get(entry["backend"], "frozen")
+        kind = {None: "ordinary", PRUNED: "pruned"}.get(entry["backend"], "frozen")
         change = entry["change_percent"]
         percent = signed(change) if change is not None and entry["backend"] else ""
         name = f'<span class="speed-name">{text(memory_arm(record, entry))}</span>'
@@ -270,7 +270,7 @@ _HEADING = 26
 _GROUP = _HEADING + 8
 """Height of a group without its rows: its heading, and room below the last row."""
 _BAR = 14
-_ARMS = ("ordinary", "frozen", "frozen-2", "frozen-3", "live")
+_ARMS = ("ordinary", *_COLOURS.values(), "live")
 
 
 def write_bars(records: Sequence[Any], out: Path) -> Path:

@@ -12,6 +12,7 @@ NAMES = {
     "flex": "triton_tem_fused_0",
     "fa3": "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::Collective>>>",
     "fa4": "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o111_0",
+    "split": "split_kernel",
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from saf.bench.harness.settings import Point
 from saf.bench.kinds import groups_of
+from saf.bench.model.update import UpdateSettings
 from saf.cli.report import COMMAND
 from saf.errors import InputError
 from saf.records.files import write_json
@@ -114,6 +115,14 @@ def test_a_single_pair_far_from_all_others_is_written_at_the_edge_of_the_axis():
     assert drawn.count('class="pair"') == bars_picture([usual]).count('class="pair"') - 1
     assert f"{far:.2f}× ›" in drawn
     assert f'style="left:100.00%" title="{far:.2f}× ›"' in page
+
+
+def test_every_bar_has_a_colour_pruned_ones_too():
+    settings = UpdateSettings(pairs=4, device="cpu", pruned=True)
+    times = TIMES | {"25% pruned cudnn": [80.0], "50% pruned cudnn": [70.0]}
+    drawn = bars_picture([record(times=times, settings=settings)])
+    used = set(re.findall(r'class="(f-[a-z0-9-]+)"', drawn))
+    assert {"f-frozen", "f-pruned"} <= used <= set(re.findall(r"\.(f-[a-z0-9-]+)\{fill:#", drawn))
 
 
 def test_a_refused_bar_is_drawn_as_such():
