@@ -42,9 +42,11 @@ QWEN_LAYER = (
     "saf bench op --shape qwen3-4b --parts layer --directions forward --graphs off --backends toeplitz --pairs 4"
     " --points 2048x4 4096x4 8192x4 2048x8 4096x8 8192x8 --no-profile"
 )
-DECODE = (
-    "saf bench decode --graphs on --kernels auto split --rates 0.25 0.5 --others --precompile --pairs 5 --no-profile"
-)
+DECODE = "saf bench decode --graphs on --rates 0.25 0.5 --others --no-free --precompile --pairs 5 --no-profile"
+# "auto" is what a user gets; "split" gives ordinary heads the launch that frozen ones take.
+OWN = f"{DECODE} --kernels auto --workers 6"
+SPLIT = f"{DECODE} --kernels split --workers 6"
+QWEN_STEP = f"{OWN} --model qwen3-4b --num-layers 12"
 ONE_B = "saf bench update --model 1b --points 8192x1x2 8192x2x1 --compile layers"
 EVENTS = "python tools/compare_compile.py --only events --forms layers --ahead"
 GROUP = "torchrun --standalone --nproc-per-node 1 -m saf bench update"
@@ -75,28 +77,26 @@ ENTRIES = {
         f"{FINETUNE} --task boolq --data {{tasks}}/boolq/train.jsonl.gz --test {{tasks}}/boolq/val.jsonl.gz {QUARTERS}"
         " --pairs 6 --graphs both",
     ),
-    "decode-4k": Entry(210, f"{DECODE} --points 4096x1 --no-free --workers 4"),
+    "decode-4k": Entry(110, f"{OWN} --points 4096x1"),
     "op-qwen3": Entry(180, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others flash"),
-    "prefill-qwen3-4096x4": Entry(95, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
+    "prefill-qwen3-4096x4": Entry(50, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
-    "decode-64k": Entry(140, f"{DECODE} --points 65536x8 --no-free --workers 4"),
+    "decode-64k": Entry(130, f"{OWN} --points 65536x8"),
     "finetune-quality": Entry(
         110,
         f"{FINETUNE} --task quality --data {{tasks}}/quality/quality.htmlstripped.jsonl.gz"
         f" --test {{tasks}}/quality/quality.htmlstripped.jsonl.gz {QUARTERS} --length 16384 --max-tokens 16384"
         " --repeats 1 --pairs 4 --no-free",
     ),
-    "decode-4k-8": Entry(210, f"{DECODE} --points 4096x8 --no-free --workers 4"),
+    "decode-4k-8": Entry(110, f"{OWN} --points 4096x8"),
     "checkpointing-1b": Entry(
         150,
         "saf bench update --model 1b --points 8192x2x1 --compile layers --activation-checkpointing --pairs 4"
         " --repeats 1 --rates 0.25 --others --backends toeplitz --no-free --no-profile",
     ),
     "op-qwen3-groups": Entry(85, f"{QWEN_LAYER} --rates 0.25 0.5 0.75 --others --no-free --whole-groups"),
-    "decode-qwen3-groups": Entry(
-        130,
-        f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --placement groups --no-free --workers 4",
-    ),
+    "decode-qwen3-groups": Entry(120, f"{QWEN_STEP} --points 4096x8 --placement groups"),
+    "decode-qwen3-groups-64k": Entry(120, f"{QWEN_STEP} --points 65536x1 --placement groups"),
     "memory-qwen3": Entry(
         90,
         f"{EAGER} --points 8192x4 8192x8 --rates 0.25 0.5 0.75 {PEAKS} --workers 3",
@@ -106,7 +106,10 @@ ENTRIES = {
         240, f"{ONE_B} --pairs 4 --repeats 1 --rates 0.25 0.5 --others --backends toeplitz --no-free --no-profile"
     ),
     "memory-1b": Entry(180, f"{ONE_B} --rates 0.25 0.5 {PEAKS} --workers 2"),
-    "decode-qwen3": Entry(170, f"{DECODE} --model qwen3-4b --num-layers 12 --points 4096x8 65536x1 --workers 6"),
+    "decode-qwen3": Entry(120, f"{QWEN_STEP} --points 4096x8"),
+    "decode-qwen3-64k": Entry(120, f"{QWEN_STEP} --points 65536x1"),
+    "decode-4k-split": Entry(110, f"{SPLIT} --points 4096x1"),
+    "decode-64k-split": Entry(130, f"{SPLIT} --points 65536x8"),
     "update-rates": Entry(
         115, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 {RATES.replace('0.25 0.5 ', '')}"
     ),
@@ -117,11 +120,11 @@ ENTRIES = {
     ),
     "prefill-4096x32": Entry(100, f"saf bench prefill --points 4096x32 --pairs 5 {PAIRED}"),
     "prefill-4096x16": Entry(95, f"saf bench prefill --points 4096x16 --pairs 5 {PAIRED}"),
-    "prefill-qwen3-8192x8": Entry(220, f"{QWEN} --points 8192x8 {QWEN_RATES}"),
-    "prefill-qwen3-8192x4": Entry(130, f"{QWEN} --points 8192x4 {QWEN_RATES}"),
-    "prefill-qwen3-4096x8": Entry(130, f"{QWEN} --points 4096x8 {QWEN_RATES}"),
-    "prefill-qwen3-2048x4": Entry(75, f"{QWEN} --points 2048x4 {QWEN_RATES}"),
-    "prefill-qwen3-2048x8": Entry(90, f"{QWEN} --points 2048x8 {QWEN_RATES}"),
+    "prefill-qwen3-8192x8": Entry(120, f"{QWEN} --points 8192x8 {QWEN_RATES}"),
+    "prefill-qwen3-8192x4": Entry(70, f"{QWEN} --points 8192x4 {QWEN_RATES}"),
+    "prefill-qwen3-4096x8": Entry(70, f"{QWEN} --points 4096x8 {QWEN_RATES}"),
+    "prefill-qwen3-2048x4": Entry(40, f"{QWEN} --points 2048x4 {QWEN_RATES}"),
+    "prefill-qwen3-2048x8": Entry(50, f"{QWEN} --points 2048x8 {QWEN_RATES}"),
     "memory-long": Entry(95, f"saf bench update --points 8192x4x2 16384x2x2 --rates 0.25 0.5 {PEAKS} --workers 3"),
     "prefill-4096x2": Entry(85, f"saf bench prefill --points 4096x2 --pairs 5 {PAIRED}"),
     "prefill-4096x4": Entry(90, f"saf bench prefill --points 4096x4 --pairs 5 {PAIRED}"),

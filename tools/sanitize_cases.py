@@ -86,8 +86,8 @@ def rows() -> None:
     query, key, value = operand(2, 1, 3)
     few, own = query[:, :, :3], (made["distance"], made["key_scale"], made["row_scale"])
     where = torch.tensor(100, device=device), 0, torch.tensor([0, 7], device=device)[:BATCH]
-    apart = frozen_rows(value[:, 1:], made[OWN], made[READERS], *own, *where, 3, 2, False)
-    finite(join_rows(apart, value, where[0], where[2], few))
+    apart = frozen_rows(value[:, 1:], made[OWN], made[READERS], *own, *where, 3, 2)
+    finite(join_rows(apart, value, few))
     sums, logs = split_rows(few, key, value, None, None, 2, made[OWN], made[READERS], 1, *own, *where, 2, 0.125)
     finite(merge_rows(sums, logs, value))
 

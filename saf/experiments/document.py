@@ -68,6 +68,7 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
         seeds = sorted({int(record["settings"]["seed"]) for record in own})
         for fingerprint in data:
             made = plan(recipes, _scale(name, store), data=fingerprint, seeds=seeds, examples=store.examples())
+            found: list[tuple[Rendered, Plan, set[str]]] = []
             for title, recipe in recipes.items():
                 kept = {seed for (of, _, seed), key in made.arms.items() if of == title and store.records(key)}
                 matched = made.scale.speeds is None or any(arm.match for arm in recipe.arms)
@@ -77,9 +78,20 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
                 one = {title: recipe}
                 of = plan(one, made.scale, data=fingerprint, seeds=sorted(kept) or seeds, examples=store.examples())
                 rendered = render(title, recipe, of, store, plan_measurements(one, of))
-                # Parents alone, which other recipes need too, are no table; nor are arms of its lesser table alone.
+                # Arms of its lesser table alone are no table.
                 if (recipe.columns and len(rendered.ran) > 1 and any(rendered.headline())) or rendered.measured:
-                    yield rendered, of
+                    names = {arm.name for arm in rendered.ran}
+                    keys = {key for (_, arm, _), key in of.arms.items() if arm in names}
+                    found.append((rendered, of, {key for key in keys if store.records(key)}))
+            yield from _unlike(found)
+
+
+def _unlike(found: list[tuple[Rendered, Plan, set[str]]]) -> Iterator[tuple[Rendered, Plan]]:
+    """Yield tables with their plans, but for those whose every run stands in another one: recipes share arms."""
+    for place, (rendered, made, keys) in enumerate(found):
+        others = ((other, at) for at, (_, _, other) in enumerate(found) if at != place)
+        if rendered.measured or not any(keys < other or (keys == other and at < place) for other, at in others):
+            yield rendered, made
 
 
 def _findings(rendered: Rendered, source: Cell) -> Iterator[Finding]:

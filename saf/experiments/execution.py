@@ -374,7 +374,8 @@ def in_a_process(
                 process.send_signal(signal.SIGTERM)
                 asked = True
             time.sleep(_LOOK_EVERY)
-        return process.returncode
+        # Before its first update and after its last one a run does not catch the signal: its checkpoints are there.
+        return EXIT_STOPPED if asked and process.returncode == -signal.SIGTERM else process.returncode
 
 
 def flag_words(name: str, value: Any) -> list[str]:

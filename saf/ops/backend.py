@@ -1,7 +1,7 @@
 """What a backend of frozen heads is: a class that says what it can do beside mixing values; a layer's `Call` of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -113,9 +113,9 @@ class Backend(ABC):
         raise NotImplementedError
 
     def forward_rows(
-        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Tensor | None
     ) -> Tensor:
-        """Return live heads, as `live()` computes them, and then rows of frozen ones, `[B, L + F, rows.count, D]`.
+        """Return live heads `[B, L, rows.count, D]` as given and then rows of frozen ones, `[B, L + F, rows.count, D]`.
 
         `value [B, H_kv, T, D]` may hold anything finite behind the last row; `heads` names the value head of each
         frozen slot. No value head is copied.

@@ -1,6 +1,6 @@
 """The oracle: dense patterns, eager PyTorch, any floating dtype; every other backend is compared with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,11 +41,11 @@ class Reference(Backend):
         return dense_product(tables["weights"], value, rows)
 
     def forward_rows(
-        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Tensor | None
     ) -> Tensor:
         """Return live heads and rows of frozen ones, `[B, L + F, rows.count, D]`."""
         mixed = row_product(stored_rows(tables), value, heads, rows)
-        return mixed if live is None else join_heads(live(), mixed)
+        return mixed if live is None else join_heads(live, mixed)
 
     def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         """Return None: any logits can be trained here."""

@@ -3,7 +3,8 @@
 It is flash-decoding: keys are cut into stretches, each attended to by itself, so that one query of few heads fills a
 device; `saf::merge_rows` weighs the stretches. Frozen heads' stretches are sums, as in `saf::frozen_rows`, so that a
 layer of both kinds of heads has no launch more than an ordinary one. It serves decoding and the few tokens of assisted
-generation; longer passes take PyTorch's choice of kernel. Asked for by name: it was not measured on a GPU yet.
+generation; longer passes take PyTorch's choice of kernel. Layers with frozen heads take it by themselves where it can
+run, ordinary ones where it is asked for by name.
 """
 
 import torch
@@ -24,18 +25,23 @@ MOST_ROWS = 16
 
 
 def splits(call: Call) -> bool:
-    """Return whether a call asks for this launch and has few rows; other passes take PyTorch's choice of kernel.
+    """Return whether a call of few rows takes this launch: asked for by name, or with frozen heads that it can serve.
 
-    Raises UnsupportedError for few rows that it cannot take: a setting that had no effect would go unnoticed.
+    Raises UnsupportedError for few rows that it is asked for and cannot take: a setting without effect would go
+    unnoticed.
     """
-    rows = call.query.shape[-2]
-    if call.kernel != SPLIT or not call.live_slots or _group(call) * rows > MOST_ROWS:
+    rows, named = call.query.shape[-2], call.kernel == SPLIT
+    if not (named or (call.kernel == "auto" and call.frozen is not None)):
         return False
-    if call.places is None and rows == call.value.shape[-2]:
+    # Whole sequences first: with lengths left open by the compiler, a limit of rows would be another program.
+    if not call.live_slots or (call.places is None and rows == call.value.shape[-2]):
         return False
-    if reason := _obstacle(call):
+    if _group(call) * rows > MOST_ROWS:
+        return False
+    reason = _obstacle(call)
+    if named and reason:
         raise UnsupportedError(f"attention kernel {SPLIT!r} {reason}; or take 'auto'")
-    return True
+    return reason is None
 
 
 def _obstacle(call: Call) -> str | None:

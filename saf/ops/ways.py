@@ -4,11 +4,11 @@ The first way whose condition holds is taken (`WAYS`, at the end):
 
 | way | when | what runs |
 | --- | --- | --- |
-| split | the kernel "split" is asked for, few rows of live heads, no gradients, on a GPU | `saf::split_rows` |
+| split | few rows on a GPU, with frozen heads or where kernel "split" is asked for; no gradients | `saf::split_rows` |
 | ordinary | no head is frozen | attention |
 | one launch | the backend mixes live heads too (`fused`), and there are some | the backend's launch of all heads |
 | whole layer | no gradients, whole sequences, fixed patterns, a backend that infers | `saf::inference` |
-| few rows | queries of a cache of fixed size, or few beside their keys; fixed patterns, a backend that decodes | both |
+| few rows | queries of a cache of fixed size, or few beside their keys; fixed patterns, a backend that decodes | each |
 | frozen alone | no head is live | the backend's product |
 | apart | otherwise | attention for live heads, the backend's product for frozen ones |
 
@@ -121,12 +121,12 @@ def _mix_rows(call: Call) -> tuple[Tensor, ...]:
     rows = Rows(length - count, count, call.start)
     if call.places is not None:
         rows = Rows(call.places.first, count, call.places.start)
-    live = (lambda: _live(call)) if call.live_slots else None
+    live = _live(call) if call.live_slots else None
     return (forward_rows(call.value, call.frozen_slots, call.frozen, rows, live),)
 
 
 def forward_rows(
-    value: Tensor, slots: tuple[int, ...], frozen: "FrozenHeads", rows: Rows, live: Callable[[], Tensor] | None
+    value: Tensor, slots: tuple[int, ...], frozen: "FrozenHeads", rows: Rows, live: Tensor | None
 ) -> Tensor:
     """Return what the backend's `forward_rows` does."""
     return BACKENDS[frozen.backend].forward_rows(value, slots, frozen.tables(value.dtype), rows, live)

@@ -38,6 +38,14 @@ def test_a_recipe_has_the_seeds_that_it_was_run_with(recipe, make_plan, trainer,
     assert "fewer seeds" not in text
 
 
+def test_a_table_whose_runs_all_stand_in_another_one_is_left_out(recipe, make_plan, trainer, tmp_path):
+    """Recipes share arms: of two with the same runs the first one stays."""
+    fewer = replace(recipe, arms=recipe.arms[:2])
+    plan = make_plan()
+    text = made({"fewer": fewer, "made_up": recipe, "same": replace(recipe)}, tmp_path, trainer, plan)
+    assert [line for line in text.splitlines() if line.startswith("### ")] == ["### made_up, smoke"]
+
+
 def test_a_parent_alone_is_no_table(recipe, make_plan, trainer, tmp_path):
     plan = make_plan(arms=("a",))
     other = Recipe(

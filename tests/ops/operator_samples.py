@@ -79,10 +79,10 @@ def row_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.dty
     query, key, frozen = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (apart[OWN], apart[READERS])
     return {
         "frozen_rows": [
-            (value, apart[OWN], apart[READERS], *tables, first, 0, start, 3, 2, True),
-            (value, shared[OWN], shared[READERS], *tables, None, 37, None, 3, 1, False),
+            (value, apart[OWN], apart[READERS], *tables, first, 0, start, 3, 2),
+            (value, shared[OWN], shared[READERS], *tables, None, 37, None, 3, 1),
         ],
-        "join_rows": [(parts, value, None, None, None), (parts, value, first, start, draw(2, 3, 3, 16))],
+        "join_rows": [(parts, value, None), (parts, value, draw(2, 3, 3, 16))],
         "split_rows": [
             (query, key, value, None, None, 1, *frozen, 1, *tables, first, 0, start, 2, 0.25),
             (query, key, value, None, None, 1, None, None, 0, None, None, None, None, 37, None, 1, 0.25),

@@ -5,7 +5,8 @@ import torch
 
 from saf.bench.harness.synthetic import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
-from saf.ops import FrozenHeads, live_attention, mixed_attention, split
+from saf.ops import FrozenHeads, live_attention, mixed_attention, split, ways
+from saf.ops.backend import Call
 from tests.ops.split_cases import CASES, LIMITS
 
 
@@ -32,6 +33,43 @@ def test_other_passes_take_the_usual_choice():
         assert torch.equal(mixed_attention(last, key, value, None, kernel="split"), usual)
     with pytest.raises(InputError, match=r"unknown attention kernel 'splitt'.*did you mean 'split'"):
         live_attention(query, key, value, kernel="splitt")
+
+
+def test_layers_with_frozen_heads_take_it_by_themselves_where_it_can_run(monkeypatch):
+    """Ordinary layers, kernels asked for by name, float32 and passes that need a gradient stay as they are."""
+    query, key, value = (torch.randn(1, heads, rows, 16) for heads, rows in ((2, 2), (2, 40), (3, 40)))
+    frozen = FrozenHeads.from_patterns(synthetic_patterns(1, 40, torch.Generator()), kv_head=(0, 1, 2))
+    taken: list[bool] = []
+    monkeypatch.setattr(ways, "WAYS", tuple(_told(way, taken) for way in ways.WAYS))
+
+    def takes(frozen: FrozenHeads | None = frozen, value: torch.Tensor = value, **changes) -> bool:
+        taken.clear()
+        mixed_attention(**{"query": query, "key": key, "value": value, "frozen": frozen} | changes)
+        return taken == [True]
+
+    assert not takes()
+    monkeypatch.setattr(split, "uses_triton", lambda device, dtype: True)
+    assert not takes()
+    monkeypatch.setattr(split, "DTYPES", (torch.float32,))
+    assert not takes()
+    monkeypatch.setattr(split, "READERS", "distance")  # a table that heads have without a GPU
+    assert takes()
+    assert not takes(None, value[:, :2])
+    assert not takes(kernel="math")
+    assert not takes(value=value.clone().requires_grad_())
+    assert not takes(query=torch.randn(1, 2, 17, 16))
+
+
+def _told(way: ways.Way, taken: list[bool]) -> ways.Way:
+    """Return the way, which notes that it was taken in the place of the launch."""
+    if way.name != "split":
+        return way
+
+    def run(call: Call) -> tuple[torch.Tensor, ...]:
+        taken.append(True)
+        return (torch.zeros_like(call.query),)
+
+    return way._replace(run=run)
 
 
 def test_few_rows_that_it_cannot_take_are_refused(monkeypatch):

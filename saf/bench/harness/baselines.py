@@ -1,6 +1,6 @@
 """Arms that are no way to train or serve: flex attention as a baseline, frozen heads that cost nothing as the bound."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -102,12 +102,12 @@ class FreeBackend(Backend):
         return value[:, :, value.shape[-2] - rows :]
 
     def forward_rows(
-        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Tensor | None
     ) -> Tensor:
         """Return live heads and the values at the rows themselves, `[B, L + F, rows.count, D]`."""
         at = torch.arange(rows.count, device=value.device) + rows.first
         own = take_heads(value.index_select(2, at), heads)
-        return own if live is None else join_heads(live(), own)
+        return own if live is None else join_heads(live, own)
 
 
 @contextmanager

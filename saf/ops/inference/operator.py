@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.ops.heads import flat_heads, heads_like, live_keys, part_heads, projected, read_heads
+from saf.ops.heads import flat_heads, heads_like, live_keys, part_heads, projected, read_heads, widened
 from saf.ops.inference.one_launch import OneLaunch, called_launch
 from saf.ops.live import live_attention
 from saf.ops.operator import operator, uses_triton
@@ -73,8 +73,9 @@ def two_launches(
 
     `tables` are the table and the scalings before and after of `saf::toeplitz`.
     """
-    live_key, live_slots = live_keys(key, live_heads)
-    live_value, frozen_value = part_heads(value, live_slots, frozen_heads)
+    live_key, live_slots = live_keys(widened(key), live_heads)
+    live_value, frozen_value = part_heads(widened(value), live_slots, frozen_heads)
+    live_key, live_value, frozen_value = (one.view(value.dtype) for one in (live_key, live_value, frozen_value))
     if projection is None:
         result = heads_like(value, len(live_heads) + len(frozen_heads))
         mixed = result[:, len(live_heads) :]
@@ -88,11 +89,21 @@ def two_launches(
     live = live_attention(query, live_key, live_value, scale=scale, kernel=kernel)
     meet(query.device)
     if projection is None:
-        result[:, : len(live_heads)] = live
+        _write_heads(live, result)
     else:
         rows = flat_heads(live).flatten(0, 1)
         result.flatten(0, 1).addmm_(rows, projection[:, : rows.shape[1]].t())
     return result
+
+
+def _write_heads(live: Tensor, result: Tensor) -> None:
+    """Write live heads into the first slots of `result [B, H, T, D]`."""
+    source, first = widened(live), result[:, : live.shape[1]]
+    target = widened(first)
+    if source.dtype == target.dtype:
+        target.copy_(source)
+    else:
+        first.copy_(live)
 
 
 def _projected_like(value: Tensor, projection: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ are non-negative: each row's error is bounded whatever the range of alpha and rh
 that the value dtype cannot hold in this form, or a dense one, is executed as a stored matrix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from saf.ops.inference.operator import inference
 from saf.ops.operator import uses_triton
 from saf.ops.positions import Rows
 from saf.ops.toeplitz.operator import distance_table, implementation, toeplitz_product
-from saf.ops.toeplitz.rows import compact_rows, row_tables, rows_beside
+from saf.ops.toeplitz.rows import compact_rows, few_rows, row_tables
 from saf.ops.toeplitz.tables import compact_tables, convolution_tables, tables_hold
 from saf.ops.toeplitz.trained import NOT_HELD, trainable_product
 from saf.patterns import CompactPattern, Pattern
@@ -116,7 +116,7 @@ class Toeplitz(Backend):
         return inference(query, key, value, *slots, *own, *launch, *how)
 
     def forward_rows(
-        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Tensor | None
     ) -> Tensor:
         """Return live heads and rows of frozen ones, `[B, L + F, rows.count, D]`: by a kernel that reads values once.
 
@@ -125,14 +125,14 @@ class Toeplitz(Backend):
         convolved, stored = tables["convolved"], tables["stored"]
         gradient = torch.is_grad_enabled() and value.requires_grad
         if uses_triton(value.device, value.dtype) and not stored and not gradient:
-            return rows_beside(value, heads, tables, rows, live)
+            return few_rows(value, heads, tables, rows, live)
         parts = []
         for slots, weights_of in ((stored, stored_rows), (convolved, compact_rows)):
             if slots:
                 read = tuple(heads[slot] for slot in slots)
                 parts.append((slots, row_product(weights_of(tables), value, read, rows)))
         mixed = parts[0][1] if len(parts) == 1 else put_together(parts)
-        return mixed if live is None else join_heads(live(), mixed)
+        return mixed if live is None else join_heads(live, mixed)
 
     def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         """Return why logits `[F, T]` cannot be trained here; None when they can."""

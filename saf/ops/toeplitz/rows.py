@@ -6,7 +6,6 @@ that a captured graph replays depends on the host.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from saf.ops.backend import Tables
 from saf.ops.heads import cached_order, unit_stride
 from saf.ops.operator import operator
 from saf.ops.positions import Rows
-from saf.ops.streams import beside, meet
 from saf.ops.toeplitz.operator import float32_products
 
 STRETCH = 256
@@ -69,10 +67,8 @@ def compact_rows(tables: Tables) -> Callable[..., Tensor]:
     return weights
 
 
-def rows_beside(
-    value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Callable[[], Tensor] | None
-) -> Tensor:
-    """Return what `Toeplitz.forward_rows` does, from kernels; a captured graph runs the first one beside `live()`."""
+def few_rows(value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Tensor | None) -> Tensor:
+    """Return what `Toeplitz.forward_rows` does, from kernels."""
     count = parts_of(value.shape[0] * len(set(heads)), value.shape[-2])
     moves = isinstance(rows.first, Tensor)
     read = tables[CACHED if moves else OWN]
@@ -81,8 +77,8 @@ def rows_beside(
     where = first, place, rows.start, rows.count
     lowest = min(heads)
     value = unit_stride(value[:, lowest:] if lowest else value)
-    parts = frozen_rows(value, read, tables[READERS], *own, *where, count, live is not None)
-    return join_rows(parts, value, first, rows.start, None if live is None else unit_stride(live()))
+    parts = frozen_rows(value, read, tables[READERS], *own, *where, count)
+    return join_rows(parts, value, None if live is None else unit_stride(live))
 
 
 def parts_of(groups: int, length: int) -> int:
@@ -103,7 +99,6 @@ def frozen_rows(
     start: Tensor | None,
     rows: int,
     parts: int,
-    has_live: bool,
 ) -> Tensor:
     """Return rows of `P V` summed over each of `parts` stretches of keys, `[parts, B, F, rows, D]` float32.
 
@@ -118,13 +113,12 @@ def frozen_rows(
         return out
     at = first, place, start
     precision = float32_products() if value.dtype == torch.float32 else "ieee"
-    with beside(value.device) if has_live else nullcontext():
-        sum_rows(value, read, readers, distance, key_scale, row_scale, *at, out, precision=precision)
+    sum_rows(value, read, readers, distance, key_scale, row_scale, *at, out, precision=precision)
     return out
 
 
 @torch.library.register_fake("saf::frozen_rows")
-def _(value, read, readers, distance, key_scale, row_scale, first, place, start, rows, parts, has_live) -> Tensor:
+def _(value, read, readers, distance, key_scale, row_scale, first, place, start, rows, parts) -> Tensor:
     return _parts_like(value, distance.shape[0], rows, parts)
 
 
@@ -133,27 +127,22 @@ def _parts_like(value: Tensor, heads: int, rows: int, parts: int) -> Tensor:
 
 
 @operator("saf::join_rows")
-def join_rows(parts: Tensor, value: Tensor, first: Tensor | None, start: Tensor | None, live: Tensor | None) -> Tensor:
+def join_rows(parts: Tensor, like: Tensor, live: Tensor | None) -> Tensor:
     """Return live heads `[B, L, rows, D]` and then the sums of `parts [S, B, F, rows, D]`, stored as `[B, rows, H, D]`.
 
-    The other arguments are those of `saf::frozen_rows`, whose dtype of values the result has: named here too, their
-    memory is not used again before the streams have met. Without live heads there is one stream only: to wait for
-    another, which runs nothing of this graph, is an error while one is captured.
+    The result has the dtype of `like`.
     """
     from saf.ops.toeplitz.row_kernels import add_parts
 
-    out = _joint_like(parts, value, live)
-    if not out.numel():
-        return out
-    if live is not None:
-        meet(parts.device)
-    add_parts(parts, live, out)
+    out = _joint_like(parts, like, live)
+    if out.numel():
+        add_parts(parts, live, out)
     return out
 
 
 @torch.library.register_fake("saf::join_rows")
-def _(parts, value, first, start, live) -> Tensor:
-    return _joint_like(parts, value, live)
+def _(parts, like, live) -> Tensor:
+    return _joint_like(parts, like, live)
 
 
 def _joint_like(parts: Tensor, like: Tensor, live: Tensor | None) -> Tensor:

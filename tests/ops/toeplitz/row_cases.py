@@ -1,7 +1,6 @@
 """Cases of the kernels of single rows; `run` compares one with dense patterns in float64."""
 
 import gc
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -74,12 +73,9 @@ def run(case: Case, device: str) -> dict:
     if case.told:  # by a cache of fixed size, which has value heads in an order of its own
         order = cached_order(kv_head, frozen_heads)
         given, heads = value[:, list(order)], tuple(map(order.index, heads))
-    streams: list[str] = []
-    module.beside = lambda device: streams.append("beside") or nullcontext()
-    module.meet = lambda device: streams.append("meet")
     gc.freeze()  # what was imported is passed over: a look at everything takes longer than the kernels
     before = _memories()
-    found = module.rows_beside(given, heads, tables, rows, (lambda: live) if case.live else None)
+    found = module.few_rows(given, heads, tables, rows, live if case.live else None)
     kept = len(_memories() - before - {found.untyped_storage().data_ptr()})
     wanted = _by_hand(CompactPattern(*(each.to(device) for each in pattern.vectors().values())), case, value)
     mixed = found[:, case.live :].double()
@@ -88,7 +84,6 @@ def run(case: Case, device: str) -> dict:
         "live": bool(torch.equal(found[:, : case.live], live)),
         "strides": list(found.stride()) == [case.rows * found.shape[1] * case.dim, case.dim, found.stride(2), 1],
         "kept": kept,
-        "streams": streams,
         "parts": module.parts_of(3 * len(set(case.heads)), case.length),
     }
 
