@@ -25,7 +25,7 @@ Pass = Callable[[Tensor, Tensor], Tensor]
 STEP = 8
 """Smallest step between padded lengths: at 64 tokens an eighth, and whole rows of the widest loads."""
 STEPS = 8
-"""Padded lengths between a power of two and the next: padding adds an eighth at most, a sixteenth on average."""
+"""Padded lengths between a power of two and the next: padding adds an eighth at most above 64 tokens."""
 MOST = 32
 """Graphs that are kept: as many as there are padded lengths up to 512 tokens, the paper's BoolQ."""
 
