@@ -68,13 +68,14 @@ ENTRIES = {
         " --repeats 1 --no-profile",
     ),
     "finetune-sst2": Entry(
-        85,
-        f"{FINETUNE} --task sst2 --data {{tasks}}/sst2/train.tsv.gz --test {{tasks}}/sst2/dev.tsv {QUARTERS} --pairs 6",
+        150,
+        f"{FINETUNE} --task sst2 --data {{tasks}}/sst2/train.tsv.gz --test {{tasks}}/sst2/dev.tsv {QUARTERS} --pairs 6"
+        " --graphs both",
     ),
     "finetune-boolq": Entry(
-        90,
+        170,
         f"{FINETUNE} --task boolq --data {{tasks}}/boolq/train.jsonl.gz --test {{tasks}}/boolq/val.jsonl.gz {QUARTERS}"
-        " --pairs 6",
+        " --pairs 6 --graphs both",
     ),
     "decode-4k": Entry(110, f"{OWN} --points 4096x1"),
     "op-qwen3": Entry(180, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others flash"),

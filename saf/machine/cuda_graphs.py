@@ -15,6 +15,7 @@ class GraphPool:
 
     def __init__(self):
         self._handle: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def handle(self) -> Any:
@@ -23,19 +24,29 @@ class GraphPool:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
 
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of graphs that are captured with `same_stream`, made at first use."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
 
 class GraphReplay:
     """Capture a call as a CUDA graph: calling this replays it, with one launch."""
 
-    def __init__(self, call: Call, *, device: torch.device, pool: GraphPool, warmup: int = 3):
+    def __init__(
+        self, call: Call, *, device: torch.device, pool: GraphPool, warmup: int = 3, same_stream: bool = False
+    ):
         """Run `call` on a side stream, then capture it; raise UnsupportedError without CUDA.
+
+        With `same_stream` that is the pool's: memory that a graph is done with serves another one of its stream alone.
 
         Make it inside `saf.ops.for_graphs`, so that frozen layers compute as is best in a graph.
         `outcome` is what the captured call returned: every replay writes to the same memory.
         """
         if device.type != "cuda":
             raise UnsupportedError("CUDA graphs need a CUDA device")
-        stream = torch.cuda.Stream(device)
+        stream = pool.stream(device) if same_stream else torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(warmup):

@@ -15,6 +15,7 @@ from saf.calibration import QKGradient
 from saf.errors import DivergenceError
 from saf.machine.execution import Execution
 from saf.tasks import MicroBatches
+from saf.train.graphs import GraphedPasses, check_graphs
 from saf.train.optimizer import set_learning_rate_, step_if_finite_
 from saf.train.parallel import Alone, Engine, Parallel
 
@@ -54,10 +55,14 @@ class Updater:
     """Updates done since the model's beginning."""
     parallel: Parallel = field(default_factory=Alone)
     """The processes that make updates together."""
+    graphed: bool = False
+    """Whether micro-batches are replayed as CUDA graphs; see `saf.train.graphs` for what that is refused."""
     engine: Engine = field(init=False)
     """What updates call and step."""
     forward: Callable[..., Any] = field(init=False)
     """The model as updates call it: compiled, or itself."""
+    micro_batch: Callable[[Tensor, Tensor], Tensor] = field(init=False)
+    """What adds the gradients of a micro-batch, given inputs and targets, and returns its share of the mean loss."""
     compiling: bool = field(init=False)
     """Whether the next update compiles, which says nothing about the seconds of those after it."""
     expected_seconds: float = 0.0
@@ -68,9 +73,16 @@ class Updater:
         self.compile_()
 
     def compile_(self) -> None:
-        """Make the callable of the model as it is now; a compiled one compiles in its first update."""
+        """Make the callable of the model as it is now; a compiled one compiles in its first update.
+
+        Graphs of what the model was are thrown away. Raises UnsupportedError where `graphed` cannot be.
+        """
+        if self.graphed:
+            check_graphs(self.model, self.execution, self.parallel)
         self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
         self.forward, self.compiling = self.engine.forward, self.engine.compiles
+        device = self.execution.device
+        self.micro_batch = GraphedPasses(self._pass, self.model, device) if self.graphed else self._pass
 
     def update(self, learning_rate: float) -> Updated:
         """Do one update with this learning rate.
@@ -105,16 +117,19 @@ class Updater:
 
     def _accumulate_gradients(self) -> Tensor:
         """Add up the gradients of the micro-batches' mean losses and return the mean loss, on the device."""
-        share = 1.0 / self.accumulation
         total = torch.zeros((), device=self.execution.device)
         for following in reversed(range(self.accumulation)):
             inputs, targets = self.batches.take()
             with self.engine.apart() if following else nullcontext():
-                with self.execution.autocast():
-                    loss = self.forward(inputs, targets=targets) * share
-                loss.backward()
-            total += loss.detach()
+                total += self.micro_batch(inputs, targets)
         return total
+
+    def _pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch's share of the mean loss and return that share, on the device."""
+        with self.execution.autocast():
+            loss = self.forward(inputs, targets=targets) * (1.0 / self.accumulation)
+        loss.backward()
+        return loss.detach()
 
 
 def _start_reading(values: Tensor) -> Callable[[], list[float]]:

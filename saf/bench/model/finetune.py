@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from saf.bench.harness.kind import USUAL_RATES
 from saf.bench.harness.measured import Group, Record, edited_name
 from saf.bench.harness.runner import Subject
 from saf.bench.harness.settings import Point
+from saf.bench.harness.timing import CALL, GRAPH, ways_of
 from saf.bench.harness.work import Work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelPlan, ModelSettings, build_model
@@ -67,6 +68,8 @@ class FinetuneUpdateSettings(ModelSettings):
     """Seeds of the orders of examples; each is measured by itself, and their ratios are averaged."""
     compile: Compile = "off"
     """torch.compile; off as in finetuning, whose batches have many lengths."""
+    graphs: Literal["off", "on", "both"] = "off"
+    """Launch updates kernel by kernel, replay forward and backward passes as CUDA graphs, or both; in all arms."""
     repeats: int = 4
     """Updates of a timed block, the same ones in every block of an order; its time is their mean."""
 
@@ -119,6 +122,16 @@ def _micro_batches(
     return found
 
 
+def variant_of(order: str, way: str) -> str:
+    """Return the name of an order timed in a way: the order's own where updates are called."""
+    return order if way == CALL else f"{order} {way}"
+
+
+def _parted(variant: str) -> tuple[str, str]:
+    """Return the order and the way of a variant."""
+    return (variant.removesuffix(f" {GRAPH}"), GRAPH) if variant.endswith(f" {GRAPH}") else (variant, CALL)
+
+
 class FinetuneSubject(UpdateSubject):
     """Run updates of one model on the micro-batches of each order, the same ones in every timed block."""
 
@@ -130,23 +143,30 @@ class FinetuneSubject(UpdateSubject):
         *,
         orders: dict[str, list[tuple[Tensor, Tensor]]],
         accumulation: int,
+        graphs: str = "off",
     ):
         super().__init__(settings, model, execution, batches=next(iter(orders.values())), accumulation=accumulation)
         self.orders = orders
+        own = self.updater
+        self.updaters = {way: replace(own, graphed=way == GRAPH) for way in ways_of(graphs, execution.device)}
 
     def warm_up(self) -> None:
         """Meet every length of every order, so many times."""
         for _ in range(self._settings.warmup):
-            for variant in self.orders:
-                self.timed_block(variant)
+            for order in self.orders:
+                for way in self.updaters:
+                    self.timed_block(variant_of(order, way))
 
     def timed_block(self, variant: str) -> float:
         """Return the mean milliseconds of the updates on an order's micro-batches."""
-        self.updater.batches = Preloaded(self.orders[variant])
+        order, way = _parted(variant)
+        self.updater = self.updaters[way]
+        self.updater.batches = Preloaded(self.orders[order])
         return super().timed_block(variant)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of all updates of a block."""
+        """Return the kernels of all updates of a block, those of graphs where they are timed."""
+        self.updater = self.updaters.get(GRAPH, self.updater)
 
         def block() -> None:
             for _ in range(self._settings.repeats):
@@ -192,8 +212,9 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
         return ModelPlan.of(settings, settings.length)
 
     def variants(self, settings: FinetuneUpdateSettings, device: torch.device) -> tuple[str, ...]:
-        """Return the orders, each timed by itself."""
-        return tuple(settings.micro_batches())
+        """Return the orders, each timed by itself, in each way; raise UnsupportedError for graphs without CUDA."""
+        ways = ways_of(settings.graphs, device)
+        return tuple(variant_of(order, way) for way in ways for order in settings.micro_batches())
 
     def build(self, settings: FinetuneUpdateSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm ready to be warmed up in this process."""
@@ -203,7 +224,9 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
             for name, taken in settings.micro_batches().items()
         }
         model = build_model(self.plan(settings, point), arm, device=execution.device)
-        return FinetuneSubject(settings, model, execution, orders=orders, accumulation=settings.sizes[1])
+        return FinetuneSubject(
+            settings, model, execution, orders=orders, accumulation=settings.sizes[1], graphs=settings.graphs
+        )
 
     def work(self, settings: FinetuneUpdateSettings, point: Point, arm: Arm) -> Work:
         """Return the work of one update of an arm, with all micro-batches as long as they are on average."""
@@ -234,21 +257,26 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
     def tables(self, record: Record, *, brief: bool = False) -> list[Part]:
         """Return what is said of any arms, the means over the orders first."""
         groups = self.groups(record)
-        return [*([orders_table(record, groups)] if groups else []), *super().tables(record, brief=brief)]
+        means = [orders_table(record, own) for own in _by_way(groups)]
+        return [*means, *super().tables(record, brief=brief)]
 
     def speeds(self, records: Sequence[tuple[Cell, Record]], groups: Sequence[Group]) -> list[Part]:
         """Return the means over the orders of each record, whose rows of single orders are in its file."""
         return [
-            orders_table(record, own).titled(f"{own[0].subject}, {record['settings']['task']}: mean over the orders")
+            orders_table(record, own).titled(
+                f"{own[0].subject}, {record['settings']['task']}: mean over the orders{_told(own)}"
+            )
             for cell, record in records
-            if (own := [group for group in groups if group.file == cell.text])
+            for own in _by_way([group for group in groups if group.file == cell.text])
         ]
 
     def main_groups(self, record: Record) -> list[Group]:
         """Return one group of each task and point, whose arms have the mean ratio of the orders that were accepted."""
         by_task: dict[Hashable, list[Group]] = {}
         for group in self.groups(record):
-            by_task.setdefault((group.variant.split()[0], *group.point.values(), group.baseline), []).append(group)
+            way = _parted(group.variant)[1]
+            key = group.variant.split()[0], way, *group.point.values(), group.baseline
+            by_task.setdefault(key, []).append(group)
         return [_mean_group(groups) for groups in by_task.values()]
 
 
@@ -261,13 +289,26 @@ def _mean_group(groups: Sequence[Group]) -> Group:
         mean = {"ratio": statistics.fmean(ratios), "refused": False} if ratios else {}
         arms.append(replace(arm, row={**arm.row, **mean}, free=None))
     variant = f"{groups[0].variant.split()[0]} mean-of-{len(groups)}-orders"
-    return replace(groups[0], variant=variant, arms=tuple(arms))
+    way = _parted(groups[0].variant)[1]
+    return replace(groups[0], variant=variant_of(variant, way), arms=tuple(arms))
+
+
+def _by_way(groups: Sequence[Group]) -> list[list[Group]]:
+    """Return groups by the way that was timed, updates that were called first; no list is empty."""
+    parts = [[group for group in groups if _parted(group.variant)[1] == way] for way in (CALL, GRAPH)]
+    return [part for part in parts if part]
+
+
+def _told(groups: Sequence[Group]) -> str:
+    """Return what a title adds for groups of one way."""
+    return ", passes replayed as CUDA graphs" if _parted(groups[0].variant)[1] == GRAPH else ""
 
 
 def orders_table(record: Record, groups: Sequence[Group]) -> Table:
     """Return the mean over orders of each arm's ratio, its standard error, and what its kernels take of an update.
 
-    Orders whose control refuses them are left out. Where kernels take less than the update, the host bounds it.
+    Groups are of one way. Orders whose control refuses them are left out. Where kernels take less than the update, the
+    host bounds it; where both ways were timed, kernels are told beside graphs, which they are of.
     """
     found: dict[str, list[Record]] = {}
     quoted: dict[str, Quoted | None] = {}
@@ -277,7 +318,8 @@ def orders_table(record: Record, groups: Sequence[Group]) -> Table:
             for row in (arm.row, arm.free):
                 if row is not None and row["backend"] and not row["refused"] and row not in found.get(row["arm"], []):
                     found.setdefault(row["arm"], []).append(row)
-    kernels = {entry["arm"]: entry["kernels"] for entry in record["kernels"]} if record["provenance"]["driver"] else {}
+    told = record["provenance"]["driver"] and (record["settings"].get("graphs") != "both" or bool(_told(groups)))
+    kernels = {entry["arm"]: entry["kernels"] for entry in record["kernels"]} if told else {}
     repeats = record["settings"]["repeats"]
     rows = []
     for arm, measured in found.items():
@@ -299,4 +341,4 @@ def orders_table(record: Record, groups: Sequence[Group]) -> Table:
         )
     head = ["arm", "speedup, mean ± SE", "orders", "ordinary, ms", "arm, ms"]
     head += ["kernels an update", "ms on the device", "paper"]
-    return Table.of("Mean over the orders of the examples", head, rows).used()
+    return Table.of(f"Mean over the orders of the examples{_told(groups)}", head, rows).used()

@@ -12,7 +12,7 @@ from saf.bench.harness.shape import shape_of
 from saf.bench.kinds import BENCHMARKS, measure
 from saf.bench.model.finetune import FinetuneUpdateSettings
 from saf.data.tokenizer import train_bpe
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.tasks import TASKS, FinetuneSettings
 from saf.train import TrainConfig
 
@@ -70,6 +70,29 @@ def test_orders_are_those_of_finetuning_and_the_same_for_all_arms(files):
         own = expected.take()
         assert inputs.equal(own[0])
         assert targets.equal(own[1])
+
+
+def test_ways_have_rows_and_means_of_their_own(files, tmp_path):
+    """Without CUDA updates are called; rows of graphs are made up here."""
+    record = measure(settings(files, graphs="both"), out=tmp_path / "finetune.json")
+    assert {row["variant"] for row in record["rows"]} == {"jsonl order-5", "jsonl order-6"}
+    replayed = [
+        {**row, "variant": f"{row['variant']} graph", "ratio": 2 * row["ratio"]}
+        for row in record["rows"]
+        if not row["refused"]
+    ]
+    kind: Kind = BENCHMARKS["finetune"]
+    both = {**record, "rows": [*record["rows"], *replayed]}
+    titles = [str(part.title) for part in kind.tables(both)[:2]]
+    assert titles == [
+        "Mean over the orders of the examples",
+        "Mean over the orders of the examples, passes replayed as CUDA graphs",
+    ]
+    assert len(kind.main_groups(both)) == 2 * len(kind.main_groups(record))
+    called, graphed = (group.arms[0].ratio for group in kind.main_groups(both))
+    assert graphed == pytest.approx(2 * called)
+    with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA device; use --graphs off"):
+        measure(settings(files, graphs="on"))
 
 
 def test_settings_that_cannot_be_used_are_refused(files, monkeypatch):

@@ -1,0 +1,163 @@
+"""Forward and backward pass of a micro-batch as a CUDA graph, one for each padded shape: one launch in place of 1,300.
+
+With short sequences the device is done before the host has launched everything, and saving arithmetic saves no time.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from saf.adapters import adapter_for, longest_input
+from saf.errors import SafWarning, UnsupportedError
+from saf.evaluate.answers import NO_TARGET
+from saf.machine.cuda_graphs import GraphPool, GraphReplay
+from saf.machine.execution import Execution
+from saf.ops import for_graphs
+from saf.train.parallel import Alone, Parallel
+
+Pass = Callable[[Tensor, Tensor], Tensor]
+"""Adds the gradients of a micro-batch, given inputs and targets `[B, T]`, to the parameters' and returns its loss."""
+STEP = 8
+"""Smallest step between padded lengths: at 64 tokens an eighth, and whole rows of the widest loads."""
+STEPS = 8
+"""Padded lengths between a power of two and the next: padding adds an eighth at most, a sixteenth on average."""
+MOST = 32
+"""Graphs that are kept: as many as there are padded lengths up to 512 tokens, the paper's BoolQ."""
+
+
+def padded_length(length: int, longest: int | None = None) -> int:
+    """Return the length that a micro-batch is padded to, so that few graphs serve all; `longest` is never exceeded.
+
+    >>> [padded_length(length) for length in (3, 50, 64, 65, 200, 511)], padded_length(62, longest=63)
+    ([8, 56, 64, 72, 208, 512], 63)
+    """
+    step = max(STEP, (1 << (length - 1).bit_length()) // (2 * STEPS))
+    rounded = -(-length // step) * step
+    return rounded if longest is None else min(rounded, max(longest, length))
+
+
+def check_graphs(model: nn.Module, execution: Execution, parallel: Parallel) -> None:
+    """Raise UnsupportedError for updates whose passes cannot be captured, or were never tried to be."""
+    trained = any(site.frozen is not None and site.frozen.trainable for site in adapter_for(model).sites())
+    obstacles = {
+        f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
+        "they are for models that are not compiled; pass compile='off'": execution.compile,
+        "they are for one process": parallel.kind != Alone.kind,
+        "they keep all activations; leave activation_checkpointing out": execution.activation_checkpointing,
+        "they know no patterns that are trained; freeze with fixed ones": trained,
+    }
+    for why, there in obstacles.items():
+        if there:
+            raise UnsupportedError(f"micro-batches cannot be replayed as CUDA graphs: {why}")
+
+
+@dataclass
+class _Captured:
+    """Hold a graph of one shape with the memory that it reads."""
+
+    inputs: Tensor
+    targets: Tensor
+    replay: GraphReplay
+
+
+class GraphedPasses:
+    """Do what a pass does, replaying a graph of it; in place of the pass wherever that is called.
+
+    The first micro-batch runs as it is, and tells which parameters have gradients; from then on these are added up in
+    memory that stays. Every later micro-batch is padded behind, where causal attention does not look and nothing is a
+    target: losses and gradients are those of the pass at the padded length. Beyond `most` shapes it runs as it is.
+
+    Graphs read weights and tables where they lie. When one of these moved, all graphs are thrown away; make a new
+    object after an event, all the same: what a graph computes depends on more than memory.
+    """
+
+    def __init__(self, run: Pass, model: nn.Module, device: torch.device, *, most: int = MOST):
+        self._run, self._model, self._device, self._most = run, model, device, most
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._read: list[int] = []
+        self._longest: int | None = None
+        self._forget()
+        self.uncaptured = 0
+        """Micro-batches that ran as they are because there were as many graphs as are kept."""
+
+    def _forget(self) -> None:
+        """Throw all graphs away, and their memory with them."""
+        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self._pool = GraphPool()
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return the padded shapes that there are graphs of, sequences and tokens."""
+        return list(self._graphs)
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch and return its loss, which the next call may overwrite."""
+        read = [tensor.data_ptr() for tensor in chain(self._model.parameters(), self._model.buffers())]
+        if read != self._read:
+            self._forget()
+            self._gradients, self._read, self._longest = [], read, longest_input(self._model)
+            loss = self._run(inputs, targets)
+            self._gradients = [(p, torch.empty_like(p)) for p in self._model.parameters() if p.grad is not None]
+            return loss
+        self._attach_gradients()
+        count, length = inputs.shape
+        shape = count, padded_length(length, self._longest)
+        if shape not in self._graphs:
+            if len(self._graphs) >= self._most:
+                return self._run_uncaptured(inputs, targets)
+            self._graphs[shape] = self._capture(inputs, targets, shape)
+        graph = self._graphs[shape]
+        _fill(graph.inputs, inputs, 0)
+        _fill(graph.targets, targets, NO_TARGET)
+        graph.replay()
+        return graph.replay.outcome
+
+    def _attach_gradients(self) -> None:
+        """Have gradients lie where graphs add to them, as large as they are: zero where there are none."""
+        absent = [own for parameter, own in self._gradients if parameter.grad is None]
+        if absent:
+            torch._foreach_zero_(absent)  # type: ignore[attr-defined]
+        for parameter, own in self._gradients:
+            if parameter.grad is not own:
+                if parameter.grad is not None:
+                    own.copy_(parameter.grad)
+                parameter.grad = own
+
+    def _capture(self, inputs: Tensor, targets: Tensor, shape: tuple[int, int]) -> _Captured:
+        """Return a graph of a shape; gradients are afterwards what they were."""
+        own_inputs, own_targets = inputs.new_empty(shape), targets.new_empty(shape)
+        _fill(own_inputs, inputs, 0)
+        _fill(own_targets, targets, NO_TARGET)
+        kept = [own.clone() for _, own in self._gradients]
+        # An earlier pass that a reference cycle keeps alive would lend its nodes, of another stream, to this one.
+        gc.collect()
+        with for_graphs(self._model):
+            replay = GraphReplay(
+                lambda: self._run(own_inputs, own_targets), device=self._device, pool=self._pool, same_stream=True
+            )
+        for (_, own), before in zip(self._gradients, kept, strict=True):
+            own.copy_(before)
+        return _Captured(own_inputs, own_targets, replay)
+
+    def _run_uncaptured(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run a micro-batch as it is, count it, and say so the first time."""
+        if self.uncaptured == 0:
+            told = (
+                f"{self._most} shapes of micro-batches have a CUDA graph each, as many as are kept; micro-batches of "
+                "other shapes are launched kernel by kernel, which takes longer: give examples of fewer lengths"
+            )
+            warnings.warn(told, SafWarning, stacklevel=2)
+        self.uncaptured += 1
+        return self._run(inputs, targets)
+
+
+def _fill(memory: Tensor, rows: Tensor, padding: int) -> None:
+    """Write rows `[B, T]` into memory of at least as many columns, padded behind."""
+    length = rows.shape[1]
+    memory[:, :length].copy_(rows)
+    memory[:, length:].fill_(padding)

@@ -1,0 +1,73 @@
+"""Updates whose passes are CUDA graphs: those of plain passes, across lengths and a freezing event."""
+
+import copy
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+from saf.bench.harness.synthetic import synthetic_patterns
+from saf.heads import HeadSet
+from saf.machine.execution import Execution
+from saf.surgery import install_
+from saf.train.optimizer import build_optimizer
+from saf.train.updater import Updater
+
+pytestmark = pytest.mark.gpu
+LENGTHS = [64, 40, 56, 64, 40, 64, 56, 40]
+
+
+class Batches:
+    """Hand out micro-batches of these lengths again and again."""
+
+    def __init__(self, lengths):
+        drawn = torch.Generator().manual_seed(0)
+        both = [torch.randint(0, 2048, (2, 32, length), generator=drawn).cuda() for length in lengths]
+        self.all, self.taken = [(one, other.masked_fill(other % 3 == 0, -100)) for one, other in both], 0
+
+    def take(self):
+        self.taken += 1
+        return self.all[(self.taken - 1) % len(self.all)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kernel", ["math", "auto"])
+def test_updates_are_those_of_plain_passes(kernel, accumulation):
+    """The math kernel adds up in a fixed order; cuDNN's backward pass does not."""
+    torch.manual_seed(0)
+    model = saf.GPT(saf.preset("tiny", max_length=64)).cuda()
+    execution = Execution.of("cuda", compile="off")
+    losses: list[list[float]] = []
+    shapes: list[tuple[int, int]] = []
+    for graphed in (False, True):
+        own = copy.deepcopy(model)
+        settings = {"execution": execution, "accumulation": accumulation, "clip": 1.0, "graphed": graphed}
+        updater = Updater(model=own, optimizer=build_optimizer(own), batches=Batches(LENGTHS), **settings)
+        found = []
+        for part in range(2):
+            if part == 1:
+                heads = HeadSet([(0, 0), (0, 1), (1, 3), *((2, head) for head in range(4))])
+                pattern = synthetic_patterns(len(heads), 64, torch.Generator().manual_seed(0), "cuda")
+                install_(own, heads, pattern, optimizer=updater.optimizer)
+                updater.compile_()
+            for site in adapter_for(own).sites():
+                site.pin(kernel)
+            found += [value for _ in LENGTHS for value in updater.update(1e-3)[:2]]
+        losses.append(found)
+        if graphed:
+            shapes = sorted(updater.micro_batch.shapes)
+    assert shapes == [(32, 40), (32, 56), (32, 64)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3 if kernel == "math" else 2e-2)
+
+
+def test_padding_changes_no_more_than_rounding():
+    model = saf.GPT(saf.preset("tiny", max_length=64)).cuda()
+    execution = Execution.of("cuda", compile="off")
+    found = []
+    for graphed in (False, True):
+        own = copy.deepcopy(model)
+        settings = {"execution": execution, "accumulation": 1, "clip": 1.0, "graphed": graphed}
+        updater = Updater(model=own, optimizer=build_optimizer(own), batches=Batches([61, 35, 50]), **settings)
+        found.append([value for _ in range(6) for value in updater.update(1e-4)[:2]])
+    assert found[1] == pytest.approx(found[0], rel=2e-2)

@@ -1,0 +1,161 @@
+"""Bookkeeping of passes as CUDA graphs, with a stand-in that calls what it recorded; tests/gpu captures some."""
+
+import copy
+
+import pytest
+import torch
+
+import saf
+import saf.train.graphs as graphs
+from saf.errors import SafWarning, UnsupportedError
+from saf.heads import HeadSet
+from saf.machine.execution import Execution
+from saf.patterns import CompactPattern
+from saf.surgery import install_
+from saf.train.optimizer import build_optimizer
+from saf.train.updater import Updater
+
+CPU = Execution.of("cpu")
+
+
+class Recorded:
+    """Call again what a graph would replay; warm-ups run, as they do before a capture."""
+
+    def __init__(self, call, *, device, pool, warmup=3, same_stream=False):
+        assert same_stream, "graphs of several streams share no memory"
+        for _ in range(warmup):
+            self.outcome = call()
+        self.call = call
+
+    def __call__(self):
+        self.outcome.copy_(self.call())
+
+
+class Batches:
+    """Hand out micro-batches of these lengths, the same ones for the same seed."""
+
+    def __init__(self, lengths, seed=0):
+        drawn = torch.Generator().manual_seed(seed)
+        both = [torch.randint(0, 64, (2, 4, length), generator=drawn) for length in lengths]
+        self.left = [(inputs, targets.masked_fill(targets % 3 == 0, -100)) for inputs, targets in both]
+
+    def take(self):
+        return self.left.pop(0)
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Return a function that makes a plain updater and one of the same model with graphs."""
+    monkeypatch.setattr(graphs, "GraphReplay", Recorded)
+    monkeypatch.setattr("saf.train.updater.check_graphs", lambda *_: None)
+
+    def make(lengths, accumulation=1):
+        torch.manual_seed(0)
+        model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=32))
+        install_(model, HeadSet([(0, 0), (1, 1)]), CompactPattern.from_parameters(*torch.randn(2, 2, 30)))
+        found = []
+        for graphed in (False, True):
+            own = copy.deepcopy(model)
+            settings = {"execution": CPU, "accumulation": accumulation, "clip": 1.0, "graphed": graphed}
+            found.append(Updater(model=own, optimizer=build_optimizer(own), batches=Batches(lengths), **settings))
+        return found
+
+    return make
+
+
+def assert_same(plain, graphed, *, exact=True):
+    for one, other in zip(plain.model.parameters(), graphed.model.parameters(), strict=True):
+        assert torch.equal(one, other) if exact else torch.allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_updates_are_those_of_plain_passes_bit_for_bit(pair, accumulation):
+    lengths = [16, 8, 24, 8, 16, 16, 30, 24, 8, 8, 30, 16]  # as long as they are padded to
+    plain, graphed = pair(lengths, accumulation)
+    for _ in range(len(lengths) // accumulation):
+        one, other = plain.update(1e-3), graphed.update(1e-3)
+        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+    assert_same(plain, graphed)
+    assert sorted(graphed.micro_batch.shapes) == [(4, 8), (4, 16), (4, 24), (4, 30)]
+
+
+def test_padding_changes_no_more_than_rounding(pair):
+    lengths = [5, 13, 9, 29, 27]
+    plain, graphed = pair(lengths)
+    for _ in lengths:
+        one, other = plain.update(1e-3), graphed.update(1e-3)
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert_same(plain, graphed, exact=False)
+    # Of 27 and 29 tokens one graph, as long as the patterns reach; the first micro-batch ran as it is.
+    assert graphed.micro_batch.shapes == [(4, 16), (4, 30)]
+
+
+def test_an_event_and_moved_weights_throw_graphs_away(pair):
+    lengths = [8] * 8
+    plain, graphed = pair(lengths)
+    for updater in (plain, graphed):
+        updater.update(1e-3)
+        updater.update(1e-3)
+    assert graphed.micro_batch.shapes == [(4, 8)]
+    pool = graphed.micro_batch._pool
+    for updater in (plain, graphed):
+        pattern = CompactPattern.from_parameters(*torch.zeros(2, 1, 30))
+        install_(updater.model, HeadSet([(2, 3)]), pattern, optimizer=updater.optimizer)
+        updater.compile_()
+    assert graphed.micro_batch.shapes == []
+    for updater in (plain, graphed):
+        updater.update(1e-3)
+        updater.update(1e-3)
+    assert graphed.micro_batch.shapes == [(4, 8)]
+    assert graphed.micro_batch._pool is not pool
+    for updater in (plain, graphed):
+        weight = updater.model.norm.weight
+        weight.data = weight.data.clone()
+        updater.update(1e-3)
+    assert graphed.micro_batch.shapes == []
+    plain.update(1e-3)
+    graphed.update(1e-3)
+    assert_same(plain, graphed)
+
+
+def test_gradients_that_others_made_or_took_away_are_gone_on_from(pair):
+    plain, graphed = pair([8, 8, 8])
+    for updater in (plain, graphed):
+        parts = [updater.batches.take() for _ in range(3)]
+        updater.micro_batch(*parts[0])
+        updater.micro_batch(*parts[1])
+        for parameter in updater.model.parameters():
+            parameter.grad = parameter.grad.clone()
+        updater.model.norm.weight.grad = None
+        updater.micro_batch(*parts[2])
+    for one, other in zip(plain.model.parameters(), graphed.model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_shapes_beyond_the_most_run_as_they_are_and_are_counted(pair):
+    lengths = [8, 8, 16, 24, 24]
+    plain, graphed = pair(lengths)
+    graphed.micro_batch._most = 2
+    for _ in lengths[:3]:
+        assert plain.update(1e-3) == graphed.update(1e-3)._replace(seconds=pytest.approx(0, abs=1e9))
+    with pytest.warns(SafWarning, match="2 shapes of micro-batches have a CUDA graph each"):
+        graphed.update(1e-3)
+    graphed.update(1e-3)
+    assert graphed.micro_batch.uncaptured == 2
+    plain.update(1e-3)
+    plain.update(1e-3)
+    assert_same(plain, graphed)
+
+
+def test_what_cannot_be_captured_is_refused():
+    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=32))
+    with pytest.raises(UnsupportedError, match="CUDA graphs: they need a CUDA device, and updates run on cpu"):
+        Updater(
+            model=model,
+            optimizer=build_optimizer(model),
+            batches=Batches([8]),
+            execution=CPU,
+            accumulation=1,
+            clip=1.0,
+            graphed=True,
+        )
