@@ -51,7 +51,7 @@ def _checked(
         given = {"query": query, "key": key, "value": value}
         for name, one in given.items():
             check(name, one, Tensor)
-    if scale is not None and not (isinstance(scale, float) and math.isfinite(scale)):
+    if scale is not None and not (isinstance(scale, float) and -math.inf < scale < math.inf):
         check("scale", scale, float)
     frozen_slots: tuple[int, ...] = ()
     if frozen is not None:

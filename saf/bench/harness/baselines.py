@@ -10,8 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from saf.bench.harness.arms import FLEX, FREE
 from saf.errors import UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention
-from saf.ops.backend import Backend, Tables
+from saf.ops.backend import Backend, Call, Tables
 from saf.ops.heads import join_heads, take_heads
+from saf.ops.inference.operator import two_launches
 from saf.ops.layer import project_parts
 from saf.ops.positions import Rows
 from saf.patterns import Pattern
@@ -78,6 +79,7 @@ class FreeBackend(Backend):
     """Return values unmixed: the bound of what freezing can save, in the place of a backend."""
 
     decodes = True
+    infers = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return None: nothing is computed, so nothing is in the way."""
@@ -100,6 +102,16 @@ class FreeBackend(Backend):
     def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:
         """Return the last `rows` positions of `value [B, F, T, D]`, a view."""
         return value[:, :, value.shape[-2] - rows :]
+
+    def can_infer(self, device: torch.device, dtype: torch.dtype, tables: Tables) -> bool:
+        """Return whether a layer is called: compiled, the compiler leaves out the copies that a call needs."""
+        return not torch.compiler.is_compiling()
+
+    def infer(self, call: Call, tables: Tables) -> Tensor:
+        """Return all heads of a layer, or what the call's projection makes of them, with the copies of `toeplitz`."""
+        query, key = (one.to(call.value.dtype) for one in (call.query, call.key))
+        slots, how = (call.live_slots, call.frozen_slots), (call.scale, call.kernel, call.projection)
+        return two_launches(query, key, call.value, *slots, lambda x, out: out.copy_(x), *how)
 
     def forward_rows(
         self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Tensor | None

@@ -6,6 +6,7 @@ CUDA graph is captured the two run at the same time, on two streams: with few se
 and one after the other they leave it half empty. Called, a second stream costs the host more than the device gains.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +49,11 @@ def inference(
     launch = OneLaunch(maps, patterns, counts, grouped)
     if launch.serves(value, replayed=replayed):
         return projected(called_launch(query, key, read_heads(value, *slots), launch, scale), projection)
-    return two_launches(query, key, value, *slots, (table, before, after), scale, kernel, projection)
+
+    def product(x: Tensor, out: Tensor) -> None:
+        _write_product(x, (table, before, after), out)
+
+    return two_launches(query, key, value, *slots, product, scale, kernel, projection)
 
 
 @torch.library.register_fake("saf::inference")
@@ -64,14 +69,14 @@ def two_launches(
     value: Tensor,
     live_heads: tuple[int, ...],
     frozen_heads: tuple[int, ...],
-    tables: tuple[Tensor, Tensor, Tensor],
+    product: Callable[[Tensor, Tensor], object],
     scale: float | None,
     kernel: str,
     projection: Tensor | None,
 ) -> Tensor:
-    """Return what `saf::inference` does, live heads from attention and frozen ones from the Toeplitz product.
+    """Return what `saf::inference` does, live heads from attention and frozen ones from `product(x, out)`.
 
-    `tables` are the table and the scalings before and after of `saf::toeplitz`.
+    It writes the mix of values `x [B, F, T, D]`, those that frozen slots read, into `out`.
     """
     live_key, live_slots = live_keys(widened(key), live_heads)
     live_value, frozen_value = part_heads(widened(value), live_slots, frozen_heads)
@@ -83,7 +88,7 @@ def two_launches(
         result = _projected_like(value, projection)
         mixed = heads_like(value, len(frozen_heads))
     with beside(query.device):
-        _write_product(frozen_value, tables, mixed)
+        product(frozen_value, mixed)
         if projection is not None:
             torch.matmul(flat_heads(mixed), projection[:, len(live_heads) * value.shape[-1] :].t(), out=result)
     live = live_attention(query, live_key, live_value, scale=scale, kernel=kernel)

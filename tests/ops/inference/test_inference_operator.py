@@ -1,5 +1,7 @@
 """A whole layer in one operator: the numbers of the other way, without gradients, in one graph."""
 
+import math
+
 import pytest
 import torch
 
@@ -121,6 +123,19 @@ def test_compiles_into_one_graph_for_every_length(heads, monkeypatch):
                 torch._dynamo.mark_dynamic(x, 2, min=2, max=LENGTH)
             torch.testing.assert_close(compiled(*part), mixed_attention(*part, frozen))
     assert len(counted.graphs) == 1
+
+
+def test_a_scale_that_the_compiler_leaves_open_is_checked_too(frozen, heads):
+    """The second number makes it one: models of two sizes in one process."""
+    compiled = torch.compile(
+        lambda scale: mixed_attention(*heads, frozen, scale=scale), fullgraph=True, backend="eager"
+    )
+    with torch.no_grad():
+        for scale in (0.1, 0.2, 0.3):
+            assert torch.equal(compiled(scale), mixed_attention(*heads, frozen, scale=scale))
+    for wrong in (math.inf, -math.inf, math.nan):
+        with pytest.raises(InputError, match="scale"):
+            mixed_attention(*heads, frozen, scale=wrong)
 
 
 def test_not_where_autocast_would_compute_in_another_dtype(frozen, heads, calls):
