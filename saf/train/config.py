@@ -107,6 +107,9 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
     less memory and more time."""
+    graphs: bool = False
+    """Replay the forward and backward pass of micro-batches as CUDA graphs, one for each padded length: for sequences
+    so short that the host is slower than the GPU. Not compiled, in one process, without activation checkpointing."""
     parallel: ParallelKind = "auto"
     """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
     saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""

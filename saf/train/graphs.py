@@ -12,13 +12,13 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import adapter_for, longest_input
+from saf.adapters import longest_input
 from saf.errors import SafWarning, UnsupportedError
 from saf.evaluate.answers import NO_TARGET
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
 from saf.machine.execution import Execution
 from saf.ops import for_graphs
-from saf.train.parallel import Alone, Parallel
+from saf.train.parallel import Alone
 
 Pass = Callable[[Tensor, Tensor], Tensor]
 """Adds the gradients of a micro-batch, given inputs and targets `[B, T]`, to the parameters' and returns its loss."""
@@ -41,15 +41,17 @@ def padded_length(length: int, longest: int | None = None) -> int:
     return rounded if longest is None else min(rounded, max(longest, length))
 
 
-def check_graphs(model: nn.Module, execution: Execution, parallel: Parallel) -> None:
-    """Raise UnsupportedError for updates whose passes cannot be captured, or were never tried to be."""
-    trained = any(site.frozen is not None and site.frozen.trainable for site in adapter_for(model).sites())
+def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool) -> None:
+    """Raise UnsupportedError for updates whose passes cannot be captured, or were never tried to be.
+
+    `kind` is how processes share updates; `trained_patterns` tells of a model that has some, or will.
+    """
     obstacles = {
         f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
         "they are for models that are not compiled; pass compile='off'": execution.compile,
-        "they are for one process": parallel.kind != Alone.kind,
+        "they are for one process": kind != Alone.kind,
         "they keep all activations; leave activation_checkpointing out": execution.activation_checkpointing,
-        "they know no patterns that are trained; freeze with fixed ones": trained,
+        "they know no patterns that are trained; freeze with fixed ones": trained_patterns,
     }
     for why, there in obstacles.items():
         if there:

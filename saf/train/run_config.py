@@ -37,8 +37,9 @@ _ARITHMETIC = (
 """Settings that decide what an update computes: both arms of a comparison must share them."""
 _FREE_ON_RESUME = frozenset(
     (
-        *("out", "data", "device", "activation_checkpointing", "parallel", "eval_every", "save_every", "save_at"),
-        *("keep", "log_every", "token_losses", "tensorboard", "quiet", "compile_ahead"),
+        *("out", "data", "device", "activation_checkpointing", "graphs", "parallel"),
+        *("eval_every", "save_every", "save_at", "keep", "log_every", "token_losses", "tensorboard", "quiet"),
+        "compile_ahead",
     )
 )
 """Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""

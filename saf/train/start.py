@@ -27,9 +27,10 @@ from saf.train.checkpoint import Checkpoint, newest, open_checkpoint, restore_ra
 from saf.train.clock import Clock, seconds_until
 from saf.train.config import TrainConfig
 from saf.train.events import check_freeze, start_gradient, start_proposer
+from saf.train.graphs import check_graphs
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
-from saf.train.parallel import Shards
+from saf.train.parallel import Parallel, Shards
 from saf.train.run import RECORDS, Run
 from saf.train.run_config import check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.sharing import micro_batches_of_one, parallel_of
@@ -67,8 +68,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         check_freeze(config, execution)
         if freeze is not None:
             freeze.check_length(task.length)
-        with pinned(config.kernel, execution.device):
-            pass  # raises now what it would raise in the first update
+        _check_launches(config, execution, parallel, trained_patterns=trained)
         own = done_once(lambda: newest(folder / "checkpoints")) if resume else None
         fresh = config.fresh and own is None
         checkpoint = _open(own or config.parent, shape, task, fresh=fresh)
@@ -121,6 +121,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             accumulation=own_share,
             parallel=parallel,
             clip=math.inf if config.clip is None else config.clip,
+            graphed=config.graphs,
             gradient=gradient,
             done=update,
             expected_seconds=state.get("expected_seconds", 0.0) if own and state else 0.0,
@@ -144,6 +145,14 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             f"{config.batch_size} windows"
         )
     return run
+
+
+def _check_launches(config: TrainConfig, execution: Execution, parallel: Parallel, *, trained_patterns: bool) -> None:
+    """Raise UnsupportedError now for what the first update, or the first one after an event, could not launch."""
+    if config.graphs:
+        check_graphs(execution, parallel.kind, trained_patterns=trained_patterns)
+    with pinned(config.kernel, execution.device):
+        pass
 
 
 def _check_alike(settings: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from saf.adapters import adapter_for
 from saf.calibration import QKGradient
 from saf.errors import DivergenceError
 from saf.machine.execution import Execution
@@ -78,7 +79,9 @@ class Updater:
         Graphs of what the model was are thrown away. Raises UnsupportedError where `graphed` cannot be.
         """
         if self.graphed:
-            check_graphs(self.model, self.execution, self.parallel)
+            frozen = [site.frozen for site in adapter_for(self.model).sites() if site.frozen is not None]
+            trained = any(heads.trainable for heads in frozen)
+            check_graphs(self.execution, self.parallel.kind, trained_patterns=trained)
         self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
         self.forward, self.compiling = self.engine.forward, self.engine.compiles
         device = self.execution.device

@@ -1,6 +1,9 @@
 """Bookkeeping of passes as CUDA graphs, with a stand-in that calls what it recorded; tests/gpu captures some."""
 
 import copy
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +11,13 @@ import torch
 import saf
 import saf.train.graphs as graphs
 from saf.errors import SafWarning, UnsupportedError
+from saf.freezing.config import FreezeConfig
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.patterns import CompactPattern
 from saf.surgery import install_
+from saf.train import pretrain
+from saf.train.graphs import check_graphs
 from saf.train.optimizer import build_optimizer
 from saf.train.updater import Updater
 
@@ -47,7 +53,7 @@ class Batches:
 def pair(monkeypatch):
     """Return a function that makes a plain updater and one of the same model with graphs."""
     monkeypatch.setattr(graphs, "GraphReplay", Recorded)
-    monkeypatch.setattr("saf.train.updater.check_graphs", lambda *_: None)
+    monkeypatch.setattr("saf.train.updater.check_graphs", lambda *_, **__: None)
 
     def make(lengths, accumulation=1):
         torch.manual_seed(0)
@@ -145,6 +151,41 @@ def test_shapes_beyond_the_most_run_as_they_are_and_are_counted(pair):
     plain.update(1e-3)
     plain.update(1e-3)
     assert_same(plain, graphed)
+
+
+def test_a_run_is_that_of_plain_passes_and_goes_on_either_way(settings, outcome, monkeypatch):
+    """Across a freeze, and stopped behind it; windows of 32 tokens are not padded."""
+    monkeypatch.setattr(graphs, "GraphReplay", Recorded)
+    for module in ("start", "updater"):
+        monkeypatch.setattr(f"saf.train.{module}.check_graphs", lambda *_, **__: None)
+    freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0)
+    plain, graphed = (settings(name, freeze=freeze, graphs=name == "graphed") for name in ("plain", "graphed"))
+    pretrain(plain)
+    pretrain(graphed)
+    expected = outcome(plain.out)
+    assert outcome(graphed.out) == expected
+    for step in ("step-9", "step-12"):
+        shutil.rmtree(Path(graphed.out, "checkpoints", step))
+    Path(graphed.out, "result.json").unlink()
+    pretrain(replace(graphed, graphs=False), resume=True)
+    assert outcome(graphed.out) == expected
+
+
+def test_runs_that_cannot_be_captured_leave_no_folder(settings):
+    for changes, why in (({}, "they need a CUDA device"), ({"compile": "on"}, "need a CUDA device")):
+        with pytest.raises(UnsupportedError, match=why):
+            pretrain(settings(graphs=True, **changes))
+        assert not Path(settings().out).exists()
+    cuda = replace(CPU, device=torch.device("cuda"))
+    check_graphs(cuda, "none", trained_patterns=False)
+    for execution, kind, trained, why in (
+        (replace(cuda, compile=True), "none", False, "pass compile='off'"),
+        (cuda, "ddp", False, "one process"),
+        (replace(cuda, activation_checkpointing=True), "none", False, "leave activation_checkpointing out"),
+        (cuda, "none", True, "freeze with fixed ones"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            check_graphs(execution, kind, trained_patterns=trained)
 
 
 def test_what_cannot_be_captured_is_refused():
