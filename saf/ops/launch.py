@@ -1,6 +1,7 @@
 """Launch a Triton kernel on the device of its tensors, at little cost to the host."""
 
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
             rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             compiled[(*grid, 1, 1)[:3]](*args, *rest)
         return compiled
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a CUDA device; those of an H200 elsewhere."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class PreparedLaunch:

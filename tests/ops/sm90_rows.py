@@ -16,6 +16,7 @@ from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_k
 from saf.ops.toeplitz.row_kernels import (
     join_constants,
     join_kernel,
+    keys_at_once,
     merge_kernel,
     rows_constants,
     rows_kernel,
@@ -59,7 +60,9 @@ FUSED = {
     ("queries", torch.float32): (128,),
 }
 """Channels by kernel; grouped queries are a case of the key-block kernel alone, few tokens one of the forward."""
-ROWS = {torch.bfloat16: (64, 96, 128), torch.float16: (128,), torch.float32: (64, 128)}
+SHARED_MEMORY = 232448
+"""Bytes of shared memory one program may take on compute capability 9.0."""
+ROWS = {torch.bfloat16: (64, 96, 128, 256), torch.float16: (128,), torch.float32: (64, 128, 256)}
 """Channels of single rows: 96 are padded to 128, and float16 is bfloat16 with another type, so bfloat16 has all."""
 
 
@@ -169,10 +172,12 @@ def single_rows() -> dict[str, Row]:
     for dtype in OPERANDS:
         for dim in ROWS[dtype]:
             for count, group in ((1, 1), (1, 4), (16, 4)):
-                constants = rows_constants(count, group, dim, moves=True, padded=True, precision="ieee")
+                keys = keys_at_once(dim, dtype.itemsize, 1, SHARED_MEMORY)
+                constants = rows_constants(count, group, dim, moves=True, padded=True, precision="ieee", keys=keys)
                 rows[f"rows {NAMES[dtype]} D{dim} {count}x{group}"] = Row(rows_kernel, constants, dtype)
             for count, group, even in ((1, 1, True), (1, 4, False)) if dtype != torch.float32 else ():
                 how = {"even": even, "ordered": even, "moves": True, "padded": True, "precision": "ieee"}
+                how["keys"] = keys_at_once(dim, dtype.itemsize, 2, SHARED_MEMORY)
                 constants = split_constants(9, 9 // group, group, 3, group, count, dim, **how)
                 rows[f"split {NAMES[dtype]} D{dim} {count}x{group}"] = Row(split_kernel, constants, dtype)
             rows[f"join {NAMES[dtype]} D{dim}"] = Row(join_kernel, join_constants(9, 3, 1, dim), dtype)

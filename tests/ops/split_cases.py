@@ -29,6 +29,7 @@ CASES = {
     "even groups": Case(slots=(0, 0, 1, 1), heads=(2, 3, 2), rows=3, dim=24),
     "padded": Case(starts=(0, 130, 259)),
     "padded, growing": Case(end=300, told=False, starts=(0, 130, 299), rows=2),
+    "many channels": Case(dtype="float16", dim=136),
     "uneven groups": Case(slots=(1, 1, 1, 3), heads=(0, 1, 2, 3), rows=5, starts=(0, 258, 7)),
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops.launch import ALIGNMENT, MOST, PreparedLaunch, cdiv
+from saf.ops.launch import ALIGNMENT, MOST, PreparedLaunch, cdiv, shared_memory
 from saf.ops.operator import layout_of
 from saf.ops.toeplitz.config import PAD, PRECISIONS, TILE, Config, choose_config, table_kind, table_length
 from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel, toeplitz_kernel
@@ -286,7 +286,7 @@ def _config_for(x: Tensor, tables: Tensor) -> Config:
         dtype=x.dtype,
         tables=table_kind(tables),
         descriptors=_has_descriptors(x.device),
-        **_shared_memory(x.device),
+        shared_memory=shared_memory(x.device),
     )
 
 
@@ -306,11 +306,3 @@ def _planned(
 def _has_descriptors(device: torch.device) -> bool:
     """Return whether the bulk copy engine is there: compute capability 9.0 and later; not in the interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def _shared_memory(device: torch.device) -> dict[str, int]:
-    """Return the shared memory that a program may have on a CUDA device; nothing elsewhere."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return {}
-    return {"shared_memory": torch.cuda.get_device_properties(device).shared_memory_per_block_optin}

@@ -6,14 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.launch import add_product, cdiv, launch
+from saf.ops.launch import add_product, cdiv, launch, shared_memory
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
 
 KEYS, WARPS, STAGES = 128, 4, 3
-"""Keys read at once, warps and stages of the pipeline: 16 KiB of 64 channels in 16 bits a stage. Chosen, not measured
-against others."""
+"""Keys read at once, warps and stages of the pipeline, of which two wait in memory: 16 KiB of 64 channels in 16 bits
+each. Chosen, not measured against others."""
+FEWEST_KEYS = 32
+"""Keys of a matrix product at least."""
+HELD = {2: 24 << 10, 4: 48 << 10}
+"""Bytes that a program holds beside its stages, by those of a value: above what compiling for 9.0 shows."""
 BLOCK_ROWS = 16
 """Rows of one product, the fewest that tensor cores take; of 64, float32 weights spill (checked by compiling)."""
 PARTS = 32
@@ -247,18 +251,34 @@ def merge_kernel(
     tl.store(p_out, b_sum.to(out_ptr.dtype.element_ty), mask=o_d < D)
 
 
-def rows_constants(rows: int, group: int, dim: int, *, moves: bool, padded: bool, precision: str) -> dict[str, Any]:
+def keys_at_once(dim: int, itemsize: int, operands: int, shared: int) -> int:
+    """Return how many keys a program reads at once: as many as two stages of `operands` leave room for.
+
+    >>> [keys_at_once(dim, 2, 2, 227 << 10) for dim in (64, 128, 192)], keys_at_once(128, 2, 2, 99 << 10)
+    ([128, 128, 64], 64)
+    """
+    keys = KEYS
+    while keys > FEWEST_KEYS and 2 * operands * keys * _power(dim) * itemsize + HELD[itemsize] > shared:
+        keys //= 2
+    return keys
+
+
+def rows_constants(
+    rows: int, group: int, dim: int, *, moves: bool, padded: bool, precision: str, keys: int = KEYS
+) -> dict[str, Any]:
     """Return the constants of `rows_kernel` for `rows` queries of the `group` slots that read one value head."""
     blocks = cdiv(rows * group, BLOCK_ROWS)
     return {
-        "ROWS": rows, "GROUP": group, "BLOCKS": blocks, "D": dim, "DIM": _power(dim), "BM": BLOCK_ROWS, "BK": KEYS,
+        "ROWS": rows, "GROUP": group, "BLOCKS": blocks, "D": dim, "DIM": _power(dim), "BM": BLOCK_ROWS, "BK": keys,
         "MOVES": moves, "PADDED": padded, "PRECISION": precision, "STAGES": STAGES, "num_warps": WARPS,
     }  # fmt: skip
 
 
 def join_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, Any]:
-    """Return the constants of `join_kernel`."""
-    return {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DIM": _power(dim), "BP": PARTS, "num_warps": 1}
+    """Return the constants of `join_kernel` and `merge_kernel`; of more than 128 channels one warp would spill."""
+    warps = 1 if dim <= 128 else _power(dim) // 64
+    shape = {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DIM": _power(dim)}
+    return shape | {"BP": PARTS, "num_warps": warps}
 
 
 def _power(count: int) -> int:
@@ -286,10 +306,11 @@ def sum_rows(
     """
     parts, batch, _, rows, dim = out.shape
     length = value.shape[-2]
+    keys = keys_at_once(dim, value.element_size(), 1, shared_memory(value.device))
     constants = rows_constants(
-        rows, readers.shape[1], dim, moves=first is not None, padded=start is not None, precision=precision
+        rows, readers.shape[1], dim, moves=first is not None, padded=start is not None, precision=precision, keys=keys
     )
-    stretch = cdiv(cdiv(length, parts), KEYS) * KEYS
+    stretch = cdiv(cdiv(length, parts), keys) * keys
     # What is not there is not read: any tensor stands in its place.
     absent = read
     launch(
@@ -314,10 +335,10 @@ def add_parts(parts: Tensor, live: Tensor | None, out: Tensor) -> None:
 
 def split_constants(
     live: int, kv: int, group: int, frozen: int, readers: int, rows: int, dim: int, *, even: bool = True,
-    ordered: bool = True, moves: bool, padded: bool, precision: str,
+    ordered: bool = True, moves: bool, padded: bool, precision: str, keys: int = KEYS,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the constants of `split_kernel` for `live` slots of `kv` KV heads, `group` of each at most, and others."""
-    shared = rows_constants(rows, max(1, readers), dim, moves=moves, padded=padded, precision=precision)
+    shared = rows_constants(rows, max(1, readers), dim, moves=moves, padded=padded, precision=precision, keys=keys)
     own = {"LIVE": live, "KV": kv, "LIVE_GROUP": group, "EVEN": even, "ORDERED": ordered, "FROZEN": frozen}
     return shared | own
 
@@ -345,12 +366,13 @@ def split(
     """Write what `saf::split_rows` returns into `sums [parts, B, H, rows, D]` and `logs [parts, B, L, rows]`."""
     parts, batch, heads, rows, dim = sums.shape
     live, kv, length = query.shape[1], key.shape[1], value.shape[-2]
+    keys = keys_at_once(dim, value.element_size(), 2, shared_memory(value.device))
     constants = split_constants(
         live, kv, group, heads - live, 0 if readers is None else readers.shape[1], rows, dim, even=live_readers is None,
-        ordered=own is None, moves=first is not None, padded=start is not None, precision=precision,
+        ordered=own is None, moves=first is not None, padded=start is not None, precision=precision, keys=keys,
     )  # fmt: skip
     groups = 0 if read is None else read.shape[0] * constants["BLOCKS"]
-    stretch = cdiv(cdiv(length, parts), KEYS) * KEYS
+    stretch = cdiv(cdiv(length, parts), keys) * keys
     # What is not there is not read: any tensor stands in its place.
     there = [value if one is None else one for one in (own, live_readers, read, readers, *tables, first, start)]
     launch(

@@ -40,6 +40,7 @@ CASES = {
     "padded": Case(starts=(0, 130, 259)),
     "rows": Case(rows=5, starts=(0, 258, 7)),
     "rows told by the host": Case(rows=3, end=300, told=False),
+    "many channels": Case(dim=136),
     "groups": Case(heads=(1, 0, 1, 3, 1), rows=7, dim=24),
     "groups of many rows": Case(heads=(0, 0, 0), rows=23, dim=48, starts=(0, 1, 200)),
 }
