@@ -14,7 +14,7 @@ from torch import Tensor
 from saf.calibration.kernels import lse_kernel, tile_kernel
 from saf.calibration.layer import MAX_DIM, LayerStatistics, compared_rows, spans_of
 from saf.errors import InputError
-from saf.ops.launch import launch
+from saf.ops.launch import launch, shared_memory
 from saf.ops.operator import TRITON_DTYPES
 from saf.statistics import FLOOR
 
@@ -22,6 +22,8 @@ SCRATCH_BYTES = 1 << 28
 """Memory for the sums of tiles; longer inputs are taken in several bands of rows."""
 TOLERANCE = 5e-6
 """Largest relative error of the marginals from normalising a block of rows as one."""
+FLOAT32_BYTES = 160 << 10
+"""Shared memory of a program in float32 at 256 channels, the most that any takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +55,16 @@ class TileConfig:
             )
 
 
-def choose_tile_config(*, dim: int, dtype: torch.dtype) -> TileConfig:
+def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = 227 << 10) -> TileConfig:
     """Pick a configuration for D channels by rule, as measured on an H200 (docs/log.md).
 
-    float32 products are three tf32 products: eight times faster than plain float32, statistics within 1e-6 of it.
+    float32 products are three tf32 products: eight times faster than plain float32, statistics within 1e-6 of it. Where
+    a program may have fewer `shared` bytes of memory than they take there, tiles are smaller: compiled to fit 99 KiB.
     """
+    if dtype == torch.float32 and shared < FLOAT32_BYTES:
+        if dim <= 128:
+            return TileConfig(block_n=32, num_stages=2 if dim <= 64 else 1)
+        return TileConfig(block_m=32, block_n=16, num_stages=1)
     if dtype == torch.float32:
         if dim <= 64:
             return TileConfig(block_m=128, num_warps=8, num_stages=2)
@@ -136,7 +143,8 @@ def measure_by_kernel(
             f"{query.dtype} {tuple(query.shape)} and {key.dtype} {tuple(key.shape)}"
         )
     count, heads, length, dim = query.shape
-    config = choose_tile_config(dim=dim, dtype=query.dtype) if config is None else config
+    if config is None:
+        config = choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
     factor = dim**-0.5 if scale is None else scale
     lengths = lengths or [length] * count
     loop = _Loop(query, key, kv_head, factor / math.log(2), config, lengths)
