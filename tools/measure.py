@@ -37,7 +37,7 @@ PEAKS = "--backends toeplitz --others --no-free --memory --pairs 0 --no-profile"
 FINETUNE = "saf bench finetune --tokenizer {tokenizer}"
 EAGER = "saf bench prefill --model qwen3-4b --precisions bf16 --compile off"
 QWEN = f"{EAGER} --backends toeplitz --settle-ms 100 --no-profile"
-QWEN_RATES = "--rates 0.1 0.3 0.5 0.75 --others flash --pairs 3"
+QWEN_RATES = "--rates 0.1 0.3 0.5 0.75 --others flash --pairs 4"
 QWEN_LAYER = (
     "saf bench op --shape qwen3-4b --parts layer --directions forward --graphs off --backends toeplitz --pairs 4"
     " --points 2048x4 4096x4 8192x4 2048x8 4096x8 8192x8 --no-profile"
