@@ -140,7 +140,8 @@ def mixed_attention(
         places: Where queries stand among the T places of a cache of fixed size, instead of `start`; `value` has its
             heads in `saf.ops.heads.cached_order` then, and outputs of padding may be anything finite.
         kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"`, `"math"`; `"fa3"` or `"fa4"`
-            where the package is installed; `"split"` for few rows after a cache, frozen heads in the same launch.
+            where the package is installed; `"split"` for few rows after a cache, frozen heads in the same launch, which
+            `"auto"` takes beside frozen heads where it can run; else it is PyTorch's own choice.
 
     Returns:
         `[B, L + F, Tq, D]`.
