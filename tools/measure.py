@@ -108,6 +108,9 @@ ENTRIES = {
     "memory-1b": Entry(180, f"{ONE_B} --rates 0.25 0.5 {PEAKS} --workers 2"),
     "decode-qwen3": Entry(120, f"{QWEN_STEP} --points 4096x8"),
     "decode-qwen3-64k": Entry(120, f"{QWEN_STEP} --points 65536x1"),
+    "decode-qwen3-groups-64k-split": Entry(
+        120, f"{SPLIT} --model qwen3-4b --num-layers 12 --points 65536x1 --placement groups"
+    ),
     "decode-4k-split": Entry(110, f"{SPLIT} --points 4096x1"),
     "decode-64k-split": Entry(130, f"{SPLIT} --points 65536x8"),
     "update-rates": Entry(
