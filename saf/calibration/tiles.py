@@ -14,7 +14,7 @@ from torch import Tensor
 from saf.calibration.kernels import lse_kernel, tile_kernel
 from saf.calibration.layer import MAX_DIM, LayerStatistics, compared_rows, spans_of
 from saf.errors import InputError
-from saf.ops.launch import launch, shared_memory
+from saf.ops.launch import SHARED_MEMORY, launch, shared_memory
 from saf.ops.operator import TRITON_DTYPES
 from saf.statistics import FLOOR
 
@@ -55,7 +55,7 @@ class TileConfig:
             )
 
 
-def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = 227 << 10) -> TileConfig:
+def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEMORY) -> TileConfig:
     """Pick a configuration for D channels by rule, as measured on an H200 (docs/log.md).
 
     float32 products are three tf32 products: eight times faster than plain float32, statistics within 1e-6 of it. Where

@@ -14,6 +14,8 @@ ALIGNMENT = 16
 """Bytes: what Triton compiles aligned addresses for, and the widest load of a thread."""
 MOST = 4096
 """Compiled kernels remembered by argument; more than this means lengths that keep changing."""
+SHARED_MEMORY = 227 << 10
+"""Bytes of shared memory that a program may have on compute capability 9.0, which is compiled for without a GPU."""
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -37,9 +39,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a CUDA device; those of an H200 elsewhere."""
+    """Return the bytes of shared memory that a program may have on a CUDA device; `SHARED_MEMORY` elsewhere."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return 227 << 10
+        return SHARED_MEMORY
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 

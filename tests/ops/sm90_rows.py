@@ -9,6 +9,7 @@ from saf.ops.decoder import gelu_kernel as gelu
 from saf.ops.decoder import loss_kernel as softmax_gradient
 from saf.ops.fused.kernels import delta_kernel, fused_forward_kernel, key_block_kernel, query_block_kernel
 from saf.ops.fused.launch import block_constants, choose_fused_config, padded
+from saf.ops.launch import SHARED_MEMORY
 from saf.ops.toeplitz import kernels as convolution
 from saf.ops.toeplitz.config import TILE, Config, choose_config
 from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
@@ -60,8 +61,6 @@ FUSED = {
     ("queries", torch.float32): (128,),
 }
 """Channels by kernel; grouped queries are a case of the key-block kernel alone, few tokens one of the forward."""
-SHARED_MEMORY = 232448
-"""Bytes of shared memory one program may take on compute capability 9.0."""
 ROWS = {torch.bfloat16: (64, 96, 128, 256), torch.float16: (128,), torch.float32: (64, 128, 256)}
 """Channels of single rows: 96 are padded to 128, and float16 is bfloat16 with another type, so bfloat16 has all."""
 

@@ -155,13 +155,16 @@ def test_shapes_beyond_the_most_run_as_they_are_and_are_counted(pair):
 
 def test_a_run_is_that_of_plain_passes_and_goes_on_either_way(settings, outcome, monkeypatch):
     """Across a freeze, and stopped behind it; windows of 32 tokens are not padded."""
-    monkeypatch.setattr(graphs, "GraphReplay", Recorded)
+    made: list[Recorded] = []
+    monkeypatch.setattr(graphs, "GraphReplay", lambda *one, **more: made.append(Recorded(*one, **more)) or made[-1])
     for module in ("start", "updater"):
         monkeypatch.setattr(f"saf.train.{module}.check_graphs", lambda *_, **__: None)
     freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0)
     plain, graphed = (settings(name, freeze=freeze, graphs=name == "graphed") for name in ("plain", "graphed"))
     pretrain(plain)
+    assert not made
     pretrain(graphed)
+    assert len(made) == 2, "one graph before the freeze and one behind it"
     expected = outcome(plain.out)
     assert outcome(graphed.out) == expected
     for step in ("step-9", "step-12"):
