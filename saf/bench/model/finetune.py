@@ -258,16 +258,15 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
         """Return what is said of any arms, the means over the orders first."""
         groups = self.groups(record)
         means = [orders_table(record, own) for own in _by_way(groups)]
-        return [*means, *super().tables(record, brief=brief)]
+        return [*(each for each in means if each.rows), *super().tables(record, brief=brief)]
 
     def speeds(self, records: Sequence[tuple[Cell, Record]], groups: Sequence[Group]) -> list[Part]:
         """Return the means over the orders of each record, whose rows of single orders are in its file."""
         return [
-            orders_table(record, own).titled(
-                f"{own[0].subject}, {record['settings']['task']}: mean over the orders{_told(own)}"
-            )
+            means.titled(f"{own[0].subject}, {record['settings']['task']}: mean over the orders{_told(own)}")
             for cell, record in records
             for own in _by_way([group for group in groups if group.file == cell.text])
+            if (means := orders_table(record, own)).rows
         ]
 
     def main_groups(self, record: Record) -> list[Group]:
@@ -307,8 +306,8 @@ def _told(groups: Sequence[Group]) -> str:
 def orders_table(record: Record, groups: Sequence[Group]) -> Table:
     """Return the mean over orders of each arm's ratio, its standard error, and what its kernels take of an update.
 
-    Groups are of one way. Orders whose control refuses them are left out. Where kernels take less than the update, the
-    host bounds it; where both ways were timed, kernels are told beside graphs, which they are of.
+    Groups are of one way. Orders whose control refuses them are left out, so that no row may be left. Where kernels
+    take less than the update, the host bounds it; where both ways were timed, kernels are told beside graphs.
     """
     found: dict[str, list[Record]] = {}
     quoted: dict[str, Quoted | None] = {}

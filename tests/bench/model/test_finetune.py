@@ -13,6 +13,7 @@ from saf.bench.kinds import BENCHMARKS, measure
 from saf.bench.model.finetune import FinetuneUpdateSettings
 from saf.data.tokenizer import train_bpe
 from saf.errors import InputError, UnsupportedError
+from saf.records.table import Table
 from saf.tasks import TASKS, FinetuneSettings
 from saf.train import TrainConfig
 
@@ -91,6 +92,10 @@ def test_ways_have_rows_and_means_of_their_own(files, tmp_path):
     assert len(kind.main_groups(both)) == 2 * len(kind.main_groups(record))
     called, graphed = (group.arms[0].ratio for group in kind.main_groups(both))
     assert graphed == pytest.approx(2 * called)
+    refused = {**record, "rows": [row | {"refused": True} for row in record["rows"]] + replayed}
+    told = [str(part.title) for part in kind.tables(refused) if isinstance(part, Table)]
+    assert titles[1] in told
+    assert titles[0] not in told
     with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA device; use --graphs off"):
         measure(settings(files, graphs="on"))
 
