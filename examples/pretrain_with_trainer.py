@@ -6,7 +6,7 @@
 Both arms are the same training up to the midpoint: the frozen one goes on from the ordinary one's checkpoint there, on
 the same batches. What freezing cost is paired window by window of held-out text. `OUT/trainer.json` is a result that
 `saf report --results` shows; copy it into a folder of results. The sizes below are those of the recipes' small scale,
-34M parameters and 75M tokens; after far fewer tokens heads that attend evenly are chosen, which cost most (docs/log.md).
+34M parameters and 75M tokens; after far fewer, heads that attend evenly are chosen, which cost most (docs/log.md).
 """
 
 import statistics
