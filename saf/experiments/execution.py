@@ -171,14 +171,13 @@ def execute(
     with StopRequest() as signalled, _Here() if lanes.width == 1 else ThreadPoolExecutor(lanes.width) as pool:
         limit = _Limit(signalled, ends=None if seconds is None else began + seconds - RESERVE)
         while active or waiting:
+            for run in _lost(waiting, outcome):
+                waiting.remove(run)
+                one = _Active(run, 0, None, time.monotonic(), foretold[run.key])
+                _end(one, f"{run.title} was not begun: a run that it needs did not end", outcome, progress)
             for run in [] if limit.requested or outcome.stopped else _ready(waiting, active.values()):
                 lane = lanes.free(run.key, [(one.run.key, one.lane) for one in active.values()])
                 if lane is None:
-                    continue
-                if run.needs & set(outcome.failed):
-                    waiting.remove(run)
-                    one = _Active(run, lane, None, time.monotonic(), foretold[run.key])
-                    _end(one, f"{run.title} was not begun: a run that it needs did not end", outcome, progress)
                     continue
                 first = not active and not outcome.ended
                 if not limit.allows(foretold[run.key] * progress.correction, first=first):
@@ -235,6 +234,16 @@ class _Limit:
         if self.ends is None or self.whole is None:
             return True
         return time.monotonic() + seconds <= self.ends or (first and seconds > self.whole)
+
+
+def _lost(waiting: Iterable[PlannedRun], outcome: Outcome) -> list[PlannedRun]:
+    """Return the waiting runs that need one that failed, also by way of others, in their order."""
+    failed, lost = set(outcome.failed), []
+    for run in waiting:  # what a run needs stands before it
+        if run.needs & failed:
+            failed.add(run.key)
+            lost.append(run)
+    return lost
 
 
 def _end(one: _Active, problem: str | None, outcome: Outcome, progress: Progress) -> None:

@@ -47,6 +47,8 @@ def live_value_heads(
     """
     num_live, num_value_heads = query.shape[1], value.shape[1]
     num_heads = num_live + num_frozen
+    if num_heads == 0:
+        raise InputError(f"query has no heads, and none is frozen; got {list(query.shape)}: leave such a layer out")
     if slots is None:
         group = 1 if num_value_heads == num_heads else num_live // num_value_heads if num_value_heads else 0
         if num_value_heads != num_heads and (num_frozen or group * num_value_heads != num_live):

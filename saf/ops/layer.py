@@ -54,16 +54,16 @@ def _checked(
     if scale is not None and not (isinstance(scale, float) and -math.inf < scale < math.inf):
         check("scale", scale, float)
     frozen_slots: tuple[int, ...] = ()
+    start = _checked_padding(value, start, places)
     if frozen is not None:
-        frozen_slots = _checked_frozen(value, frozen, backend, start, places, query, key)
+        frozen_slots = _checked_frozen(value, frozen, backend, places, query, key)
     elif backend != "auto":
         raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
     slots, num_frozen = (None, 0) if frozen is None else (_slots(frozen, places), frozen.num_frozen)
     live_slots = live_value_heads(query, key, value, slots, num_frozen)
     check_positions(query, key if live_slots else value, value)
+    _check_projection(projection, (len(live_slots) + num_frozen) * value.shape[-1])
     check_kernel(kernel)
-    if frozen is None:
-        _check_padding(value, start, places)
     if frozen is not None and live_slots and BACKENDS[frozen.backend].mixes_live:
         if start is not None or query.shape[-2] != value.shape[-2] or kernel != "auto" or places is not None:
             raise UnsupportedError(
@@ -76,9 +76,9 @@ def _checked(
 
 
 def _checked_frozen(
-    value: Tensor, frozen: "FrozenHeads", backend: str, start: Tensor | None, places: Places | None, *others: Tensor
+    value: Tensor, frozen: "FrozenHeads", backend: str, places: Places | None, *others: Tensor
 ) -> tuple[int, ...]:
-    """Return the value head of each frozen slot; raise InputError for values, backend or start that do not fit.
+    """Return the value head of each frozen slot; raise InputError for values or a backend that do not fit.
 
     Raises UnsupportedError for a cache of fixed size where only whole sequences can be computed, and for values, or
     `others` that the layer reads, with tangents that the backend would drop.
@@ -88,7 +88,6 @@ def _checked_frozen(
     frozen.check_call(value, backend)
     if not BACKENDS[frozen.backend].in_autograd:
         forbid_forward_mode(value, *others)
-    _check_padding(value, start, places)
     slots = frozen.value_heads(value.shape[1])
     if places is None:
         return slots
@@ -99,13 +98,23 @@ def _checked_frozen(
     return slots if told is None else told[len(told) - frozen.num_frozen :]
 
 
-def _check_padding(value: Tensor, start: Tensor | None, places: Places | None) -> None:
-    """Raise InputError for starts that are no positions of the values' rows, and for starts beside places."""
+def _check_projection(projection: Tensor | None, width: int) -> None:
+    """Raise InputError for a projection that does not have a column for each channel of each slot."""
+    if projection is not None and (projection.ndim != 2 or projection.shape[1] != width):
+        raise InputError(f"projection must be [C, {width}], columns slot by slot; got {list(projection.shape)}")
+
+
+def _checked_padding(value: Tensor, start: Tensor | None, places: Places | None) -> Tensor | None:
+    """Return starts where the values are, one after another in memory, as kernels read them.
+
+    Raises InputError for starts that are no positions of the values' rows, and for starts beside places.
+    """
     if start is None:
-        return
+        return None
     check_start(start, value.shape[0], value.shape[2], wait=False)
     if places is not None:
         raise InputError("places tell of padding themselves; leave start out")
+    return start.to(value.device).contiguous()
 
 
 def _slots(frozen: "FrozenHeads", places: Places | None) -> tuple[int, ...] | None:
@@ -231,7 +240,8 @@ def frozen_attention(
     last positions only; `start` and `places` are as in `mixed_attention`, and with places `rows` says how many queries
     there are. Raises as `mixed_attention` does.
     """
-    slots = _checked_frozen(value, frozen, backend, start, places)
+    start = _checked_padding(value, start, places)
+    slots = _checked_frozen(value, frozen, backend, places)
     length = value.shape[-2]
     if rows is None:
         rows = length

@@ -50,11 +50,16 @@ def forbid_second_derivative() -> None:
         raise UnsupportedError("this gradient cannot be differentiated again; leave create_graph out")
 
 
-def forbid_forward_mode(*tensors: Tensor) -> None:
-    """Raise UnsupportedError for tensors with a tangent (`torch.func.jvp`), which registered operators drop unsaid."""
+def has_tangent(*tensors: Tensor) -> bool:
+    """Return whether some tensor has a tangent (`torch.func.jvp`), which registered operators drop unsaid."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # no level is open: nothing has a tangent
-        return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def forbid_forward_mode(*tensors: Tensor) -> None:
+    """Raise UnsupportedError for tensors with a tangent."""
+    if has_tangent(*tensors):
         raise UnsupportedError(
             "frozen heads have no derivatives in forward mode; take backward mode (torch.autograd.grad), or prepare "
             "heads with backend='reference'"

@@ -161,6 +161,7 @@ class Places(NamedTuple):
         query = (key[:rows] + first)[:, None]
         visible = (key <= query)[None, None]
         if start is not None:
+            start = start.to(first.device).contiguous()  # as kernels read it
             # A query of the padding sees itself alone, so that no row is empty.
             visible = visible & ((key >= start[:, None, None, None]) | (key == query))
         return cls(first, start, visible)

@@ -14,7 +14,7 @@ from saf.errors import UnsupportedError
 from saf.ops.backend import Call
 from saf.ops.heads import unit_stride
 from saf.ops.live import SPLIT
-from saf.ops.operator import operator, uses_triton
+from saf.ops.operator import has_tangent, operator, uses_triton
 from saf.ops.toeplitz.operator import float32_products
 from saf.ops.toeplitz.rows import CACHED, LIVE_OWN, LIVE_READERS, OWN, READERS, parts_of
 
@@ -36,20 +36,25 @@ def splits(call: Call) -> bool:
     # Whole sequences first: with lengths left open by the compiler, a limit of rows would be another program.
     if not call.live_slots or (call.places is None and rows == call.value.shape[-2]):
         return False
-    if _group(call) * rows > MOST_ROWS:
+    group = _group(call)
+    if rows * group > MOST_ROWS >= group:  # not few
         return False
-    reason = _obstacle(call)
+    reason = _obstacle(call, group)
     if named and reason:
         raise UnsupportedError(f"attention kernel {SPLIT!r} {reason}; or take 'auto'")
     return reason is None
 
 
-def _obstacle(call: Call) -> str | None:
+def _obstacle(call: Call, group: int) -> str | None:
     """Return what the launch needs that a call does not have; None where it can run."""
     operands, frozen = (call.query, call.key, call.value), call.frozen
     value = call.value
     if not uses_triton(value.device, value.dtype) or {one.dtype for one in operands} - {*DTYPES}:
         return f"needs a CUDA device and values of 16 bits, got {value.device.type} and {value.dtype}: cast the model"
+    if group > MOST_ROWS:
+        return f"takes at most {MOST_ROWS} query heads of a KV head, got {group}"
+    if has_tangent(*operands):
+        return "gives no derivatives in forward mode: take kernel 'math'"
     if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
         return "gives no gradients: call the model under torch.no_grad()"
     if frozen is not None and (frozen.trainable or READERS not in frozen.tables(value.dtype)):

@@ -102,9 +102,10 @@ class GraphedPasses:
         read = [tensor.data_ptr() for tensor in chain(self._model.parameters(), self._model.buffers())]
         if read != self._read:
             self._forget()
-            self._gradients, self._read, self._longest = [], read, longest_input(self._model)
+            self._read = []  # until the pass went through: what it leaves tells where graphs add gradients
             loss = self._run(inputs, targets)
             self._gradients = [(p, torch.empty_like(p)) for p in self._model.parameters() if p.grad is not None]
+            self._read, self._longest = read, longest_input(self._model)
             return loss
         self._attach_gradients()
         count, length = inputs.shape
@@ -138,13 +139,27 @@ class GraphedPasses:
         kept = [own.clone() for _, own in self._gradients]
         # An earlier pass that a reference cycle keeps alive would lend its nodes, of another stream, to this one.
         gc.collect()
-        with for_graphs(self._model):
-            replay = GraphReplay(
-                lambda: self._run(own_inputs, own_targets), device=self._device, pool=self._pool, same_stream=True
-            )
-        for (_, own), before in zip(self._gradients, kept, strict=True):
-            own.copy_(before)
+        try:
+            with for_graphs(self._model):
+                replay = GraphReplay(
+                    lambda: self._run(own_inputs, own_targets), device=self._device, pool=self._pool, same_stream=True
+                )
+            self._check_gradients()
+        finally:
+            for (_, own), before in zip(self._gradients, kept, strict=True):
+                own.copy_(before)
         return _Captured(own_inputs, own_targets, replay)
+
+    def _check_gradients(self) -> None:
+        """Raise UnsupportedError for a parameter that has a gradient now and had none after the first micro-batch."""
+        known = {id(parameter) for parameter, _ in self._gradients}
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None and id(parameter) not in known:
+                parameter.grad = None
+                raise UnsupportedError(
+                    f"micro-batches cannot be replayed as CUDA graphs: {name} has a gradient in some of them alone, "
+                    "and none in the first; leave graphs out"
+                )
 
     def _run_uncaptured(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run a micro-batch as it is, count it, and say so the first time."""

@@ -86,6 +86,13 @@ def test_a_failure_keeps_its_children_from_beginning_and_the_others_go_on(make_p
     assert trainer.calls[4][-1] == "--resume", "the failed run left a folder to resume"
 
 
+def test_what_needs_a_failed_run_by_way_of_others_does_not_begin():
+    needs = {"b": "a", "c": "b", "d": "c", "e": ""}
+    waiting = [SimpleNamespace(key=key, needs={own} - {""}) for key, own in needs.items()]
+    lost = execution._lost(waiting, execution.Outcome(failed={"a": "why"}))
+    assert [run.key for run in lost] == ["b", "c", "d"]
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_record_that_cannot_be_written_is_one_failure_and_is_made_up_for(
     make_plan, store, trainer, monkeypatch, jobs

@@ -61,8 +61,8 @@ FUSED = {
     ("queries", torch.float32): (128,),
 }
 """Channels by kernel; grouped queries are a case of the key-block kernel alone, few tokens one of the forward."""
-ROWS = {torch.bfloat16: (64, 96, 128, 256), torch.float16: (128,), torch.float32: (64, 128, 256)}
-"""Channels of single rows: 96 are padded to 128, and float16 is bfloat16 with another type, so bfloat16 has all."""
+ROWS = {torch.bfloat16: (8, 64, 96, 128, 256), torch.float16: (128,), torch.float32: (64, 128, 256)}
+"""Channels of single rows: 8 are padded to 16, 96 to 128; float16 is bfloat16 by another name, so bfloat16 has all."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ CASES = {
     "even groups": Case(slots=(0, 0, 1, 1), heads=(2, 3, 2), rows=3, dim=24),
     "padded": Case(starts=(0, 130, 259)),
     "padded, growing": Case(end=300, told=False, starts=(0, 130, 299), rows=2),
+    "few channels": Case(slots=(0, 0, 1, 1), heads=(2, 3, 2), dim=8),
     "many channels": Case(dtype="float16", dim=136),
     "uneven groups": Case(slots=(1, 1, 1, 3), heads=(0, 1, 2, 3), rows=5, starts=(0, 258, 7)),
 }
@@ -64,7 +65,8 @@ def run(case: Case, device: str) -> dict:
     query, key, value = drawn(len(case.slots), case.rows), drawn(len(keys), case.length), drawn(4, case.length)
     key[:, :, case.end :], value[:, :, case.end :] = 1e4, 1e4  # behind the last row there may be anything finite
     first = case.end - case.rows
-    start = None if case.starts is None else torch.tensor(case.starts, device=device)
+    # Starts may be a column of something: kernels read them one after another.
+    start = None if case.starts is None else torch.tensor(case.starts, device=device).repeat_interleave(2)[::2]
     given, options = value, {"start": start}
     if case.told:
         order = cached_order(every, count)

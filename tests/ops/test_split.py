@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from saf.bench.harness.synthetic import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
-from saf.ops import FrozenHeads, live_attention, mixed_attention, split, ways
+from saf.ops import FrozenHeads, live_attention, mixed_attention, projected_attention, split, ways
 from saf.ops.backend import Call
 from tests.ops.split_cases import CASES, LIMITS
 
@@ -33,6 +34,26 @@ def test_other_passes_take_the_usual_choice():
         assert torch.equal(mixed_attention(last, key, value, None, kernel="split"), usual)
     with pytest.raises(InputError, match=r"unknown attention kernel 'splitt'.*did you mean 'split'"):
         live_attention(query, key, value, kernel="splitt")
+
+
+def test_layers_without_heads_and_projections_of_another_width_are_refused():
+    query, key, value = (torch.randn(1, heads, 40, 16) for heads in (2, 2, 3))
+    frozen = FrozenHeads.from_patterns(synthetic_patterns(1, 40, torch.Generator()), kv_head=(0, 1, 2))
+    with pytest.raises(InputError, match=r"projection must be \[C, 48\], columns slot by slot; got \[8, 32\]"):
+        projected_attention(query, key, value, frozen, torch.randn(8, 32))
+    with pytest.raises(InputError, match="query has no heads, and none is frozen"):
+        mixed_attention(query[:, :0], key[:, :0], value[:, :0], None)
+
+
+def test_few_rows_that_it_cannot_take_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(split, "uses_triton", lambda device, dtype: True)
+    query, key, value = (torch.randn(1, heads, rows, 16).half() for heads, rows in ((32, 1), (1, 40), (1, 40)))
+    with pytest.raises(UnsupportedError, match="at most 16 query heads of a KV head, got 32"):
+        mixed_attention(query, key, value, None, kernel="split")
+    with torch.no_grad(), forward_ad.dual_level():
+        moved = forward_ad.make_dual(value, torch.ones_like(value))
+        with pytest.raises(UnsupportedError, match="no derivatives in forward mode"):
+            mixed_attention(query[:, :2], key, moved, None, kernel="split")
 
 
 def test_layers_with_frozen_heads_take_it_by_themselves_where_it_can_run(monkeypatch):

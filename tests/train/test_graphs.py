@@ -138,6 +138,39 @@ def test_gradients_that_others_made_or_took_away_are_gone_on_from(pair):
         assert torch.equal(one.grad, other.grad)
 
 
+def test_a_first_pass_that_failed_is_made_again(pair):
+    plain, graphed = pair([8, 8, 8])
+    run, parts = graphed.micro_batch._run, [graphed.batches.take() for _ in range(3)]
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    graphed.micro_batch._run = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphed.micro_batch(*parts[0])
+    graphed.micro_batch._run = run
+    for own in parts:
+        plain.micro_batch(*plain.batches.take())
+        graphed.micro_batch(*own)
+    for one, other in zip(plain.model.parameters(), graphed.model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_gradient_that_the_first_micro_batch_did_not_have_is_refused(pair):
+    graphed = pair([8, 8])[1]
+    first, second = (graphed.batches.take() for _ in range(2))
+    weight = graphed.model.norm.weight
+    weight.requires_grad_(False)
+    graphed.micro_batch(*first)
+    weight.requires_grad_()
+    kept = [p.grad.clone() for p in graphed.model.parameters() if p is not weight]
+    with pytest.raises(UnsupportedError, match=r"norm\.weight has a gradient in some of them alone"):
+        graphed.micro_batch(*second)
+    assert weight.grad is None
+    left = [p.grad for p in graphed.model.parameters() if p is not weight]
+    assert all(map(torch.equal, left, kept)), "as they were before the warm-ups"
+
+
 def test_shapes_beyond_the_most_run_as_they_are_and_are_counted(pair):
     lengths = [8, 8, 16, 24, 24]
     plain, graphed = pair(lengths)

@@ -280,16 +280,16 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
 
 
 def _mean_group(groups: Sequence[Group]) -> Group:
-    """Return the group of several orders of one task; refused where all of them are."""
+    """Return the group of several orders of one task, those that were accepted; refused where none was."""
+    taken = [group for group in groups if group.reason is None] or list(groups)
     arms = []
-    for arm in groups[0].arms:
-        rows = [each.row for group in groups for each in group.arms if each.row["arm"] == arm.row["arm"]]
-        ratios = [row["ratio"] for row in rows if not row["refused"]]
-        mean = {"ratio": statistics.fmean(ratios), "refused": False} if ratios else {}
-        arms.append(replace(arm, row={**arm.row, **mean}, free=None))
-    variant = f"{groups[0].variant.split()[0]} mean-of-{len(groups)}-orders"
-    way = _parted(groups[0].variant)[1]
-    return replace(groups[0], variant=variant_of(variant, way), arms=tuple(arms))
+    for arm in taken[0].arms:
+        rows = [each.row for group in taken for each in group.arms if each.row["arm"] == arm.row["arm"]]
+        means = {name: statistics.fmean(row[name] for row in rows) for name in ("ratio", "baseline_ms", "arm_ms")}
+        arms.append(replace(arm, row={**arm.row, **means}, free=None))
+    variant = f"{taken[0].variant.split()[0]} mean-of-{len(taken)}-orders"
+    way = _parted(taken[0].variant)[1]
+    return replace(taken[0], variant=variant_of(variant, way), arms=tuple(arms))
 
 
 def _by_way(groups: Sequence[Group]) -> list[list[Group]]:

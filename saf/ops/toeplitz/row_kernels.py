@@ -183,8 +183,9 @@ def split_kernel(
         )  # fmt: skip
     elif FROZEN > 0:
         _sum_frozen(
-            p_x + lowest * x_stride_h, heads_ptr, slots_ptr, distance_ptr, pre_ptr, post_ptr, p_sums + LIVE * ROWS * D,
-            first, start, i_part, i_group - KV, T, stretch, x_stride_h, x_stride_t, table_stride,
+            p_x + lowest.to(tl.int64) * x_stride_h, heads_ptr, slots_ptr, distance_ptr, pre_ptr, post_ptr,
+            p_sums + LIVE * ROWS * D, first, start, i_part, i_group - KV, T, stretch,
+            x_stride_h, x_stride_t, table_stride,
             ROWS, GROUP, BLOCKS, D, DIM, BM, BK, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -258,7 +259,7 @@ def keys_at_once(dim: int, itemsize: int, operands: int, shared: int) -> int:
     ([128, 128, 64], 64)
     """
     keys = KEYS
-    while keys > FEWEST_KEYS and 2 * operands * keys * _power(dim) * itemsize + HELD[itemsize] > shared:
+    while keys > FEWEST_KEYS and 2 * operands * keys * _channels(dim) * itemsize + HELD[itemsize] > shared:
         keys //= 2
     return keys
 
@@ -269,21 +270,21 @@ def rows_constants(
     """Return the constants of `rows_kernel` for `rows` queries of the `group` slots that read one value head."""
     blocks = cdiv(rows * group, BLOCK_ROWS)
     return {
-        "ROWS": rows, "GROUP": group, "BLOCKS": blocks, "D": dim, "DIM": _power(dim), "BM": BLOCK_ROWS, "BK": keys,
+        "ROWS": rows, "GROUP": group, "BLOCKS": blocks, "D": dim, "DIM": _channels(dim), "BM": BLOCK_ROWS, "BK": keys,
         "MOVES": moves, "PADDED": padded, "PRECISION": precision, "STAGES": STAGES, "num_warps": WARPS,
     }  # fmt: skip
 
 
 def join_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, Any]:
     """Return the constants of `join_kernel` and `merge_kernel`; of more than 128 channels one warp would spill."""
-    warps = 1 if dim <= 128 else _power(dim) // 64
-    shape = {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DIM": _power(dim)}
+    warps = 1 if dim <= 128 else _channels(dim) // 64
+    shape = {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DIM": _channels(dim)}
     return shape | {"BP": PARTS, "num_warps": warps}
 
 
-def _power(count: int) -> int:
-    """Return the power of two that holds a count."""
-    return 1 << (count - 1).bit_length()
+def _channels(dim: int) -> int:
+    """Return the power of two that holds a head's channels, at least the 16 that a product sums over."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def sum_rows(

@@ -92,6 +92,12 @@ def test_ways_have_rows_and_means_of_their_own(files, tmp_path):
     assert len(kind.main_groups(both)) == 2 * len(kind.main_groups(record))
     called, graphed = (group.arms[0].ratio for group in kind.main_groups(both))
     assert graphed == pytest.approx(2 * called)
+    first = {row["variant"]: row["variant"] == "jsonl order-5" for row in record["rows"]}
+    halves = {**record, "rows": [row | {"refused": first[row["variant"]]} for row in record["rows"]]}
+    (accepted,) = kind.main_groups(halves)
+    (own,) = (row for row in record["rows"] if row["variant"] == "jsonl order-6" and row["role"] == "frozen")
+    assert accepted.variant == "jsonl mean-of-1-orders"
+    assert accepted.arms[0].row | {"variant": own["variant"]} == own
     refused = {**record, "rows": [row | {"refused": True} for row in record["rows"]] + replayed}
     told = [str(part.title) for part in kind.tables(refused) if isinstance(part, Table)]
     assert titles[1] in told
