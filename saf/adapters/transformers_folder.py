@@ -19,6 +19,8 @@ from saf.records.folders import new_files
 OPENS = "import saf.integrations.transformers"
 """What makes `from_pretrained` open such a folder."""
 CARD = "README.md"
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How names of models that predict the next token end."""
 _BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
 _FRONT = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n"
 _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
@@ -114,12 +116,15 @@ def section(adapter: Adapter) -> str:
     longest = min((site.frozen.max_length for site in adapter.sites() if site.frozen is not None), default=None)
     limit = "" if longest is None else f" It takes inputs of up to {longest} tokens, the length it was calibrated on."
     rows = "\n".join(f"layer {number:3d}  {_map(layout)}" for number, layout in enumerate(layouts))
+    # A causal language model opens by its Auto class; another one by its own, since the folder does not tell which.
+    own = type(adapter.model).__name__
+    opens = "AutoModelForCausalLM" if own.endswith(CAUSAL) else own
     events = "".join(f"- {_told(event)}\n" for event in (mark_of(adapter.model.config) or {}).get("events", ()))
     return (
         f"## Frozen attention heads\n\nOf the {total} attention heads {edited}, a share of "
         f"{(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
         f"```python\n{OPENS}  # without it, transformers refuses the shapes of the weights\n"
-        "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(folder)\n```\n\n"
+        f"from transformers import {opens}\n\nmodel = {opens}.from_pretrained(folder)\n```\n\n"
         f"A character a head, `.` ordinary, `F` frozen, `P` pruned:\n\n```text\n{rows}\n```\n\n{events}"
         f"{chr(10) if events else ''}"
     )

@@ -31,7 +31,8 @@ class PrepareConfig:
     """Where calibration windows come from; `train` leaves the calibration partition empty."""
 
     tokenizer: str = "bpe"
-    """`bpe` (trained on the training text), `gpt2` (downloaded), or a folder with tokenizer.json or GPT-2's files."""
+    """`bpe` (trained on the training text), `gpt2` (downloaded), a folder with tokenizer.json or GPT-2's files, or the
+    name of a model on the Hugging Face hub, OWNER/NAME, whose tokenizer is downloaded."""
 
     vocab_size: int = 4096
     """Size of the vocabulary trained by `bpe`, end-of-text token included."""

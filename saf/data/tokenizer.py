@@ -110,8 +110,9 @@ class Tokenizer:
             raise
         except Exception as error:
             raise DataError(
-                f"{repository}: its tokenizer could not be downloaded ({type(error).__name__}: {error}); offline, "
-                f"give a folder with encoder.json and vocab.bpe instead"
+                f"{repository}: no such folder here, and its tokenizer could not be downloaded "
+                f"({type(error).__name__}: {error}); offline, give a folder with tokenizer.json, or with "
+                "encoder.json and vocab.bpe, instead"
             ) from error
         return cls(_serialised(backend), name=repository)
 
@@ -196,7 +197,8 @@ def choose_tokenizer(sources: Sequence[Source], config: PrepareConfig) -> tuple[
     if config.tokenizer == "gpt2":
         return Tokenizer.from_hub(), None
     if config.tokenizer != "bpe":
-        return Tokenizer.load(config.tokenizer), None
+        named = config.tokenizer.count("/") == 1 and not Path(config.tokenizer).exists()
+        return (Tokenizer.from_hub if named else Tokenizer.load)(config.tokenizer), None
     sample, facts = sample_text(sources, config)
     return train_bpe(sample, vocab_size=config.vocab_size), facts
 

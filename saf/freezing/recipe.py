@@ -190,6 +190,7 @@ def _decide(
             head: made.certificate for head, made in (accepted | rejected).items() if made.certificate is not None
         },
         requested=choose.total,
+        before=sum(site.layout.num_heads for site in adapter.sites()) - len(adapter.live_heads()),
         scores=scores[config.score],
         statistics=statistics,
         config=config.to_dict(),

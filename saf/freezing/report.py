@@ -35,6 +35,8 @@ class FreezeReport:
     """Heads skipped because their KL was above the limit, with it."""
     requested: int
     """k, the number of heads asked for."""
+    before: int = 0
+    """How many heads were frozen or pruned before."""
     deferred: tuple[Head, ...] = ()
     """Heads chosen and accepted with them but left live, by ascending score: those after the `first`."""
     scores: Tensor
@@ -56,7 +58,7 @@ class FreezeReport:
     @property
     def frozen_in_all(self) -> int:
         """Return how many heads are frozen or pruned after this event, with those of events before it."""
-        return len(self.heads) + int((~self.statistics.measured).sum())
+        return self.before + len(self.heads)
 
     @property
     def summary(self) -> str:

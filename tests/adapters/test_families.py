@@ -104,6 +104,13 @@ def test_a_soft_cap_that_the_attention_function_leaves_out_is_refused():
     assert all(map(torch.equal, outcome(model), outcome(frozen)))
 
 
+def test_heads_of_windows_are_not_told_as_frozen():
+    report = saf.freeze_(make("gemma3"), [tokens()], saf.FreezeConfig(count=3, max_fit_kl=100))
+    assert not report.statistics.measured.all()
+    assert report.frozen_in_all == 3
+    assert "in all" not in report.summary
+
+
 def test_biases_leave_and_come_back_with_the_rows_of_their_heads():
     test_frozen_heads_attend_by_their_patterns_and_the_others_as_before("llama-biases")
     model = make("llama-biases")

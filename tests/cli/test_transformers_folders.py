@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
 
 import saf.integrations.transformers  # noqa: F401
 from saf.cli import main
@@ -193,10 +193,55 @@ def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, frozen,
     wrong = told(tmp_path / "classes")
     assert "holds a LlamaForSequenceClassification; expected a causal language model (...ForCausalLM)" in wrong
 
-    def missing(name, file):
+    def missing(name, file, **_):
         raise OSError(f"{name} is not a local folder and is not a valid model identifier\nmore")
 
     monkeypatch.setattr("saf.integrations.transformers.folders.cached_file", missing)
     wrong = told("someone/model")
     assert "someone/model is no folder here, and transformers finds no model of that name" in wrong
     assert "expected a checkpoint (step-N)" in wrong
+
+
+def test_a_model_of_the_hub_has_its_tokenizer_read_and_copied(base, frozen, saf, tmp_path, monkeypatch):
+    """Files come to the cache as they are asked for; the parent's hash is of all of them."""
+    cache = tmp_path / "snapshot"
+    cache.mkdir()
+
+    def fetched(name, file, **_):
+        assert name == "someone/model"
+        if (base / "model" / file).is_file():
+            shutil.copyfile(base / "model" / file, cache / file)
+            return str(cache / file)
+        return None
+
+    class Hub:
+        @staticmethod
+        def from_pretrained(name, **options):
+            for file in ("generation_config.json", "model.safetensors"):
+                fetched(name, file)
+            return AutoModelForCausalLM.from_pretrained(cache, **options)
+
+    class Settings:
+        @staticmethod
+        def from_pretrained(name):
+            return AutoConfig.from_pretrained(cache)
+
+    for place, stand_in in (("cached_file", fetched), ("AutoModelForCausalLM", Hub), ("AutoConfig", Settings)):
+        monkeypatch.setattr(f"saf.integrations.transformers.folders.{place}", stand_in)
+    words = [
+        "--data",
+        base / "text.txt",
+        "--rate",
+        0.25,
+        "--max-fit-kl",
+        100,
+        "--allow-shorter",
+        "--length",
+        16,
+        *FLAGS,
+    ]
+    saf("freeze", "someone/model", *words, "--out", tmp_path / "out")
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (base / "model/tokenizer.json").read_bytes()
+    record = json.loads((tmp_path / "out/freezing.json").read_text())
+    known = json.loads((frozen / "freezing.json").read_text())
+    assert record["provenance"]["checkpoints"]["parent"] == known["provenance"]["checkpoints"]["parent"]

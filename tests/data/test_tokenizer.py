@@ -14,7 +14,7 @@ from saf.data.config import PrepareConfig
 from saf.data.documents import lowest_keys, order_key
 from saf.data.sources import resolve
 from saf.data.token_data import DataIndex
-from saf.data.tokenizer import EOT, Tokenizer, sample_text, train_bpe
+from saf.data.tokenizer import EOT, Tokenizer, choose_tokenizer, sample_text, train_bpe
 from saf.errors import DataError, InputError, SafWarning
 
 
@@ -49,6 +49,10 @@ def test_gpt2_offline_says_what_to_give_instead(monkeypatch):
     monkeypatch.setattr(tokenizers, "Tokenizer", type("Stub", (), {"from_pretrained": staticmethod(from_pretrained)}))
     with pytest.raises(DataError, match=r"could not be downloaded \(OSError: no network\).*encoder.json"):
         Tokenizer.from_hub()
+    with pytest.raises(
+        DataError, match="someone/model: no such folder here, and its tokenizer could not be downloaded"
+    ):
+        choose_tokenizer([], PrepareConfig(tokenizer="someone/model"))
 
 
 @given(text=st.text())

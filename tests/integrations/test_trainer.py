@@ -14,7 +14,7 @@ from tests.transformers_models import LENGTH, make, tokens
 
 transformers = pytest.importorskip("transformers")
 
-from saf.integrations.transformers import FreezeCallback, cache_bytes  # noqa: E402
+from saf.integrations.transformers import FreezeCallback, cache_bytes, text_sequences  # noqa: E402
 from saf.integrations.transformers.sequences import sequences  # noqa: E402
 
 CONFIG = saf.FreezeConfig(count=4, max_fit_kl=99)
@@ -313,3 +313,31 @@ def test_text_is_tokenised_by_the_trainers_tokenizer(hf, tmp_path):
     run = trainer(hf, tmp_path, made, max_steps=2, save_strategy="no")
     run.train()
     assert len(frozen(run.model)) == 4
+
+
+def test_what_a_trainer_pushes_has_the_files_about_heads_and_its_card_their_section(hf, tmp_path):
+    made = trainer(hf, tmp_path / "run", callback())
+    made.train()
+    folder = tmp_path / "run"
+    made.args.hub_strategy = "end"  # nothing is sent
+    for step, there in ((2, False), (6, True), (2, False), (8, True)):
+        made._push_from_checkpoint(str(folder / f"checkpoint-{step}"))
+        assert [(folder / name).is_file() for name in ("saf.json", "saf.safetensors")] == [there] * 2
+    (folder / "README.md").unlink()
+    made.create_model_card(model_name="a model")
+    card = (folder / "README.md").read_text()
+    assert "generated_from_trainer" in card
+    assert card.count("## Frozen attention heads") == 1
+    made.save_model(str(folder))
+    same(made.model, transformers.AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_text_becomes_sequences_for_a_loop_of_ones_own():
+    def tokenizer(text, **options):
+        assert options == {"add_special_tokens": False}
+        return {"input_ids": [ord(letter) % 60 for letter in text]}
+
+    tokenizer.eos_token_id = 60
+    batches = text_sequences(["a text", "another one"] * 9, tokenizer, length=LENGTH, count=3, batch_size=2)
+    assert [list(batch.shape) for batch in batches] == [[2, LENGTH], [1, LENGTH]]
+    assert len(saf.freeze_(make("llama"), batches, CONFIG).heads) == 4

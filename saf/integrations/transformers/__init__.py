@@ -2,7 +2,8 @@
 
 A model frozen by `saf.freeze_` is saved by its own `save_pretrained`: weights, layout, patterns and a section of the
 README in one folder, which opens again with the same outputs bit for bit. `FreezeCallback` freezes heads while a
-`Trainer` trains, `cache_bytes` says how much memory a cache takes.
+`Trainer` trains, `text_sequences` cuts calibration sequences out of text, `cache_bytes` says how much memory a cache
+takes.
 
 >>> import saf.integrations.transformers
 >>> from transformers import AutoModelForCausalLM
@@ -12,7 +13,8 @@ README in one folder, which opens again with the same outputs bit for bit. `Free
 from saf.adapters.transformers_cache import cache_bytes
 from saf.integrations.transformers.callback import FreezeCallback
 from saf.integrations.transformers.opening import open_frozen_folders
+from saf.integrations.transformers.sequences import text_sequences
 
-__all__ = ["FreezeCallback", "cache_bytes", "open_frozen_folders"]
+__all__ = ["FreezeCallback", "cache_bytes", "open_frozen_folders", "text_sequences"]
 
 open_frozen_folders()

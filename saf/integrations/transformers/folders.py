@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file
 
 from saf.adapters import TransformersAdapter, adapter_for, longest_input
 from saf.adapters.transformers_adapter import FAMILIES
-from saf.adapters.transformers_folder import folder_hash, weight_files
+from saf.adapters.transformers_folder import CAUSAL, folder_hash, weight_files
 from saf.calibration import plan_calibration
 from saf.data import TokenData, calibration_windows
 from saf.data.text_data import TextData
@@ -47,7 +47,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """What `saf freeze` copies from one folder into the other, bytes as they are."""
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,10 @@ class TransformersFolder:
                     "the name of a model on the Hugging Face hub"
                 ) from error
             found = cls(str(path), Path(str(file)).parent)
+            for name in TOKENIZER_FILES:  # text is read, and copies are made, from the folder
+                cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
         made = read_json(found.folder / "config.json").get("architectures") or []
-        if made and not any(name.endswith(_CAUSAL) for name in made):
+        if made and not any(name.endswith(CAUSAL) for name in made):
             raise InputError(
                 f"{path} holds a {made[0]}; expected a causal language model (...ForCausalLM), which predicts the next "
                 "token"
@@ -195,7 +196,8 @@ def freeze_folder(
             "this score reads held-out text apart from the calibration text; give --data a folder made by `saf data "
             f"prepare --tokenizer {found.folder}`"
         )
-    parent, model = found.hash, found.model(device)
+    model = found.model(device)
+    parent = found.hash  # of files that are there once the model was opened
     adapter_for(model)
     _tell_dropout(found, settings.out, say)
     if (longest := longest_input(model)) is None:

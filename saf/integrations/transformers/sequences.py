@@ -10,6 +10,19 @@ from saf.calibration.capture import read_batches
 from saf.errors import InputError
 
 
+def text_sequences(
+    texts: Iterable[str], tokenizer: Any, *, length: int, count: int = 32, batch_size: int = 8
+) -> list[Tensor]:
+    """Return calibration sequences of some texts for `saf.freeze_`: token ids in batches `[<= batch_size, length]`.
+
+    >>> saf.freeze_(model, text_sequences(texts, tokenizer, length=2048), saf.FreezeConfig(rate=0.25))  # doctest: +SKIP
+
+    Texts are tokenised without a token that begins a text, joined with the tokenizer's end of text, and cut into the
+    first `count` sequences. Raises InputError for too little text.
+    """
+    return sequences(texts, tokenizer=tokenizer, length=length, count=count, batch_size=batch_size, name="texts")
+
+
 def sequences(
     given: Iterable[Any], *, tokenizer: Any, length: int | None, count: int, batch_size: int, name: str
 ) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 A Trainer calls its model through wrappers that know its shapes, and loads checkpoints whose heads its model may not
 have. Both are met here, in one place: `join_trainers` lets every Trainer tell such callbacks of itself and of the
-checkpoints that it is about to load, and `rewrap_` fits the wrappers to the model as it is.
+checkpoints that it is about to load, and `rewrap_` fits the wrappers to the model as it is. What it pushes to a hub it
+copies by names that it knows, and its model card is its own: files and section about heads are put beside them.
 """
 
 import gc
@@ -15,9 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_callback import TrainerCallback
 
+from saf.adapters import adapter_for
+from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers_attention import idle_tensors
+from saf.adapters.transformers_folder import CARD, section, with_section
 from saf.errors import UnsupportedError
 from saf.machine.processes import group_place
+from saf.records.files import write_atomically
 
 
 class Editing(TrainerCallback):
@@ -33,10 +38,14 @@ class Editing(TrainerCallback):
 
 @cache
 def join_trainers() -> None:
-    """Let every `Trainer` tell its callbacks that edit heads of itself, and of a checkpoint before it loads weights."""
+    """Let every `Trainer` tell its callbacks that edit heads of itself, and of a checkpoint before it loads weights.
+
+    What it pushes has the files about heads, too, and its model card their section.
+    """
     from transformers.trainer import Trainer
 
     train, load, load_best = Trainer.train, Trainer._load_from_checkpoint, Trainer._load_best_model
+    push, card = Trainer._push_from_checkpoint, Trainer.create_model_card
 
     @wraps(train)
     def train_told(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -57,11 +66,37 @@ def join_trainers() -> None:
         _follow_(self, Path(self.state.best_model_checkpoint), self.model)
         load_best(self)
 
+    @wraps(push)
+    def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        """Copy what a checkpoint has of heads to where the rest of it is copied, then push."""
+        if _editing(self) and self.is_world_process_zero():
+            _copy_heads(Path(checkpoint_folder), Path(self.args.output_dir))
+        push(self, checkpoint_folder)
+
+    @wraps(card)
+    def create_model_card(self: Any, *arguments: Any, **options: Any) -> None:
+        """Write the Trainer's card, with the section about heads at its end."""
+        card(self, *arguments, **options)
+        folder = Path(self.args.output_dir)
+        if _editing(self) and self.is_world_process_zero() and (folder / STATE).is_file():
+            told = with_section((folder / CARD).read_text(encoding="utf-8"), section(adapter_for(self.model)))
+            write_atomically(folder / CARD, told.encode())
+
     Trainer.train, Trainer._load_from_checkpoint, Trainer._load_best_model = (
         train_told,
         load_from_checkpoint,
         load_best_model,
     )
+    Trainer._push_from_checkpoint, Trainer.create_model_card = push_from_checkpoint, create_model_card
+
+
+def _copy_heads(checkpoint: Path, folder: Path) -> None:
+    """Make a folder's files about heads those of a checkpoint, which has none where all heads are ordinary."""
+    for name in (STATE, TENSORS, CARD):
+        if (checkpoint / name).is_file():
+            write_atomically(folder / name, (checkpoint / name).read_bytes())
+        elif name != CARD:
+            (folder / name).unlink(missing_ok=True)
 
 
 def check_arguments(args: Any) -> None:
