@@ -12,7 +12,7 @@ from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError
 from saf.experiments.document import write_document
-from saf.experiments.examples import find_examples
+from saf.experiments.examples import find_examples, is_of_files
 from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import open_recipes
@@ -92,7 +92,9 @@ class Report(Command):
         trains = any(recipe.arms for recipe in recipes.values())
         data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint() if trains else ""
         files = find_examples(self.tasks) if self.tasks else None
-        examples = None if files else store.examples()
+        finetunes = any(arm.task and is_of_files(arm.task) for recipe in recipes.values() for arm in recipe.arms)
+        # Records of other recipes are read for what these ones need alone.
+        examples = store.examples() if finetunes and not files else None
         made = plan(recipes, self.at.chosen(), data=data, seeds=self.seeds, files=files, examples=examples)
         measured = plan_measurements(recipes, made)
         rendered = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]

@@ -32,6 +32,8 @@ from saf.train.checkpoint import checkpoints, latest, step_name
 
 KIND = "experiment"
 """Of a record's header."""
+ADVICE = "restore it, or remove it: `saf run` makes it again, and trains the run again where its folder is gone"
+"""What to do about a run's record that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,22 @@ class Store:
 
     def _read(self, path: Path, key: str) -> dict[str, Any]:
         """Return one record of a run."""
-        advice = "restore it, or remove it: `saf run` makes it again, and trains the run again where its folder is gone"
-        record = read_result(path, advice=advice)
+        record = read_result(path, advice=ADVICE)
         if record["kind"] != KIND or record.get("key") != key:
             raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
         return {"went_through": [], "shared": False, **record}
+
+    def every_record(self, *, instead: str = "") -> list[dict[str, Any]]:
+        """Return the records of all runs, whatever recipes they stand in, by the names of their files.
+
+        Args:
+            instead: What spares reading those of other recipes, for the message about one that cannot be read.
+
+        Raises:
+            InputError: One is damaged or of another version; it is named.
+        """
+        advice = f"{ADVICE}; or {instead}" if instead else ADVICE
+        return [read_result(path, advice=advice) for path in sorted(self.folder.glob("records/*.json"))]
 
     def measurement_file(self, key: str) -> Path:
         """Return the file of a measurement's record, whether it is there or not."""
@@ -128,9 +141,12 @@ class Store:
         """Return the fingerprint of the data that the recorded runs were trained on.
 
         Raises:
-            InputError: There are no records, or they are of several data: which ones are meant must be said.
+            InputError: There are no records, one is damaged, or they are of several data: which ones are meant must be
+                said.
         """
-        found = data_of(read_result(path) for path in self.folder.glob("records/*.json"))
+        found = data_of(
+            self.every_record(instead="name the data with --data: records of other recipes are then not read")
+        )
         if len(found) != 1:
             where = self.folder / "records"
             if found:
@@ -142,11 +158,10 @@ class Store:
         """Return the fingerprint of the examples that the recorded runs were finetuned on, by task.
 
         Raises:
-            InputError: They are of several files: which ones are meant must be said.
+            InputError: A record is damaged, or they are of several files: which ones are meant must be said.
         """
         found: dict[str, set[str]] = {}
-        for path in self.folder.glob("records/*.json"):
-            record = read_result(path)
+        for record in self.every_record(instead="name the examples with --tasks, if it is of another recipe"):
             if record.get("examples"):
                 found.setdefault(record["settings"]["task"], set()).add(record["examples"])
         if several := sorted(task for task, prints in found.items() if len(prints) > 1):

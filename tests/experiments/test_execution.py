@@ -58,6 +58,17 @@ def test_a_damaged_record_says_that_removing_it_makes_it_again(make_plan, store,
     assert record.is_file()
 
 
+@pytest.mark.parametrize(
+    ("ask", "instead"), [(Store.fingerprint, "the data with --data"), (Store.examples, "the examples with --tasks")]
+)
+def test_a_damaged_record_of_another_recipe_is_named_with_what_to_do(make_plan, store, trainer, ask, instead):
+    carry_out(make_plan(arms=("a",)), store, trainer)
+    another = store.folder / "records" / "another.json"
+    another.write_text("{")
+    with pytest.raises(InputError, match=rf"another\.json.*: `saf run` makes it again.*; or name {instead}"):
+        ask(store)
+
+
 def test_arms_find_the_settings_of_their_scale(make_plan, store, trainer):
     carry_out(make_plan(arms=("a",)), store, trainer)
     ordinary, arm = (" ".join(words) for words in trainer.calls)

@@ -88,6 +88,12 @@ def test_tables_are_made_of_the_records_alone(made, tmp_path, capsys):
     assert main(["report", *chosen, *SEED, "--store", str(store), "--out", str(tmp_path / "again")]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"heads in both, at 25% and at 50% +│ +\d\.\d │ 30 to 31 of 36", shown)
+    # What another recipe's record holds is asked where the data are not named, and by what finetunes.
+    (store / "records" / "another.json").write_text("{")
+    words = ["report", *chosen, *SEED, "--store", str(store)]
+    assert main(words) == 2
+    assert "another.json" in capsys.readouterr().err
+    assert main([*words, "--data", str(folder / "store" / "data")]) == 0
     again = list((tmp_path / "again").iterdir())
     assert len(again) == 15
     for path in again:
