@@ -18,7 +18,7 @@ class AtScale:
     """paper (its exact settings), small (any prepared folder), or smoke (seconds, on any machine)."""
     tokens: str | None = None
     """Shorter or longer runs at the small scale, such as 60M at its shortest context, others in proportion; they are
-    other runs, with keys and tables of their own."""
+    other runs, with keys and tables of their own. Arms whose context would get too few updates are left out by name."""
     match_speed: tuple[Path, ...] = ()
     """Files of `saf bench update`: arms at matched time do as many updates as the speed measured there buys, instead of
     running by their own clock, so that they may share a GPU; other runs, with keys and tables of their own."""

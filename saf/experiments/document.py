@@ -18,7 +18,6 @@ from saf.experiments.scales import Scale, parts_of, read_tokens, scale_named
 from saf.experiments.store import Store, data_of
 from saf.records.files import write_atomically
 from saf.records.paper import Quoted
-from saf.records.result import read_result
 from saf.records.table import Cell, markdown_of
 from saf.report.collection import stores
 from saf.report.provenance import link
@@ -61,7 +60,8 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
     """Yield the tables of each recipe that one store has a record of, at each scale, with the plan of its own seeds."""
     store = Store(folder).open(write=False)
     recipes = open_recipes() if recipes is None else recipes
-    records = [read_result(path) for path in sorted(folder.glob("records/*.json"))]
+    records = store.every_record()
+    alone: set[tuple[str, str]] = set()
     for name in sorted({str(record["settings"]["scale"]) for record in records}):
         own = [record for record in records if record["settings"]["scale"] == name]
         data = data_of(own)
@@ -74,9 +74,13 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
                 matched = made.scale.speeds is None or any(arm.match for arm in recipe.arms)
                 if not matched or (recipe.arms and not kept):
                     continue
+                at = made.scale if recipe.arms else scale_named(made.scale.base)  # without arms there is no length
+                if (title, at.name) in alone:
+                    continue
+                alone |= set() if recipe.arms else {(title, at.name)}
                 # Each with its own seeds: what another recipe was run with is not lacking here.
                 one = {title: recipe}
-                of = plan(one, made.scale, data=fingerprint, seeds=sorted(kept) or seeds, examples=store.examples())
+                of = plan(one, at, data=fingerprint, seeds=sorted(kept) or seeds, examples=store.examples())
                 rendered = render(title, recipe, of, store, plan_measurements(one, of))
                 # Arms of its lesser table alone are no table.
                 if (recipe.columns and len(rendered.ran) > 1 and any(rendered.headline())) or rendered.measured:

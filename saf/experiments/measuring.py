@@ -144,8 +144,26 @@ def plan_measurements(recipes: Mapping[str, Recipe], made: Plan, *, only: tuple[
         for name, recipe in recipes.items():
             chosen = recipe.chosen_measurements(only, smoke=made.scale.base == "smoke")
             for measurement in chosen if seed in made.seeds_of(name) else ():
-                found.add(name, recipe, measurement, made, seed)
+                if _readable(name, measurement, made, found, seed):
+                    found.add(name, recipe, measurement, made, seed)
     return found
+
+
+def _readable(name: str, measurement: Measurement, made: Plan, found: Measurements, seed: int) -> bool:
+    """Return whether what a measurement reads is planned, and say in the plan's notes where it was left out."""
+    for of in measurement.references(made.scale.base):
+        if isinstance(of, RecordOf):
+            if any(key[:2] == (name, of.measurement) for key in found.keys):
+                continue
+            what = of.measurement
+        elif isinstance(of, Checkpoint | RunOf) and (name, of.arm) in made.left:
+            what = of.arm
+        else:
+            continue
+        note = f"{name}, not measured because it reads {what}, which is left out: {measurement.name}."
+        made.notes += [] if note in made.notes else [note]
+        return False
+    return True
 
 
 def lost_inputs(found: Measurements, store: Store) -> dict[str, str]:

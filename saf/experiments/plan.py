@@ -33,14 +33,17 @@ class Plan:
     arms: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """Keys by recipe, arm and seed."""
     left: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Why arms, by recipe and name, have no run: the scale's measured speeds tell nothing of them."""
+    """Why arms, by recipe and name, have no run: the scale has too few tokens for their context, or its measured speeds
+    tell nothing of them."""
     shown_times: set[str] = field(default_factory=set)
     """Keys of runs whose times a table shows."""
     notes: list[str] = field(default_factory=list)
     """What was decided of the runs, in sentences."""
 
     def __post_init__(self):
-        """Raise InputError for a seed that stands twice, whose runs would count as two."""
+        """Raise InputError for a seed that no run takes, or that stands twice, whose runs would count as two."""
+        if wrong := [seed for seed in self.seeds if not 0 <= seed < 2**63]:
+            raise InputError(f"seeds must be whole numbers from 0 to 2^63 - 1; got {wrong[0]}: name another")
         if len(set(self.seeds)) < len(self.seeds):
             raise InputError(f"each seed is named once; got {', '.join(map(str, self.seeds))}")
 
@@ -58,6 +61,9 @@ class Plan:
         """Add the run of one arm and seed; what it needs must be there."""
         if left := [other for other in arm.needs.values() if (name, other) in self.left]:
             self.left[name, arm.name] = f"it needs {left[0]}"
+            return
+        if arm.parent is None and arm.context in self.scale.too_short:
+            self.left[name, arm.name] = self.scale.too_short[arm.context]
             return
         if arm.axis == "none" and seed != self.seeds[0]:
             return
@@ -187,8 +193,8 @@ def plan(
         examples: Instead of files, the fingerprints of those that a store's runs were finetuned on.
 
     Raises:
-        InputError: A seed named twice, an unknown arm or context, a moment at which the scale keeps no checkpoint, or
-            measured speeds that tell nothing of an arm that was named.
+        InputError: A seed below 0 or named twice, an unknown arm or context, a moment at which the scale keeps no
+            checkpoint, or tokens or measured speeds that leave out an arm that was named, or all.
     """
     files, named = files or {}, tuple(seeds)
     made = Plan(
@@ -203,21 +209,30 @@ def plan(
     chosen = {name: recipe.chosen(arms, smoke=scale.base == "smoke") for name, recipe in recipes.items()}
     if scale.speeds is not None and not any(arm.match for its in chosen.values() for arm in its):
         raise InputError("speeds have no effect where no arm is at matched time; leave them out")
+    if scale.tokens and not any(chosen.values()):
+        raise InputError(f"--tokens {scale.tokens} has no effect where nothing is trained; leave it out")
     uncompiled = {name for name, recipe in recipes.items() if _uncompiled(made, name, recipe.arms)}
     for seed in made.seeds:
         for name, its in chosen.items():
             for arm in its if seed in made.seeds_of(name) else ():
                 made.add(name, arm, seed, compiled=name not in uncompiled)
-    for (name, arm), why in made.left.items():
-        if arm in arms:
-            raise InputError(f"{name}/{arm} cannot be run at the speeds that were named: {why}")
-    for of, why in dict.fromkeys((name, why) for (name, _), why in made.left.items()):
-        left = ", ".join(arm for (name, arm), said in made.left.items() if (name, said) == (of, why))
-        made.notes.append(f"{of}, left out at these speeds because {why}: {left}.")
+    _tell_left(made, named=arms)
     for (name, _, _), key in made.arms.items():
         if any(COLUMNS[column].timed for column in recipes[name].columns if column in COLUMNS):
             made.shown_times.add(key)
     return made
+
+
+def _tell_left(made: Plan, *, named: tuple[str, ...]) -> None:
+    """Say in a plan's notes which arms were left out; raise InputError for one that was named, or when none is left."""
+    for (name, arm), why in made.left.items():
+        if arm in named:
+            raise InputError(f"{name}/{arm} cannot be run as the scale was changed: {why}")
+    if made.left and not made.runs:
+        raise InputError(f"nothing is left to run: {next(iter(made.left.values()))}")
+    for of, why in dict.fromkeys((name, why) for (name, _), why in made.left.items()):
+        left = ", ".join(arm for (name, arm), said in made.left.items() if (name, said) == (of, why))
+        made.notes.append(f"{of}, left out because {why}: {left}.")
 
 
 def _uncompiled(plan: Plan, name: str, arms: Iterable[Arm]) -> bool:

@@ -1,7 +1,7 @@
 """How large the runs of a recipe are: the paper's own settings, small ones for an afternoon, and as small as can be."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from saf.errors import InputError, did_you_mean
@@ -30,6 +30,8 @@ class Scale:
     """Tokens of the tokenizer that is meant."""
     resizable: bool = False
     """Whether its runs may be of other lengths than it says."""
+    too_short: Mapping[int, str] = field(default_factory=dict)
+    """Why contexts have no runs of the length that was asked for, in words, by the paper's context."""
     speeds: Speeds | None = None
     """What arms at matched time get instead of a clock of their own; None for their clocks."""
 
@@ -38,6 +40,11 @@ class Scale:
         """Return the name of the scale whose runs were resized, or have other speeds."""
         return parts_of(self.name)[0]
 
+    @property
+    def tokens(self) -> str:
+        """Return the tokens that its runs were resized to, as its name has them; "" where they were not."""
+        return parts_of(self.name)[1]
+
     def at_speeds(self, speeds: Speeds) -> "Scale":
         """Return the scale with measured speeds for arms at matched time; its name says which."""
         return replace(self, name=f"{self.name}-speeds-{speeds.name}", speeds=speeds)
@@ -45,10 +52,11 @@ class Scale:
     def resized(self, tokens: int | None) -> "Scale":
         """Return the scale with runs of so many tokens at the shortest context, at others in proportion.
 
-        Its name says so, and so do keys and records: runs of different lengths never stand in one table.
+        Its name says so, and so do keys and records: runs of different lengths never stand in one table. Contexts whose
+        runs would have too few updates are left out, and `too_short` says why.
 
         Raises:
-            InputError: The scale has one length alone, or the tokens are too few for its updates.
+            InputError: The scale has one length alone, or the tokens are too few at every context.
         """
         if tokens is None:
             return self
@@ -57,20 +65,25 @@ class Scale:
             raise InputError(f"runs of the scale {self.name!r} have one length; leave --tokens out, or name {able}")
         sizes = {context: _update_tokens(self.flags(context)) for context in self.contexts}
         share = tokens / (sizes[min(sizes)] * self.contexts[min(sizes)]["updates"])
-        contexts = {}
+        contexts, too_short = {}, {}
         for context, settings in self.contexts.items():
             updates = round(share * settings["updates"])
-            if updates < FEWEST_UPDATES:
-                raise InputError(
-                    f"--tokens {tokens:,} leaves {updates} updates of {sizes[context]:,} tokens in the runs that stand "
-                    f"for {context:,} of context; they need {FEWEST_UPDATES}, so that each moment of a table has an "
-                    "update of its own: name more"
+            if updates >= FEWEST_UPDATES:
+                contexts[context] = {**settings, "updates": updates}
+            else:
+                too_short[context] = (
+                    f"--tokens {tokens:,} leaves {updates} updates of {sizes[context]:,} tokens at {context:,} of "
+                    f"context and {FEWEST_UPDATES} are needed, so that each moment of a table has an update of its "
+                    "own; name more"
                 )
-            contexts[context] = {**settings, "updates": updates}
-        return replace(self, name=f"{self.name}-{short(tokens)}", contexts=contexts)
+        if not contexts:
+            raise InputError(too_short[min(too_short)])
+        return replace(self, name=f"{self.name}-{short(tokens)}", contexts=contexts, too_short=too_short)
 
     def flags(self, context: int) -> dict[str, Any]:
         """Return the settings of a run from initialisation; raise InputError for a context that the scale has not."""
+        if context in self.too_short:
+            raise InputError(self.too_short[context])
         if context not in self.contexts:
             raise InputError(
                 f"the scale {self.name!r} has no runs of {context:,} tokens; it has {sorted(self.contexts)}"

@@ -3,6 +3,8 @@ from dataclasses import replace
 import pytest
 
 from saf.errors import InputError
+from saf.experiments.measurement import Checkpoint, Measurement, RecordOf
+from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import Arm, Recipe, open_recipes
 from saf.experiments.scales import SCALES, scale_named
@@ -67,6 +69,10 @@ def test_predictions_count_the_updates_that_are_a_runs_own(recipe):
     ("act", "expected"),
     [
         (lambda r: plan({"x": r}, SCALES["smoke"], data="", seeds=(1, 2, 1)), "each seed is named once; got 1, 2, 1"),
+        (
+            lambda r: plan({"x": r}, SCALES["smoke"], data="", seeds=(3, -1)),
+            r"from 0 to 2\^63 - 1; got -1: name another",
+        ),
         (lambda r: open_recipes(("timin",)), "did you mean 'timing'"),
         (lambda r: open_recipes(folder=r), "holds no recipes"),
         (lambda r: scale_named("smal"), "did you mean 'small'"),
@@ -110,3 +116,51 @@ def test_a_file_without_a_recipe_is_named(tmp_path):
     (tmp_path / "empty.py").write_text("RECIPE = 3\n")
     with pytest.raises(InputError, match=r"empty\.py is no recipe"):
         open_recipes(folder=tmp_path)
+
+
+def with_long_arms(recipe):
+    """The recipe with two more arms at 16K, and measurements of both contexts."""
+    ends = {name: Checkpoint(name, 1.0) for name in ("a", "long a")}
+    return replace(
+        recipe,
+        arms=(
+            *recipe.arms,
+            Arm(name="long", context=16_384, reference=None),
+            Arm(name="long a", context=16_384, parent="long", reference="long", settings={"freeze.rate": 0.25}),
+        ),
+        measurements=(
+            *(Measurement(name=f"of {name}", does="analyze profiles", on=(at,)) for name, at in ends.items()),
+            Measurement(name="more", does="analyze partial-spearman", on=(RecordOf("of long a"),)),
+        ),
+    )
+
+
+def test_tokens_too_few_for_a_context_leave_its_arms_out_and_no_others(recipe):
+    scale, recipes = SCALES["small"].resized(4_000_000), {"x": with_long_arms(recipe)}
+    made = plan(recipes, scale, data="")
+    assert {arm for _, arm, _ in made.arms} == {"ordinary", "a", "b"}
+    assert {run.updates for run in made.runs.values()} == {61}
+    assert "x, left out because --tokens 4,000,000 leaves 31 updates of 65,536 tokens at 16,384" in made.notes[0]
+    assert made.notes[0].endswith("name more: long.")
+    assert made.notes[1] == "x, left out because it needs long: long a."
+    assert {each.title for each in plan_measurements(recipes, made).planned.values()} == {"x/of a, seed 1337"}
+    assert made.notes[2:] == [
+        "x, not measured because it reads long a, which is left out: of long a.",
+        "x, not measured because it reads of long a, which is left out: more.",
+    ]
+    with pytest.raises(InputError, match=r"x/long a cannot be run as the scale was changed: it needs long"):
+        plan(recipes, scale, data="", arms=("long a",))
+    with pytest.raises(InputError, match="nothing is left to run: --tokens 4,000,000 leaves 31 updates"):
+        plan({"x": replace(recipe, arms=recipes["x"].arms[3:])}, scale, data="")
+
+
+def test_every_recipe_that_trains_can_be_resized_and_no_other(tmp_path):
+    scale = SCALES["small"].resized(4_000_000)
+    for name, recipe in open_recipes().items():
+        if recipe.arms:
+            made = plan({name: recipe}, scale, data="", seeds=(1,))
+            assert not set(made.runs) & set(plan({name: recipe}, SCALES["small"], data="", seeds=(1,)).runs), name
+            plan_measurements({name: recipe}, made)
+        else:
+            with pytest.raises(InputError, match="--tokens 4M has no effect where nothing is trained; leave it out"):
+                plan({name: recipe}, scale, data="")

@@ -90,7 +90,9 @@ def test_arms_get_the_speed_of_their_context_rate_and_way(matched, speeds_file):
 
 
 def test_an_arm_that_was_named_is_not_left_out(matched, speeds_file):
-    with pytest.raises(InputError, match=r"made_up/half cannot be run at the speeds.*no speed of it was measured"):
+    with pytest.raises(
+        InputError, match=r"made_up/half cannot be run as the scale was changed.*no speed of it was measured"
+    ):
         planned(matched, speeds_file(), arms=("half",))
 
 
