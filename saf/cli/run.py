@@ -21,7 +21,7 @@ from saf.experiments.foretelling import foretell
 from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
 from saf.experiments.packing import Lacks, Packing, packing_table
-from saf.experiments.plan import Plan, plan
+from saf.experiments.plan import Plan, notes_of_data, plan
 from saf.experiments.planned_run import PlannedRun, events_of
 from saf.experiments.rates import Measured, Rates
 from saf.experiments.recipe import open_recipes
@@ -117,6 +117,8 @@ class Run(Command):
             vocabulary=data.vocab_size if data else None,
             files=self._examples(scale, finetunes=any(arm.task for each in recipes.values() for arm in each.arms)),
         )
+        if data is not None:
+            made.notes += notes_of_data(made, tokens=data.num_tokens("train"), vocabulary=data.vocab_size)
         measured = plan_measurements(recipes, made, only=self.arms)
         if not self.recipes:
             return self._list(made, measured, Store(self.store).open(write=False), known=data is not None)
@@ -238,7 +240,10 @@ class Run(Command):
         notes = () if known else ("Name --data to see which of them are done.",)
         head = ["name", "table", "paper", "runs", "done", "measurements", "done"]
         table = Table.of(f"Recipes ({made.scale.name})", head, rows, notes)
-        show(listed, table, "`saf run NAME --scale small --data FOLDER` trains what is missing.", as_json=self.json)
+        given = f" --tokens {made.scale.tokens}" if made.scale.tokens else ""
+        given += "" if made.scale.base == "smoke" else " --data FOLDER"
+        told = f"`saf run NAME --scale {made.scale.base}{given}` trains what is missing."
+        show(listed, table, told, as_json=self.json)
         return listed
 
     def _foretell(self, made: Plan, measured: Measurements, store: Store) -> dict[str, Any]:

@@ -4,9 +4,9 @@ A store is what `saf run --store results/NAME` leaves; its `records` and `measur
 shows the arms that were run and names those that were not.
 """
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from saf.errors import InputError
 from saf.experiments.columns import COLUMNS
@@ -136,13 +136,13 @@ def _table(rendered: Rendered, made: Plan, store: Path) -> Iterator[str]:
     at = made.scale
     yield f"### {rendered.name}, {rendered.scale}"
     yield from filter(None, map(markdown_of, rendered.parts()))
-    told: dict[str, Any] = {"scale": at.base, "tokens": parts_of(at.name)[1], "store": store.as_posix(), "data": "DATA"}
-    told["seeds"] = " ".join(map(str, made.seeds))
+    told: dict[str, list[str]] = {"scale": [at.base], "tokens": [at.tokens] if at.tokens else []}
+    told |= {"store": [store.as_posix()], "data": ["DATA"], "seeds": list(map(str, made.seeds))}
     if at.speeds is not None:
-        told["match-speed"] = " ".join(dict.fromkeys(each.source for each in at.speeds.found))
-        told["match-charge-seconds"] = f"{at.speeds.charge_seconds:g}"
-    flags = " ".join(f"--{flag} {value}" for flag, value in told.items() if value)
-    yield f"```sh\nsaf run {rendered.name} {flags}\n```"
+        told["match-speed"] = list(dict.fromkeys(each.source for each in at.speeds.found))
+        told["match-charge-seconds"] = [f"{at.speeds.charge_seconds:g}"]
+    words = (word for flag, values in told.items() if values for word in (f"--{flag}", *values))
+    yield f"```sh\n{shlex.join(['saf', 'run', rendered.name, *words])}\n```"
 
 
 def _scale(name: str, store: Store) -> Scale:

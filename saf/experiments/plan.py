@@ -12,6 +12,11 @@ from saf.experiments.recipe import Arm, Flags, Recipe
 from saf.experiments.scales import Scale
 from saf.schedules import OneTime
 
+MOST_READ = 4
+"""How often a run may read its training text before its plan says so."""
+OTHER_VOCABULARY = 0.01
+"""The share by which a vocabulary may differ from the scale's, which is rounded up, before a plan says so."""
+
 
 @dataclass(kw_only=True)
 class Plan:
@@ -221,6 +226,30 @@ def plan(
         if any(COLUMNS[column].timed for column in recipes[name].columns if column in COLUMNS):
             made.shown_times.add(key)
     return made
+
+
+def notes_of_data(made: Plan, *, tokens: int, vocabulary: int) -> list[str]:
+    """Return what a plan's data mean for its runs, in sentences: tokens read many times, or another vocabulary.
+
+    Args:
+        made: The plan.
+        tokens: Of the training text.
+        vocabulary: Tokens of the data's tokenizer.
+    """
+    scale, notes = made.scale, []
+    longest = max((run.updates * run.tokens_per_update for run in made.runs.values() if run.work is None), default=0.0)
+    if longest > MOST_READ * tokens:
+        fewer = ", or ask for shorter runs (--tokens)" if scale.resizable else ""
+        notes.append(
+            f"The training text has {tokens:,} tokens and the longest run trains on {longest:,.0f}, so that it reads "
+            f"each {longest / tokens:,.0f} times: its perplexities tell little of text read once. Prepare more{fewer}."
+        )
+    if made.runs and abs(vocabulary / scale.vocabulary - 1) > OTHER_VOCABULARY:
+        notes.append(
+            f"The data have a vocabulary of {vocabulary:,} tokens where the scale {scale.base!r} means "
+            f"{scale.vocabulary:,}: models are of another size, and perplexities are of other tokens."
+        )
+    return notes
 
 
 def _tell_left(made: Plan, *, named: tuple[str, ...]) -> None:

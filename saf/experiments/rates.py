@@ -37,10 +37,20 @@ class Rates:
     def described(self) -> str:
         """Return the rates in a sentence."""
         return (
-            f"One GPU: {self.flops / 1e12:,.0f} TFLOP/s, {self.start:g} s a run beside its updates, "
+            f"One device: {_speed(self.flops)}, {self.start:g} s a run beside its updates, "
             f"{self.compilation:g} s a compilation, updates {self.uncompiled:g} times as long uncompiled and at least "
             f"{1e3 * self.launching:g} ms a micro-batch ({self.source})."
         )
+
+
+def _speed(flops: float) -> str:
+    """Return FLOP/s in the largest unit that leaves one at least.
+
+    >>> _speed(3.3e14), _speed(1e9)
+    ('330 TFLOP/s', '1.0 GFLOP/s')
+    """
+    size, unit = next(((s, u) for s, u in ((1e12, "T"), (1e9, "G")) if flops >= s), (1e6, "M"))
+    return f"{flops / size:,.{0 if flops >= 10 * size else 1}f} {unit}FLOP/s"
 
 
 @dataclass(frozen=True, kw_only=True)

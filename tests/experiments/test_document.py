@@ -2,9 +2,16 @@ from dataclasses import replace
 
 from saf.experiments.document import render_document
 from saf.experiments.execution import execute
+from saf.experiments.measurement import Measurement
+from saf.experiments.measuring import plan_measurements
+from saf.experiments.plan import plan
 from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.scales import SCALES
 from saf.experiments.store import Store
+from saf.records.files import write_json
+from saf.records.result import result_header
 from tests.experiments.conftest import SOURCE
+from tests.experiments.test_measuring import FACTS
 
 
 def made(recipes, tmp_path, trainer, plan) -> str:
@@ -24,6 +31,26 @@ def test_stores_are_tables_of_the_arms_that_were_run(recipe, make_plan, trainer,
     assert "Not run, 1 of 3 arms: b." in text
     assert "saf run made_up --scale smoke --store results/experiments --data DATA --seeds 1" in text
     assert plan.arms["made_up", "a", 1] not in text, "a record is no result of its own"
+
+
+def test_what_trains_nothing_stands_once_without_a_length(trainer, tmp_path):
+    """A store of runs of two lengths has one measurement that reads none; its command is quoted for a shell."""
+    store = Store(tmp_path / "results" / "my store").open(write=True)
+    measured = Measurement(name="two", does="analyze stability", on=("one", "another"))
+    arms = tuple(Arm(name=name, reference=None, settings={"peak_lr": lr}) for name, lr in (("a", 1e-3), ("b", 1e-4)))
+    recipe = Recipe(title="Made up", source=SOURCE, arms=arms, columns=("perplexity",))
+    recipes = {"made_up": recipe, "timed": Recipe(title="Timed", source=SOURCE, measurements=(measured,))}
+    for tokens in (60_000_000, 75_000_000):
+        scale = SCALES["small"].resized(tokens)
+        made = plan({"made_up": recipe}, scale, data="data", seeds=(1,))
+        execute(made, store, store.folder, say=lambda text: None, launch=trainer)
+    (key,) = plan_measurements(recipes, plan(recipes, SCALES["small"], data="data", seeds=(1,))).planned
+    write_json(store.measurement_file(key), {**result_header("stability", {}), "key": key, **FACTS})
+    text = render_document(tmp_path / "results", tmp_path / "docs", recipes=recipes)["results.md"]
+    headings = [line for line in text.splitlines() if line.startswith("### ")]
+    assert headings == ["### made_up, small-60M", "### timed, small", "### made_up, small-75M"]
+    assert "saf run timed --scale small --store 'results/my store' --data DATA --seeds 1" in text
+    assert "saf run made_up --scale small --tokens 75M --store 'results/my store' --data DATA --seeds 1" in text
 
 
 def test_a_recipe_has_the_seeds_that_it_was_run_with(recipe, make_plan, trainer, tmp_path):

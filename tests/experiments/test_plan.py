@@ -5,7 +5,7 @@ import pytest
 from saf.errors import InputError
 from saf.experiments.measurement import Checkpoint, Measurement, RecordOf
 from saf.experiments.measuring import plan_measurements
-from saf.experiments.plan import plan
+from saf.experiments.plan import notes_of_data, plan
 from saf.experiments.recipe import Arm, Recipe, open_recipes
 from saf.experiments.scales import SCALES, scale_named
 
@@ -164,3 +164,15 @@ def test_every_recipe_that_trains_can_be_resized_and_no_other(tmp_path):
         else:
             with pytest.raises(InputError, match="--tokens 4M has no effect where nothing is trained; leave it out"):
                 plan({name: recipe}, scale, data="")
+
+
+def test_a_plan_says_that_its_data_are_few_or_of_another_vocabulary(recipe):
+    made = plan({"x": recipe}, SCALES["small"], data="")
+    (read,) = notes_of_data(made, tokens=1_000_000, vocabulary=16_384)
+    assert "has 1,000,000 tokens and the longest run trains on 231,997,440, so that it reads each 232 times" in read
+    assert "(--tokens)" in read
+    assert not notes_of_data(made, tokens=60_000_000, vocabulary=16_384)
+    (other,) = notes_of_data(made, tokens=10**9, vocabulary=50_257)
+    assert "a vocabulary of 50,257 tokens where the scale 'small' means 16,384" in other
+    paper = plan({"x": recipe}, SCALES["paper"], data="")
+    assert not notes_of_data(paper, tokens=10**10, vocabulary=50_257), "GPT-2's, which the scale rounds up"

@@ -66,7 +66,22 @@ def test_what_is_there_is_not_made_again_and_is_listed(made, capsys):
     assert "measuring" not in shown.err
     assert "at 50%" in shown.out
     assert main(["run", *SEED, "--store", str(store), "--data", str(store / "data")]) == 0
-    assert re.search(r"timing.*3 │ +3", capsys.readouterr().out)
+    listed = capsys.readouterr().out
+    assert re.search(r"timing.*3 │ +3", listed)
+    assert "`saf run NAME --scale smoke` trains" in listed
+
+
+def test_a_plan_tells_of_data_and_rates_as_they_are(made, capsys):
+    store = made[0] / "store"
+    words = ["run", "timing", "--dry-run", "--data", str(store / "data"), "--store", str(store)]
+    assert main([*words, "--scale", "smoke"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "One device: 1.0 GFLOP/s" in shown
+    assert "vocabulary" not in shown
+    assert main([*words, "--scale", "small"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "vocabulary of 512 tokens where the scale 'small' means 16,384" in shown
+    assert re.search(r"reads each \d{3} times", shown)
 
 
 def test_arms_go_on_from_their_parents_checkpoints(made):
