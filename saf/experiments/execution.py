@@ -155,7 +155,7 @@ def execute(
         rates: What their time is foretold from; the scale's by default.
         only: Keys of the runs to train, with what they need; all by default.
         seconds: The limit of this command: no run begins that is foretold to end after it, unless it is longer than
-            the limit by itself and the first to begin; what goes on at the limit stops after a checkpoint.
+            the limit by itself and the first on its device; what goes on at the limit stops after a checkpoint.
         launch: How one is run; a process of its own by default.
         lost: Runs to train again though they have a record, by key, each with what needs their folder.
     """
@@ -168,6 +168,7 @@ def execute(
     left = sum(foretold.values())
     progress = Progress(total=len(waiting), say=say, rates=rates, width=lanes.width, left=left)
     active: dict[Future[str | None], _Active] = {}
+    used: set[int] = set()
     with StopRequest() as signalled, _Here() if lanes.width == 1 else ThreadPoolExecutor(lanes.width) as pool:
         limit = _Limit(signalled, ends=None if seconds is None else began + seconds - RESERVE)
         while active or waiting:
@@ -179,7 +180,7 @@ def execute(
                 lane = lanes.free(run.key, [(one.run.key, one.lane) for one in active.values()])
                 if lane is None:
                     continue
-                first = not active and not outcome.ended
+                first = lane not in used and all(one.lane != lane for one in active.values())
                 if not limit.allows(foretold[run.key] * progress.correction, first=first):
                     continue
                 waiting.remove(run)
@@ -193,7 +194,9 @@ def execute(
             if not active:
                 break
             for future in wait(active, return_when=FIRST_COMPLETED).done:
-                _end(active.pop(future), future.result(), outcome, progress)
+                one, problem = active.pop(future), future.result()
+                used |= {one.lane} if problem is None else set()
+                _end(one, problem, outcome, progress)
     outcome.left += [run.key for run in waiting]
     outcome.stopped = (outcome.stopped and not limit.over) or (signalled.requested and bool(outcome.left))
     return outcome
@@ -230,7 +233,7 @@ class _Limit:
         return self.signalled.requested or self.over
 
     def allows(self, seconds: float, *, first: bool) -> bool:
-        """Return whether a run of so many seconds may begin: it ends in time, or is the first and never would."""
+        """Return whether a run of so many seconds may begin: it ends in time, or is the first there and never would."""
         if self.ends is None or self.whole is None:
             return True
         return time.monotonic() + seconds <= self.ends or (first and seconds > self.whole)

@@ -2,8 +2,8 @@
 
 A budget is one stay on a machine: folders of runs live as long as it, records longer. So a parent is packed together
 with the arms that go on from it; where they are more than a budget holds, the next one trains the parent again. In a
-command no run is begun that would not end before the command's limit, unless it is longer than any command: then it
-stops at the limit with a checkpoint, and the next command resumes it.
+command no run is begun that would not end before the command's limit, unless it is longer than any command and the
+first on its GPU: then it stops at the limit with a checkpoint, and the next command resumes it. Other GPUs go on.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -131,34 +131,40 @@ class Packing:
         while waiting:
             command: list[Item] = []
             free, ends = [0.0] * self.lanes, {run.key: float("inf") for run in waiting}
-            while item := self._next(waiting, command, left, free, ends, limit):
+            idle = list(waiting)
+            while item := self._next(idle, command, left, free, ends, limit):
                 command.append(item)
+                idle.remove(item.run)
                 free[item.lane] = item.begins + item.seconds
                 if item.stops:
                     left[item.run.key] -= item.seconds
-                    break
-                ends[item.run.key] = free[item.lane]
-                waiting.remove(item.run)
+                else:
+                    ends[item.run.key] = free[item.lane]
+                    waiting.remove(item.run)
             commands.append(command)
         return commands
 
     def _next(
         self,
-        waiting: Sequence[PlannedRun],
+        idle: Sequence[PlannedRun],
         command: Sequence[Item],
         left: Mapping[str, float],
         free: Sequence[float],
         ends: Mapping[str, float],
         limit: float,
     ) -> Item | None:
-        """Return the run that begins next in a command, the first of those that can begin earliest; None for none."""
+        """Return the run that begins next in a command, the first of those that can begin earliest; None for none.
+
+        `idle` are those that have not begun in it.
+        """
         lane = min(range(len(free)), key=free.__getitem__)
+        used = any(item.lane == lane for item in command)
         best: Item | None = None
-        for run in waiting:
+        for run in idle:
             begins = max([free[lane], *(ends.get(key, 0.0) for key in run.needs)])
             seconds = left[run.key]
             stops = begins + seconds > limit
-            if begins == float("inf") or (stops and (command or seconds <= limit)):
+            if begins >= limit or (stops and (used or seconds <= limit)):
                 continue
             if best is None or begins < best.begins:
                 part = limit - begins if stops else seconds

@@ -301,6 +301,24 @@ def test_the_limit_of_a_command_leaves_runs_for_the_next_one(make_plan, store, m
     assert len(outcome.ended) == 3
 
 
+def test_runs_longer_than_a_command_begin_first_on_every_gpu(make_plan, store):
+    """Parents of two seeds would never end in time: each begins on a GPU of its own, and both stop at the limit."""
+    rates = Rates(flops=1e15, start=20.0, compilation=0.0, uncompiled=1.0, launching=0.0, source="made up")
+    together = threading.Barrier(2)
+
+    class Together(Trainer):
+        def __call__(self, words, log, device, stop):
+            self.codes.append(EXIT_STOPPED)
+            together.wait(timeout=10)
+            return super().__call__(words, log, device, stop)
+
+    lanes, long = Lanes(devices=("0", "1")), Together()
+    outcome, _ = carry_out(make_plan(seeds=(1, 2)), store, long, rates=rates, seconds=RESERVE + 10, lanes=lanes)
+    assert len(long.calls) == 2
+    assert not outcome.failed
+    assert len(outcome.left) == 6
+
+
 class Lasting(Trainer):
     """Trains for so many seconds of a clock that stands still otherwise, and stops where it is asked to."""
 

@@ -50,6 +50,24 @@ def test_a_run_longer_than_a_command_stops_and_goes_on(family):
     assert all(length(command) <= 150 for command in stay.commands)
 
 
+def test_other_gpus_go_on_beside_a_run_that_stops(recipe):
+    """Two seeds: both parents are longer than a command, each begins first on a GPU; then short arms fill both."""
+    two = plan({"made_up": recipe}, SCALES["small"], data="data", seeds=(1, 2))
+    (stay,) = Packing(seconds=seconds, lanes=2, command=200 + RESERVE).stays([*two.runs.values()], two, nothing_lost)
+    told = [[(item.lane, item.begins, item.seconds, item.stops) for item in command] for command in stay.commands]
+    assert told[0] == [(0, 0, 200, True), (1, 0, 200, True)]
+    assert told[1] == [(0, 0, 40, False), (1, 0, 40, False), (0, 40, 120, False), (1, 40, 120, False)]
+    assert told[2] == [(0, 0, 120, False), (1, 0, 120, False)]
+    long = next(iter(two.runs))
+
+    def one_long(run):
+        return 500.0 if run.key == long else seconds(run) / 2
+
+    (stay,) = Packing(seconds=one_long, lanes=2, command=200 + RESERVE).stays([*two.runs.values()], two, nothing_lost)
+    first = [(titles([item])[0], item.run.seed, item.lane, item.stops) for item in stay.commands[0]]
+    assert first == [("ordinary", 1, 0, True), ("ordinary", 2, 1, False), ("a", 2, 1, False)]
+
+
 def test_a_family_larger_than_a_budget_trains_its_parent_again(family):
     packing = Packing(seconds=seconds, budget=600)
     runs = list(family.runs.values())
