@@ -16,10 +16,10 @@ RECIPE = Recipe(
             parent="ordinary",
             settings={"freeze.rate": 0.25, "freeze.score": "residual_cosine"},
             against="variance",
-            paper={"delta": "+0.792", "difference": "+0.126"},
+            paper={"delta": "+0.792", "relative": "+0.126"},
         ),
     ),
-    columns=("perplexity", "delta", "difference", "heads"),
+    columns=("perplexity", "delta", "relative", "heads"),
     measurements=(
         Measurement(
             name="at once",
@@ -44,5 +44,5 @@ RECIPE = Recipe(
             ),
         ),
     ),
-    notes=("The difference is that from variance after the same continuation.",),
+    notes=("The difference is that of the perplexity from variance's after the same continuation.",),
 )

@@ -4,16 +4,19 @@ from saf.experiments.measurement import Measurement, Number, RunOf
 from saf.experiments.recipe import Arm, Recipe
 from saf.records.paper import RECOVERY
 
-MOMENTS = (0.25, 0.4, 0.5, 0.6, 0.75)
+MOMENTS = (0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
 # Gaps 200 updates after replacement and at the end, in nats, and what replacement cost at once.
-PAPER = {0.25: ("0.0061", "0.0062", "2.72"), 0.75: ("0.0123", "0.0086", None)}
+PAPER = {0.25: ("0.0061", "0.0062", "2.72"), 0.75: ("0.0123", "0.0086", None), 1.0: (None, None, "7.99")}
 
 
 def _numbers(place: int, moment: float) -> tuple[Number, ...]:
     later, end, once = PAPER.get(moment, (None, None, None))
     title, path = f"at {moment:.0%}", ("runs", place)
+    at_once = Number(title=f"{title}, at once, %", path=(*path, "at_once"), paper=once, places=2, signed=True)
+    if moment == 1:
+        return (at_once,)
     return (
-        Number(title=f"{title}, at once, %", path=(*path, "at_once"), paper=once, places=2, signed=True),
+        at_once,
         Number(title=f"{title}, 200 updates later", path=(*path, "gap_after"), paper=later, places=4, signed=True),
         Number(title=f"{title}, at the end", path=(*path, "gap_at_end"), paper=end, places=4, signed=True),
     )
@@ -40,5 +43,8 @@ RECIPE = Recipe(
             numbers=tuple(number for place, moment in enumerate(MOMENTS) for number in _numbers(place, moment)),
         ),
     ),
-    notes=("Gaps are in nats of training loss; at the ends the mean is over the updates that there are.",),
+    notes=(
+        "Gaps are in nats of training loss; at the ends the mean is over the updates that there are. After training "
+        "there is no gap, as no update follows.",
+    ),
 )

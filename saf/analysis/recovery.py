@@ -84,19 +84,23 @@ def centred_mean(values: list[float], window: int) -> list[float]:
 
 
 def _curve(settings: Recovery, ordinary: dict[int, dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Return one run's smoothed gap after its event, and what the event cost at once."""
+    """Return one run's smoothed gap after its event, and what the event cost at once.
+
+    Of an event after the ordinary run's last update there is no gap: none follows.
+    """
     event = _event(path)
-    own = _losses(path)
     begin = event.update or 0
+    ended = begin == max(ordinary)
+    own = {} if ended else _losses(path)
     updates = [update for update in sorted(own) if update > begin and update in ordinary]
-    if not updates:
+    if not updates and not ended:
         raise InputError(f"{path} shares no update after its event at {begin} with {settings.ordinary}")
     if any(own[update]["tokens"] != ordinary[update]["tokens"] for update in updates):
         raise InputError(f"{path} and {settings.ordinary} trained on different numbers of tokens at the same update")
-    gaps = centred_mean([own[at]["loss"] - ordinary[at]["loss"] for at in updates], settings.window)
+    gaps = [] if ended else centred_mean([own[at]["loss"] - ordinary[at]["loss"] for at in updates], settings.window)
     before, later = event.values.get("loss_before"), event.values.get("loss_after")
     at_once = None if before is None or later is None else 100.0 * expm1(later - before)
-    kept = range(0, len(updates), -(-len(updates) // POINTS))
+    kept = range(0, len(updates), max(1, -(-len(updates) // POINTS)))
     return {
         "run": path,
         "update": begin,
@@ -104,7 +108,7 @@ def _curve(settings: Recovery, ordinary: dict[int, dict[str, Any]], path: Path) 
         "heads": len(event.heads),
         "at_once": at_once,
         "gap_after": dict(zip(updates, gaps, strict=True)).get(begin + settings.after),
-        "gap_at_end": gaps[-1],
+        "gap_at_end": gaps[-1] if gaps else None,
         "updates": [updates[place] for place in kept],
         "gap": [gaps[place] for place in kept],
     }

@@ -237,6 +237,13 @@ COLUMNS = {
         signed=True,
         needs=(REFERENCE, AGAINST, of(AGAINST)),
     ),
+    "relative": Column(
+        title="difference, %",
+        value=lambda row: row.change(OWN, AGAINST),
+        places=3,
+        signed=True,
+        needs=(AGAINST,),
+    ),
     "time_ratio": Column(title="time ratio", value=_time_ratio, places=3, needs=(AGAINST,), timed=True),
     "time_difference": Column(
         title="difference, s", value=_time_difference, places=1, signed=True, needs=(AGAINST,), timed=True

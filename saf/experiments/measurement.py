@@ -60,7 +60,8 @@ class Number:
 
     title: str
     path: tuple[str | int | Mapping[str, Any], ...]
-    """How to find it in the record: names, places in a list, or conditions that one entry of a list meets alone."""
+    """How to find it in the record: names, places in a list, or conditions that one entry of a list meets alone; empty
+    for a number that the paper alone has."""
     paper: str | None = None
     """What the paper has for it, as its text has it."""
     places: int = 3
@@ -77,7 +78,7 @@ class Number:
         Raises:
             InputError: Several entries of a list meet the conditions.
         """
-        value: Any = record
+        value: Any = record if self.path else None
         for step in self.path:
             if isinstance(step, Mapping):
                 met = [entry for entry in value or () if _meets(entry, step)]

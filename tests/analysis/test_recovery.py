@@ -44,6 +44,19 @@ def test_the_gap_is_smoothed_and_told_after_so_many_updates_and_at_the_end(make_
     assert "after 50%" in analysis_figure(record)
 
 
+def test_an_event_after_training_has_a_cost_at_once_and_no_gap(make_run):
+    ordinary, frozen = make_run("ordinary", lambda at: 1.0), make_run("frozen", lambda at: 1.0, begin=10)
+    last = make_run("last", lambda at: 1.0, begin=TOTAL)
+    record = measure(Recovery(ordinary=ordinary, runs=(frozen, last)))
+    _, run = record["runs"]
+    assert (run["share"], run["gap_after"], run["gap_at_end"], run["updates"]) == (1.0, None, None, [])
+    assert run["at_once"] == pytest.approx(100 * math.expm1(0.02))
+    _, table = tables(record)
+    assert table.rows[1][:2] == ("100%", "+2.02%")
+    assert "after 100%" not in analysis_figure(record), "there is nothing to draw of it"
+    assert analysis_figure({**record, "runs": [run]}).startswith("<svg")
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 50])
 def test_centred_means_are_of_the_values_that_there_are(window):
     values = [float(at * at) for at in range(9)]

@@ -1,6 +1,9 @@
-import pytest
+import math
 
-from saf.experiments.columns import AGAINST, COLUMNS, OWN, REFERENCE, Row
+import pytest
+import torch
+
+from saf.experiments.columns import AGAINST, COLUMNS, OWN, REFERENCE, Row, of
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.rows import Rows
 from saf.records.paper import MAIN
@@ -13,6 +16,18 @@ def test_a_time_ratio_is_of_whole_runs_and_none_where_one_was_not_timed():
     ratio = COLUMNS["time_ratio"].value
     assert ratio(Row({OWN: record(66.0), AGAINST: record(60.0)}, {})) == pytest.approx(1.1)
     assert ratio(Row({OWN: record(66.0), AGAINST: record(None)}, {})) is None
+
+
+def test_a_relative_difference_is_of_the_perplexities_themselves():
+    """Of changes of 1 and 3% the points differ by 2, and the perplexities by 1.98%."""
+    changes = {REFERENCE: 0.0, AGAINST: 0.01, OWN: 0.03}
+    runs = {role: {"key": role, "report_perplexity": 20 * (1 + change)} for role, change in changes.items()}
+    losses = {role: torch.tensor(math.log(run["report_perplexity"])) for role, run in runs.items()}
+    both = {of(AGAINST): runs[REFERENCE]}, {of(AGAINST): losses[REFERENCE]}
+    row = Row({**runs, **both[0]}, {**losses, **both[1]})
+    assert float(COLUMNS["relative"].value(row)) == pytest.approx(100 * 0.02 / 1.01, rel=1e-4)
+    assert float(COLUMNS["difference"].value(row)) == pytest.approx(2.0, rel=1e-4)
+    assert "reference" not in COLUMNS["relative"].needs
 
 
 def test_times_of_whole_runs_and_of_what_came_after_the_parent():

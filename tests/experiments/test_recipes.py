@@ -86,7 +86,7 @@ def test_columns_exist_and_the_papers_numbers_are_of_columns_shown(name):
     assert set(recipe.headline) <= set(recipe.columns) <= set(COLUMNS)
     for arm in recipe.arms:
         assert set(arm.paper) <= set(recipe.columns), arm.name
-        assert "difference" not in arm.paper or arm.against
+        assert not {"difference", "relative"} & set(arm.paper) or arm.against
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -104,6 +104,68 @@ def test_the_papers_numbers_are_in_its_text(name, shared):
     for number in (number for each in recipe.measurements for number in each.numbers):
         for plain in re.findall(r"\d[\d,.]*\d|\d", number.paper or ""):
             assert _stands_in(text, plain), f"{number.title}: {number.paper}"
+
+
+CELLS = {
+    # Of a table of the paper: the recipes that have its cells, and the columns of these, counted from 0.
+    "tab:main-results": (("contexts", "training_systems", "downstream"), (2, 3, 4, 5, 6, 7)),
+    "tab:downstream-details": (("downstream",), (2, 3, 4, 5, 6)),
+    "tab:pruning-additional-training": (("later_intervention", "pruning_downstream"), (1, 2, 3, 4)),
+    "tab:pruning-prefill": (("pruning_costs",), (3, 4)),
+    "tab:gradient-errors": (("implementation",), (1, 2, 3, 4)),
+}
+PROSE = {
+    # What the paper's text says beside its tables.
+    "pruning_costs": ("0.933", "0.877"),
+    "recovery": ("2.72", "7.99", "0.0061", "0.0123", "0.0062", "0.0086"),
+    "later_intervention": ("22.683", "23.049"),
+    "implementation": ("7.48e-7", "4.45e-3"),
+    "selectors": ("0.126",),
+    "joint_cost": ("0.126", "4.136", "5.092"),
+    "trainability": ("0.010 ± 0.006",),
+}
+
+
+def quoted(name) -> str:
+    """All that a recipe has of the paper."""
+    recipe = RECIPES[name]
+    papers = [text for arm in recipe.arms for text in arm.paper.values()]
+    papers += [number.paper for each in recipe.measurements for number in each.numbers if number.paper]
+    return "; ".join(papers).replace("\u2212", "-")
+
+
+@pytest.mark.parametrize("label", CELLS)
+def test_recipes_have_the_cells_of_the_papers_tables(label, shared):
+    (paper,) = (shared / "seeds").glob("*.txt")
+    body = paper.read_text().partition(f"\\label{{{label}}}")[2].partition("\\end{table")[0]
+    names, columns = CELLS[label]
+    has, seen = "; ".join(map(quoted, names)), 0
+    for row in (line.split("&") for line in body.splitlines() if line.count("&") >= max(columns)):
+        for cell in (row[column] for column in columns):
+            cell = (
+                cell.replace(r"\pm", " ± ")
+                .replace(r"\times10^{", "e")
+                .replace(r"1.000$\times$", "")
+                .replace("0.00\\%", "")
+            )
+            for number in re.findall(r"\d+\.\d+(?: ± \d+\.\d+|e-\d)?", cell):
+                seen += 1
+                assert _stands_in(has, number), f"no recipe has {number} of {label}"
+    assert seen > 8
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_recipes_have_what_the_papers_text_says_beside_its_tables(name):
+    for number in PROSE[name]:
+        assert _stands_in(quoted(name), number), number
+
+
+@pytest.mark.parametrize("name", ["selectors", "joint_cost", "trainability"])
+def test_the_papers_relative_differences_stand_under_percent_and_not_under_points(name):
+    """The paper resamples perplexities against one another there: 24.052 is 0.010% below 24.055, not points."""
+    numbers = {column: text for arm in RECIPES[name].arms for column, text in arm.paper.items()}
+    assert numbers["relative"] in ("+0.126", "\u22120.010 ± 0.006")
+    assert COLUMNS["relative"].title == "difference, %"
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"

@@ -73,14 +73,18 @@ def _profile_panel(
 
 
 def recovery(record: Record) -> str:
-    """Return the smoothed gap of every run to the ordinary one, by the updates after its intervention."""
+    """Return the smoothed gap of every run to the ordinary one, by the updates after its intervention.
+
+    Runs whose intervention no update follows have none.
+    """
     title = f"Training loss minus the ordinary run's, mean of {number(record['window'])} updates"
     parts = [label(0, 22, title, css="title")]
-    runs = list(zip(record["runs"], COLOURS * (1 + len(record["runs"]) // len(COLOURS)), strict=False))
+    drawn = [run for run in record["runs"] if run["updates"]]
+    runs = list(zip(drawn, COLOURS * (1 + len(drawn) // len(COLOURS)), strict=False))
     parts += legend(0, 50, [(f"line {css}", f"after {percent(run['share'])}") for run, css in runs])
     later = [[update - run["update"] for update in run["updates"]] for run, _ in runs]
     every = [gap for run, _ in runs for gap in run["gap"]]
-    panel = Panel(70, 96, 860, 420, Scale.of([at for line in later for at in line]), Scale.of([0.0, *every]))
+    panel = Panel(70, 96, 860, 420, Scale.of([at for line in later for at in line] or [0, 1]), Scale.of([0.0, *every]))
     parts += panel.frame("gap, nats", across="updates after the intervention")
     for (run, css), at in zip(runs, later, strict=True):
         parts.append(panel.line(list(zip(map(float, at), run["gap"], strict=True)), f"line {css}"))
