@@ -118,6 +118,7 @@ class Run(Command):
             files=self._examples(scale, finetunes=any(arm.task for each in recipes.values() for arm in each.arms)),
         )
         if data is not None:
+            made.folder = data.folder
             made.notes += notes_of_data(made, tokens=data.num_tokens("train"), vocabulary=data.vocab_size)
         measured = plan_measurements(recipes, made, only=self.arms)
         if not self.recipes:
@@ -127,6 +128,7 @@ class Run(Command):
         if data is None and made.runs:
             raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
         asked = {run.task for run in made.runs.values() if run.task and is_of_files(run.task)}
+        asked |= {given.task for each in measured.planned.values() for given in each.reads if given.task}
         if lacking := ", ".join(sorted(asked - made.files.keys())):
             raise SafError(f"examples of {lacking} are needed; name the folder that has them with --tasks")
         store = Store(self.store).open(write=True)

@@ -4,13 +4,15 @@ Constants were chosen by what the records of results/bench say that they took; t
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saf.analysis import ANALYSES
-from saf.bench.harness.arms import arms_of, default_backends, default_others
+from saf.bench.harness.arms import Comparison, arms_of, default_backends, default_others
 from saf.bench.harness.arms import plan as compared
 from saf.bench.harness.settings import MICRO_BATCHES, QWEN_POINTS
+from saf.bench.model.finetune import TIMED, FinetuneUpdateSettings
+from saf.experiments.examples import LAYOUTS
 from saf.experiments.measuring import Given, PlannedMeasurement
 from saf.experiments.plan import Plan
 from saf.experiments.rates import Rates
@@ -26,6 +28,8 @@ BLOCK_SECONDS = {"prefill": 0.6, "op": 0.4}
 gradients."""
 USUAL_RATES = (0.1, 0.25, 0.5, 0.75)
 """Where a benchmark's grid has them."""
+PADDED = 2.7
+"""How many times as long as the mean example a micro-batch of finetuning is, which its longest one decides."""
 ERRORS_SECONDS = 10.0
 """Of a layer against float64, whose record says 6 s with 50 changes of heads left out."""
 RECORDS_SECONDS = 5.0
@@ -46,17 +50,11 @@ def foretell(each: PlannedMeasurement, plan: Plan, rates: Rates) -> float:
 def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
     """Return the seconds of a benchmark beside its start."""
     settings = each.settings
+    if kind == "finetune":
+        return _finetuning(settings, rates)
     if kind not in ("update", *BLOCK_SECONDS):
         return ERRORS_SECONDS + 0.2 * float(settings.get("transitions", 0))
-    device = "cuda"
-    comparisons = compared(
-        kernels=("cudnn",),
-        others=default_others(settings.get("others"), device, compiled=True),
-        backends=default_backends(settings.get("backends", ()), device),
-        rates=settings.get("rates") or USUAL_RATES,
-        free=settings.get("free", True),
-        pruned=settings.get("pruned", False),
-    )
+    comparisons = _compared(settings)
     arms, pairs = len(arms_of(comparisons)), int(settings.get("pairs", 8))
     points = [tuple(map(int, point.split("x"))) for point in settings.get("points", ())] or list(QWEN_POINTS)
     compilation = 0.0 if kind == "op" else rates.compilation * (1.0 if kind == "update" else FORWARD_COMPILATION)
@@ -81,6 +79,35 @@ def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
         if settings.get("memory"):
             total += math.ceil(arms / workers) * (rates.start / 4 + CACHED * compilation + 2 * block)
     return total
+
+
+def _compared(settings: Mapping[str, Any]) -> Sequence[Comparison]:
+    """Return the arms of a benchmark's point, each with its baseline."""
+    device = "cuda"
+    return compared(
+        kernels=("cudnn",),
+        others=default_others(settings.get("others"), device, compiled=True),
+        backends=default_backends(settings.get("backends", ()), device),
+        rates=settings.get("rates") or USUAL_RATES,
+        free=settings.get("free", True),
+        pruned=settings.get("pruned", False),
+    )
+
+
+def _finetuning(settings: Mapping[str, Any], rates: Rates) -> float:
+    """Return the seconds of updates of finetuning, which are not compiled: orders, pairs and arms of some updates."""
+    examples, accumulation = TIMED[settings["task"]]
+    sizes = int(settings.get("batch_size") or examples), int(settings.get("accumulation") or accumulation)
+    length = int(settings.get("length") or FinetuneUpdateSettings.length)
+    longest = min(length, int(settings.get("max_tokens") or length))
+    width = round(min(longest, PADDED * LAYOUTS[settings["task"]].tokens))
+    one = rates.uncompiled * _update_seconds(settings, width, math.prod(sizes), rates)
+    block = int(settings.get("repeats", FinetuneUpdateSettings.repeats)) * max(one, sizes[1] * rates.launching)
+    comparisons, pairs = _compared(settings), int(settings.get("pairs", 8))
+    arms, ways = len(arms_of(comparisons)), 2 if settings.get("graphs") == "both" else 1
+    orders = len(settings.get("orders", FinetuneUpdateSettings.orders))
+    timed = ways * orders * (2 * pairs * len(comparisons) + int(settings.get("warmup", 3)) * arms) * block
+    return timed + (arms * (rates.start / 4 + 2 * block) if settings.get("memory") else 0.0)
 
 
 def _update_seconds(settings: Mapping[str, Any], length: int, sequences: float, rates: Rates) -> float:

@@ -1,12 +1,13 @@
 """What a recipe measures beside training: a benchmark, or an analysis of its arms' runs, as data.
 
 Where a setting's value depends on what was trained or measured before, a recipe writes what it means instead:
-`Checkpoint`, `RunOf`, `RecordOf`, `Changes`. `saf.experiments.measuring` turns them into paths.
+`Checkpoint`, `RunOf`, `RecordOf`, `Changes`, `FileOf`, `DataFolder`. `saf.experiments.measuring` turns them into paths.
 """
 
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from saf.analysis import ANALYSES
 from saf.bench.kinds import BENCHMARKS
@@ -51,7 +52,20 @@ class Changes:
     """Arms by group and name."""
 
 
-Reference = Checkpoint | RunOf | RecordOf | Changes
+@dataclass(frozen=True)
+class FileOf:
+    """Stand for a file of the examples that a task is finetuned on."""
+
+    task: str
+    part: Literal["train", "test"]
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """Stand for the folder of the prepared text, which has its tokenizer."""
+
+
+Reference = Checkpoint | RunOf | RecordOf | Changes | FileOf | DataFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +74,8 @@ class Number:
 
     title: str
     path: tuple[str | int | Mapping[str, Any], ...]
-    """How to find it in the record: names, places in a list, or conditions that one entry of a list meets alone; empty
-    for a number that the paper alone has."""
+    """How to find it in the record: names, places in a list, or conditions on the entries of one, of which a
+    frozenset lists several values that will do; empty for a number that the paper alone has."""
     paper: str | None = None
     """What the paper has for it, as its text has it."""
     places: int = 3
@@ -69,6 +83,8 @@ class Number:
     signed: bool = False
     scale: float = 1.0
     """What the record's number is multiplied by."""
+    mean: bool = False
+    """Whether it is the mean over all entries that meet the conditions; otherwise one alone may."""
     scientific: bool = False
     """Whether it is written as 1.19e-7, with three digits, whatever `places` says."""
 
@@ -76,20 +92,23 @@ class Number:
         """Return the number that a record has; None where it has none.
 
         Raises:
-            InputError: Several entries of a list meet the conditions.
+            InputError: Several entries of a list meet the conditions, and no mean is asked for.
         """
-        value: Any = record if self.path else None
+        values: list[Any] = [record] if self.path else []
         for step in self.path:
-            if isinstance(step, Mapping):
-                met = [entry for entry in value or () if _meets(entry, step)]
-                if len(met) > 1:
-                    raise InputError(f"{self.title}: {len(met)} entries meet {dict(step)}; add a condition")
-                value = met[0] if met else None
-            elif isinstance(step, int):
-                value = value[step] if value is not None and step < len(value) else None
-            else:
-                value = value.get(step) if value is not None else None
-        return None if value is None else self.scale * float(value)
+            values = [found for value in values for found in self._step(value, step) if found is not None]
+        return self.scale * statistics.fmean(map(float, values)) if values else None
+
+    def _step(self, value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
+        """Return what one step of the path leads to."""
+        if isinstance(step, Mapping):
+            met = [entry for entry in value if _meets(entry, step)]
+            if len(met) > 1 and not self.mean:
+                raise InputError(f"{self.title}: {len(met)} entries meet {dict(step)}; add a condition")
+            return met
+        if isinstance(step, int):
+            return [value[step]] if step < len(value) else []
+        return [value.get(step)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +206,17 @@ def _arms_of(reference: Reference) -> Iterator[str]:
     if isinstance(reference, Changes):
         for group in reference.arms.values():
             yield from group.values()
-    elif not isinstance(reference, RecordOf):
+    elif isinstance(reference, Checkpoint | RunOf):
         yield reference.arm
 
 
 def _meets(entry: Any, conditions: Mapping[str, Any]) -> bool:
     """Return whether an entry has what is asked for; conditions on an entry's own dictionary may leave names out."""
-    return isinstance(entry, Mapping) and all(
-        _meets(entry.get(name), value) if isinstance(value, Mapping) else entry.get(name) == value
-        for name, value in conditions.items()
-    )
+    return isinstance(entry, Mapping) and all(_has(entry.get(name), value) for name, value in conditions.items())
+
+
+def _has(found: Any, value: Any) -> bool:
+    """Return whether a value is what a condition asks for."""
+    if isinstance(value, Mapping):
+        return _meets(found, value)
+    return found in value if isinstance(value, frozenset) else found == value

@@ -17,7 +17,7 @@ from saf.analysis import ANALYSES
 from saf.errors import InputError, SafError
 from saf.experiments.columns import change_of
 from saf.experiments.execution import Launch, Outcome, Stop, flag_words, last_line
-from saf.experiments.measurement import Checkpoint, Measurement, RecordOf, Reference, RunOf
+from saf.experiments.measurement import Checkpoint, DataFolder, FileOf, Measurement, RecordOf, Reference, RunOf
 from saf.experiments.plan import Plan
 from saf.experiments.planned_run import SCHEMA
 from saf.experiments.recipe import Recipe
@@ -40,10 +40,20 @@ class Given:
     measurement: str | None = None
     changes: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
     """By group and name, a run and the one that it is compared with."""
+    named: tuple[str, ...] = ()
+    """Of what the command was given: the fingerprint of the text; or a task, which of its files, and their sum."""
+    path: Path | None = field(default=None, compare=False)
+    """Where that is, if it is known."""
+
+    @property
+    def task(self) -> str | None:
+        """Return the task whose examples it is a file of; None for anything else."""
+        return self.named[0] if len(self.named) > 1 else None
 
     def to_json(self) -> list[Any]:
         """Return what decides a measurement's outcome."""
-        return [self.run, self.step, self.measurement, {group: dict(arms) for group, arms in self.changes.items()}]
+        changes = {group: dict(arms) for group, arms in self.changes.items()}
+        return [self.run, self.step, self.measurement, changes, *([self.named] if self.named else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +102,8 @@ class Measurements:
 
         settings = {flag: given(value) for flag, value in measurement.flags(plan.scale.base).items()}
         on = tuple(map(given, measurement.taken(plan.scale.base)))
-        mine = seed if any(isinstance(each, Given) for each in (*on, *settings.values())) else None
+        read = (each for each in (*on, *settings.values()) if isinstance(each, Given))
+        mine = seed if any(not each.named for each in read) else None
         processes = measurement.group(plan.scale.base)
         deciding = [SCHEMA, measurement.does, on, settings, *([processes] if processes > 1 else [])]
         text = json.dumps(deciding, sort_keys=True, default=lambda value: value.to_json())
@@ -117,6 +128,12 @@ class Measurements:
             return Given(measurement=self.keys[name, reference.measurement, seed])
         if isinstance(reference, RunOf):
             return Given(run=plan.arms[name, reference.arm, seed])
+        if isinstance(reference, DataFolder):
+            return Given(named=(plan.data,), path=plan.folder)
+        if isinstance(reference, FileOf):
+            files = plan.files.get(reference.task)
+            named = (reference.task, reference.part, plan.examples.get(reference.task, ""))
+            return Given(named=named, path=files and (files.train if reference.part == "train" else files.test))
         if isinstance(reference, Checkpoint):
             key = plan.arms[name, reference.arm, seed]
             return Given(run=key, step=_step(name, reference, plan, key))
@@ -256,12 +273,20 @@ def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: L
     code = together(words(each, store, out), log, None, stop)
     if code != 0:
         return f"{each.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
-    write_json(store.measurement_file(each.key), {**read_result(out), "key": each.key, "seed": each.seed})
+    record = {**read_result(out), "key": each.key, "seed": each.seed}
+    if examples := {given.task: given.named[-1] for given in each.reads if given.task}:
+        record["examples"] = examples
+    write_json(store.measurement_file(each.key), record)
     return None
 
 
 def _path(given: Given, each: PlannedMeasurement, store: Store) -> Path:
     """Return the path that a measurement is told for what it reads."""
+    if given.named:
+        if given.path is None:
+            what = f"examples of {given.task} (--tasks)" if given.task else "a tokenizer, of the prepared text (--data)"
+            raise InputError(f"it needs {what}; name the folder")
+        return given.path
     if given.measurement is not None:
         return store.measurement_file(given.measurement)
     if given.run is None:

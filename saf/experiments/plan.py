@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError
@@ -25,6 +26,8 @@ class Plan:
     scale: Scale
     data: str
     """Fingerprint of the prepared data."""
+    folder: Path | None = None
+    """Of the prepared data, where it is known."""
     vocabulary: int | None = None
     """Tokens of the data's tokenizer, where they are known; the scale's otherwise."""
     files: Mapping[str, Examples] = field(default_factory=dict)

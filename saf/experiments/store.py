@@ -34,6 +34,8 @@ KIND = "experiment"
 """Of a record's header."""
 ADVICE = "restore it, or remove it: `saf run` makes it again, and trains the run again where its folder is gone"
 """What to do about a run's record that cannot be used."""
+MEASURED = "restore it, or remove it to measure again"
+"""What to do about a measurement's."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Store:
         path = self.measurement_file(key)
         if not path.exists():
             return None
-        record = read_result(path, advice="restore it, or remove it to measure again")
+        record = read_result(path, advice=MEASURED)
         if record.get("key") != key:
             raise InputError(f"{path} is the record of {record.get('key')!r}, a {record['kind']}; remove it")
         return record
@@ -155,7 +157,7 @@ class Store:
         return found[0]
 
     def examples(self) -> dict[str, str]:
-        """Return the fingerprint of the examples that the recorded runs were finetuned on, by task.
+        """Return the fingerprint of the examples that recorded runs were finetuned on or updates timed on, by task.
 
         Raises:
             InputError: A record is damaged, or they are of several files: which ones are meant must be said.
@@ -164,6 +166,9 @@ class Store:
         for record in self.every_record(instead="name the examples with --tasks, if it is of another recipe"):
             if record.get("examples"):
                 found.setdefault(record["settings"]["task"], set()).add(record["examples"])
+        for path in sorted(self.folder.glob("measurements/*.json")):
+            for task, print_ in read_result(path, advice=MEASURED).get("examples", {}).items():
+                found.setdefault(task, set()).add(print_)
         if several := sorted(task for task, prints in found.items() if len(prints) > 1):
             where = self.folder / "records"
             raise InputError(f"the records in {where} are of several files of {', '.join(several)}; name --tasks")

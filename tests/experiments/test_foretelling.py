@@ -30,7 +30,7 @@ def planned(kind, settings):
     "name",
     [
         *("update-4k-again", "update-8k", "update-16k", "memory-4k"),
-        *("prefill-b64-4k", "prefill-512", "prefill-b1", "op-layer-4k"),
+        *("prefill-b64-4k", "prefill-512", "prefill-b1", "op-layer-4k", "finetune-sst2", "finetune-boolq"),
     ],
 )
 def test_benchmarks_took_about_what_is_foretold(name):

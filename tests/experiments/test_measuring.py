@@ -8,8 +8,19 @@ from types import SimpleNamespace
 import pytest
 
 from saf.errors import InputError
+from saf.experiments.examples import find_examples, write_smoke_examples
 from saf.experiments.execution import Outcome, execute, in_a_process
-from saf.experiments.measurement import Changes, Checkpoint, Measurement, Number, RecordOf, RunOf, speedup
+from saf.experiments.measurement import (
+    Changes,
+    Checkpoint,
+    DataFolder,
+    FileOf,
+    Measurement,
+    Number,
+    RecordOf,
+    RunOf,
+    speedup,
+)
 from saf.experiments.measuring import carry_out, lost_inputs, plan_measurements, words
 from saf.experiments.plan import plan
 from saf.experiments.recipe import Arm, Recipe
@@ -101,6 +112,55 @@ def test_what_reads_no_run_is_measured_once_for_all_seeds_and_recipes(store):
     (one,) = found.planned.values()
     assert one.tables == (("x", "speed"), ("y", "speed"))
     assert words(one, store, Path("o.json")) == ["bench", "update", "--out", "o.json", "--model", "tiny"]
+
+
+FINETUNED = Measurement(
+    name="updates",
+    does="bench finetune",
+    settings={
+        "task": "sst2",
+        "data": FileOf("sst2", "train"),
+        "test": FileOf("sst2", "test"),
+        "tokenizer": DataFolder(),
+    },
+)
+
+
+def test_examples_and_tokenizer_are_told_where_they_are_and_decide_by_their_sums(store, command, tmp_path):
+    recipe = measured_recipe(FINETUNED)
+
+    def measured(folder, **others):
+        files = find_examples(write_smoke_examples(folder))
+        made = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=(1, 2), files=files, **others)
+        made.folder = tmp_path / "data"
+        return plan_measurements({"x": recipe}, made)
+
+    found = measured(tmp_path / "tasks")
+    assert found.planned.keys() == measured(tmp_path / "elsewhere").planned.keys(), "where they lie decides nothing"
+    (one,) = found.planned.values()
+    assert one.seed is None, "updates are timed once for all seeds"
+    told = " ".join(words(one, store, Path("o.json")))
+    for part in ("--data {0}/tasks/sst2/train.tsv", "--test {0}/tasks/sst2/dev.tsv", "--tokenizer {0}/data"):
+        assert part.format(tmp_path) in told
+    (tmp_path / "data").mkdir()
+    outcome = Outcome()
+    carry_out(found, store, outcome, say=lambda text: None, launch=command)
+    assert outcome.ended == [one.key]
+    # Tables are made of the records alone, which tell whose examples were timed.
+    again = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=(1,), examples=store.examples())
+    assert list(plan_measurements({"x": recipe}, again).planned) == [one.key]
+    for name, changes in (("data", {"data": "other"}), ("examples", {"data": "data", "examples": {"sst2": "other"}})):
+        other = plan({"x": recipe}, SCALES["smoke"], seeds=(1,), **{"examples": store.examples(), **changes})
+        assert list(plan_measurements({"x": recipe}, other).planned) != [one.key], name
+
+
+def test_examples_that_are_nowhere_are_asked_for(store, command):
+    made = plan({"x": measured_recipe(FINETUNED)}, SCALES["smoke"], data="data", seeds=(1,))
+    outcome = Outcome()
+    carry_out(plan_measurements({"x": measured_recipe(FINETUNED)}, made), store, outcome, say=print, launch=command)
+    (problem,) = outcome.failed.values()
+    assert "it needs examples of sst2 (--tasks); name the folder" in problem
+    assert not command.calls
 
 
 def test_several_processes_measure_together(prepare, command, monkeypatch, tmp_path):
@@ -253,6 +313,12 @@ def test_numbers_are_found_by_conditions_that_one_entry_meets():
     assert speedup("25%", 0.25, (8, 2), None).find({"rows": rows}) is None
     with pytest.raises(InputError, match="2 entries meet"):
         Number(title="any", path=("rows", {"backend": "toeplitz"}, "ratio")).find({"rows": rows})
+    orders = [{"order": f"of {seed}", "refused": seed == 3, "ratio": seed} for seed in (1, 2, 3, 4)]
+    several = {"order": frozenset(f"of {seed}" for seed in (1, 2, 3)), "refused": False}
+    found = Number(title="mean", path=("rows", several, "ratio"), mean=True)
+    assert found.find({"rows": orders}) == 1.5, "of the accepted ones among those asked for"
+    assert found.find({"rows": []}) is None
+    assert Number(title="the paper's alone", path=(), paper="1.0").find({"rows": orders}) is None
     assert Number(title="of", path=("pair", 1), scale=2.0).find({"pair": [1, 3]}) == 6.0
 
 
