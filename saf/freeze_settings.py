@@ -48,7 +48,7 @@ class CheckpointFreezing:
     device: Device = "auto"
     """Where to compute; auto is CUDA if there is one."""
     precision: Precision = "auto"
-    """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
+    """auto is bf16 autocast on CUDA, and fp32 on CPU. Weights in 16 bits run in their own dtype; fp32 refuses them."""
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""

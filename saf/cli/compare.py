@@ -15,6 +15,7 @@ from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.compare import compare_evaluations, compare_runs
+from saf.evaluate.evaluated import pair_words
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
@@ -30,7 +31,7 @@ class Compare(Command):
 
     Of two finetuned runs it tells what they answer differently, paired by question. Refuses runs that differ in more
     than the freezing. Of models that no run trained, such as those of transformers, and of zero-shot tasks it takes
-    what `saf evaluate --out` wrote of each.
+    what `saf evaluate --out` wrote of each, and refuses models of another shape or origin.
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional]
@@ -40,7 +41,8 @@ class Compare(Command):
     out: Path | None = None
     """Folder for compare.json; the frozen run's if not given, none for evaluations."""
     allow_differences: bool = False
-    """Compare all the same, listing what differs; the held-out windows must still be the same."""
+    """Compare all the same, listing what differs; the held-out windows must still be the same, of evaluations also
+    the precision and the questions."""
     resamples: Annotated[int, at_least(1)] = RESAMPLES
     """Bootstrap draws of windows."""
     seed: Annotated[int, at_least(0)] = 0
@@ -74,17 +76,16 @@ class Compare(Command):
         return record
 
     def _evaluations(self) -> dict[str, Any]:
-        """Compare what both evaluations have; raise InputError for a flag that is of runs, or nothing to compare."""
-        if self.allow_differences:
-            raise InputError("--allow-differences is of runs; evaluations must be of the same windows and precision")
+        """Compare what both evaluations have; raise InputError for nothing to compare."""
         record: dict[str, Any] = {}
         parts: list[Part] = []
+        pair = self.ordinary, self.frozen
         if self._both_have(perplexity.WRITTEN[0]):
             draws = {"resamples": self.resamples, "seed": self.seed}
-            record = compare_evaluations(self.ordinary, self.frozen, **draws)
+            record = compare_evaluations(*pair, allow_differences=self.allow_differences, **draws)
             parts.append(self._perplexities(record))
         if self._both_have(zero_shot.WRITTEN[0]):
-            changes = compare_zero_shot(self.ordinary, self.frozen)
+            changes = compare_zero_shot(*pair, allow_differences=self.allow_differences)
             record = {**record, "zero_shot": changes} if record else changes
             parts += zero_shot_comparison_tables(changes)
         if not parts:
@@ -113,7 +114,7 @@ class Compare(Command):
             "change": f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})",
             "windows": f"{record['windows']:,}",
         }
-        return Table.facts(f"{self.frozen} against {self.ordinary}", rows)
+        return Table.facts(f"{self.frozen} against {self.ordinary}", rows, notes=pair_words(record))
 
     def _compare_answers(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
         """Compare two finetuned runs, write compare.json, show and return it."""

@@ -14,10 +14,11 @@ from saf.cli.output import say, show
 from saf.data.text_data import TextData
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
+from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
 from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
-from saf.machine.execution import device_name, pick_device, resolve_precision
+from saf.machine.execution import device_name, pick_device
 from saf.machine.processes import agreed, done_once, is_first, joined
 from saf.records.table import Part, Table
 from saf.tasks.zero_shot import TaskName
@@ -60,7 +61,8 @@ class Evaluate(Command):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto is bf16 autocast on CUDA and fp32 on CPU."""
+    """auto is bf16 autocast on CUDA and fp32 on CPU; weights in 16 bits run in their own dtype, and fp32 opens them in
+    float32."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -86,7 +88,7 @@ class Evaluate(Command):
             if self.out is not None:
                 _check_own(self.out)
         harness = lm_eval_tasks() if self.tasks else None
-        opened = open_model(self.model, self.data, self.device, needs_data=harness is None)
+        opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=harness is None)
         record: dict[str, Any] = {}
         parts: list[Part] = []
         # Tasks first: what is missing or too long is known before minutes of perplexity.
@@ -115,7 +117,7 @@ class Evaluate(Command):
             limit=self.limit,
             precision=self.precision,
             out=self.out,
-            checkpoints={"model": opened.hash},
+            checkpoints=opened.checkpoints,
         )
 
     def _facts(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
@@ -136,6 +138,7 @@ class Evaluate(Command):
         """Return the record of the model's answers."""
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
         watch = Watch(say=say) if is_first() else SILENT
+        used = precision_in_use(opened.model, self.precision)
         answers = harness.ask(opened, self, progress=watch.countdowns("requests"))
         device = pick_device(self.device)
         return done_once(
@@ -143,10 +146,11 @@ class Evaluate(Command):
                 answers,
                 settings,
                 longest=opened.longest,
-                precision=resolve_precision(device, self.precision),
+                precision=used,
+                of=facts_of(opened.model),
                 out=self.out,
                 device=device_name(device),
-                checkpoints={"model": opened.hash},
+                checkpoints=opened.checkpoints,
             )
         )
 

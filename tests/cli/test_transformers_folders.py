@@ -56,6 +56,7 @@ def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, fro
     record = json.loads((frozen / "freezing.json").read_text())
     assert record["heads"] == found["frozen"]
     assert record["model"] == found["hash"]
+    assert (record["precision"], record["ancestors"]) == ("fp32", [])
     before = saf_json("inspect", base / "model")
     assert before["frozen"] == []
     assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != found["hash"]
@@ -83,9 +84,30 @@ def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_j
     assert record["delta_ppl_percent"] == pytest.approx(100 * (ratio - 1))
     assert record["provenance"]["checkpoints"]["frozen"] == saf_json("inspect", frozen)["hash"]
     assert saf_json("evaluate", base / "model", "--data", base / "text.txt", "--out", tmp_path / "text")["windows"] > 2
-    code, _, told = saf("compare", tmp_path / "text", tmp_path / "frozen")
+    assert (record["made_from"], record["differences"]) == (True, [])
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(frozen, dtype=torch.bfloat16).save_pretrained(half)
+    shutil.copyfile(base / "model" / "tokenizer.json", half / "tokenizer.json")
+    words = ("evaluate", half, "--data", base / "data", "--limit", 6, "--device", "cpu", "--out")
+    assert saf_json(*words, tmp_path / "narrow")["precision"] == "bf16 weights"
+    for one, other, said in (
+        ("text", "frozen", "differ in data_fingerprint"),
+        ("ordinary", "narrow", "differ in precision: fp32 in"),
+        ("frozen", "ordinary", "has no frozen or pruned heads, and that of"),
+    ):
+        code, _, told = saf("compare", tmp_path / one, tmp_path / other)
+        assert code == 2
+        assert said in told
+    # Opened in float32; the hash is of other files than `saf freeze` wrote, so that nothing tells what it is made from.
+    assert saf_json(*words, tmp_path / "wide", "--precision", "fp32")["precision"] == "fp32"
+    code, shown, _ = saf("compare", tmp_path / "ordinary", tmp_path / "wide")
+    assert code == 0
+    assert "No file tells whether the frozen model was made from the ordinary one." in " ".join(shown.split())
+    code, _, told = saf(
+        "freeze", half, "--data", base / "data", "--precision", "fp32", *FLAGS, "--out", tmp_path / "no"
+    )
     assert code == 2
-    assert "differ in data_fingerprint" in told
+    assert "precision fp32 was asked for, and the model has bf16 weights" in told
 
 
 def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp_path):
@@ -106,10 +128,13 @@ def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp
     bare = (tmp_path / "bare" / "report.html").read_text()
     assert "is not known here" in bare
     assert bare.count("F", bare.index("<pre>"), bare.index("</pre>")) == 3
+    config = tmp_path / "bare" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"changed": True}))
     for words, told in (
         ((base / "model",), "none of its heads is frozen"),
         ((frozen, tmp_path / "before"), "two evaluations, of the model before and after; got 1"),
-        ((frozen, tmp_path / "after", tmp_path / "before"), "is not an evaluation of"),
+        ((frozen, tmp_path / "after", tmp_path / "before"), "give them the other way round"),
+        ((tmp_path / "bare", tmp_path / "before", tmp_path / "after"), "is not an evaluation of"),
         ((frozen, base / "data"), "expected an evaluation"),
         ((frozen, "--picture", tmp_path / "heads.svg"), "--picture is of runs"),
     ):

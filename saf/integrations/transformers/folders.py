@@ -21,6 +21,7 @@ from saf.data import TokenData, calibration_windows
 from saf.data.text_data import TextData
 from saf.data.tokenizer import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafError
+from saf.evaluate.evaluated import PARENT, precision_in_use
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.freezing.choice import scores_collect
 from saf.freezing.recipe import freeze_
@@ -96,14 +97,26 @@ class TransformersFolder:
         """Return the SHA-256 that stands for configuration, weights and heads."""
         return folder_hash(self.folder)
 
-    def model(self, device: torch.device) -> nn.Module:
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Return the hashes of what `saf freeze` made the folder from, the nearest first; none where it is changed."""
+        if not (self.folder / RECORD).is_file():
+            return ()
+        record = read_json(self.folder / RECORD)
+        if record.get("model") != self.hash:
+            return ()
+        return (record["provenance"]["checkpoints"][PARENT], *record.get("ancestors", ()))
+
+    def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
         """Open the model with its frozen heads, without attention dropout, which models with such heads cannot have.
 
+        It has the dtype of its files unless another one is given.
         Raises CheckpointError where weights are missing from its files.
         """
-        without: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
+        options: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
+        options |= {} if dtype is None else {"dtype": dtype}
         try:
-            opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **without)
+            opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **options)
         except SafError:
             raise
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -197,8 +210,9 @@ def freeze_folder(
             f"prepare --tokenizer {found.folder}`"
         )
     model = found.model(device)
-    parent = found.hash  # of files that are there once the model was opened
+    parent, ancestors = found.hash, list(found.parents)  # of files that are there once the model was opened
     adapter_for(model)
+    used = precision_in_use(model, settings.precision)
     _tell_dropout(found, settings.out, say)
     if (longest := longest_input(model)) is None:
         raise InputError(f"the configuration of {type(model).__name__} does not tell how many positions it has")
@@ -228,9 +242,10 @@ def freeze_folder(
         {name: getattr(settings, name) for name in ("checkpoint", "data", "sequences", "batch_size", "precision")}
         | {"config": config.to_dict(), "length": length, "calibration_seed": seed, "finalize": settings.finalize},
         device=device_name(device),
-        checkpoints={"parent": parent},
+        checkpoints={PARENT: parent},
         data={"calibration": data.fingerprint},
     )
+    told = {"precision": used, "ancestors": ancestors}
     try:
         with new_folder(settings.out) as folder:
             _save_pretrained(model, folder)
@@ -239,7 +254,8 @@ def freeze_folder(
                     shutil.copyfile(found.folder / name, folder / name)
             report.save(folder)
             write_json(
-                folder / RECORD, {**head, "model": folder_hash(folder), **report.to_dict(), "schema": head["schema"]}
+                folder / RECORD,
+                {**head, **told, "model": folder_hash(folder), **report.to_dict(), "schema": head["schema"]},
             )
     except OSError as error:
         if (reason := no_room(error)) is None:
