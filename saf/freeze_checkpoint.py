@@ -41,6 +41,8 @@ def freeze_checkpoint(
         CheckpointError: The checkpoint is damaged, or `out` exists.
         InputError: No checkpoint is there, or settings that it cannot be frozen with.
     """
+    if settings.bos:
+        raise InputError("bos is of models of transformers; those of this project are trained without such a token")
     config, checkpoint = settings.config, _open(settings)
     device = pick_device(settings.device)
     batches, heldout = _batches(settings, checkpoint)

@@ -27,6 +27,8 @@ class CheckpointFreezing:
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on when None. For a model of transformers its
     tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
+    bos: bool = False
+    """Begin each sequence with the token that begins a text (BOS) of the tokenizer of a model of transformers."""
     sequences: Annotated[int, at_least(1)] = 32
     """Calibration sequences."""
     length: Annotated[int | None, at_least(1)] = None

@@ -52,6 +52,9 @@ class Evaluate(Command):
     folder, which may hold nothing else."""
     partition: Literal["report", "controller", "calibration", "train"] = "report"
     """Which text."""
+    bos: bool = False
+    """Begin each window of text with the token that begins a text (BOS) of the model's tokenizer; a model that was
+    trained to find one, as Gemma and Llama, is itself again with it. Tasks have it as the tokenizer adds it."""
     length: Annotated[int | None, at_least(1)] = None
     """Tokens of context in a window (the model's longest)."""
     batch_size: Annotated[int, at_least(1)] = 8
@@ -89,6 +92,8 @@ class Evaluate(Command):
                 _check_own(self.out)
         harness = lm_eval_tasks() if self.tasks else None
         opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=harness is None)
+        if self.bos and opened.data is None:
+            raise InputError("--bos is of text, and has no effect on tasks; give --data, or leave it out")
         record: dict[str, Any] = {}
         parts: list[Part] = []
         # Tasks first: what is missing or too long is known before minutes of perplexity.
@@ -116,6 +121,7 @@ class Evaluate(Command):
             batch_size=self.batch_size,
             limit=self.limit,
             precision=self.precision,
+            bos=opened.encoder().beginning(opened.folder) if self.bos else None,
             out=self.out,
             checkpoints=opened.checkpoints,
         )
@@ -130,6 +136,7 @@ class Evaluate(Command):
             "partition": f"{'all' if isinstance(data, TextData) else record['partition']} of {data.folder}",
             "windows": f"{record['windows']:,} of {record['length']:,} tokens",
             "precision": record["precision"],
+            "each begins with token": record["bos"],
             "written to": self.out,
         }
         return Table.facts(str(opened.folder), rows)

@@ -124,11 +124,12 @@ def compare_evaluations(
         InputError: A file is missing or damaged.
     """
     (record_o, losses_o), (record_f, losses_f) = read_evaluation(ordinary), read_evaluation(frozen)
-    for name in ("length", "data_fingerprint", "windows_hash", "precision"):
-        if record_o[name] != record_f[name]:
+    for name in ("length", "data_fingerprint", "bos", "windows_hash", "precision"):
+        if record_o.get(name) != record_f.get(name):
             raise CompareError(
-                f"the evaluations differ in {name}: {record_o[name]} in {ordinary}, {record_f[name]} in {frozen}; "
-                "evaluate both models on the same data, partition, length and limit, in one precision"
+                f"the evaluations differ in {name}: {record_o.get(name)} in {ordinary}, {record_f.get(name)} in "
+                f"{frozen}; evaluate both models on the same data, partition, length and limit, in one precision, with "
+                "the token that begins a text (bos) or without it"
             )
     pair = check_pair((record_o, record_f), (ordinary, frozen), allow_differences=allow_differences)
     models = (record["provenance"]["checkpoints"].get("model") for record in (record_o, record_f))

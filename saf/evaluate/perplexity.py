@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saf.adapters import language_model
 from saf.arguments import checked
 from saf.calibration.capture import evaluation_mode
-from saf.data import PARTITIONS, TokenData, sequential_windows
+from saf.data import PARTITIONS, TokenData, begun_with, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.tokens import FILE, TokenLosses
@@ -34,6 +34,7 @@ def evaluate_perplexity(
     batch_size: int = 8,
     limit: int | None = None,
     precision: str = "auto",
+    bos: int | None = None,
     out: Path | str | None = None,
     tokens: bool = True,
     checkpoints: Mapping[str, str | None] | None = None,
@@ -53,6 +54,7 @@ def evaluate_perplexity(
         limit: Stop after this many windows; None reads the partition.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere. Weights that are not float32
             run in their own dtype, which the record names.
+        bos: The token that every window begins with, before its `length` targets; None for none, as the text is.
         out: Folder for the files `WRITTEN`; nothing is written when None. What is written has the header of a result.
         tokens: Whether every token's log-probability is written, or the losses of windows alone.
         checkpoints: Hashes for that head, by role: of the checkpoint that `model` is, where it is one, and of what it
@@ -65,7 +67,10 @@ def evaluate_perplexity(
         DivergenceError: A log-probability that is not finite.
     """
     length = _check_settings(model, data, partition=partition, length=length, batch_size=batch_size, limit=limit)
+    if bos is not None and not 0 <= bos < (language_model(model).vocab_size or math.inf):
+        raise InputError(f"bos must be a token of the model, which has {language_model(model).vocab_size:,}; got {bos}")
     windows = sequential_windows(data.tokens(partition), length, limit)
+    windows = windows if bos is None else begun_with(windows, bos)
     language, used = language_model(model), precision_in_use(model, precision)
     device, done = language.device, 0
 
@@ -92,13 +97,14 @@ def evaluate_perplexity(
         "loss": loss,
         "perplexity": perplexity_of(loss),
         "precision": used,
+        "bos": bos,
         "data_fingerprint": data.fingerprint,
         "windows_hash": hash_windows(windows),
     }
     if out is None:
         return record
     settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
-    settings["precision"] = precision
+    settings |= {"precision": precision, "bos": bos}
 
     def write() -> dict[str, Any]:
         """Write both files and return the record with its header."""

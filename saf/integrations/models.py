@@ -27,6 +27,17 @@ class Encoder:
     """Without them."""
     first: int | None
     """The token that a text begins with which has no other one before it; None where nothing tells."""
+    bos: int | None = None
+    """The tokenizer's token that begins a text; None where it has none."""
+
+    def beginning(self, name: Path | str) -> int:
+        """Return the token that begins a text; raise InputError where the tokenizer, of the model `name`, has none."""
+        if self.bos is None:
+            raise InputError(
+                f"the tokenizer of {name} has no token that begins a text (BOS): its models were trained without one; "
+                "leave --bos out"
+            )
+        return self.bos
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,35 @@ def test_attention_dropout_is_switched_off_and_told(base, saf, tmp_path):
     assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
 
 
+def test_sequences_begin_with_the_tokenizers_bos_where_it_is_asked_for(base, saf, saf_json, tmp_path):
+    shutil.copytree(base / "model", tmp_path / "model")
+    words = ("--data", base / "text.txt", "--bos")
+    code, _, told = saf("evaluate", tmp_path / "model", *words)
+    assert code == 2
+    assert "has no token that begins a text (BOS)" in told
+    assert "leave --bos out" in told
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"bos_token": "Q"}')
+    frozen = (*words, "--length", 16, "--allow-shorter", "--max-fit-kl", 100, *FLAGS, "--out")
+    begun = saf_json("freeze", tmp_path / "model", *frozen, tmp_path / "begun")
+    text = Tokenizer.load(base / "model")
+    (bos,), ids = text.encode("Q"), text.encode(TEXT)
+    assert json.loads((tmp_path / "begun" / "freezing.json").read_text())["bos"] == bos
+    plain = saf_json("freeze", tmp_path / "model", *(word for word in frozen if word != "--bos"), tmp_path / "plain")
+    assert begun["sequences_hash"] != plain["sequences_hash"]
+    evaluate = ("evaluate", tmp_path / "begun", "--data", base / "text.txt", "--out")
+    assert saf_json(*evaluate, tmp_path / "one", "--bos")["bos"] == bos
+    _, losses = read_evaluation(tmp_path / "one")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "begun")(torch.tensor([[bos, *ids[:15]]])).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(ids[:16])).double()
+    torch.testing.assert_close(losses.windows[0], expected, rtol=1e-5, atol=1e-5)
+    saf_json(*evaluate, tmp_path / "other")
+    code, _, told = saf("compare", tmp_path / "one", tmp_path / "other")
+    assert code == 2
+    assert f"differ in bos: {bos} in" in told
+    assert "without it" in told
+
+
 def test_another_tokenizer_is_refused_by_name(base, saf, tmp_path):
     shutil.copytree(base / "model", tmp_path / "model")
     train_bpe([TEXT.upper()], vocab_size=280).save(tmp_path / "model" / "tokenizer.json")

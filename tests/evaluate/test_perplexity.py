@@ -124,6 +124,19 @@ def test_weights_in_16_bits_are_recorded_as_what_the_model_ran_in(data):
     assert precision_in_use(model.bfloat16(), "auto") == "bf16 weights"
 
 
+def test_windows_begin_with_the_token_asked_for_and_have_the_same_targets(data):
+    model = small()
+    windows = sequential_windows(data.tokens("report"), LENGTH, 3)[:, :-1]
+    begun = torch.cat([torch.full((3, 1), 7), windows], dim=1)
+    log_probs = torch.log_softmax(model(begun[:, :-1]), dim=-1).gather(-1, begun[:, 1:, None])
+    record = evaluate_perplexity(model, data, limit=3, bos=7)
+    assert record["loss"] == pytest.approx(-float(log_probs.detach().mean()), rel=1e-6)
+    assert (record["bos"], record["tokens"]) == (7, 3 * LENGTH)
+    assert record["windows_hash"] != evaluate_perplexity(model, data, limit=3)["windows_hash"]
+    with pytest.raises(InputError, match="bos must be a token of the model, which has 320; got 320"):
+        evaluate_perplexity(model, data, bos=320)
+
+
 def test_text_shorter_than_one_window_is_refused(data):
     model = small()
     model.config = SimpleNamespace(vocab_size=320, max_length=10**6)

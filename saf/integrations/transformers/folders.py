@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
@@ -17,7 +17,7 @@ from saf.adapters import TransformersAdapter, adapter_for, longest_input
 from saf.adapters.transformers_adapter import FAMILIES
 from saf.adapters.transformers_folder import CAUSAL, folder_hash, weight_files
 from saf.calibration import plan_calibration
-from saf.data import TokenData, calibration_windows
+from saf.data import TokenData, begun_with, calibration_windows
 from saf.data.text_data import TextData
 from saf.data.tokenizer import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafError
@@ -48,6 +48,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """What `saf freeze` copies from one folder into the other, bytes as they are."""
+_RECORDED = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision")
+"""Settings that `RECORD` has as they were given."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,9 @@ class TransformersFolder:
                 f"transformers finds no tokenizer of {self.name} ({_first(error)}); save it beside the model "
                 "(tokenizer.save_pretrained)"
             ) from error
-        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        return Encoder(tokenizer.encode, partial(tokenizer.encode, add_special_tokens=False), first)
+        bos = tokenizer.bos_token_id
+        first = tokenizer.eos_token_id if bos is None else bos
+        return Encoder(tokenizer.encode, partial(tokenizer.encode, add_special_tokens=False), first, bos)
 
     def data(self, path: Path | None) -> TokenData:
         """Open prepared data whose tokenizer is the model's, or plain text, which that tokenizer reads.
@@ -204,6 +207,7 @@ def freeze_folder(
         raise InputError("a model's folder holds no average of Q/K gradients, which this score reads; choose another")
     found = TransformersFolder.find(settings.checkpoint)
     device, data = pick_device(settings.device), found.data(settings.data)
+    bos = found.encoder().beginning(found.name) if settings.bos else None
     if "outputs" in config.needs and isinstance(data, TextData):
         raise InputError(
             "this score reads held-out text apart from the calibration text; give --data a folder made by `saf data "
@@ -218,11 +222,7 @@ def freeze_folder(
         raise InputError(f"the configuration of {type(model).__name__} does not tell how many positions it has")
     length = check_length(settings, longest, "that the model takes", most=longest)
     seed = settings.calibration_seed or 0
-    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")
-    batches, heldout = list(windows.split(settings.batch_size)), None
-    if "outputs" in config.needs:
-        count = settings.heldout_sequences
-        heldout = heldout_batches(data, length=length, count=count, batch_size=settings.batch_size)
+    batches, heldout = _batches(settings, data, length=length, seed=seed, bos=bos)
     limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
     with autocast(device, settings.precision):
         say(str(plan_calibration(model, batches, collect=scores_collect(config, {}), capture_bytes=limit)))
@@ -239,13 +239,13 @@ def freeze_folder(
         finalize_(model)
     head = result_header(
         "freezing",
-        {name: getattr(settings, name) for name in ("checkpoint", "data", "sequences", "batch_size", "precision")}
+        {name: getattr(settings, name) for name in _RECORDED}
         | {"config": config.to_dict(), "length": length, "calibration_seed": seed, "finalize": settings.finalize},
         device=device_name(device),
         checkpoints={PARENT: parent},
         data={"calibration": data.fingerprint},
     )
-    told = {"precision": used, "ancestors": ancestors}
+    told = {"precision": used, "bos": bos, "ancestors": ancestors}
     try:
         with new_folder(settings.out) as folder:
             _save_pretrained(model, folder)
@@ -262,6 +262,20 @@ def freeze_folder(
             raise
         raise CheckpointError(f"{reason}: {settings.out} was not written; free some space") from error
     return report, folder_hash(settings.out), parent
+
+
+def _batches(
+    settings: CheckpointFreezing, data: TokenData, *, length: int, seed: int, bos: int | None
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Return calibration sequences and, for scores that read outputs, held-out ones, in batches `[B, length]`."""
+    size, count, heldout = settings.batch_size, settings.heldout_sequences, None
+    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")
+    batches = list(windows.split(size))
+    if "outputs" in settings.config.needs:
+        heldout = heldout_batches(data, length=length, count=count, batch_size=size)
+    if bos is None:
+        return batches, heldout
+    return [begun_with(batch, bos) for batch in batches], heldout and [begun_with(batch, bos) for batch in heldout]
 
 
 def _tell_dropout(found: TransformersFolder, out: Path, say: Callable[[str], Any]) -> None:
