@@ -11,7 +11,7 @@ from typing import Any
 
 from saf.adapters.adapter import Adapter
 from saf.adapters.description import SCHEMA, STATE, TENSORS, described_beside, write_description
-from saf.errors import SafWarning
+from saf.errors import InputError, SafWarning
 from saf.heads import HeadLayout
 from saf.records.files import entries_hash, file_hash, write_atomically
 from saf.records.folders import new_files
@@ -22,6 +22,7 @@ CARD = "README.md"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How names of models that predict the next token end."""
 _BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
+_COST = "- what freezing cost: "
 _FRONT = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n"
 _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
@@ -47,6 +48,11 @@ def mark_(config: Any) -> None:
     """Say in a configuration that heads are frozen or pruned, and what opens its folder."""
     if mark_of(config) is None:
         config.saf = {"schema": SCHEMA, "open_with": OPENS, "events": []}
+
+
+def tell_of_event_(config: Any, **values: Any) -> None:
+    """Add to what a configuration tells of the last event that edited heads."""
+    mark_of(config)["events"][-1] |= values  # pyright: ignore[reportOptionalSubscript]
 
 
 def unmark_(config: Any) -> None:
@@ -107,6 +113,23 @@ def with_section(card: str | None, text: str) -> str:
     return found.sub(lambda _: whole, card) if found.search(card) else f"{card.rstrip()}\n\n{whole}"
 
 
+def tell_cost_(folder: Path, line: str) -> None:
+    """Add to the section of a folder's model card what freezing cost, in place of what was told of that before.
+
+    Saving the model again writes the section anew, without it: its weights may be others by then. Raises InputError for
+    a folder whose card has no section.
+    """
+    path = folder / CARD
+    card = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if not (found := re.search(f"{re.escape(_BEGIN)}\\n(.*?){re.escape(_END)}", card, re.DOTALL)):
+        raise InputError(
+            f"{path} has no section about frozen heads to add to; expected the folder that `saf freeze` or "
+            "save_pretrained wrote of a model with frozen heads"
+        )
+    kept = re.sub(f"^{re.escape(_COST)}.*\\n\\n?", "", found[1], flags=re.MULTILINE)
+    write_atomically(path, with_section(card, f"{kept}{_COST}{line}\n\n").encode())
+
+
 def section(adapter: Adapter) -> str:
     """Return what a model card says of the heads, in Markdown."""
     layouts = [site.layout for site in adapter.sites()]
@@ -139,10 +162,15 @@ def _map(layout: HeadLayout) -> str:
 def _told(event: dict[str, Any]) -> str:
     """Say in a line what is known of an event that froze or pruned heads."""
     patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
-    parts = [f"{len(event['heads'])} heads {event['kind']} by {event['score_name']}{patterns}"]
+    rate = "" if event.get("rate") is None else f", at a rate of {event['rate']:.1%}"
+    chosen = "as named" if event.get("named") else f"by {event['score_name']}"
+    heads = "1 head" if len(event["heads"]) == 1 else f"{len(event['heads'])} heads"
+    parts = [f"{heads} {event['kind']} {chosen}{rate}{patterns}"]
     if event.get("update") is not None:
         parts.append(f"after update {event['update']}")
-    parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens")
+    text = f" of {event['data']}" if event.get("data") else ""
+    begun = ", each begun by the token that begins a text" if event.get("bos") is not None else ""
+    parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens{text}{begun}")
     if kls := sorted(kl for *_, kl in event["fit_kl"]):
         parts.append(f"KL of the fits {kls[len(kls) // 2]:.4f} nats in the middle, {kls[-1]:.4f} at most")
     if event.get("loss_before") is not None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.adapters.transformers_folder import folder_hash, tell_cost_
 from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
@@ -43,6 +44,8 @@ class Compare(Command):
     allow_differences: bool = False
     """Compare all the same, listing what differs; the held-out windows must still be the same, of evaluations also
     the precision and the questions."""
+    card: Path | None = None
+    """Folder of the frozen model of transformers, whose model card (README.md) is told the change of perplexity."""
     resamples: Annotated[int, at_least(1)] = RESAMPLES
     """Bootstrap draws of windows."""
     seed: Annotated[int, at_least(0)] = 0
@@ -59,6 +62,8 @@ class Compare(Command):
         """Compare what both are, show and return it."""
         if kind_of(self.ordinary) is Kind.EVALUATION and kind_of(self.frozen) is Kind.EVALUATION:
             return self._evaluations()
+        if self.card is not None:
+            raise InputError("--card is of evaluations of models of transformers; runs have no model card")
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
         if any(map(has_answers, runs)):
             return self._compare_answers(ordinary, frozen)
@@ -84,6 +89,8 @@ class Compare(Command):
             draws = {"resamples": self.resamples, "seed": self.seed}
             record = compare_evaluations(*pair, allow_differences=self.allow_differences, **draws)
             parts.append(self._perplexities(record))
+        if self.card is not None:
+            self._tell_card(self.card, record)
         if self._both_have(zero_shot.WRITTEN[0]):
             changes = compare_zero_shot(*pair, allow_differences=self.allow_differences)
             record = {**record, "zero_shot": changes} if record else changes
@@ -97,6 +104,25 @@ class Compare(Command):
             write_json(self.out / "compare.json", record)
         show(record, *parts, as_json=self.json)
         return record
+
+    def _tell_card(self, folder: Path, record: Mapping[str, Any]) -> None:
+        """Tell a folder's model card what freezing cost; raise InputError where that was not measured of this model."""
+        if not record:
+            raise InputError("--card tells a change of perplexity; give evaluations that have one, made with --data")
+        if kind_of(folder) is not Kind.TRANSFORMERS or (
+            folder_hash(folder) != record["provenance"]["checkpoints"].get("frozen")
+        ):
+            raise InputError(
+                f"{self.frozen} is not an evaluation of {folder} as it is; give --card the folder of the frozen model, "
+                f"and evaluate it again (`saf evaluate {folder}`)"
+            )
+        low, high = record["ci95"]
+        tell_cost_(
+            folder,
+            f"perplexity {record['ppl_ordinary']:.4f} before, {record['ppl_frozen']:.4f} after, a change of "
+            f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f}), on {record['windows']:,} "
+            f"windows of {record['length']:,} tokens, in {record['precision']}",
+        )
 
     def _both_have(self, name: str) -> bool:
         """Return whether both evaluations have a file; say so on stderr where one alone has it."""

@@ -140,7 +140,8 @@ def compare_evaluations(
         data={record_o["partition"]: record_o["data_fingerprint"]},
     )
     delta = delta_of_windows(losses_o.windows, losses_f.windows, resamples=resamples, seed=seed)
-    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **delta, **pair}
+    shared = {name: record_f[name] for name in ("length", "precision")}
+    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **shared, **delta, **pair}
 
 
 def _opened(run: RecordedRun | Path | str) -> RecordedRun:

@@ -113,7 +113,15 @@ def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_j
 def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp_path):
     for name, folder in (("before", base / "model"), ("after", frozen)):
         saf_json("evaluate", folder, "--data", base / "data", "--limit", 6, "--device", "cpu", "--out", tmp_path / name)
-    record = saf_json("compare", tmp_path / "before", tmp_path / "after")
+    words = ("compare", tmp_path / "before", tmp_path / "after", "--card")
+    record = saf_json(*words, frozen)
+    card = (frozen / "README.md").read_text()
+    assert "by variance, at a rate of 25.0%, patterns by mean; calibrated on 4 sequences of 32 tokens of data;" in card
+    assert f"a change of {record['delta_ppl_percent']:+.3f}% (95% interval" in card
+    assert f"on 6 windows of {LENGTH} tokens, in fp32" in card
+    code, _, told = saf(*words, base / "model")
+    assert code == 2
+    assert f"is not an evaluation of {base / 'model'} as it is" in told
     saf_json("report", frozen, tmp_path / "before", tmp_path / "after", "--out", tmp_path / "whole.html")
     page = (tmp_path / "whole.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])

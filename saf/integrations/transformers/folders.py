@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file
 
 from saf.adapters import TransformersAdapter, adapter_for, longest_input
 from saf.adapters.transformers_adapter import FAMILIES
-from saf.adapters.transformers_folder import CAUSAL, folder_hash, weight_files
+from saf.adapters.transformers_folder import CAUSAL, folder_hash, tell_of_event_, weight_files
 from saf.calibration import plan_calibration
 from saf.data import TokenData, begun_with, calibration_windows
 from saf.data.text_data import TextData
@@ -237,6 +237,8 @@ def freeze_folder(
         )
     if settings.finalize:
         finalize_(model)
+    if len(report.heads):
+        tell_of_event_(model.config, data=data.folder.resolve().name, bos=bos)
     head = result_header(
         "freezing",
         {name: getattr(settings, name) for name in _RECORDED}
