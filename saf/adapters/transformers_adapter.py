@@ -34,7 +34,7 @@ from saf.adapters.transformers_attention import (
     state_of,
 )
 from saf.adapters.transformers_cache import mask_for_generation
-from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_, watch_owners
+from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, save_without_heads, unmark_, watch_owners
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout
@@ -273,7 +273,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             for name in (GENERATED_LENGTH, GENERATED_MASK):
                 vars(self.model).pop(name, None)
             for part in self._saved():
-                vars(part).pop(SAVE, None)
+                setattr(part, SAVE, partial(save_without_heads, part))
                 unmark_(part.config)
                 watch_owners(part, False)
 

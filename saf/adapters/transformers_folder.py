@@ -13,7 +13,7 @@ from saf.adapters.adapter import Adapter
 from saf.adapters.description import SCHEMA, STATE, TENSORS, described_beside, write_description
 from saf.errors import InputError, SafWarning
 from saf.heads import HeadLayout
-from saf.records.files import entries_hash, file_hash, write_atomically
+from saf.records.files import entries_hash, file_hash, read_json, write_atomically
 from saf.records.folders import new_files
 
 OPENS = "import saf.integrations.transformers"
@@ -24,6 +24,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 _BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
 _COST = "- what freezing cost: "
 _FRONT = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n"
+_TITLE = "# A model with frozen attention heads\n"
 _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
 
@@ -104,11 +105,35 @@ def save_with_heads(
     type(adapter.model).save_pretrained(adapter.model, save_directory, is_main_process, *rest, **options)
 
 
+def save_without_heads(
+    model: Any, save_directory: str | Path, is_main_process: bool = True, *rest: Any, **options: Any
+) -> None:
+    """Save a model whose heads were all undone, in place of what was saved of it with heads.
+
+    Where the folder's config.json tells of heads, their files and the card's section go: they are of the model that is
+    written over. Files about heads beside an ordinary model are of somebody else, and stay.
+    """
+    folder = Path(save_directory)
+    config = folder / "config.json"
+    old = is_main_process and config.is_file() and "saf" in read_json(config)
+    if old and (card := folder / CARD).is_file():
+        write_atomically(card, without_section(card.read_text(encoding="utf-8")).encode())
+    type(model).save_pretrained(model, save_directory, is_main_process, *rest, **options)
+    for name in (STATE, TENSORS) if old else ():
+        (folder / name).unlink(missing_ok=True)
+
+
+def without_section(card: str) -> str:
+    """Return a model card without its section about frozen heads and what `with_section` began a new card by."""
+    rest = re.sub(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\\n?", "", card, flags=re.DOTALL)
+    return rest.replace(_FRONT + _TITLE, "---\nlibrary_name: transformers\n---\n\n# A model\n")
+
+
 def with_section(card: str | None, text: str) -> str:
     """Return a model card with its section about frozen heads replaced, or added at its end."""
     whole = f"{_BEGIN}\n{text}{_END}\n"
     if card is None:
-        return f"{_FRONT}# A model with frozen attention heads\n\n{whole}"
+        return f"{_FRONT}{_TITLE}\n{whole}"
     found = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
     return found.sub(lambda _: whole, card) if found.search(card) else f"{card.rstrip()}\n\n{whole}"
 

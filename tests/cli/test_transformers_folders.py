@@ -110,6 +110,25 @@ def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_j
     assert "precision fp32 was asked for, and the model has bf16 weights" in told
 
 
+def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(frozen, saf_json, tmp_path):
+    folder = shutil.copytree(frozen, tmp_path / "undone")
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(f"{card}\nMine.\n")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    uninstall_(model)
+    model.save_pretrained(folder)
+    found = saf_json("inspect", folder)
+    assert (found["architecture"], found["frozen"], found["patterns"]) == ("LlamaForCausalLM", [], [])
+    assert not any((folder / name).exists() for name in ("saf.json", "saf.safetensors"))
+    card = (folder / "README.md").read_text()
+    assert "frozen" not in card
+    assert "Mine." in card
+    # A sidecar beside an ordinary model is of somebody else.
+    shutil.copyfile(frozen / "saf.json", folder / "saf.json")
+    model.save_pretrained(folder)
+    assert (folder / "saf.json").is_file()
+
+
 def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp_path):
     for name, folder in (("before", base / "model"), ("after", frozen)):
         saf_json("evaluate", folder, "--data", base / "data", "--limit", 6, "--device", "cpu", "--out", tmp_path / name)
@@ -246,10 +265,10 @@ def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, frozen,
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert f"transformers cannot open {tmp_path / 'cut'}: " in told(tmp_path / "cut")
-    undone = AutoModelForCausalLM.from_pretrained(shutil.copytree(frozen, tmp_path / "undone"))
-    uninstall_(undone)
-    undone.save_pretrained(tmp_path / "undone")
-    assert "the folder's own model has none, move saf.json and saf.safetensors out" in told(tmp_path / "undone")
+    shutil.copytree(frozen, tmp_path / "over")
+    AutoModelForCausalLM.from_pretrained(base / "model").save_pretrained(tmp_path / "over")
+    assert "the folder's own model has none, move saf.json and saf.safetensors out" in told(tmp_path / "over")
+    assert "an ordinary LlamaForCausalLM" in saf("inspect", tmp_path / "over")[1]
     config = make("llama-grouped").config
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
     wrong = told(tmp_path / "classes")
