@@ -81,7 +81,7 @@ def freeze_checkpoint(
 
 def _open(settings: CheckpointFreezing) -> Checkpoint:
     """Return the checkpoint that the settings name, and refuse a folder without optimiser state or an output in use."""
-    found = find_model(settings.checkpoint, optimizer=True)
+    found = find_model(settings.checkpoint, optimizer=True, or_transformers=True)
     if found.checkpoint is None:
         raise InputError(
             f"{settings.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
 from saf.adapters.adapter import Adapter, Removed, Sink
@@ -34,7 +35,7 @@ from saf.adapters.transformers_attention import (
     state_of,
 )
 from saf.adapters.transformers_cache import mask_for_generation
-from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, save_without_heads, unmark_, watch_owners
+from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_, watch_owners
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout
@@ -146,6 +147,8 @@ class TransformersSite:
                 linear.nx, linear.nf = linear.weight.shape
             else:
                 linear.out_features, linear.in_features = linear.weight.shape
+                # What quantises linear layers passes over this class of PyTorch; it fails at weights without entries.
+                linear.__class__ = nn.Linear if linear.weight.numel() else NonDynamicallyQuantizableLinear
         if self._family.tell_sizes is not None:
             self._family.tell_sizes(self.attention, layout)
         choose_forward(self.attention, self._family)
@@ -182,6 +185,7 @@ class TransformersAdapter(TransformersModel, Adapter):
         self._attention = [module for module in model.modules() if type(module).__name__ == known.attention]
         for attention in self._attention:
             linears = [type(getattr(attention, name)) for name in known.projections.values()]
+            linears = [nn.Linear if kind is NonDynamicallyQuantizableLinear else kind for kind in linears]
             if strange := [kind for kind in linears if f"{kind.__module__}.{kind.__qualname__}" != known.kind]:
                 wanted = "Conv1D" if known.kind == CONV1D else "nn.Linear"
                 raise UnsupportedError(
@@ -273,7 +277,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             for name in (GENERATED_LENGTH, GENERATED_MASK):
                 vars(self.model).pop(name, None)
             for part in self._saved():
-                setattr(part, SAVE, partial(save_without_heads, part))
+                vars(part).pop(SAVE, None)
                 unmark_(part.config)
                 watch_owners(part, False)
 

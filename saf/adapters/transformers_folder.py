@@ -4,6 +4,7 @@ Its configuration is marked by the entry `saf`, which names what opens the folde
 a map of the heads, and what is known of the events that made them so. What else it says stays.
 """
 
+import json
 import re
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ from saf.adapters.adapter import Adapter
 from saf.adapters.description import SCHEMA, STATE, TENSORS, described_beside, write_description
 from saf.errors import InputError, SafWarning
 from saf.heads import HeadLayout
-from saf.records.files import entries_hash, file_hash, read_json, write_atomically
+from saf.records.files import entries_hash, file_hash, write_atomically
 from saf.records.folders import new_files
 
 OPENS = "import saf.integrations.transformers"
@@ -105,22 +106,20 @@ def save_with_heads(
     type(adapter.model).save_pretrained(adapter.model, save_directory, is_main_process, *rest, **options)
 
 
-def save_without_heads(
-    model: Any, save_directory: str | Path, is_main_process: bool = True, *rest: Any, **options: Any
-) -> None:
-    """Save a model whose heads were all undone, in place of what was saved of it with heads.
+def holds_heads(folder: Path) -> bool:
+    """Return whether the configuration in a folder tells of edited heads; one that cannot be read does not."""
+    try:
+        return "saf" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
 
-    Where the folder's config.json tells of heads, their files and the card's section go: they are of the model that is
-    written over. Files about heads beside an ordinary model are of somebody else, and stay.
-    """
-    folder = Path(save_directory)
-    config = folder / "config.json"
-    old = is_main_process and config.is_file() and "saf" in read_json(config)
-    if old and (card := folder / CARD).is_file():
-        write_atomically(card, without_section(card.read_text(encoding="utf-8")).encode())
-    type(model).save_pretrained(model, save_directory, is_main_process, *rest, **options)
-    for name in (STATE, TENSORS) if old else ():
+
+def forget_heads_(folder: Path) -> None:
+    """Take the files about heads, and the card's section, out of a folder whose model was written over."""
+    for name in (STATE, TENSORS):
         (folder / name).unlink(missing_ok=True)
+    if (card := folder / CARD).is_file():
+        write_atomically(card, without_section(card.read_text(encoding="utf-8")).encode())
 
 
 def without_section(card: str) -> str:

@@ -230,9 +230,21 @@ def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Told, *, done: in
                 heads = HeadSet(accepted)
                 with frozen_for_now(model, heads, [made[head].pattern for head in heads], config.backend):
                     answers = study.answers(opened, f"{name}, {percent(rate)}")
-                told = {"name": f"{name} {percent(rate)}", "score": name, "rate": rate, "heads": heads.to_list()}
+                total = statistics.variance.numel()
+                told = {"name": f"{name} {_rate_words(config, len(heads), total)}", "score": name, "rate": rate}
+                told |= {"share": len(heads) / total, "heads": heads.to_list()}
                 told |= _described(heads, made, rejected, statistics)
                 yield told | _compared(ordinary, answers)
+
+
+def _rate_words(config: FreezeConfig, frozen: int, total: int) -> str:
+    """Return the rate of an arm, and what was frozen where that is fewer heads than were asked for.
+
+    >>> _rate_words(FreezeConfig(rate=0.9), 11, 12), _rate_words(FreezeConfig(rate=0.9), 9, 12)
+    ('90%', '75% (90% asked for)')
+    """
+    asked = percent(config.rate)
+    return asked if frozen == config.requested(total) else f"{percent(round(frozen / total, 3))} ({asked} asked for)"
 
 
 def _choose(

@@ -110,7 +110,7 @@ def open_model(
         opened = found.data(data) if needs_data or data is not None else None
         dtype = torch.float32 if precision == "fp32" else None
         return OpenedModel(found.model(chosen, dtype), opened, path, found.hash, found.encoder, found.parents)
-    source = find_model(path)
+    source = find_model(path, or_transformers=True)
     tokens = open_data(data, source)
 
     def encoder() -> Encoder:

@@ -110,7 +110,7 @@ def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_j
     assert "precision fp32 was asked for, and the model has bf16 weights" in told
 
 
-def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(frozen, saf_json, tmp_path):
+def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(base, frozen, saf_json, tmp_path):
     folder = shutil.copytree(frozen, tmp_path / "undone")
     card = (folder / "README.md").read_text()
     (folder / "README.md").write_text(f"{card}\nMine.\n")
@@ -125,7 +125,7 @@ def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(frozen, saf_jso
     assert "Mine." in card
     # A sidecar beside an ordinary model is of somebody else.
     shutil.copyfile(frozen / "saf.json", folder / "saf.json")
-    model.save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(base / "model").save_pretrained(folder)
     assert (folder / "saf.json").is_file()
 
 
@@ -257,7 +257,8 @@ def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, frozen,
 
     shutil.copytree(base / "model", tmp_path / "model")
     (tmp_path / "model" / "config.json").unlink()
-    assert "expected a checkpoint (step-N)" in told(tmp_path / "model")
+    wanted = "expected a checkpoint (step-N), a run, a folder written by saf.save or a model of transformers"
+    assert wanted in told(tmp_path / "model")
     shutil.copytree(base / "model", tmp_path / "weightless")
     (tmp_path / "weightless" / "model.safetensors").unlink()
     assert "no weights beside it; expected model.safetensors" in told(tmp_path / "weightless")
@@ -266,7 +267,7 @@ def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, frozen,
     weights.write_bytes(weights.read_bytes()[:1000])
     assert f"transformers cannot open {tmp_path / 'cut'}: " in told(tmp_path / "cut")
     shutil.copytree(frozen, tmp_path / "over")
-    AutoModelForCausalLM.from_pretrained(base / "model").save_pretrained(tmp_path / "over")
+    shutil.copytree(base / "model", tmp_path / "over", dirs_exist_ok=True)
     assert "the folder's own model has none, move saf.json and saf.safetensors out" in told(tmp_path / "over")
     assert "an ordinary LlamaForCausalLM" in saf("inspect", tmp_path / "over")[1]
     config = make("llama-grouped").config
