@@ -41,6 +41,8 @@ def freeze_checkpoint(
         CheckpointError: The checkpoint is damaged, or `out` exists.
         InputError: No checkpoint is there, or settings that it cannot be frozen with.
     """
+    if settings.bos:
+        raise InputError("bos is of models of transformers; those of this project are trained without such a token")
     config, checkpoint = settings.config, _open(settings)
     device = pick_device(settings.device)
     batches, heldout = _batches(settings, checkpoint)
@@ -79,7 +81,7 @@ def freeze_checkpoint(
 
 def _open(settings: CheckpointFreezing) -> Checkpoint:
     """Return the checkpoint that the settings name, and refuse a folder without optimiser state or an output in use."""
-    found = find_model(settings.checkpoint, optimizer=True)
+    found = find_model(settings.checkpoint, optimizer=True, or_transformers=True)
     if found.checkpoint is None:
         raise InputError(
             f"{settings.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"

@@ -27,6 +27,8 @@ class CheckpointFreezing:
     data: Path | None = None
     """Folder made by `saf data prepare`; the one it was trained on when None. For a model of transformers its
     tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
+    bos: bool = False
+    """Begin each sequence with the token that begins a text (BOS) of the tokenizer of a model of transformers."""
     sequences: Annotated[int, at_least(1)] = 32
     """Calibration sequences."""
     length: Annotated[int | None, at_least(1)] = None
@@ -48,7 +50,7 @@ class CheckpointFreezing:
     device: Device = "auto"
     """Where to compute; auto is CUDA if there is one."""
     precision: Precision = "auto"
-    """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
+    """auto is bf16 autocast on CUDA, and fp32 on CPU. Weights in 16 bits run in their own dtype; fp32 refuses them."""
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""

@@ -112,11 +112,14 @@ def _data(path: Path) -> dict[str, Any]:
 
 def _saved(path: Path) -> dict[str, Any]:
     """Check what saf.save wrote, sums and patterns; `undoable` heads have the rows that were removed."""
-    heads = _frozen_heads(path)
+    heads, model = _frozen_heads(path), path / "config.json"
+    # With weights of transformers beside it: a sidecar in its base model's folder, or one that a model left behind.
+    theirs = read_json(model).get("architectures") if model.is_file() and "model_type" in read_json(model) else None
     sums = check_sums(path, read_json(path / "saf.json"))
     result = {
         "kind": "saved",
         "path": str(path),
+        "beside": theirs[0] if theirs and weight_files(path) else None,
         "verified": "saf.safetensors" in sums,
         "patterns": _patterns_by_layer(path, heads["frozen"]),
         "sha256": sums,

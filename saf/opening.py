@@ -47,8 +47,10 @@ class ModelFolder:
         return self.settings.get("data")
 
 
-def find_model(path: Path | str, *, optimizer: bool = False) -> ModelFolder:
+def find_model(path: Path | str, *, optimizer: bool = False, or_transformers: bool = False) -> ModelFolder:
     """Return where the model is that `path` means; with `optimizer`, a checkpoint's optimiser is checked too.
+
+    `or_transformers` says that the caller takes models of transformers, and has looked for one, for the message.
 
     Raises:
         InputError: There is none; the message says what was expected and what is there.
@@ -63,7 +65,8 @@ def find_model(path: Path | str, *, optimizer: bool = False) -> ModelFolder:
         )
     if kind_of(path) is Kind.TRANSFORMERS:
         raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
-    if expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL) is Kind.MODEL:
+    kinds = (Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, *([Kind.TRANSFORMERS] if or_transformers else []))
+    if expect(path, *kinds) is Kind.MODEL:
         return ModelFolder(path, None)
     checkpoint = find_checkpoint(path)
     assert checkpoint is not None, "a checkpoint or run is one or raises"

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
 from saf.adapters.adapter import Adapter, Removed, Sink
@@ -146,6 +147,8 @@ class TransformersSite:
                 linear.nx, linear.nf = linear.weight.shape
             else:
                 linear.out_features, linear.in_features = linear.weight.shape
+                # What quantises linear layers passes over this class of PyTorch; it fails at weights without entries.
+                linear.__class__ = nn.Linear if linear.weight.numel() else NonDynamicallyQuantizableLinear
         if self._family.tell_sizes is not None:
             self._family.tell_sizes(self.attention, layout)
         choose_forward(self.attention, self._family)
@@ -182,6 +185,7 @@ class TransformersAdapter(TransformersModel, Adapter):
         self._attention = [module for module in model.modules() if type(module).__name__ == known.attention]
         for attention in self._attention:
             linears = [type(getattr(attention, name)) for name in known.projections.values()]
+            linears = [nn.Linear if kind is NonDynamicallyQuantizableLinear else kind for kind in linears]
             if strange := [kind for kind in linears if f"{kind.__module__}.{kind.__qualname__}" != known.kind]:
                 wanted = "Conv1D" if known.kind == CONV1D else "nn.Linear"
                 raise UnsupportedError(

@@ -43,6 +43,21 @@ class Beginning(NamedTuple):
     mask: Tensor | None
 
 
+def left_padded(attention_mask: Tensor) -> Tensor | None:
+    """Return a mask `[B, T]` where it tells of padding on the left, else None; raise InputError for what none can be.
+
+    It is looked at once a pass: it waits for the device.
+    """
+    try:
+        return None if left_padding(attention_mask) is None else attention_mask
+    except InputError as error:
+        raise InputError(
+            f"{error}. Where it is given none, generate makes a mask of which tokens are pad_token_id, and so it does "
+            "for an assistant_model, which is never given one: where such tokens stand between others, pass "
+            "pad_token_id=eos_token_id to generate, by which it makes none"
+        ) from error
+
+
 def fixed_places(
     q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None
 ) -> Places | Beginning:
@@ -51,8 +66,7 @@ def fixed_places(
     `attention_mask [B, T]` tells of the tokens so far; what it tells of places beyond them has no effect.
     """
     if not isinstance(q_offset, Tensor):
-        mask = attention_mask
-        return Beginning(None if mask is None or left_padding(mask) is None else mask)
+        return Beginning(None if attention_mask is None else left_padded(attention_mask))
     start = None if attention_mask is None else left_padding(attention_mask, wait=False)
     # The cache counts on in the very tensor that it tells its length by.
     return Places.of(q_offset.clone(), q_length, kv_length, start)

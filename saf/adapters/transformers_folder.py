@@ -4,6 +4,7 @@ Its configuration is marked by the entry `saf`, which names what opens the folde
 a map of the heads, and what is known of the events that made them so. What else it says stays.
 """
 
+import json
 import re
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from saf.adapters.adapter import Adapter
 from saf.adapters.description import SCHEMA, STATE, TENSORS, described_beside, write_description
-from saf.errors import SafWarning
+from saf.errors import InputError, SafWarning
 from saf.heads import HeadLayout
 from saf.records.files import entries_hash, file_hash, write_atomically
 from saf.records.folders import new_files
@@ -22,7 +23,9 @@ CARD = "README.md"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How names of models that predict the next token end."""
 _BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
+_COST = "- what freezing cost: "
 _FRONT = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n"
+_TITLE = "# A model with frozen attention heads\n"
 _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
 
@@ -47,6 +50,11 @@ def mark_(config: Any) -> None:
     """Say in a configuration that heads are frozen or pruned, and what opens its folder."""
     if mark_of(config) is None:
         config.saf = {"schema": SCHEMA, "open_with": OPENS, "events": []}
+
+
+def tell_of_event_(config: Any, **values: Any) -> None:
+    """Add to what a configuration tells of the last event that edited heads."""
+    mark_of(config)["events"][-1] |= values  # pyright: ignore[reportOptionalSubscript]
 
 
 def unmark_(config: Any) -> None:
@@ -98,13 +106,52 @@ def save_with_heads(
     type(adapter.model).save_pretrained(adapter.model, save_directory, is_main_process, *rest, **options)
 
 
+def holds_heads(folder: Path) -> bool:
+    """Return whether the configuration in a folder tells of edited heads; one that cannot be read does not."""
+    try:
+        return "saf" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def forget_heads_(folder: Path) -> None:
+    """Take the files about heads, and the card's section, out of a folder whose model was written over."""
+    for name in (STATE, TENSORS):
+        (folder / name).unlink(missing_ok=True)
+    if (card := folder / CARD).is_file():
+        write_atomically(card, without_section(card.read_text(encoding="utf-8")).encode())
+
+
+def without_section(card: str) -> str:
+    """Return a model card without its section about frozen heads and what `with_section` began a new card by."""
+    rest = re.sub(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\\n?", "", card, flags=re.DOTALL)
+    return rest.replace(_FRONT + _TITLE, "---\nlibrary_name: transformers\n---\n\n# A model\n")
+
+
 def with_section(card: str | None, text: str) -> str:
     """Return a model card with its section about frozen heads replaced, or added at its end."""
     whole = f"{_BEGIN}\n{text}{_END}\n"
     if card is None:
-        return f"{_FRONT}# A model with frozen attention heads\n\n{whole}"
+        return f"{_FRONT}{_TITLE}\n{whole}"
     found = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
     return found.sub(lambda _: whole, card) if found.search(card) else f"{card.rstrip()}\n\n{whole}"
+
+
+def tell_cost_(folder: Path, line: str) -> None:
+    """Add to the section of a folder's model card what freezing cost, in place of what was told of that before.
+
+    Saving the model again writes the section anew, without it: its weights may be others by then. Raises InputError for
+    a folder whose card has no section.
+    """
+    path = folder / CARD
+    card = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if not (found := re.search(f"{re.escape(_BEGIN)}\\n(.*?){re.escape(_END)}", card, re.DOTALL)):
+        raise InputError(
+            f"{path} has no section about frozen heads to add to; expected the folder that `saf freeze` or "
+            "save_pretrained wrote of a model with frozen heads"
+        )
+    kept = re.sub(f"^{re.escape(_COST)}.*\\n\\n?", "", found[1], flags=re.MULTILINE)
+    write_atomically(path, with_section(card, f"{kept}{_COST}{line}\n\n").encode())
 
 
 def section(adapter: Adapter) -> str:
@@ -139,10 +186,15 @@ def _map(layout: HeadLayout) -> str:
 def _told(event: dict[str, Any]) -> str:
     """Say in a line what is known of an event that froze or pruned heads."""
     patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
-    parts = [f"{len(event['heads'])} heads {event['kind']} by {event['score_name']}{patterns}"]
+    rate = "" if event.get("rate") is None else f", at a rate of {event['rate']:.1%}"
+    chosen = "as named" if event.get("named") else f"by {event['score_name']}"
+    heads = "1 head" if len(event["heads"]) == 1 else f"{len(event['heads'])} heads"
+    parts = [f"{heads} {event['kind']} {chosen}{rate}{patterns}"]
     if event.get("update") is not None:
         parts.append(f"after update {event['update']}")
-    parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens")
+    text = f" of {event['data']}" if event.get("data") else ""
+    begun = ", each begun by the token that begins a text" if event.get("bos") is not None else ""
+    parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens{text}{begun}")
     if kls := sorted(kl for *_, kl in event["fit_kl"]):
         parts.append(f"KL of the fits {kls[len(kls) // 2]:.4f} nats in the middle, {kls[-1]:.4f} at most")
     if event.get("loss_before") is not None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from saf.adapters.documents import Documents
-from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places
+from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places, left_padded
 from saf.errors import UnsupportedError
-from saf.ops.positions import Places, assert_later, left_padding
+from saf.ops.positions import Places, assert_later
 from saf.ops.streams import captured
 
 Mask = Tensor | Documents | Places | Beginning | None
@@ -67,8 +67,7 @@ def padding_mask(
     if attention_mask is None:
         return None
     mask = attention_mask[:, kv_offset : kv_offset + kv_length]  # as transformers: it may tell of tokens to come
-    # Looked at here, once a pass: it waits for the device.
-    return None if left_padding(mask) is None else mask
+    return left_padded(mask)
 
 
 def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:

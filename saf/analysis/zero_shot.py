@@ -21,13 +21,14 @@ from saf.arguments import SHARES, above, at_least, check_fields
 from saf.calibration import calibrate
 from saf.data import calibration_windows
 from saf.errors import InputError
+from saf.evaluate.evaluated import precision_in_use
 from saf.evaluate.zero_shot import TaskAnswers, Told, TooLong, counted, paired_tasks
 from saf.freezing.choice import Judged, Made, accept, choose_by
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import make_patterns
 from saf.heads import Head, HeadSet
 from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
-from saf.machine.execution import Device, Precision, autocast, device_name, pick_device, resolve_precision
+from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
 from saf.records.files import to_json
@@ -111,9 +112,18 @@ def measure(settings: ZeroShot, watch: Watch = SILENT) -> dict[str, Any]:
     Raises InputError where what is there is of another model, other data, settings or sources.
     """
     lm_eval_tasks()  # now, not after the calibration
-    opened = open_model(settings.model, settings.data, settings.device, needs_data=not settings.frozen)
-    longest = settings.length or min(LENGTH, opened.longest)
-    others = [open_model(path, settings.data, settings.device, needs_data=False) for path in settings.frozen]
+    opened = open_model(
+        settings.model, settings.data, settings.device, precision=settings.precision, needs_data=not settings.frozen
+    )
+    longest, used = settings.length or min(LENGTH, opened.longest), precision_in_use(opened.model, settings.precision)
+    opening = {"precision": settings.precision, "needs_data": False}
+    others = [open_model(path, settings.data, settings.device, **opening) for path in settings.frozen]
+    for other in others:
+        if (its := precision_in_use(other.model, settings.precision)) != used:
+            raise InputError(
+                f"{other.folder} would answer in {its}, {opened.folder} in {used}; answers are compared in one "
+                "precision: save both models in one dtype, or give --precision fp32, which opens both in float32"
+            )
     longest = min([longest, *(other.longest for other in others)])
     study = _Study(settings, longest, watch)
     head = result_header(
@@ -126,7 +136,7 @@ def measure(settings: ZeroShot, watch: Watch = SILENT) -> dict[str, Any]:
     told = {
         "model": str(opened.folder),
         "length": longest,
-        "precision": resolve_precision(pick_device(settings.device), settings.precision),
+        "precision": used,
         "asked": len(others) or len(settings.scores) * len(settings.rates),
     }
     if watch.before is None:
@@ -220,9 +230,21 @@ def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Told, *, done: in
                 heads = HeadSet(accepted)
                 with frozen_for_now(model, heads, [made[head].pattern for head in heads], config.backend):
                     answers = study.answers(opened, f"{name}, {percent(rate)}")
-                told = {"name": f"{name} {percent(rate)}", "score": name, "rate": rate, "heads": heads.to_list()}
+                total = statistics.variance.numel()
+                told = {"name": f"{name} {_rate_words(config, len(heads), total)}", "score": name, "rate": rate}
+                told |= {"share": len(heads) / total, "heads": heads.to_list()}
                 told |= _described(heads, made, rejected, statistics)
                 yield told | _compared(ordinary, answers)
+
+
+def _rate_words(config: FreezeConfig, frozen: int, total: int) -> str:
+    """Return the rate of an arm, and what was frozen where that is fewer heads than were asked for.
+
+    >>> _rate_words(FreezeConfig(rate=0.9), 11, 12), _rate_words(FreezeConfig(rate=0.9), 9, 12)
+    ('90%', '75% (90% asked for)')
+    """
+    asked = percent(config.rate)
+    return asked if frozen == config.requested(total) else f"{percent(round(frozen / total, 3))} ({asked} asked for)"
 
 
 def _choose(

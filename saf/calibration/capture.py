@@ -3,16 +3,19 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Site
+from saf.arguments import Where
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
 
-Batch = Tensor | Mapping[str, Tensor]
+_OF_TEXT = "of text, saf.integrations.transformers.text_sequences makes them"
+Batch = Annotated[Tensor | Mapping[str, Tensor], Where(f"of token ids [B, T] ({_OF_TEXT})", lambda _: True)]
+"""Calibration sequences of one length, or padded ones with their mask; `Where` is said when something else came."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -91,7 +94,10 @@ def read_rows(batches: Iterable[Batch]) -> tuple[list[Tensor], list[list[int]]]:
     for batch in map(unwrapped, batches):
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
-            raise InputError(f"batches must be integer tensors [B, T]; got {_kind(tokens)}")
+            raise InputError(
+                "batches must be token ids, integer tensors [B, T] or mappings with such input_ids; got "
+                f"{_kind(tokens)}; {_OF_TEXT}"
+            )
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         ids.append(tokens.long().cpu())
         counts.append([tokens.shape[1]] * len(tokens) if mask is None else _counted(mask, tokens))

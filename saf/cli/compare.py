@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.adapters.transformers_folder import folder_hash, tell_cost_
 from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show
@@ -15,6 +16,7 @@ from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.compare import compare_evaluations, compare_runs
+from saf.evaluate.evaluated import pair_words
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
@@ -30,7 +32,7 @@ class Compare(Command):
 
     Of two finetuned runs it tells what they answer differently, paired by question. Refuses runs that differ in more
     than the freezing. Of models that no run trained, such as those of transformers, and of zero-shot tasks it takes
-    what `saf evaluate --out` wrote of each.
+    what `saf evaluate --out` wrote of each, and refuses models of another shape or origin.
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional]
@@ -40,7 +42,10 @@ class Compare(Command):
     out: Path | None = None
     """Folder for compare.json; the frozen run's if not given, none for evaluations."""
     allow_differences: bool = False
-    """Compare all the same, listing what differs; the held-out windows must still be the same."""
+    """Compare all the same, listing what differs; the held-out windows must still be the same, of evaluations also
+    the precision and the questions."""
+    card: Path | None = None
+    """Folder of the frozen model of transformers, whose model card (README.md) is told the change of perplexity."""
     resamples: Annotated[int, at_least(1)] = RESAMPLES
     """Bootstrap draws of windows."""
     seed: Annotated[int, at_least(0)] = 0
@@ -57,6 +62,8 @@ class Compare(Command):
         """Compare what both are, show and return it."""
         if kind_of(self.ordinary) is Kind.EVALUATION and kind_of(self.frozen) is Kind.EVALUATION:
             return self._evaluations()
+        if self.card is not None:
+            raise InputError("--card is of evaluations of models of transformers; runs have no model card")
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
         if any(map(has_answers, runs)):
             return self._compare_answers(ordinary, frozen)
@@ -74,17 +81,18 @@ class Compare(Command):
         return record
 
     def _evaluations(self) -> dict[str, Any]:
-        """Compare what both evaluations have; raise InputError for a flag that is of runs, or nothing to compare."""
-        if self.allow_differences:
-            raise InputError("--allow-differences is of runs; evaluations must be of the same windows and precision")
+        """Compare what both evaluations have; raise InputError for nothing to compare."""
         record: dict[str, Any] = {}
         parts: list[Part] = []
+        pair = self.ordinary, self.frozen
         if self._both_have(perplexity.WRITTEN[0]):
             draws = {"resamples": self.resamples, "seed": self.seed}
-            record = compare_evaluations(self.ordinary, self.frozen, **draws)
+            record = compare_evaluations(*pair, allow_differences=self.allow_differences, **draws)
             parts.append(self._perplexities(record))
+        if self.card is not None:
+            self._tell_card(self.card, record)
         if self._both_have(zero_shot.WRITTEN[0]):
-            changes = compare_zero_shot(self.ordinary, self.frozen)
+            changes = compare_zero_shot(*pair, allow_differences=self.allow_differences)
             record = {**record, "zero_shot": changes} if record else changes
             parts += zero_shot_comparison_tables(changes)
         if not parts:
@@ -96,6 +104,25 @@ class Compare(Command):
             write_json(self.out / "compare.json", record)
         show(record, *parts, as_json=self.json)
         return record
+
+    def _tell_card(self, folder: Path, record: Mapping[str, Any]) -> None:
+        """Tell a folder's model card what freezing cost; raise InputError where that was not measured of this model."""
+        if not record:
+            raise InputError("--card tells a change of perplexity; give evaluations that have one, made with --data")
+        if kind_of(folder) is not Kind.TRANSFORMERS or (
+            folder_hash(folder) != record["provenance"]["checkpoints"].get("frozen")
+        ):
+            raise InputError(
+                f"{self.frozen} is not an evaluation of {folder} as it is; give --card the folder of the frozen model, "
+                f"and evaluate it again (`saf evaluate {folder}`)"
+            )
+        low, high = record["ci95"]
+        tell_cost_(
+            folder,
+            f"perplexity {record['ppl_ordinary']:.4f} before, {record['ppl_frozen']:.4f} after, a change of "
+            f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f}), on {record['windows']:,} "
+            f"windows of {record['length']:,} tokens, in {record['precision']}",
+        )
 
     def _both_have(self, name: str) -> bool:
         """Return whether both evaluations have a file; say so on stderr where one alone has it."""
@@ -113,7 +140,7 @@ class Compare(Command):
             "change": f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})",
             "windows": f"{record['windows']:,}",
         }
-        return Table.facts(f"{self.frozen} against {self.ordinary}", rows)
+        return Table.facts(f"{self.frozen} against {self.ordinary}", rows, notes=pair_words(record))
 
     def _compare_answers(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
         """Compare two finetuned runs, write compare.json, show and return it."""

@@ -14,10 +14,11 @@ from saf.cli.output import say, show
 from saf.data.text_data import TextData
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
+from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
 from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
-from saf.machine.execution import device_name, pick_device, resolve_precision
+from saf.machine.execution import device_name, pick_device
 from saf.machine.processes import agreed, done_once, is_first, joined
 from saf.records.table import Part, Table
 from saf.tasks.zero_shot import TaskName
@@ -51,6 +52,9 @@ class Evaluate(Command):
     folder, which may hold nothing else."""
     partition: Literal["report", "controller", "calibration", "train"] = "report"
     """Which text."""
+    bos: bool = False
+    """Begin each window of text with the token that begins a text (BOS) of the model's tokenizer; a model that was
+    trained to find one, as Gemma and Llama, is itself again with it. Tasks have it as the tokenizer adds it."""
     length: Annotated[int | None, at_least(1)] = None
     """Tokens of context in a window (the model's longest)."""
     batch_size: Annotated[int, at_least(1)] = 8
@@ -60,7 +64,8 @@ class Evaluate(Command):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto is bf16 autocast on CUDA and fp32 on CPU."""
+    """auto is bf16 autocast on CUDA and fp32 on CPU; weights in 16 bits run in their own dtype, and fp32 opens them in
+    float32."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -86,7 +91,9 @@ class Evaluate(Command):
             if self.out is not None:
                 _check_own(self.out)
         harness = lm_eval_tasks() if self.tasks else None
-        opened = open_model(self.model, self.data, self.device, needs_data=harness is None)
+        opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=harness is None)
+        if self.bos and opened.data is None:
+            raise InputError("--bos is of text, and has no effect on tasks; give --data, or leave it out")
         record: dict[str, Any] = {}
         parts: list[Part] = []
         # Tasks first: what is missing or too long is known before minutes of perplexity.
@@ -114,8 +121,9 @@ class Evaluate(Command):
             batch_size=self.batch_size,
             limit=self.limit,
             precision=self.precision,
+            bos=opened.encoder().beginning(opened.folder) if self.bos else None,
             out=self.out,
-            checkpoints={"model": opened.hash},
+            checkpoints=opened.checkpoints,
         )
 
     def _facts(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
@@ -128,6 +136,7 @@ class Evaluate(Command):
             "partition": f"{'all' if isinstance(data, TextData) else record['partition']} of {data.folder}",
             "windows": f"{record['windows']:,} of {record['length']:,} tokens",
             "precision": record["precision"],
+            "each begins with token": record["bos"],
             "written to": self.out,
         }
         return Table.facts(str(opened.folder), rows)
@@ -136,6 +145,7 @@ class Evaluate(Command):
         """Return the record of the model's answers."""
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
         watch = Watch(say=say) if is_first() else SILENT
+        used = precision_in_use(opened.model, self.precision)
         answers = harness.ask(opened, self, progress=watch.countdowns("requests"))
         device = pick_device(self.device)
         return done_once(
@@ -143,10 +153,11 @@ class Evaluate(Command):
                 answers,
                 settings,
                 longest=opened.longest,
-                precision=resolve_precision(device, self.precision),
+                precision=used,
+                of=facts_of(opened.model),
                 out=self.out,
                 device=device_name(device),
-                checkpoints={"model": opened.hash},
+                checkpoints=opened.checkpoints,
             )
         )
 

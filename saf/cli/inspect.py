@@ -104,6 +104,11 @@ def _saved_tables(found: Mapping[str, Any]) -> list[Part]:
             "hash": found["hash"],
         }
     )
+    if (beside := found.get("beside")) is not None and not of:
+        of = {
+            "model beside it": f"an ordinary {beside}: these heads are not of its weights, and saf.load(model, folder) "
+            "freezes them in the model that they were made from; were they undone, move both files away"
+        }
     rows = {
         **of,
         "heads": _head_words(found),
@@ -112,7 +117,7 @@ def _saved_tables(found: Mapping[str, Any]) -> list[Part]:
         **{f"SHA-256 of {name}": value for name, value in found["sha256"].items()},
     }
     return [
-        Table.facts(f"{'saved model' if not of else 'model of transformers'} {found['path']}", rows),
+        Table.facts(f"{'saved model' if found['kind'] == 'saved' else 'model of transformers'} {found['path']}", rows),
         *_layer_table(found),
     ]
 

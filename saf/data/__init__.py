@@ -5,7 +5,7 @@ from saf.data.documents import PARTITIONS
 from saf.data.preparation import prepare
 from saf.data.token_data import DataIndex, TokenData
 from saf.data.tokenizer import Tokenizer
-from saf.data.windows import RandomWindows, ShuffledWindows, calibration_windows, sequential_windows
+from saf.data.windows import RandomWindows, ShuffledWindows, begun_with, calibration_windows, sequential_windows
 
 __all__ = [
     "PARTITIONS",
@@ -15,6 +15,7 @@ __all__ = [
     "ShuffledWindows",
     "TokenData",
     "Tokenizer",
+    "begun_with",
     "calibration_windows",
     "prepare",
     "sequential_windows",

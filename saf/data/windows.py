@@ -124,6 +124,18 @@ def sequential_windows(tokens: Tokens, length: int, limit: int | None = None) ->
     return _read(tokens, np.arange(windows) * length, length + 1)
 
 
+def begun_with(windows: Tensor, token: int) -> Tensor:
+    """Return windows `[N, n]` that begin with a token, as models find one at the beginning of a text; same size.
+
+    Each loses its last token. Where neighbours share a token, every token of the text is a target once all the same.
+
+    >>> begun_with(torch.tensor([[5, 6, 7], [7, 8, 9]]), 1)
+    tensor([[1, 5, 6],
+            [1, 7, 8]])
+    """
+    return torch.cat([torch.full_like(windows[:, :1], token), windows[:, :-1]], dim=1)
+
+
 def calibration_windows(
     data: TokenData, *, length: int, count: int, seed: int, source: str | None = None, setting: str = "count"
 ) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from saf.errors import CompareError, InputError
+from saf.evaluate.evaluated import check_pair
 from saf.evaluate.paired import RESAMPLES, delta_of_windows
 from saf.evaluate.perplexity import read_evaluation
 from saf.evaluate.tokens import TokenLosses
@@ -108,30 +109,39 @@ def compare_runs(
 
 
 def compare_evaluations(
-    ordinary: Path | str, frozen: Path | str, *, resamples: int = RESAMPLES, seed: int = 0
+    ordinary: Path | str,
+    frozen: Path | str,
+    *,
+    allow_differences: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Return delta-PPL with its interval of two folders that `saf evaluate --out` wrote, of models as they are.
 
     Raises:
-        CompareError: They are of other windows, or computed in another precision.
+        CompareError: They are of other windows, or computed in another precision; the models differ in more than the
+            freezing (`allow_differences` passes that alone), or the second one has no frozen or pruned heads.
         InputError: A file is missing or damaged.
     """
     (record_o, losses_o), (record_f, losses_f) = read_evaluation(ordinary), read_evaluation(frozen)
-    for name in ("length", "data_fingerprint", "windows_hash", "precision"):
-        if record_o[name] != record_f[name]:
+    for name in ("length", "data_fingerprint", "bos", "windows_hash", "precision"):
+        if record_o.get(name) != record_f.get(name):
             raise CompareError(
-                f"the evaluations differ in {name}: {record_o[name]} in {ordinary}, {record_f[name]} in {frozen}; "
-                "evaluate both models on the same data, partition, length and limit, in one precision"
+                f"the evaluations differ in {name}: {record_o.get(name)} in {ordinary}, {record_f.get(name)} in "
+                f"{frozen}; evaluate both models on the same data, partition, length and limit, in one precision, with "
+                "the token that begins a text (bos) or without it"
             )
+    pair = check_pair((record_o, record_f), (ordinary, frozen), allow_differences=allow_differences)
     models = (record["provenance"]["checkpoints"].get("model") for record in (record_o, record_f))
     head = result_header(
         "comparison",
-        {"resamples": resamples, "seed": seed},
+        {"allow_differences": allow_differences, "resamples": resamples, "seed": seed},
         checkpoints=dict(zip(("ordinary", "frozen"), models, strict=True)),
         data={record_o["partition"]: record_o["data_fingerprint"]},
     )
     delta = delta_of_windows(losses_o.windows, losses_f.windows, resamples=resamples, seed=seed)
-    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **delta}
+    shared = {name: record_f[name] for name in ("length", "precision")}
+    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **shared, **delta, **pair}
 
 
 def _opened(run: RecordedRun | Path | str) -> RecordedRun:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from saf.adapters import language_model
 from saf.arguments import checked
 from saf.calibration.capture import evaluation_mode
-from saf.data import PARTITIONS, TokenData, sequential_windows
+from saf.data import PARTITIONS, TokenData, begun_with, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
+from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.tokens import FILE, TokenLosses
-from saf.machine.execution import autocast, device_name, resolve_precision
+from saf.machine.execution import autocast, device_name
 from saf.machine.processes import done_once, group_place, shared_out
 from saf.records.files import check_file, write_json
 from saf.records.result import read_result, result_header
@@ -33,6 +34,7 @@ def evaluate_perplexity(
     batch_size: int = 8,
     limit: int | None = None,
     precision: str = "auto",
+    bos: int | None = None,
     out: Path | str | None = None,
     tokens: bool = True,
     checkpoints: Mapping[str, str | None] | None = None,
@@ -50,20 +52,26 @@ def evaluate_perplexity(
         length: Tokens of context in a window; the model's maximum when None.
         batch_size: Windows in a forward pass.
         limit: Stop after this many windows; None reads the partition.
-        precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere.
+        precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere. Weights that are not float32
+            run in their own dtype, which the record names.
+        bos: The token that every window begins with, before its `length` targets; None for none, as the text is.
         out: Folder for the files `WRITTEN`; nothing is written when None. What is written has the header of a result.
         tokens: Whether every token's log-probability is written, or the losses of windows alone.
-        checkpoints: Hashes for that head, by role: of the checkpoint that `model` is, where it is one.
+        checkpoints: Hashes for that head, by role: of the checkpoint that `model` is, where it is one, and of what it
+            was made from ("parent", "parent of parent").
         progress: Called with (windows done, windows) after each batch.
 
     Raises:
-        InputError: A setting out of range, or longer windows than the model takes.
+        InputError: A setting out of range, longer windows than the model takes, or "fp32" for narrower weights.
         DataError: Less than one window of text, or token ids the model does not have.
         DivergenceError: A log-probability that is not finite.
     """
     length = _check_settings(model, data, partition=partition, length=length, batch_size=batch_size, limit=limit)
+    if bos is not None and not 0 <= bos < (language_model(model).vocab_size or math.inf):
+        raise InputError(f"bos must be a token of the model, which has {language_model(model).vocab_size:,}; got {bos}")
     windows = sequential_windows(data.tokens(partition), length, limit)
-    language = language_model(model)
+    windows = windows if bos is None else begun_with(windows, bos)
+    language, used = language_model(model), precision_in_use(model, precision)
     device, done = language.device, 0
 
     def log_probs_of(batch: Tensor) -> Tensor:
@@ -88,14 +96,15 @@ def evaluate_perplexity(
         "tokens": log_probs.numel(),
         "loss": loss,
         "perplexity": perplexity_of(loss),
-        "precision": resolve_precision(device, precision),
+        "precision": used,
+        "bos": bos,
         "data_fingerprint": data.fingerprint,
         "windows_hash": hash_windows(windows),
     }
     if out is None:
         return record
     settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
-    settings["precision"] = precision
+    settings |= {"precision": precision, "bos": bos}
 
     def write() -> dict[str, Any]:
         """Write both files and return the record with its header."""
@@ -107,7 +116,7 @@ def evaluate_perplexity(
             data={partition: data.fingerprint},
         )
         losses = TokenLosses.of(log_probs, tokens=tokens)
-        written = {**head, **record, "log_probs_sha256": losses.write(Path(out))}
+        written = {**head, **record, "of": facts_of(model), "log_probs_sha256": losses.write(Path(out))}
         written |= {"log_probs_step": losses.step} if tokens else {}
         write_json(Path(out) / WRITTEN[0], written)
         return written

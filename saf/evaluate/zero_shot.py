@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from saf.errors import CompareError
 from saf.evaluate.answers import holm, paired_answers, summary
+from saf.evaluate.evaluated import check_pair, pair_words
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
 from saf.records.result import read_result, result_header
 from saf.records.table import Part, Table
@@ -48,16 +49,19 @@ def zero_shot_record(
     *,
     longest: int,
     precision: str,
+    of: Mapping[str, Any],
     out: Path | None = None,
     **header: Any,
 ) -> dict[str, Any]:
     """Return the record of an evaluation, and write it with every answer into `out` if given.
 
-    `longest` is the most tokens of an input, `header` what `result_header` takes.
+    `longest` is the most tokens of an input, `of` what `facts_of` tells of the model, `header` what `result_header`
+    takes.
     """
     record = {
         **result_header("zero_shot", settings, **header),
         "precision": precision,
+        "of": dict(of),
         "longest": longest,
         "tasks": {name: task.to_dict() for name, task in tasks.items()},
     }
@@ -79,11 +83,12 @@ def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, list[d
     return record, by_task
 
 
-def compare_zero_shot(ordinary: Path | str, frozen: Path | str) -> dict[str, Any]:
+def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differences: bool = False) -> dict[str, Any]:
     """Return what two evaluations of the same questions differ by, task by task.
 
     Raises:
-        CompareError: Other tasks or questions, another precision, or questions that were shortened to other lengths.
+        CompareError: Other tasks or questions, another precision, questions that were shortened to other lengths, or
+            models that differ in more than the freezing (`allow_differences` passes that alone).
         InputError: A file is missing or damaged.
     """
     (record_o, answers_o), (record_f, answers_f) = read_zero_shot(ordinary), read_zero_shot(frozen)
@@ -104,12 +109,13 @@ def compare_zero_shot(ordinary: Path | str, frozen: Path | str) -> dict[str, Any
         role: record["provenance"]["checkpoints"].get("model")
         for role, record in (("ordinary", record_o), ("frozen", record_f))
     }
-    head = result_header("zero_shot_comparison", {}, checkpoints=models)
+    pair = check_pair((record_o, record_f), (ordinary, frozen), allow_differences=allow_differences)
+    head = result_header("zero_shot_comparison", {"allow_differences": allow_differences}, checkpoints=models)
     changes = paired_tasks(
         {name: (record_o["tasks"][name], answers_o[name]) for name in record_o["tasks"]},
         {name: (record_f["tasks"][name], answers_f[name]) for name in record_o["tasks"]},
     )
-    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **changes}
+    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **changes, **pair}
 
 
 Told = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
@@ -168,6 +174,7 @@ def zero_shot_comparison_tables(record: Mapping[str, Any]) -> list[Part]:
         f"Mean change {100 * record['mean_difference']:+.2f} points. Intervals are 95% over questions, paired; p is of "
         "McNemar's exact test, Holm's correction is over the tasks; a large p shows no equality.",
         "Gained and lost: questions that the frozen or the ordinary model alone answers rightly.",
+        *pair_words(record),
     ]
     head = ["task", "questions", "ordinary, %", "frozen, %", "change", "gained / lost", "p", "Holm"]
     taken = {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saf.arguments import checked
 from saf.errors import InputError
+from saf.freezing.config import BUDGETS
 from saf.freezing.heldout import HeldOutFit
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
@@ -117,7 +118,10 @@ class FreezeReport:
         """Return what of `to_dict` a model is told along with: its heads, how they were chosen, and on what."""
         names = ("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash")
         values = self.to_dict()
-        made = {"kind": self.kind, "pattern": self.config["pattern"], "rate": self.config["rate"]}
+        made = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
+        # A rate is the setting of those alone who gave no other.
+        others = any(self.config[name] is not None for name in BUDGETS if name != "rate")
+        made["rate"] = None if others else self.config["rate"]
         return made | {name: values[name] for name in names}
 
     def tensors(self) -> dict[str, Tensor]:

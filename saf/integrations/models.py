@@ -1,6 +1,6 @@
 """The model that a path means, whoever made it, with its data and its tokenizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +11,7 @@ from torch import nn
 from saf.adapters import longest_input
 from saf.data import TokenData
 from saf.errors import InputError
+from saf.evaluate.evaluated import PARENT
 from saf.machine.execution import Device, pick_device
 from saf.opening import find_model, open_data
 from saf.records.paths import means_transformers
@@ -26,6 +27,17 @@ class Encoder:
     """Without them."""
     first: int | None
     """The token that a text begins with which has no other one before it; None where nothing tells."""
+    bos: int | None = None
+    """The tokenizer's token that begins a text; None where it has none."""
+
+    def beginning(self, name: Path | str) -> int:
+        """Return the token that begins a text; raise InputError where the tokenizer, of the model `name`, has none."""
+        if self.bos is None:
+            raise InputError(
+                f"the tokenizer of {name} has no token that begins a text (BOS): its models were trained without one; "
+                "leave --bos out"
+            )
+        return self.bos
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,14 @@ class OpenedModel:
     """Of what was opened."""
     encoder: Callable[[], Encoder]
     """Opens its tokenizer."""
+    parents: Sequence[str] = ()
+    """Hashes of what it was frozen in, the nearest first, where its files tell."""
+
+    @property
+    def checkpoints(self) -> dict[str, str | None]:
+        """Return the hashes of the model and of what it was made from, by role, for the head of a result."""
+        roles = {PARENT + f" of {PARENT}" * place: parent for place, parent in enumerate(self.parents)}
+        return {"model": self.hash, **roles}
 
     @property
     def longest(self) -> int:
@@ -72,8 +92,12 @@ def lm_eval_tasks() -> ModuleType:
     return lm_eval
 
 
-def open_model(path: Path, data: Path | None, device: Device, *, needs_data: bool = True) -> OpenedModel:
+def open_model(
+    path: Path, data: Path | None, device: Device, *, precision: str = "auto", needs_data: bool = True
+) -> OpenedModel:
     """Open a path's model and its data; a model of transformers is opened without data where it needs none.
+
+    With precision "fp32" a model of transformers is opened in float32, whatever its files hold.
 
     Raises:
         InputError: There is no model, or no data.
@@ -84,8 +108,9 @@ def open_model(path: Path, data: Path | None, device: Device, *, needs_data: boo
     if means_transformers(path):
         found = transformers_folders().TransformersFolder.find(path)
         opened = found.data(data) if needs_data or data is not None else None
-        return OpenedModel(found.model(chosen), opened, path, found.hash, found.encoder)
-    source = find_model(path)
+        dtype = torch.float32 if precision == "fp32" else None
+        return OpenedModel(found.model(chosen, dtype), opened, path, found.hash, found.encoder, found.parents)
+    source = find_model(path, or_transformers=True)
     tokens = open_data(data, source)
 
     def encoder() -> Encoder:

@@ -97,9 +97,9 @@ class Table:
         return cls(title=title, columns=tuple(columns), rows=cells, notes=tuple(notes))
 
     @classmethod
-    def facts(cls, title: str, values: Mapping[str, Any]) -> "Table":
+    def facts(cls, title: str, values: Mapping[str, Any], notes: Sequence[str] = ()) -> "Table":
         """Return a table of names and values without headings; names whose value is None are left out."""
-        return cls.of(title, (), [[name, value] for name, value in values.items() if value is not None])
+        return cls.of(title, (), [[name, value] for name, value in values.items() if value is not None], notes)
 
     def used(self, *, keep: Sequence[str] = ()) -> "Table":
         """Return the table without the columns that hold nothing; those named in `keep` stay."""

@@ -158,6 +158,20 @@ def test_assisted_tokens_are_the_greedy_ones(frozen, helper):
     assert torch.equal(generate(model, ids, torch.ones_like(ids), do_sample=False, **options), again)
 
 
+def test_pad_tokens_within_a_prompt_are_refused_with_whose_mask_they_make(frozen):
+    family, model = frozen
+    ids = tokens(1, 9, seed=6)
+    ids[0, 3] = model.generation_config.pad_token_id
+    assistant = make(family)
+    freeze(assistant, HeadSet([(0, 0), (0, 1), (2, 2)]))
+    given, options = torch.ones_like(ids), {"do_sample": False, "assistant_model": assistant}
+    with pytest.raises(InputError, match=r"for an assistant_model, .* pass pad_token_id=eos_token_id to generate"):
+        generate(model, ids, given, **options)
+    greedy = generate(model, ids, given, do_sample=False)
+    options["pad_token_id"] = model.generation_config.eos_token_id
+    assert torch.equal(generate(model, ids, given, **options), greedy)
+
+
 def test_a_cache_given_by_hand_goes_on_in_steps_of_any_size(frozen):
     _, model = frozen
     ids = tokens(2, 22, seed=7)

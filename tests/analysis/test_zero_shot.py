@@ -77,6 +77,8 @@ def test_every_arm_is_the_model_frozen_by_its_score_and_rate(folder, record):
         config = saf.FreezeConfig(rate=arm["rate"], score=arm["score"], max_fit_kl=100.0)
         report = saf.freeze_(frozen, ids, config)
         assert arm["heads"] == report.heads.to_list()
+        assert arm["name"] == f"{arm['score']} {100 * arm['rate']:.0f}%"
+        assert arm["share"] == len(report.heads) / statistics.variance.numel()
         after = answers(frozen)
         changes = []
         for name in TASKS:
@@ -163,7 +165,10 @@ def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
 def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):
     with pytest.raises(InputError, match="the model takes 16: --too-long cut"):
         measure(settings(folder, length=16))
-    found = measure(settings(folder, length=16, too_long="cut", rates=(0.25,), scores=("variance",), questions=2))
+    asked = {"rates": (0.9,), "scores": ("variance",), "questions": 2, "max_fit_kl": 0.01}
+    found = measure(settings(folder, length=16, too_long="cut", **asked))
     assert found["length"] == 16
+    (arm,) = found["arms"]
+    assert (arm["name"], arm["share"]) == ("variance 33.3% (90% asked for)", 8 / 24)
     assert found["overlap"] == {}
     assert found["ordinary"]["tasks"]["sst2"]["shortened"] == 2

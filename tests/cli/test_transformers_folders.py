@@ -56,6 +56,7 @@ def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, fro
     record = json.loads((frozen / "freezing.json").read_text())
     assert record["heads"] == found["frozen"]
     assert record["model"] == found["hash"]
+    assert (record["precision"], record["ancestors"]) == ("fp32", [])
     before = saf_json("inspect", base / "model")
     assert before["frozen"] == []
     assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != found["hash"]
@@ -83,15 +84,63 @@ def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_j
     assert record["delta_ppl_percent"] == pytest.approx(100 * (ratio - 1))
     assert record["provenance"]["checkpoints"]["frozen"] == saf_json("inspect", frozen)["hash"]
     assert saf_json("evaluate", base / "model", "--data", base / "text.txt", "--out", tmp_path / "text")["windows"] > 2
-    code, _, told = saf("compare", tmp_path / "text", tmp_path / "frozen")
+    assert (record["made_from"], record["differences"]) == (True, [])
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(frozen, dtype=torch.bfloat16).save_pretrained(half)
+    shutil.copyfile(base / "model" / "tokenizer.json", half / "tokenizer.json")
+    words = ("evaluate", half, "--data", base / "data", "--limit", 6, "--device", "cpu", "--out")
+    assert saf_json(*words, tmp_path / "narrow")["precision"] == "bf16 weights"
+    for one, other, said in (
+        ("text", "frozen", "differ in data_fingerprint"),
+        ("ordinary", "narrow", "differ in precision: fp32 in"),
+        ("frozen", "ordinary", "has no frozen or pruned heads, and that of"),
+    ):
+        code, _, told = saf("compare", tmp_path / one, tmp_path / other)
+        assert code == 2
+        assert said in told
+    # Opened in float32; the hash is of other files than `saf freeze` wrote, so that nothing tells what it is made from.
+    assert saf_json(*words, tmp_path / "wide", "--precision", "fp32")["precision"] == "fp32"
+    code, shown, _ = saf("compare", tmp_path / "ordinary", tmp_path / "wide")
+    assert code == 0
+    assert "No file tells whether the frozen model was made from the ordinary one." in " ".join(shown.split())
+    code, _, told = saf(
+        "freeze", half, "--data", base / "data", "--precision", "fp32", *FLAGS, "--out", tmp_path / "no"
+    )
     assert code == 2
-    assert "differ in data_fingerprint" in told
+    assert "precision fp32 was asked for, and the model has bf16 weights" in told
+
+
+def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(base, frozen, saf_json, tmp_path):
+    folder = shutil.copytree(frozen, tmp_path / "undone")
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(f"{card}\nMine.\n")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    uninstall_(model)
+    model.save_pretrained(folder)
+    found = saf_json("inspect", folder)
+    assert (found["architecture"], found["frozen"], found["patterns"]) == ("LlamaForCausalLM", [], [])
+    assert not any((folder / name).exists() for name in ("saf.json", "saf.safetensors"))
+    card = (folder / "README.md").read_text()
+    assert "frozen" not in card
+    assert "Mine." in card
+    # A sidecar beside an ordinary model is of somebody else.
+    shutil.copyfile(frozen / "saf.json", folder / "saf.json")
+    AutoModelForCausalLM.from_pretrained(base / "model").save_pretrained(folder)
+    assert (folder / "saf.json").is_file()
 
 
 def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp_path):
     for name, folder in (("before", base / "model"), ("after", frozen)):
         saf_json("evaluate", folder, "--data", base / "data", "--limit", 6, "--device", "cpu", "--out", tmp_path / name)
-    record = saf_json("compare", tmp_path / "before", tmp_path / "after")
+    words = ("compare", tmp_path / "before", tmp_path / "after", "--card")
+    record = saf_json(*words, frozen)
+    card = (frozen / "README.md").read_text()
+    assert "by variance, at a rate of 25.0%, patterns by mean; calibrated on 4 sequences of 32 tokens of data;" in card
+    assert f"a change of {record['delta_ppl_percent']:+.3f}% (95% interval" in card
+    assert f"on 6 windows of {LENGTH} tokens, in fp32" in card
+    code, _, told = saf(*words, base / "model")
+    assert code == 2
+    assert f"is not an evaluation of {base / 'model'} as it is" in told
     saf_json("report", frozen, tmp_path / "before", tmp_path / "after", "--out", tmp_path / "whole.html")
     page = (tmp_path / "whole.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
@@ -106,10 +155,13 @@ def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp
     bare = (tmp_path / "bare" / "report.html").read_text()
     assert "is not known here" in bare
     assert bare.count("F", bare.index("<pre>"), bare.index("</pre>")) == 3
+    config = tmp_path / "bare" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"changed": True}))
     for words, told in (
         ((base / "model",), "none of its heads is frozen"),
         ((frozen, tmp_path / "before"), "two evaluations, of the model before and after; got 1"),
-        ((frozen, tmp_path / "after", tmp_path / "before"), "is not an evaluation of"),
+        ((frozen, tmp_path / "after", tmp_path / "before"), "give them the other way round"),
+        ((tmp_path / "bare", tmp_path / "before", tmp_path / "after"), "is not an evaluation of"),
         ((frozen, base / "data"), "expected an evaluation"),
         ((frozen, "--picture", tmp_path / "heads.svg"), "--picture is of runs"),
     ):
@@ -151,6 +203,35 @@ def test_attention_dropout_is_switched_off_and_told(base, saf, tmp_path):
     assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
 
 
+def test_sequences_begin_with_the_tokenizers_bos_where_it_is_asked_for(base, saf, saf_json, tmp_path):
+    shutil.copytree(base / "model", tmp_path / "model")
+    words = ("--data", base / "text.txt", "--bos")
+    code, _, told = saf("evaluate", tmp_path / "model", *words)
+    assert code == 2
+    assert "has no token that begins a text (BOS)" in told
+    assert "leave --bos out" in told
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"bos_token": "Q"}')
+    frozen = (*words, "--length", 16, "--allow-shorter", "--max-fit-kl", 100, *FLAGS, "--out")
+    begun = saf_json("freeze", tmp_path / "model", *frozen, tmp_path / "begun")
+    text = Tokenizer.load(base / "model")
+    (bos,), ids = text.encode("Q"), text.encode(TEXT)
+    assert json.loads((tmp_path / "begun" / "freezing.json").read_text())["bos"] == bos
+    plain = saf_json("freeze", tmp_path / "model", *(word for word in frozen if word != "--bos"), tmp_path / "plain")
+    assert begun["sequences_hash"] != plain["sequences_hash"]
+    evaluate = ("evaluate", tmp_path / "begun", "--data", base / "text.txt", "--out")
+    assert saf_json(*evaluate, tmp_path / "one", "--bos")["bos"] == bos
+    _, losses = read_evaluation(tmp_path / "one")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "begun")(torch.tensor([[bos, *ids[:15]]])).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(ids[:16])).double()
+    torch.testing.assert_close(losses.windows[0], expected, rtol=1e-5, atol=1e-5)
+    saf_json(*evaluate, tmp_path / "other")
+    code, _, told = saf("compare", tmp_path / "one", tmp_path / "other")
+    assert code == 2
+    assert f"differ in bos: {bos} in" in told
+    assert "without it" in told
+
+
 def test_another_tokenizer_is_refused_by_name(base, saf, tmp_path):
     shutil.copytree(base / "model", tmp_path / "model")
     train_bpe([TEXT.upper()], vocab_size=280).save(tmp_path / "model" / "tokenizer.json")
@@ -176,7 +257,8 @@ def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, frozen,
 
     shutil.copytree(base / "model", tmp_path / "model")
     (tmp_path / "model" / "config.json").unlink()
-    assert "expected a checkpoint (step-N)" in told(tmp_path / "model")
+    wanted = "expected a checkpoint (step-N), a run, a folder written by saf.save or a model of transformers"
+    assert wanted in told(tmp_path / "model")
     shutil.copytree(base / "model", tmp_path / "weightless")
     (tmp_path / "weightless" / "model.safetensors").unlink()
     assert "no weights beside it; expected model.safetensors" in told(tmp_path / "weightless")
@@ -184,10 +266,10 @@ def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, frozen,
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert f"transformers cannot open {tmp_path / 'cut'}: " in told(tmp_path / "cut")
-    undone = AutoModelForCausalLM.from_pretrained(shutil.copytree(frozen, tmp_path / "undone"))
-    uninstall_(undone)
-    undone.save_pretrained(tmp_path / "undone")
-    assert "the folder's own model has none, move saf.json and saf.safetensors out" in told(tmp_path / "undone")
+    shutil.copytree(frozen, tmp_path / "over")
+    shutil.copytree(base / "model", tmp_path / "over", dirs_exist_ok=True)
+    assert "the folder's own model has none, move saf.json and saf.safetensors out" in told(tmp_path / "over")
+    assert "an ordinary LlamaForCausalLM" in saf("inspect", tmp_path / "over")[1]
     config = make("llama-grouped").config
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
     wrong = told(tmp_path / "classes")

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+import saf
 from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
+from saf.evaluate.evaluated import precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, read_evaluation
 from saf.machine.execution import resolve_precision
 from saf.models import GPT, GPTConfig
@@ -106,6 +108,33 @@ def test_bfloat16_is_near_and_recorded(data):
     assert (exact["precision"], rounded["precision"]) == ("fp32", "bf16")
     assert rounded["loss"] == pytest.approx(exact["loss"], rel=1e-2)
     assert resolve_precision(torch.device("cuda"), "auto") == "bf16"
+
+
+def test_weights_in_16_bits_are_recorded_as_what_the_model_ran_in(data):
+    model = small().bfloat16()
+    assert evaluate_perplexity(model, data, limit=1)["precision"] == "bf16 weights"
+    assert evaluate_perplexity(model, data, limit=1, precision="bf16")["precision"] == "bf16 weights, bf16 autocast"
+    with pytest.raises(InputError, match="fp32 was asked for, and the model has bf16 weights"):
+        evaluate_perplexity(model, data, limit=1, precision="fp32")
+    model.norm.float()
+    assert precision_in_use(model, "auto") == "bf16 and fp32 weights"
+    assert precision_in_use(small().double(), "fp32") == "fp64 weights"
+    # Logits of patterns that are trained on are float32 in any model.
+    saf.freeze_(model, [torch.randint(320, (4, LENGTH))], saf.FreezeConfig(rate=0.25, trainable=True, max_fit_kl=99))
+    assert precision_in_use(model.bfloat16(), "auto") == "bf16 weights"
+
+
+def test_windows_begin_with_the_token_asked_for_and_have_the_same_targets(data):
+    model = small()
+    windows = sequential_windows(data.tokens("report"), LENGTH, 3)[:, :-1]
+    begun = torch.cat([torch.full((3, 1), 7), windows], dim=1)
+    log_probs = torch.log_softmax(model(begun[:, :-1]), dim=-1).gather(-1, begun[:, 1:, None])
+    record = evaluate_perplexity(model, data, limit=3, bos=7)
+    assert record["loss"] == pytest.approx(-float(log_probs.detach().mean()), rel=1e-6)
+    assert (record["bos"], record["tokens"]) == (7, 3 * LENGTH)
+    assert record["windows_hash"] != evaluate_perplexity(model, data, limit=3)["windows_hash"]
+    with pytest.raises(InputError, match="bos must be a token of the model, which has 320; got 320"):
+        evaluate_perplexity(model, data, bos=320)
 
 
 def test_text_shorter_than_one_window_is_refused(data):

@@ -32,12 +32,17 @@ def answers(taken: str, right: str, **more) -> list[dict]:
     ]
 
 
-def evaluation(folder, *, longest: int = 8, precision: str = "fp32", **tasks: list[dict]):
+ORDINARY = {"architecture": "llama", "vocab_size": 9, "heads_by_layer": [2], "frozen": 0, "pruned": 0}
+FROZEN = ORDINARY | {"frozen": 1}
+
+
+def evaluation(folder, *, longest: int = 8, precision: str = "fp32", of: dict = FROZEN, checkpoints=None, **tasks):
     labels = {"sst2": ("negative", "positive")}
     made = {
         name: TaskAnswers(answers=of, labels=labels.get(name, ()), version="1", source={}) for name, of in tasks.items()
     }
-    return zero_shot_record(made, {}, longest=longest, precision=precision, out=folder)
+    head = {"out": folder, "checkpoints": checkpoints}
+    return zero_shot_record(made, {}, longest=longest, precision=precision, of=of, **head)
 
 
 def test_p_values_are_those_made_by_hand():
@@ -94,6 +99,25 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
             compare_zero_shot(tmp_path / "a", tmp_path / str(number))
     evaluation(tmp_path / "longer", sst2=same, longest=9)
     assert compare_zero_shot(tmp_path / "a", tmp_path / "longer")["tasks"]["sst2"]["difference"] == 0
+    refused = {
+        r"b has no frozen or pruned heads, and that of .*a has 1: give them the other way round": {"of": ORDINARY},
+        r"heads_by_layer: \[2\] in the ordinary model, \[3\] in the frozen": {"of": FROZEN | {"heads_by_layer": [3]}},
+        r"architecture: llama in the ordinary model, gemma2 in": {"of": FROZEN | {"architecture": "gemma2"}},
+        "made from ffff, which is neither the ordinary model": {"checkpoints": {"model": "b", "parent": "ffff"}},
+    }
+    evaluation(tmp_path / "a", sst2=same, checkpoints={"model": "a", "parent": "0"})
+    for words, settings in refused.items():
+        evaluation(tmp_path / "b", sst2=same, **settings)
+        with pytest.raises(CompareError, match=words):
+            compare_zero_shot(tmp_path / "a", tmp_path / "b")
+    found = compare_zero_shot(tmp_path / "a", tmp_path / "b", allow_differences=True)
+    assert "parent: the frozen model was made from ffff" in " ".join(zero_shot_comparison_tables(found)[0].notes)
+    # Frozen in the other one, in what that was frozen in, or in nothing that a file tells.
+    for origin, made_from in (("a", True), ("0", True), (None, None)):
+        evaluation(tmp_path / "b", sst2=same, checkpoints={"model": "b", "parent": origin})
+        found = compare_zero_shot(tmp_path / "a", tmp_path / "b")
+        assert (found["made_from"], found["differences"]) == (made_from, [])
+    assert "No file tells" in " ".join(zero_shot_comparison_tables(found)[0].notes)
     with open(tmp_path / "a" / "zero_shot.jsonl", "a") as file:
         file.write("{}\n")
     with pytest.raises(InputError, match=r"zero_shot\.jsonl"):

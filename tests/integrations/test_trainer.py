@@ -341,3 +341,11 @@ def test_text_becomes_sequences_for_a_loop_of_ones_own():
     batches = text_sequences(["a text", "another one"] * 9, tokenizer, length=LENGTH, count=3, batch_size=2)
     assert [list(batch.shape) for batch in batches] == [[2, LENGTH], [1, LENGTH]]
     assert len(saf.freeze_(make("llama"), batches, CONFIG).heads) == 4
+    cut = {"length": LENGTH, "count": 3, "batch_size": 2, "bos": True}
+    tokenizer.bos_token_id = None
+    with pytest.raises(InputError, match=r"tokenizer of texts has no token that begins a text \(BOS\); leave bos out"):
+        text_sequences(["a text"] * 18, tokenizer, **cut)
+    tokenizer.bos_token_id = 5
+    begun = torch.cat(text_sequences(["a text", "another one"] * 9, tokenizer, **cut))
+    assert begun[:, 0].tolist() == [5] * 3
+    assert torch.equal(begun[:, 1:].flatten(), torch.cat(batches).flatten()[: 3 * (LENGTH - 1)])

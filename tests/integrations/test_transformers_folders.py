@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import saf
 from saf.adapters import adapter_for
-from saf.adapters.transformers_folder import with_section
+from saf.adapters.transformers_folder import section, tell_cost_, with_section
 from saf.errors import CheckpointError, SafWarning, UnsupportedError
 from saf.heads import HeadSet
 from tests.transformers_models import FAMILIES, HEADS, freeze, make, tokens, weight_of
@@ -244,11 +244,20 @@ def test_the_model_card_maps_the_heads_and_keeps_what_people_wrote(tmp_path):
         report.heads.in_layer(layer) for layer in range(3)
     ]
     assert "3 heads frozen by variance, patterns by mean" in card
+    tell_cost_(tmp_path, "one thing")
+    tell_cost_(tmp_path, "another")
+    card = (tmp_path / "README.md").read_text()
+    named = make("llama")
+    saf.freeze_(named, [tokens()], saf.FreezeConfig(heads=[(0, 1)], max_fit_kl=99))
+    assert "1 head frozen as named, patterns by mean" in section(adapter_for(named))
+    assert card.count("what freezing cost") == 1
+    assert card.index("calibrated on") < card.index("- what freezing cost: another\n") < card.index("<!-- end of")
     assert report.statistics.sequences_hash[:16] in card
     again = opened(tmp_path)
     saf.uninstall_(again, [next(iter(report.heads))])
     again.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert card.count("## Frozen attention heads") == 1
+    assert "what freezing cost" not in card, "of weights that may be others by now"
     assert card.count("F", card.index("```text"), card.rindex("```")) == 2
     assert with_section(None, "text").startswith("---\nlibrary_name: transformers")

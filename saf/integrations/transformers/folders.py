@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from saf.adapters import TransformersAdapter, adapter_for, longest_input
 from saf.adapters.transformers_adapter import FAMILIES
-from saf.adapters.transformers_folder import CAUSAL, folder_hash, weight_files
+from saf.adapters.transformers_folder import CAUSAL, folder_hash, tell_of_event_, weight_files
 from saf.calibration import plan_calibration
-from saf.data import TokenData, calibration_windows
+from saf.data import TokenData, begun_with, calibration_windows
 from saf.data.text_data import TextData
 from saf.data.tokenizer import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafError
+from saf.evaluate.evaluated import PARENT, precision_in_use
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.freezing.choice import scores_collect
 from saf.freezing.recipe import freeze_
@@ -47,6 +48,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """What `saf freeze` copies from one folder into the other, bytes as they are."""
+_RECORDED = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision")
+"""Settings that `RECORD` has as they were given."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,26 @@ class TransformersFolder:
         """Return the SHA-256 that stands for configuration, weights and heads."""
         return folder_hash(self.folder)
 
-    def model(self, device: torch.device) -> nn.Module:
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Return the hashes of what `saf freeze` made the folder from, the nearest first; none where it is changed."""
+        if not (self.folder / RECORD).is_file():
+            return ()
+        record = read_json(self.folder / RECORD)
+        if record.get("model") != self.hash:
+            return ()
+        return (record["provenance"]["checkpoints"][PARENT], *record.get("ancestors", ()))
+
+    def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
         """Open the model with its frozen heads, without attention dropout, which models with such heads cannot have.
 
+        It has the dtype of its files unless another one is given.
         Raises CheckpointError where weights are missing from its files.
         """
-        without: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
+        options: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
+        options |= {} if dtype is None else {"dtype": dtype}
         try:
-            opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **without)
+            opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **options)
         except SafError:
             raise
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -136,8 +151,9 @@ class TransformersFolder:
                 f"transformers finds no tokenizer of {self.name} ({_first(error)}); save it beside the model "
                 "(tokenizer.save_pretrained)"
             ) from error
-        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        return Encoder(tokenizer.encode, partial(tokenizer.encode, add_special_tokens=False), first)
+        bos = tokenizer.bos_token_id
+        first = tokenizer.eos_token_id if bos is None else bos
+        return Encoder(tokenizer.encode, partial(tokenizer.encode, add_special_tokens=False), first, bos)
 
     def data(self, path: Path | None) -> TokenData:
         """Open prepared data whose tokenizer is the model's, or plain text, which that tokenizer reads.
@@ -191,24 +207,22 @@ def freeze_folder(
         raise InputError("a model's folder holds no average of Q/K gradients, which this score reads; choose another")
     found = TransformersFolder.find(settings.checkpoint)
     device, data = pick_device(settings.device), found.data(settings.data)
+    bos = found.encoder().beginning(found.name) if settings.bos else None
     if "outputs" in config.needs and isinstance(data, TextData):
         raise InputError(
             "this score reads held-out text apart from the calibration text; give --data a folder made by `saf data "
             f"prepare --tokenizer {found.folder}`"
         )
     model = found.model(device)
-    parent = found.hash  # of files that are there once the model was opened
+    parent, ancestors = found.hash, list(found.parents)  # of files that are there once the model was opened
     adapter_for(model)
+    used = precision_in_use(model, settings.precision)
     _tell_dropout(found, settings.out, say)
     if (longest := longest_input(model)) is None:
         raise InputError(f"the configuration of {type(model).__name__} does not tell how many positions it has")
     length = check_length(settings, longest, "that the model takes", most=longest)
     seed = settings.calibration_seed or 0
-    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")
-    batches, heldout = list(windows.split(settings.batch_size)), None
-    if "outputs" in config.needs:
-        count = settings.heldout_sequences
-        heldout = heldout_batches(data, length=length, count=count, batch_size=settings.batch_size)
+    batches, heldout = _batches(settings, data, length=length, seed=seed, bos=bos)
     limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
     with autocast(device, settings.precision):
         say(str(plan_calibration(model, batches, collect=scores_collect(config, {}), capture_bytes=limit)))
@@ -223,14 +237,17 @@ def freeze_folder(
         )
     if settings.finalize:
         finalize_(model)
+    if len(report.heads):
+        tell_of_event_(model.config, data=data.folder.resolve().name, bos=bos)
     head = result_header(
         "freezing",
-        {name: getattr(settings, name) for name in ("checkpoint", "data", "sequences", "batch_size", "precision")}
+        {name: getattr(settings, name) for name in _RECORDED}
         | {"config": config.to_dict(), "length": length, "calibration_seed": seed, "finalize": settings.finalize},
         device=device_name(device),
-        checkpoints={"parent": parent},
+        checkpoints={PARENT: parent},
         data={"calibration": data.fingerprint},
     )
+    told = {"precision": used, "bos": bos, "ancestors": ancestors}
     try:
         with new_folder(settings.out) as folder:
             _save_pretrained(model, folder)
@@ -239,13 +256,28 @@ def freeze_folder(
                     shutil.copyfile(found.folder / name, folder / name)
             report.save(folder)
             write_json(
-                folder / RECORD, {**head, "model": folder_hash(folder), **report.to_dict(), "schema": head["schema"]}
+                folder / RECORD,
+                {**head, **told, "model": folder_hash(folder), **report.to_dict(), "schema": head["schema"]},
             )
     except OSError as error:
         if (reason := no_room(error)) is None:
             raise
         raise CheckpointError(f"{reason}: {settings.out} was not written; free some space") from error
     return report, folder_hash(settings.out), parent
+
+
+def _batches(
+    settings: CheckpointFreezing, data: TokenData, *, length: int, seed: int, bos: int | None
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Return calibration sequences and, for scores that read outputs, held-out ones, in batches `[B, length]`."""
+    size, count, heldout = settings.batch_size, settings.heldout_sequences, None
+    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, setting="--sequences")
+    batches = list(windows.split(size))
+    if "outputs" in settings.config.needs:
+        heldout = heldout_batches(data, length=length, count=count, batch_size=size)
+    if bos is None:
+        return batches, heldout
+    return [begun_with(batch, bos) for batch in batches], heldout and [begun_with(batch, bos) for batch in heldout]
 
 
 def _tell_dropout(found: TransformersFolder, out: Path, say: Callable[[str], Any]) -> None:

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers_attention import state_of
-from saf.adapters.transformers_folder import mark_of
+from saf.adapters.transformers_folder import forget_heads_, holds_heads, mark_of
 from saf.errors import CheckpointError, UnsupportedError
 from saf.ops.frozen_layout import LAYOUT, compare_told
 from saf.records.files import read_json, read_tensors
@@ -37,12 +37,14 @@ _OPENS: ContextVar[bool] = ContextVar("opens", default=False)
 def open_frozen_folders() -> None:
     """Let `from_pretrained` of every class of transformers open folders of models with frozen heads, from now on.
 
-    `from_config`, which reads no weights, refuses their configurations.
+    `from_config`, which reads no weights, refuses their configurations. `save_pretrained` of an ordinary model in place
+    of one with heads takes the files about these away.
     """
     methods = vars(PreTrainedModel)
     own: Any = PreTrainedModel
     own.from_pretrained = classmethod(_opening(methods["from_pretrained"].__func__))
     own._from_config = classmethod(_building(methods["_from_config"].__func__))
+    own.save_pretrained = _saving(methods["save_pretrained"])
 
 
 def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,6 +91,26 @@ def _building(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         return ordinary(cls, config, **options)
 
     return from_config
+
+
+def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the place of `save_pretrained`, for a folder without frozen heads the same."""
+
+    @wraps(ordinary)
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
+    ) -> Any:
+        """Save a model; one without heads takes what a folder tells of heads away, as it writes their model over.
+
+        Files about heads beside an ordinary model are of somebody else, and stay.
+        """
+        over = is_main_process and mark_of(self.config) is None and holds_heads(Path(save_directory))
+        saved = ordinary(self, save_directory, is_main_process, *rest, **options)
+        if over:
+            forget_heads_(Path(save_directory))
+        return saved
+
+    return save_pretrained
 
 
 def _is_marked(cls: Any, name: Any, config: Any, options: dict[str, Any]) -> bool:

@@ -37,8 +37,8 @@ def zero_shot(record: Record) -> str:
 
 
 def _share(arm: Record) -> float:
-    """Return the share of heads that an arm asked for, or has, in percent."""
-    return 100.0 * (arm["rate"] if arm["rate"] is not None else arm["share"])
+    """Return the share of heads that an arm has frozen, in percent; earlier records tell what it asked for alone."""
+    return 100.0 * (arm["rate"] if arm.get("share") is None else arm["share"])
 
 
 def _change(arm: Record, task: str | None) -> float:

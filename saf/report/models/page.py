@@ -13,6 +13,7 @@ from typing import Any
 from saf.adapters.description import STATE
 from saf.errors import InputError
 from saf.evaluate.compare import compare_evaluations
+from saf.evaluate.evaluated import pair_words
 from saf.inspection import inspect
 from saf.records.events import read_events
 from saf.records.files import read_json, write_atomically
@@ -34,7 +35,8 @@ def write_model_report(folder: Path, evaluations: Sequence[Path], out: Path) -> 
 
     Raises:
         InputError: No head of the model is frozen or pruned, or the evaluations are not two, the second one of it.
-        CompareError: The evaluations are not of the same windows and precision.
+        CompareError: The evaluations are not of the same windows and precision, or of models that differ in more than
+            the freezing.
         CheckpointError: A file of the folder is damaged.
     """
     found = inspect(folder)
@@ -124,7 +126,7 @@ def _quality(folder: Path, events: Sequence[dict[str, Any]], change: dict[str, A
             "change": f"{change['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})",
             "paired windows": f"{change['windows']:,}",
         }
-        parts.append(Table.facts("The same held-out windows", facts).html())
+        parts.append(Table.facts("The same held-out windows", facts, pair_words(change)).html())
     rows = [
         [
             event.get("update"),

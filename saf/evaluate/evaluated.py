@@ -1,0 +1,120 @@
+"""What an evaluation is of: the precision that the model ran in, its shape, how many heads are edited, what made it.
+
+Two evaluations tell what freezing cost if these differ in the freezing alone; `check_pair` holds them against another.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from saf.adapters import Adapter, language_model, unwrap
+from saf.errors import CompareError, InputError
+from saf.heads import EDITED
+from saf.machine.execution import resolve_precision
+from saf.ops import FrozenHeads
+
+PARENT = "parent"
+"""How the roles of the checkpoints begin that a model was made from."""
+_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_SHAPE = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
+
+
+def precision_in_use(model: nn.Module, precision: str) -> str:
+    """Return the precision in which a model runs under `autocast(device, precision)`, as results name it.
+
+    For float32 weights that is "fp32" or "bf16". Other weights are named too, as they run in their own dtype:
+    "bf16 weights", or "bf16 weights, bf16 autocast". Patterns of frozen heads are no weights.
+
+    Raises InputError where "fp32" is asked for by name and weights are narrower.
+    """
+    asked = resolve_precision(language_model(model).device, precision)
+    patterns = {
+        parameter for module in model.modules() if isinstance(module, FrozenHeads) for parameter in module.parameters()
+    }
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter not in patterns}
+    names = sorted(_SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    if names in ([], ["fp32"]):
+        return asked
+    weights = f"{' and '.join(names)} weights"
+    if precision == "fp32" and any(dtype.itemsize < torch.float32.itemsize for dtype in dtypes):
+        raise InputError(
+            f"precision fp32 was asked for, and the model has {weights}, which run in their own dtype; leave precision "
+            "out, or give a model in float32 (model.float(), or dtype=torch.float32 in from_pretrained)"
+        )
+    return weights if asked == "fp32" else f"{weights}, {asked} autocast"
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """Return a model's shape, and how many of its heads are frozen and pruned where its attention is known."""
+    language, inner = language_model(model), unwrap(model)
+    config = getattr(inner, "config", None)
+    facts: dict[str, Any] = {
+        "architecture": getattr(config, "model_type", None),
+        "vocab_size": language.vocab_size,
+        "hidden_size": getattr(config, "hidden_size", None),
+    }
+    if isinstance(language, Adapter):
+        sites = language.sites()
+        facts["heads_by_layer"] = [site.layout.num_heads for site in sites]
+        facts["head_dim"] = sites[0].head_dim
+        facts |= {kind: len(language.heads(kind)) for kind in EDITED}
+    return facts
+
+
+def check_pair(
+    records: Sequence[Mapping[str, Any]], folders: Sequence[Path | str], *, allow_differences: bool = False
+) -> dict[str, Any]:
+    """Return what two evaluations, the ordinary model's and the frozen one's, tell of being a pair.
+
+    `differences` has a line for each that is not the freezing; `made_from` is whether the frozen model was made from
+    the ordinary one, or both from a third, None where no file tells.
+
+    Raises CompareError for differences that are not allowed, and for a second model without frozen or pruned heads.
+    """
+    ordinary, frozen = (record.get("of") or {} for record in records)
+    edited = [sum(facts.get(kind, 0) for kind in EDITED) for facts in (ordinary, frozen)]
+    if "heads_by_layer" in frozen and not edited[1]:
+        swapped = f", and that of {folders[0]} has {edited[0]}: give them the other way round" if edited[0] else ""
+        raise CompareError(
+            f"the model of {folders[1]} has no frozen or pruned heads{swapped}; expected the evaluation "
+            "of the ordinary model first and that of the frozen one second"
+        )
+    lines = []
+    if ordinary and frozen:
+        lines = [
+            f"{name}: {ordinary.get(name)} in the ordinary model, {frozen.get(name)} in the frozen one"
+            for name in _SHAPE
+            if ordinary.get(name) != frozen.get(name)
+        ]
+    own, origins = (_hashes(record) for record in records)
+    origins = {role: value for role, value in origins.items() if role != "model"}
+    made_from = bool(set(origins.values()) & set(own.values())) if origins and own else None
+    if made_from is False:
+        lines.append(
+            f"parent: the frozen model was made from {origins[PARENT][:12]}, which is neither the ordinary model "
+            f"({own.get('model', 'not recorded')[:12]}) nor what that was made from"
+        )
+    if lines and not allow_differences:
+        listed = "\n  ".join(lines)
+        raise CompareError(
+            f"the models of {folders[0]} and {folders[1]} differ in more than the freezing:\n  {listed}\n"
+            "Evaluate the model that heads were frozen in, or allow the differences explicitly (--allow-differences)"
+        )
+    return {"differences": lines, "made_from": made_from}
+
+
+def pair_words(told: Mapping[str, Any]) -> list[str]:
+    """Return sentences on what `check_pair` told that readers of a comparison must know; none where all is well."""
+    lines = [f"Difference of the models: {line}." for line in told["differences"]]
+    if told["made_from"] is None:
+        lines.append("No file tells whether the frozen model was made from the ordinary one.")
+    return lines
+
+
+def _hashes(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hashes of a record's model and of what it was made from, by role."""
+    checkpoints = record["provenance"]["checkpoints"]
+    return {role: value for role, value in checkpoints.items() if role == "model" or role.startswith(PARENT)}
