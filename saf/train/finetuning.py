@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import CheckpointError, InputError, SafWarning
+from saf.evaluate.recall import RECALL
 from saf.heads import EDITED
 from saf.machine.processes import done_once, is_first, joined
 from saf.records.files import read_json, write_json
@@ -20,7 +21,6 @@ from saf.records.folders import remove_folder_
 from saf.records.result import result_header
 from saf.schedules import OneTime
 from saf.tasks import TASKS, FinetuneTask, MQARSettings, MQARTask
-from saf.tasks.mqar import RECALL
 from saf.train.checkpoint import Checkpoint, checkpoint_hash
 from saf.train.config import TrainConfig
 from saf.train.loop import pretrain
