@@ -15,7 +15,7 @@ from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
 from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.checkpoint import find_checkpoint, names
-from saf.train.finetuning import finetune, finetune_defaults, settings_like
+from saf.train.finetuning import choosing, finetune, finetune_defaults, settings_like
 from saf.train.run_config import recorded_config
 
 
@@ -133,8 +133,10 @@ class _Start:
         return self.out is not None and (self.parent is not None or self.resume)
 
     def recorded(self) -> TrainConfig | None:
-        """Return the settings of the run to resume; None where it has not begun."""
-        return recorded_config(self.out) if self.resume and self.out and _began(self.out) else None
+        """Return the settings of the run to resume, which may still be choosing its epochs; None where none began."""
+        if not self.resume or not self.out:
+            return None
+        return recorded_config(self.out) if _began(self.out) else choosing(self.out)
 
     def check_parent(self, recorded: TrainConfig) -> None:
         """Raise InputError for a parent that is named and is not the one of the run to resume."""
