@@ -111,6 +111,8 @@ def result_table(result: dict[str, Any]) -> Table:
         "loss, training": result["train_loss"] and f"{result['train_loss']:.4f} nats per token",
         "update, median": timing
         and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
+        "without a graph": (graphs := result["graphs"])
+        and f"{graphs['uncaptured']:,} of {graphs['micro_batches']:,} micro-batches, of shapes beyond those kept",
         "peak memory": result["peak_memory_bytes"] and f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
         "whole run": _whole_run(result["time"]),
     }
