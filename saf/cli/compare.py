@@ -16,6 +16,7 @@ from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.compare import compare_evaluations, compare_runs
+from saf.evaluate.compare_recall import compare_recall, has_recall, recall_comparison_tables
 from saf.evaluate.evaluated import pair_words
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
@@ -30,9 +31,10 @@ from saf.records.table import Part, Table
 class Compare(Command):
     """Tell what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
-    Of two finetuned runs it tells what they answer differently, paired by question. Refuses runs that differ in more
-    than the freezing. Of models that no run trained, such as those of transformers, and of zero-shot tasks it takes
-    what `saf evaluate --out` wrote of each, and refuses models of another shape or origin.
+    Of two finetuned runs it tells what they answer differently, paired by question, of two runs of recall paired by
+    example. Refuses runs that differ in more than the freezing. Of models that no run trained, such as those of
+    transformers, and of zero-shot tasks it takes what `saf evaluate --out` wrote of each, and refuses models of another
+    shape or origin.
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional]
@@ -42,8 +44,8 @@ class Compare(Command):
     out: Path | None = None
     """Folder for compare.json; the frozen run's if not given, none for evaluations."""
     allow_differences: bool = False
-    """Compare all the same, listing what differs; the held-out windows must still be the same, of evaluations also
-    the precision and the questions."""
+    """Compare all the same, listing what differs; held-out windows, questions and queries must still be the same, of
+    evaluations also the precision."""
     card: Path | None = None
     """Folder of the frozen model of transformers, whose model card (README.md) is told the change of perplexity."""
     resamples: Annotated[int, at_least(1)] = RESAMPLES
@@ -67,6 +69,8 @@ class Compare(Command):
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
         if any(map(has_answers, runs)):
             return self._compare_answers(ordinary, frozen)
+        if any(map(has_recall, runs)):
+            return self._compare_recall(ordinary, frozen)
         record = compare_runs(
             ordinary,
             frozen,
@@ -147,6 +151,13 @@ class Compare(Command):
         out = self.out or self.frozen
         record = compare_answers(ordinary, frozen, out=out, allow_differences=self.allow_differences)
         show(record, answers_table(record), as_json=self.json)
+        return record
+
+    def _compare_recall(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
+        """Compare two runs of recall, write compare.json, show and return it."""
+        out = self.out or self.frozen
+        record = compare_recall(ordinary, frozen, out=out, allow_differences=self.allow_differences)
+        show(record, *recall_comparison_tables(record), as_json=self.json)
         return record
 
 

@@ -10,12 +10,12 @@ import tyro
 
 from saf.arguments import at_least
 from saf.cli.command import build_groups, given_values
-from saf.cli.training import Training, check_freeze_words
+from saf.cli.training import Training, check_effects, check_freeze_words
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
 from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.checkpoint import find_checkpoint, names
-from saf.train.finetuning import finetune, finetune_defaults, settings_like
+from saf.train.finetuning import choosing, finetune, finetune_defaults, settings_like
 from saf.train.run_config import recorded_config
 
 
@@ -50,11 +50,12 @@ class Finetune(Training):
         base = start.base()
         given = given_values(cls, words, prog=prog, base={"settings": _Shown(base)})
         own = given.pop("settings", {})
-        check_freeze_words(own.get("freeze", {}), None)
-        if of_text := [f"--{name.replace('_', '-')}" for name in OF_TEXT if name in own]:
-            raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
+        freezes = base["freeze"] is not None
+        check_freeze_words(own.get("freeze", {}), freezes=freezes)
         of_examples = own.pop("finetuning", {})
-        own |= {**build_groups(TrainConfig, own, SimpleNamespace(**base)), "parent": base["parent"]}
+        groups = build_groups(TrainConfig, own, SimpleNamespace(**base))
+        check_effects(own, task=base["task"], freezes=freezes)
+        own |= {**groups, "parent": base["parent"]}
         if base["task"] == MQARTask.name:
             if of_examples:
                 words = " and ".join(f"--{name.replace('_', '-')}" for name in of_examples)
@@ -94,8 +95,6 @@ class Finetune(Training):
 
 
 COMMAND = Finetune
-OF_TEXT = ("sampler", "calibration_source", "token_losses")
-"""Settings of a run that no task of finetuning reads."""
 
 
 def _began(out: Path | str) -> bool:
@@ -133,8 +132,10 @@ class _Start:
         return self.out is not None and (self.parent is not None or self.resume)
 
     def recorded(self) -> TrainConfig | None:
-        """Return the settings of the run to resume; None where it has not begun."""
-        return recorded_config(self.out) if self.resume and self.out and _began(self.out) else None
+        """Return the settings of the run to resume, which may still be choosing its epochs; None where none began."""
+        if not self.resume or not self.out:
+            return None
+        return recorded_config(self.out) if _began(self.out) else choosing(self.out)
 
     def check_parent(self, recorded: TrainConfig) -> None:
         """Raise InputError for a parent that is named and is not the one of the run to resume."""

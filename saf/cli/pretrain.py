@@ -9,7 +9,7 @@ from typing import Any, Self
 import tyro
 
 from saf.cli.command import build_groups, given_values
-from saf.cli.training import Training, check_freeze_words
+from saf.cli.training import Training, check_effects, check_freeze_words
 from saf.errors import InputError
 from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.checkpoint import find_checkpoint, names
@@ -38,8 +38,11 @@ class Pretrain(Training):
         before, settings = start.before()
         given = given_values(cls, words, prog=prog, base={"settings": before} if before else None)
         own = given.pop("settings", {})
-        check_freeze_words(own.get("freeze", {}), before)
-        own |= build_groups(TrainConfig, own, before)
+        freezes, task = before is not None and before.freeze is not None, before.task if before else TrainConfig.task
+        check_freeze_words(own.get("freeze", {}), freezes=freezes)
+        groups = build_groups(TrainConfig, own, before)
+        check_effects(own, task=own.get("task", task), freezes=freezes)
+        own |= groups
         if before and before.parent and start.parent and names(start.parent, before.parent):
             own["parent"] = before.parent  # however the path is written
         return cls(settings=settings(**own), **given)

@@ -16,7 +16,11 @@ from saf.machine.processes import is_first, joined
 from saf.records.quantities import seconds
 from saf.records.table import Table
 from saf.settings import FLAT
+from saf.tasks import TextTask
 from saf.train import EXIT_STOPPED, TrainConfig
+
+OF_TEXT = ("sampler", "calibration_source", "token_losses")
+"""Settings of a run that no task but text reads."""
 
 
 @dataclass(kw_only=True)
@@ -56,11 +60,28 @@ class Training(Command):
         )
 
 
-def check_freeze_words(given: Mapping[str, Any], before: TrainConfig | None) -> None:
+def check_freeze_words(given: Mapping[str, Any], *, freezes: bool) -> None:
     """Raise InputError for words about freezing none of which, nor the settings before, say how many heads."""
     check_budget(given)
-    if given and not given.keys() & set(BUDGETS) and not (before and before.freeze):
+    if given and not given.keys() & set(BUDGETS) and not freezes:
         raise InputError(f"--freeze.{next(iter(given)).replace('_', '-')} needs --freeze.rate beside it")
+
+
+def check_effects(own: Mapping[str, Any], *, task: str, freezes: bool) -> None:
+    """Raise InputError for words that would be silently without effect in a run of the task (docs/schedules.md).
+
+    `own` is what words give, `freezes` whether the settings that they change say already how many heads are frozen.
+    Settings of calibration and evaluation are not refused in an ordinary run: arms that go on from it, or are finetuned
+    like it, take them over.
+    """
+    schedule = own.get("schedule")
+    if schedule is not None and schedule.name is not None and not (own.get("freeze") or freezes):
+        raise InputError(
+            "--schedule and --freeze-at say when heads are frozen, and nothing says how many: add --freeze.rate (or "
+            "--freeze.count, --freeze.heads), or leave them out; --save-at saves a checkpoint for arms to go on from"
+        )
+    if task != TextTask.name and (of_text := [f"--{name.replace('_', '-')}" for name in OF_TEXT if name in own]):
+        raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
 
 
 def _accuracy(result: dict[str, Any]) -> str:
@@ -90,6 +111,8 @@ def result_table(result: dict[str, Any]) -> Table:
         "loss, training": result["train_loss"] and f"{result['train_loss']:.4f} nats per token",
         "update, median": timing
         and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
+        "without a graph": (graphs := result["graphs"])
+        and f"{graphs['uncaptured']:,} of {graphs['micro_batches']:,} micro-batches, of shapes beyond those kept",
         "peak memory": result["peak_memory_bytes"] and f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
         "whole run": _whole_run(result["time"]),
     }

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,10 @@ def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mappi
     changes = [int(b["right"]) - int(a["right"]) for a, b in zip(ordinary, frozen, strict=True)]
     count, gained, lost = len(changes), changes.count(1), changes.count(-1)
     mean = (gained - lost) / count
-    error = _error(gained + lost, gained - lost, count)
+    error = paired_error(gained + lost, gained - lost, count)
     # Half a question more in each of the four cells (Agresti and Min, 2005): where few or none change, the plain
     # interval is too narrow, or has no width at all.
-    middle, reach = (gained - lost) / (count + 2), 1.96 * _error(gained + lost + 1, gained - lost, count + 2)
+    middle, reach = (gained - lost) / (count + 2), 1.96 * paired_error(gained + lost + 1, gained - lost, count + 2)
     return {
         "difference": mean,
         "standard_error": error,
@@ -178,7 +178,7 @@ def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mappi
     }
 
 
-def _error(changed: float, gain: float, count: float) -> float:
+def paired_error(changed: float, gain: float, count: float) -> float:
     """Return the standard error of a paired difference of shares, from questions that changed and their net gain."""
     return math.sqrt(max(changed / count - (gain / count) ** 2, 0.0) / count)
 
@@ -216,7 +216,7 @@ def compare_answers(
     """
     pair = [read_answers(run) for run in (ordinary, frozen)]
     changes = paired_answers(*pair)
-    found = _differences(ordinary, frozen)
+    found = training_differences(ordinary, frozen)
     if found and not allow_differences:
         listed = "\n  ".join(found)
         raise CompareError(
@@ -246,13 +246,16 @@ def compare_answers(
     return record
 
 
-def _differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
-    """Return what runs do not share of model shape, training and examples; parents are what is compared."""
+def training_differences(ordinary: RecordedRun, frozen: RecordedRun, *, without: Collection[str] = ()) -> list[str]:
+    """Return what runs do not share of model shape, training and examples; parents are what is compared.
+
+    Places of files, and the settings named in `without`, are left out.
+    """
     lines = []
     for section in ("model", "train", "data"):
         left, right = (run.config.get(section) or {} for run in (ordinary, frozen))
         for key in sorted(left.keys() | right.keys()):
-            if key not in ("folder", "test") and left.get(key) != right.get(key):
+            if key not in ("folder", "test", *without) and left.get(key) != right.get(key):
                 lines.append(f"{section}.{key}: {left.get(key)!r} in the first run, {right.get(key)!r} in the second")
     return lines
 

@@ -19,6 +19,8 @@ from saf.records.table import Table
 
 NO_TARGET = -100
 """Target of a position that is no query."""
+RECALL = "recall.json"
+"""Name of the file of accuracies by condition in a run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

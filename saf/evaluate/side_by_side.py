@@ -12,6 +12,7 @@ from typing import Any
 from saf.errors import SafError
 from saf.evaluate.answers import has_answers
 from saf.evaluate.compare import compare_runs, speed_caveat, was_busy
+from saf.evaluate.compare_recall import has_recall
 from saf.records import paper
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
@@ -61,7 +62,7 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Compa
     for run, name in zip(runs, names, strict=True):
         if run.arm == "ordinary":
             continue
-        if has_answers(ordinary) and has_answers(run):
+        if all(map(has_answers, (ordinary, run))) or all(map(has_recall, (ordinary, run))):
             found.append(Comparison(name, ordinary, run, None))  # a table of their answers is made elsewhere
             continue
         try:
@@ -219,6 +220,8 @@ def _memory(result: dict[str, Any], record: dict[str, Any] | None) -> str:
 def _notes(comparison: Comparison) -> list[str]:
     """Return what to know about a comparison: why there is none, what differs, over what it was measured."""
     name, record = comparison.name, comparison.record
+    if record is None and comparison.reason is None:
+        return []
     if record is None:
         return [f"{name} could not be compared: {comparison.reason}"]
     lines = [f"{name} differs in more than the freezing: {found}" for found in record["differences"]]

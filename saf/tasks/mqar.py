@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saf.arguments import check_fields
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.evaluate.recall import NO_TARGET, Recalled, answer_queries, not_learnt, recall_conditions
+from saf.evaluate.recall import NO_TARGET, RECALL, Recalled, answer_queries, not_learnt, recall_conditions
 from saf.machine.execution import Execution, device_name
 from saf.machine.processes import done_once
 from saf.models import GPT
@@ -29,8 +29,6 @@ from saf.records.result import result_header
 from saf.settings import documented
 from saf.tasks.task import FetchedAhead, TaskSettings, inputs_and_targets
 
-RECALL = "recall.json"
-"""Name of the file of accuracies by condition in a run's folder."""
 TEST_SEED = 800_001
 """The paper's examples of a condition have the seed 800001 + tokens + pairs."""
 

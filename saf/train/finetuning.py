@@ -6,13 +6,15 @@ associative recall, whose examples are made and whose updates are given.
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from saf.errors import CheckpointError, InputError, SafWarning
+from saf.evaluate.recall import RECALL
 from saf.heads import EDITED
 from saf.machine.processes import done_once, is_first, joined
 from saf.records.files import read_json, write_json
@@ -20,7 +22,6 @@ from saf.records.folders import remove_folder_
 from saf.records.result import result_header
 from saf.schedules import OneTime
 from saf.tasks import TASKS, FinetuneTask, MQARSettings, MQARTask
-from saf.tasks.mqar import RECALL
 from saf.train.checkpoint import Checkpoint, checkpoint_hash
 from saf.train.config import TrainConfig
 from saf.train.loop import pretrain
@@ -36,6 +37,8 @@ MOST_EPOCHS = 5
 """The paper's ordinary model chooses one to five."""
 CHOICE = "epochs"
 """Folder in a run's own of the runs that chose its epochs, one an epoch, and of choice.json."""
+SETTINGS = "settings.json"
+"""What that folder has of the run to come, from before the first epoch on: its settings, so that choosing can go on."""
 DEFAULTS: Mapping[str, Any] = {
     "peak_lr": 2e-5,
     "min_lr_ratio": 1.0,
@@ -169,20 +172,9 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
         InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, fewer
             examples than an update takes, or other settings than those of the epochs to resume.
     """
-    if config.freeze is not None:
-        raise InputError("epochs are chosen by the ordinary model alone; finetune it first, then this arm --like it")
-    if config.min_lr_ratio != 1 or config.warmup != 0:
-        raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
-    folder = Path(config.out) / CHOICE
-    if (Path(config.out) / "config.json").exists():
-        raise InputError(f"{config.out} holds a run already; resume it, or choose another folder")
+    _check_can_choose(config, resume=resume)
     assert config.finetuning is not None, "the task was opened"
-    tried, parent = [], str(config.parent)
-    if changed := _edited(Path(parent)):
-        raise InputError(
-            f"{parent} has {changed} heads; epochs are chosen by the ordinary model alone: finetune it first, then "
-            "this one --like it, or give epochs"
-        )
+    folder, tried, parent = Path(config.out) / CHOICE, [], str(config.parent)
     judged = replace(config.finetuning, judge="development")
     for epoch, updates in enumerate(_updates_apart(config, most), 1):
         out = folder / f"epoch-{epoch}"
@@ -201,7 +193,8 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
         if result is not None:
             check_same_run(one, read_run_config(out)["settings"])
         else:
-            result = pretrain(one, resume=resume and (out / "config.json").exists())
+            with _kept(config, folder):
+                result = pretrain(one, resume=resume and (out / "config.json").exists())
         if "stopped_at" in result:
             return result
         tried.append({"epochs": epoch, "accuracy": result["accuracy"], "loss": result["report_loss"]})
@@ -221,6 +214,48 @@ def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool 
 
     done_once(write)
     return record
+
+
+def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
+    """Raise InputError where no ordinary model could choose epochs by these settings, or other epochs are there."""
+    if config.freeze is not None:
+        raise InputError("epochs are chosen by the ordinary model alone; finetune it first, then this arm --like it")
+    if config.min_lr_ratio != 1 or config.warmup != 0:
+        raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
+    out = Path(config.out)
+    if (out / "config.json").exists():
+        raise InputError(f"{out} holds a run already; resume it, or choose another folder")
+    if not resume and (out / CHOICE / "epoch-1" / "config.json").exists():
+        raise InputError(f"{out} holds a run that was choosing its epochs; resume it, or choose another folder")
+    if resume and (recorded := choosing(out)) is not None:
+        check_same_run(config, recorded.to_dict())
+    if changed := _edited(Path(str(config.parent))):
+        raise InputError(
+            f"{config.parent} has {changed} heads; epochs are chosen by the ordinary model alone: finetune it first, "
+            "then this one --like it, or give epochs"
+        )
+
+
+def choosing(out: Path | str) -> TrainConfig | None:
+    """Return the settings of a run that was choosing its epochs when it ended; None where none was."""
+    path = Path(out) / CHOICE / SETTINGS
+    return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
+
+
+@contextmanager
+def _kept(config: TrainConfig, folder: Path) -> Iterator[None]:
+    """Keep a run's settings in the folder of its epochs; where none of them could begin, nothing is left behind."""
+    path, first = folder / SETTINGS, folder / "epoch-1" / "config.json"
+    done_once(lambda: None if path.is_file() and first.is_file() else write_json(path, config.to_dict()))
+    try:
+        yield
+    except Exception:
+        if is_first() and not first.exists():
+            path.unlink(missing_ok=True)
+            for each in (folder, folder.parent):
+                if not any(each.iterdir()):
+                    each.rmdir()
+        raise
 
 
 def _updates_apart(config: TrainConfig, most: int) -> list[int]:

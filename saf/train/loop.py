@@ -132,8 +132,9 @@ def run_update(run: Run) -> dict[str, Any]:
     cuda = run.execution.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    rate, compiling = run.next_learning_rate(), run.updater.compiling
+    rate, compiling, before = run.next_learning_rate(), run.updater.compiling, run.updater.uncaptured
     done = run.updater.update(rate)
+    after = run.updater.uncaptured
     run.clock.updated(done.seconds, compiled=compiling)
     if cuda and run.update >= run.timed_from:
         run.peak_memory = max(run.peak_memory or 0, torch.cuda.max_memory_allocated())
@@ -144,6 +145,7 @@ def run_update(run: Run) -> dict[str, Any]:
         "lr": rate,
         "grad_norm": done.grad_norm,
         "update_seconds": done.seconds,
+        **({} if before is None or after is None else {"uncaptured": after - before}),
     }
 
 

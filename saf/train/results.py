@@ -103,6 +103,7 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         **report,
         "reports": reports,
         "update_seconds": update_seconds(metrics, run.timed_from),
+        "graphs": graphed_micro_batches(metrics, run.config.accumulation),
         "peak_memory_bytes": run.peak_memory,
         "time": run.clock.record(),
         "lacks": [
@@ -192,6 +193,18 @@ def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, 
         "first_update": timed[0]["update"],
         "last_update": timed[-1]["update"],
     }
+
+
+def graphed_micro_batches(metrics: list[dict[str, Any]], accumulation: int) -> dict[str, int] | None:
+    """Return how many micro-batches of updates with CUDA graphs there were, and how many ran without one.
+
+    None for a run that replayed nothing.
+
+    >>> graphed_micro_batches([{"update": 1}, {"update": 2, "uncaptured": 0}, {"update": 3, "uncaptured": 3}], 4)
+    {'micro_batches': 8, 'uncaptured': 3}
+    """
+    found = [line["uncaptured"] for line in metrics if "uncaptured" in line]
+    return {"micro_batches": len(found) * accumulation, "uncaptured": sum(found)} if found else None
 
 
 def intervention_record(events: list[EventRecord]) -> dict[str, Any]:

@@ -87,6 +87,11 @@ class Updater:
         device = self.execution.device
         self.micro_batch = GraphedPasses(self._pass, self.model, device) if self.graphed else self._pass
 
+    @property
+    def uncaptured(self) -> int | None:
+        """Return how many micro-batches had no graph for their shape since `compile_`; None where none are replayed."""
+        return self.micro_batch.uncaptured if isinstance(self.micro_batch, GraphedPasses) else None
+
     def update(self, learning_rate: float) -> Updated:
         """Do one update with this learning rate.
 

@@ -65,7 +65,7 @@ def test_options_arrive_in_the_settings(tmp_path):
 
 @pytest.mark.parametrize(("text", "kind"), [("100", int), ("0.5", float)])
 def test_moments_are_whole_updates_or_shares(tmp_path, text, kind):
-    config = parse("--data", "d", "--out", tmp_path, "--freeze-at", text).settings
+    config = parse("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25, "--freeze-at", text).settings
     assert type(config.schedule.at) is kind
 
 
@@ -96,15 +96,15 @@ def late(monkeypatch):
 
 
 def test_a_schedule_is_chosen_by_name_and_has_flags_of_its_own(late, tmp_path):
-    common = ("--data", "d", "--out", tmp_path)
-    assert parse(*common).settings.schedule == OneTime()
+    assert parse("--data", "d", "--out", tmp_path).settings.schedule == OneTime()
+    common = ("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25)
     assert parse(*common, "--schedule", "one_time").settings.schedule == OneTime()
     assert parse(*common, *late).settings.schedule == Late(updates_left=1)
     config = parse(*common, *late, "--schedule.quite-late.worst-loss", "3").settings
     assert config.schedule == Late(updates_left=1, worst_loss=3.0)
     assert config.to_dict()["schedule"] == {"name": "quite_late", "updates_left": 1, "worst_loss": 3.0}
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert parse(*common, "--schedule", "None").settings.schedule is None
+    assert parse("--data", "d", "--out", tmp_path, "--schedule", "None").settings.schedule is None
 
 
 @pytest.mark.parametrize(
@@ -156,15 +156,33 @@ def test_a_run_that_goes_on_keeps_its_schedule(late, data, tmp_path):
     assert changed.schedule == Late(updates_left=1, worst_loss=2.0)
     parent = ("--parent", first / "checkpoints" / "step-3", "--out", tmp_path / "second")
     assert parse(*parent).settings.schedule == Late(updates_left=1)
+    parent = (*parent, "--freeze.rate", 0.25)
     assert parse(*parent, "--schedule", "one_time", "--freeze-at", 4).settings.schedule == OneTime(at=4)
-    with pytest.raises(InputError, match="the schedule is quite_late"):
-        parse(*parent, "--freeze-at", 4)
 
 
 def test_where_nothing_was_scheduled_the_flags_of_a_schedule_choose_it(data, tmp_path):
     parse("--data", data, "--out", tmp_path, *SMALL, "--schedule", "None").run()
     assert parse("--out", tmp_path, "--resume").settings.schedule is None
-    assert parse("--out", tmp_path, "--resume", "--freeze-at", 4).settings.schedule == OneTime(at=4)
+    again = ("--out", tmp_path, "--resume", "--freeze.rate", 0.25)
+    assert parse(*again, "--freeze-at", 4).settings.schedule == OneTime(at=4)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--freeze-at", "0.25"], "--schedule and --freeze-at say when .* nothing says how many: add --freeze.rate"),
+        (["--schedule", "gradual"], "nothing says how many"),
+        (["--schedule", "one_time"], "nothing says how many"),
+        (["--task", "mqar", "--sampler", "random"], "--sampler has an effect on text alone"),
+        (["--task", "mqar", "--no-token-losses"], "--token-losses has an effect on text alone"),
+        (["--freeze.max-fit-kl", "1"], "--freeze.max-fit-kl needs --freeze.rate"),
+        (["--rewarm", "3"], "rewarm must be 0 in a run without events"),
+        (["--compile-ahead"], "compile_ahead must be False but to freeze"),
+    ],
+)
+def test_flags_that_would_be_without_effect_are_refused(tmp_path, words, told):
+    with pytest.raises(InputError, match=told):
+        parse("--data", "d", "--out", tmp_path, *words)
 
 
 def test_two_arms(data, tmp_path, capsys):

@@ -154,6 +154,11 @@ def test_gradient_errors(text):
     for name, (key, values) in zip(names, paper.GRADIENT_ERRORS.items(), strict=True):
         cells = next(c for c in printed_rows if c[0].startswith(name) and (name != "Output" or c[0] == "Output"))
         assert tuple(map(number, cells[1:])) == values, key
+    told = "for pruning gives maximum relative $L_2$ errors of "
+    said = text.split(told)[1].split(".\n")[0]
+    assert re.findall(r"\$([\d.]+)\\times10\^\{(-\d)\}\$", said) == [
+        tuple(value.split("e")) for value in paper.PRUNED_ERRORS.values()
+    ]
 
 
 def test_scores(text):

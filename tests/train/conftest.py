@@ -87,7 +87,7 @@ def outcome():
             "final": final.name,
             **{name: (final / name).read_bytes() for name in names},
             "metrics": [
-                {key: value for key, value in line.items() if key != "update_seconds"}
+                {key: value for key, value in line.items() if key not in ("update_seconds", "uncaptured")}
                 for line in read_lines(folder / "metrics.jsonl")
             ],
             "evaluations": read_lines(folder / "evaluations.jsonl"),

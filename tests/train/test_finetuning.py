@@ -14,7 +14,7 @@ from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
 from saf.surgery import pattern_parameters
-from saf.train import finetuning, latest, load_model, pretrain
+from saf.train import finetuning, latest, load_model, loop, pretrain
 from tests.train.conftest import SMALL, assert_patterns_train_without_decay
 from tests.train.killed import Killed, die_at
 
@@ -159,8 +159,6 @@ def test_so_few_examples_that_epochs_cannot_be_told_apart_are_refused(capsys, fi
 
 def test_training_goes_on_exactly_inside_an_epoch_and_as_it_began(command, outcome, monkeypatch, capsys):
     whole = command("epochs-2", "--epochs", "2", "--save-every", "1")
-    from saf.train import loop
-
     real, done = loop.run_update, []
 
     def killed(run):
@@ -209,6 +207,29 @@ def test_epochs_that_were_tried_with_other_settings_are_not_taken_over(files, pa
     assert main([*words, "--resume"]) == 0
     assert len(read_json(tmp_path / "run" / "epochs" / "choice.json")["tried"]) == 5
     assert not list(tmp_path.glob("run/epochs/*/checkpoints/*"))
+
+
+@pytest.mark.parametrize(("module", "name", "call"), [(loop, "run_update", 6), (finetuning, "_let_go_", 5)])
+def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(
+    command, files, parents, outcome, tmp_path, monkeypatch, capsys, module, name, call
+):
+    """In the second epoch, or with the choice written and the run to come not begun; the folder alone is named then."""
+    whole = command("chosen", "--peak-lr", "1e-3")
+    named = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl"), "--quiet", "--no-tensorboard"]
+    words = ["finetune", *named, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        die_at(patch, module, name, call)
+        with pytest.raises(Killed):
+            main([*words, "--peak-lr", "1e-3", "--keep", "3"])
+    assert main([*words, "--peak-lr", "1e-3", "--keep", "3"]) == 2
+    assert "was choosing its epochs; resume it, or choose another folder" in " ".join(capsys.readouterr().err.split())
+    assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--quiet"]) == 0
+    assert outcome(tmp_path / "run") == outcome(whole.folder)
+    read = [(folder / "answers.jsonl").read_bytes() for folder in (whole.folder, tmp_path / "run")]
+    assert read[0] == read[1]
+    tried = [read_json(folder / "epochs" / "choice.json")["tried"] for folder in (whole.folder, tmp_path / "run")]
+    assert tried[0] == tried[1]
+    assert read_json(tmp_path / "run" / "config.json")["settings"]["keep"] == 3
 
 
 def test_runs_that_were_finetuned_differently_are_not_compared(command):

@@ -10,16 +10,20 @@ import torch
 
 import saf
 import saf.train.graphs as graphs
+import saf.train.loop as loop
+from saf.cli.training import result_table
 from saf.errors import SafWarning, UnsupportedError
 from saf.freezing.config import FreezeConfig
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.patterns import CompactPattern
+from saf.records.files import read_json
 from saf.surgery import install_
 from saf.train import pretrain
 from saf.train.graphs import check_graphs
 from saf.train.optimizer import build_optimizer
 from saf.train.updater import Updater
+from tests.train.killed import Killed, die_at
 
 CPU = Execution.of("cpu")
 
@@ -200,11 +204,30 @@ def test_a_run_is_that_of_plain_passes_and_goes_on_either_way(settings, outcome,
     assert len(made) == 2, "one graph before the freeze and one behind it"
     expected = outcome(plain.out)
     assert outcome(graphed.out) == expected
+    told = [read_json(Path(run.out, "result.json")) for run in (plain, graphed)]
+    assert [one["graphs"] for one in told] == [None, {"micro_batches": 24, "uncaptured": 0}]
     for step in ("step-9", "step-12"):
         shutil.rmtree(Path(graphed.out, "checkpoints", step))
     Path(graphed.out, "result.json").unlink()
     pretrain(replace(graphed, graphs=False), resume=True)
     assert outcome(graphed.out) == expected
+
+
+def test_a_run_tells_how_many_micro_batches_had_no_graph_across_an_event_and_a_resumption(settings, monkeypatch):
+    """None is kept here; the first micro-batch, and the one behind the event, run as they are anyway."""
+    monkeypatch.setattr(graphs.GraphedPasses.__init__, "__kwdefaults__", {"most": 0})
+    for module in ("start", "updater"):
+        monkeypatch.setattr(f"saf.train.{module}.check_graphs", lambda *_, **__: None)
+    config = settings("graphed", freeze=FreezeConfig(rate=0.25, max_fit_kl=10.0), graphs=True)
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 11)
+        with pytest.raises(Killed), pytest.warns(SafWarning, match="have a CUDA graph each"):
+            pretrain(config)
+    with pytest.warns(SafWarning, match="have a CUDA graph each"):
+        result = pretrain(config, resume=True)
+    # Of 12 updates with two micro-batches those at the beginning, behind the event and behind the resumption.
+    assert result["graphs"] == {"micro_batches": 24, "uncaptured": 24 - 3}
+    assert "21 of 24 micro-batches" in str(result_table(result))
 
 
 def test_runs_that_cannot_be_captured_leave_no_folder(settings):

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,13 @@ import saf.train.loop as loop
 from saf.calibration import gate_gradients
 from saf.cli import main
 from saf.cli.finetune import Finetune
-from saf.errors import CheckpointError, InputError, SafWarning
+from saf.errors import CheckpointError, CompareError, InputError, SafWarning
+from saf.evaluate.compare_recall import compare_recall, paired_tests, recall_comparison_tables
 from saf.evaluate.recall import not_learnt
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
-from saf.records.files import read_json
+from saf.records.files import read_json, write_json
+from saf.records.run import RecordedRun
 from saf.surgery import pattern_parameters
 from saf.tasks import MQARSettings, MQARTask
 from saf.train import TrainConfig, continue_from, load_model, open_checkpoint, pretrain
@@ -237,6 +240,64 @@ def test_reports_in_between_are_those_of_a_run_that_never_stopped(settings, fini
     assert pretrain(config, resume=True)["reports"] == expected
     with pytest.raises(InputError, match="report_at must be different updates from 0 to updates=12"):
         settings(report_at=(13,))
+
+
+def test_two_runs_of_recall_are_compared_test_by_test_and_example_by_example(finetuned, tmp_path, capsys):
+    """Gate and ordinary run decide no query; what was answered of every example gives the interval."""
+    ordinary = finetuned("ordinary", "--task", "mqar", "--updates", "4", *WORDS)
+    frozen = finetuned("during", "--like", ordinary, *FREEZE)
+    capsys.readouterr()
+    assert main(["compare", str(ordinary), str(frozen)]) == 0
+    shown = capsys.readouterr().out
+    assert "Queries of recall that two runs answer" in shown
+    assert "The task is not learnt" in " ".join(shown.split())
+    record = read_json(frozen / "compare.json")
+    assert record["kind"] == "recall_comparison"
+    assert [(test["length"], test["pairs"], test["examples"]) for test in record["tests"]] == [(16, 4, 8), (32, 2, 8)]
+    for place, test in enumerate(record["tests"]):
+        told = [result_of(folder)["recall"]["tests"][place]["accuracy"] for folder in (ordinary, frozen)]
+        assert test["accuracy"] == told
+        assert test["difference"] == told[1] - told[0]
+        assert test["ci95"][0] < test["difference"] < test["ci95"][1]
+    words = ["--task", "mqar", "--updates", "3", "--report-at", "0", "1", "3", "--save-every", "0"]
+    pair = [
+        finetuned(name, *words, *more, parent="ordinary/checkpoints/step-4")
+        for name, more in (("plain", []), ("replaced", FREEZE))
+    ]
+    assert main(["compare", *map(str, pair)]) == 0
+    assert list(read_json(pair[1] / "compare.json")["reports"]) == ["0", "1"]
+    assert "0 updates" in capsys.readouterr().out
+    assert main(["report", *map(str, pair), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Queries of recall that two runs answer" in page
+    assert "could not be compared" not in page
+
+
+def test_runs_of_recall_with_other_queries_are_refused_and_accuracies_alone_have_no_interval(
+    finetuned, tmp_path, capsys
+):
+    ordinary = finetuned("ordinary", "--task", "mqar", "--updates", "4", *WORDS)
+    frozen = finetuned("during", "--like", ordinary, *FREEZE)
+    more = finetuned("more", "--like", ordinary, *FREEZE, "--mqar.test-examples", "9")
+    with pytest.raises(CompareError, match=r"mqar\.test_examples: 8 in the first run, 9 in the second"):
+        compare_recall(*map(RecordedRun.open, (ordinary, more)))
+    with pytest.raises(CompareError, match=r"tested on different queries \(mqar.test_examples is 8 and 9\)"):
+        compare_recall(*map(RecordedRun.open, (ordinary, more)), allow_differences=True)
+    with pytest.raises(CompareError, match="one has 16 tokens with 4 pairs, the other none"):
+        paired_tests(result_of(ordinary)["recall"]["tests"][:1], [])
+    without = tmp_path / "without"
+    copytree(frozen, without)
+    (without / "recall.json").unlink()
+    record = compare_recall(RecordedRun.open(ordinary), RecordedRun.open(without))
+    assert {test["ci95"] for test in record["tests"]} == {None}
+    assert any("No interval can be given" in note for note in recall_comparison_tables(record)[0].notes)
+    written = read_json(frozen / "recall.json")
+    written["tests"][0]["accuracy"] += 0.125
+    write_json(without / "recall.json", written)
+    with pytest.raises(InputError, match="tells of other answers than the run's"):
+        compare_recall(RecordedRun.open(ordinary), RecordedRun.open(without))
+    with pytest.raises(InputError, match="was not judged by recall"):
+        compare_recall(RecordedRun.open(ordinary), RecordedRun.open(ordinary.parent / "text"))
 
 
 def test_words_that_recall_has_no_use_for_are_refused_and_tests_follow_the_context(finetuned, tmp_path):

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -85,7 +86,7 @@ class ErrorsKind(Benchmark[ErrorSettings]):
     settings = ErrorSettings
 
     def measure(self, settings: ErrorSettings, *, out: Path | None = None, say: Say = say_on_stderr) -> dict[str, Any]:
-        """Compare a layer and its frozen heads alone with float64 and return the record, written to `out`.
+        """Compare a layer, frozen and pruned, and its frozen heads alone with float64; return the record of `out`.
 
         Rows hold `max_abs` and `relative_l2` = ||found - exact|| / max(||exact||, 1e-8), the same `beside` it (the
         layer unfrozen, or PyTorch's attention), against eager attention under the same autocast (the paper's
@@ -101,15 +102,13 @@ class ErrorsKind(Benchmark[ErrorSettings]):
             recorder.trace(**environment(execution.device, execution.device_name))
             layer = _draw(settings, execution.device)
             for precision in settings.precisions:
+                _keep(recorder, None, precision, [*_layer_rows(settings, layer, None, precision)])
                 for backend in _backends(settings, precision, execution.device, recorder):
                     rows = [*_layer_rows(settings, layer, backend, precision)]
                     rows += _operator_rows(settings, layer, backend, precision)
                     if settings.transitions and precision == "fp32":
                         rows.append(_transitions_row(settings, backend, execution.device))
-                    recorder.show([{"backend": backend, "precision": precision, **row} for row in rows])
-                    recorder.keep()
-                    worst = max(row["relative_l2"] / row["limit"] for row in rows)
-                    recorder.say(f"{backend} {precision}: at most {worst:.2f} of what is allowed")
+                    _keep(recorder, backend, precision, rows)
         return recorder.record
 
     def conditions(self, record: Record) -> str:
@@ -117,7 +116,7 @@ class ErrorsKind(Benchmark[ErrorSettings]):
         return conditions(record)
 
     def measured(self, row: Record) -> Hashable | None:
-        """Return part, backend, precision and tensor."""
+        """Return part, backend (None of the pruned layer), precision and tensor."""
         return row["part"], row["backend"], row["precision"], row["tensor"]
 
     def overview(self, records: Sequence[tuple[Cell, Record]]) -> list[Part]:
@@ -137,7 +136,7 @@ class ErrorsKind(Benchmark[ErrorSettings]):
     def failures(self, record: Record) -> list[str]:
         """Name the rows of a record that are above their limits."""
         return [
-            f"{row['part']} {row['backend']} {row['precision']} {row['tensor']}: {row['relative_l2']:.2e} "
+            f"{row['part']} {row['backend'] or ''} {row['precision']} {row['tensor']}: {row['relative_l2']:.2e} "
             f"above {row['limit']:.2e}"
             for row in record["rows"]
             if not row["within"]
@@ -157,6 +156,14 @@ def _draw(settings: ErrorSettings, device: torch.device) -> Layer:
     )
 
 
+def _keep(recorder: Recorder, backend: str | None, precision: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Record the rows of one backend in one precision; without a backend, those of the pruned layer."""
+    recorder.show([{"backend": backend, "precision": precision, **row} for row in rows])
+    recorder.keep()
+    worst = max(row["relative_l2"] / row["limit"] for row in rows)
+    recorder.say(f"{backend or 'pruned'} {precision}: at most {worst:.2f} of what is allowed")
+
+
 def _backends(settings: ErrorSettings, precision: str, device: torch.device, recorder: Recorder) -> Iterator[str]:
     """Yield the named backends, which must run, or those that do."""
     dtype = DTYPES[precision]
@@ -168,12 +175,16 @@ def _backends(settings: ErrorSettings, precision: str, device: torch.device, rec
             yield choose_backend(name, device=device, dtypes=[dtype])
 
 
-def _layer_rows(settings: ErrorSettings, layer: Layer, backend: str, precision: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each tensor of a whole layer: its distance from float64, the unfrozen layer's, and the limit."""
+def _layer_rows(settings: ErrorSettings, layer: Layer, backend: str | None, precision: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each tensor of a whole layer: its distance from float64, the unfrozen layer's, and the limit.
+
+    Without a backend the layer is pruned: its heads are left out, and in what is exact their outputs are zero.
+    """
     autocast = torch.bfloat16 if precision == "bf16" else None
-    exact = layer.eager(frozen=True, dtype=torch.float64)
-    found = layer.model(backend=backend, kernel=settings.kernel, autocast=autocast)
-    eager = layer.eager(frozen=True, dtype=torch.float32, autocast=autocast)
+    dense = partial(layer.eager, frozen=backend is not None, pruned=backend is None)
+    exact = dense(dtype=torch.float64)
+    found = layer.model(backend=backend, pruned=backend is None, kernel=settings.kernel, autocast=autocast)
+    eager = dense(dtype=torch.float32, autocast=autocast)
     unfrozen = layer.model(backend=None, kernel=settings.kernel, autocast=autocast)
     unfrozen_exact = layer.eager(frozen=False, dtype=torch.float64)
     for name in TENSORS:
@@ -181,7 +192,8 @@ def _layer_rows(settings: ErrorSettings, layer: Layer, backend: str, precision: 
         limit = LAYER_FACTOR * beside["relative_l2"]
         # In float32 rounding is near the bar of operators anyway: a lucky unfrozen layer does not lower it.
         limit = limit if autocast else max(limit, TOLERANCE[DTYPES[precision]])
-        yield _row("layer", name, errors, beside, limit) | {"eager": distance(found[name], eager[name])}
+        part = "layer" if backend else "pruned layer"
+        yield _row(part, name, errors, beside, limit) | {"eager": distance(found[name], eager[name])}
 
 
 def _operator_rows(settings: ErrorSettings, layer: Layer, backend: str, precision: str) -> Iterator[dict[str, Any]]:

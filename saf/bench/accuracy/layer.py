@@ -57,8 +57,13 @@ class Layer:
         """Return the channels of a head."""
         return self.x.shape[-1] // self.heads.num_heads
 
-    def eager(self, *, frozen: bool, dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Run head by head with materialised patterns, as in Eqs. (1) and (3), in `dtype` or under autocast."""
+    def eager(
+        self, *, frozen: bool, dtype: torch.dtype, autocast: torch.dtype | None = None, pruned: bool = False
+    ) -> dict[str, Tensor]:
+        """Run head by head with materialised patterns, as in Eqs. (1) and (3), in `dtype` or under autocast.
+
+        With `pruned` instead of `frozen` the outputs of those heads are zero.
+        """
         leaves = {role: weight.to(dtype, copy=True).requires_grad_() for role, weight in self.weights.items()}
         x = self.x.to(dtype, copy=True).requires_grad_()
         length = x.shape[1]
@@ -72,6 +77,8 @@ class Layer:
             for head in range(self.heads.num_heads):
                 if frozen and head in self.heads.frozen:
                     weights = fixed[self.heads.frozen.index(head)].expand(x.shape[0], -1, -1)
+                elif pruned and head in self.heads.frozen:
+                    weights = torch.zeros_like(fixed[0]).expand(x.shape[0], -1, -1)
                 else:
                     scores = query[:, head] @ key[:, head].mT * self.head_dim**-0.5
                     weights = scores.masked_fill(future, -torch.inf).softmax(-1)
@@ -81,16 +88,25 @@ class Layer:
         return _seven(output, x, value.grad, {role: leaf.grad for role, leaf in leaves.items()})
 
     def model(
-        self, *, backend: str | None, kernel: str = "auto", autocast: torch.dtype | None = None
+        self,
+        *,
+        backend: str | None,
+        kernel: str = "auto",
+        autocast: torch.dtype | None = None,
+        pruned: bool = False,
     ) -> dict[str, Tensor]:
-        """Run as a model does: live heads in PyTorch's attention, frozen ones (none without a backend) in a backend."""
+        """Run as a model does: live heads in PyTorch's attention, frozen ones (none without a backend) in a backend.
+
+        With `pruned`, and no backend, those heads are left out, as pruning leaves their rows out of the weights.
+        """
         device = self.x.device
         heads = self.heads if backend else HeadLayout(self.heads.num_heads, self.heads.num_heads)
         frozen = None
         if backend:
             options = {"dtype": autocast or torch.float32, "device": device, "kv_head": heads.kv_head}
             frozen = FrozenHeads.from_patterns(self.pattern, backend=backend, **options)
-        rows = {role: self._rows(heads.live if role in ("query", "key") else heads.slots) for role in self.weights}
+        live, kept = (self.heads.live, self.heads.live) if pruned else (heads.live, heads.slots)
+        rows = {role: self._rows(live if role in ("query", "key") else kept) for role in self.weights}
         leaves = {
             role: (weight[:, rows[role]] if role == "output" else weight[rows[role]]).clone().requires_grad_()
             for role, weight in self.weights.items()
@@ -112,8 +128,8 @@ class Layer:
                 leaf.grad.T if role == "output" else leaf.grad
             )
         assert value.grad is not None
-        ordered = torch.empty_like(value.grad)
-        ordered[:, list(heads.slots)] = value.grad
+        ordered = value.grad.new_zeros(x.shape[0], self.heads.num_heads, *value.grad.shape[2:])
+        ordered[:, list(kept)] = value.grad
         return _seven(output, x, ordered, gradients)
 
     def _split(self, packed: Tensor) -> Tensor:

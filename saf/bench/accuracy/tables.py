@@ -10,6 +10,7 @@ from saf.records.table import Cell, Notes, Part, Table
 
 _PARTS = {
     "layer": ("a layer of live and frozen heads", "unfrozen layer"),
+    "pruned layer": ("a layer whose heads are pruned", "unfrozen layer"),
     "transitions": ("a model after each freezing, pruning or undoing of heads", "ordinary model"),
     "operator": ("frozen heads alone, operands in the dtype", "PyTorch's attention"),
 }
@@ -30,7 +31,7 @@ def error_tables(record: Record, *, brief: bool = False) -> list[Part]:
     for (part, backend, precision), rows in _groups(record):
         what, beside = _PARTS[part]
         table = _table(list(rows), beside, precision if papers and part == "layer" else None)
-        title = f"{what}, {backend}, {precision}"
+        title = ", ".join(filter(None, [what, backend, precision]))
         if not brief:
             parts.append(table.titled(title))
             continue
@@ -38,14 +39,17 @@ def error_tables(record: Record, *, brief: bool = False) -> list[Part]:
         if any(name in table.columns for name in _COMPARED):
             others = (*_BUDGETED, f"{beside}, max.", f"{beside}, L2")
             parts.append(table.without(others).titled(f"{title}, from eager attention in the same precision"))
-    return [*parts, Notes([_paper(papers)])]
+    return [*parts, Notes([_paper(papers), *_paper_of_pruned([record])])]
 
 
 def overview(records: Sequence[tuple[Cell, Record]]) -> list[Part]:
     """Return one row a part, backend and precision: the largest error of its tensors beside its limit and the paper."""
     found = [(cell, _largest(record)) for cell, record in records]
     papers = any("paper, L2" in table.columns for _, table in found)
-    return [Table.stacked("Largest relative L2 error of output and gradients", found).used(), Notes([_paper(papers)])]
+    return [
+        Table.stacked("Largest relative L2 error of output and gradients", found).used(),
+        Notes([_paper(papers), *_paper_of_pruned([record for _, record in records])]),
+    ]
 
 
 def _largest(record: Record) -> Table:
@@ -57,6 +61,8 @@ def _largest(record: Record) -> Table:
     for (part, backend, precision), group in _groups(record):
         rows = list(group)
         quoted = [paper.GRADIENT_ERRORS.get(row["tensor"]) for row in rows] if papers and part == "layer" else []
+        said = [each[_OF_PAPER[precision] + 1] for each in quoted if each]
+        said += [paper.PRUNED_ERRORS[precision]] if papers and part == "pruned layer" else []
         eager = [row["eager"]["relative_l2"] for row in rows if row["eager"]]
         cells.append(
             [
@@ -69,13 +75,13 @@ def _largest(record: Record) -> Table:
                 "yes" if all(row["within"] for row in rows) else Cell(text="above", strong=True),
                 error(max(row["beside"]["relative_l2"] for row in rows)),
                 error(max(eager, default=None)),
-                max((each[_OF_PAPER[precision] + 1] for each in quoted if each), key=float, default=MISSING),
+                max(said, key=float, default=MISSING),
             ]
         )
     return Table.of("", head, cells).used()
 
 
-def _groups(record: Record) -> Iterator[tuple[tuple[str, str, str], Iterator[Record]]]:
+def _groups(record: Record) -> Iterator[tuple[tuple[str, str | None, str], Iterator[Record]]]:
     return groupby(record["rows"], key=lambda row: (row["part"], row["backend"], row["precision"]))
 
 
@@ -90,6 +96,19 @@ def _paper(quoted: bool) -> str:
     if not quoted:
         return "The paper tells another case."
     return f"Paper, {source.label}: {source.conditions}. It stands beside our column of the same comparison."
+
+
+def _paper_of_pruned(records: Sequence[Record]) -> list[str]:
+    """Return what the paper says of a pruned layer, where a record of its case has one."""
+    if not any(
+        _is_papers_case(record) and any(row["part"] == "pruned layer" for row in record["rows"]) for record in records
+    ):
+        return []
+    fp32, bf16 = paper.PRUNED_ERRORS.values()
+    return [
+        f"Of the pruned layer the paper tells the largest relative L2 error of the seven tensors alone: {fp32} in "
+        f"fp32, {bf16} in bf16."
+    ]
 
 
 def conditions(record: Record) -> str:

@@ -2,11 +2,14 @@
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError, SafError
 from saf.evaluate.answers import answers_table, compare_answers, has_answers
+from saf.evaluate.compare_recall import compare_recall, has_recall, recall_comparison_tables
+from saf.evaluate.recall import recall_tables
 from saf.evaluate.side_by_side import Comparison, arm_colours, arm_names, arms_table, compare_all
 from saf.records.events import EventRecord
 from saf.records.files import write_atomically
@@ -110,6 +113,8 @@ def _sections(
     parts.append(section("arms", "Cost and saving", table + costs(data["freezes"], doing(runs))))
     if answered := [(run, name) for run, name in zip(runs, names, strict=True) if has_answers(run)]:
         parts.append(section("answers", "Answers", _answers(answered, comparisons)))
+    if recalled := [(run, name) for run, name in zip(runs, names, strict=True) if has_recall(run)]:
+        parts.append(section("recall", "Recall", _recalled(recalled, comparisons)))
     parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
     return "\n".join(parts)
 
@@ -127,6 +132,22 @@ def _answers(runs: Sequence[tuple[RecordedRun, str]], comparisons: Sequence[Comp
         if has_answers(pair.ordinary) and has_answers(pair.frozen):
             try:
                 tables.append(answers_table(compare_answers(pair.ordinary, pair.frozen, allow_differences=True)))
+            except SafError as error:
+                tables.append(Table.facts(pair.name, {"not compared": str(error)}))
+    return "".join(table.html() for table in tables)
+
+
+def _recalled(runs: Sequence[tuple[RecordedRun, str]], comparisons: Sequence[Comparison]) -> str:
+    """Return the queries that runs of recall answer, and what each pair of them answers differently."""
+    tables = [
+        replace(table, title=f"{name}: {table.title}")
+        for run, name in runs
+        for table in recall_tables(run.finished_result())
+    ]
+    for pair in comparisons:
+        if has_recall(pair.ordinary) and has_recall(pair.frozen):
+            try:
+                tables += recall_comparison_tables(compare_recall(pair.ordinary, pair.frozen, allow_differences=True))
             except SafError as error:
                 tables.append(Table.facts(pair.name, {"not compared": str(error)}))
     return "".join(table.html() for table in tables)

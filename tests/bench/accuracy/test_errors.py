@@ -8,6 +8,7 @@ import torch
 from saf.bench import measure
 from saf.bench.accuracy.errors import ErrorSettings, distance
 from saf.bench.accuracy.layer import TENSORS, Layer
+from saf.bench.accuracy.tables import error_tables
 from saf.bench.kinds import BENCHMARKS
 from saf.cli import main
 from saf.errors import InputError, UnsupportedError
@@ -15,7 +16,8 @@ from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops.toeplitz.backend import Toeplitz
 from saf.records.files import read_json
-from saf.surgery import install_
+from saf.records.table import Cell
+from saf.surgery import install_, prune_
 
 
 def draw(seed: int = 0) -> Layer:
@@ -28,8 +30,9 @@ def test_the_papers_case_keeps_its_budgets(said):
     record = measure(ErrorSettings(device="cpu"), say=said.append)
     assert BENCHMARKS["errors"].failures(record) == []
     parts = [(row["part"], row["backend"], row["precision"], row["tensor"]) for row in record["rows"]]
-    assert len(parts) == len(set(parts)) == 2 * 2 * (7 + 2)
-    assert {row["tensor"] for row in record["rows"] if row["part"] == "layer"} == set(TENSORS)
+    assert len(parts) == len(set(parts)) == 2 * (2 * (7 + 2) + 7)
+    for part in ("layer", "pruned layer"):
+        assert {row["tensor"] for row in record["rows"] if row["part"] == part} == set(TENSORS)
     assert {entry["what"] for entry in record["left_out"]} == {"fused fp32", "fused bf16"}
     for row in record["rows"]:
         assert 0 < row["relative_l2"] < (1e-6 if row["precision"] == "fp32" else 1e-2)
@@ -71,6 +74,39 @@ def test_eager_in_float64_is_what_automatic_differentiation_of_the_model_gives()
         assert exact[role][~frozen].abs().sum(1).all()
 
 
+def test_a_pruned_layer_is_one_whose_heads_give_zero_and_what_pruning_a_model_leaves():
+    """Beside the paper's largest errors of the seven tensors; rows of pruned heads have no gradient."""
+    layer = draw()
+    exact = layer.eager(frozen=False, pruned=True, dtype=torch.float64)
+    model = GPT(GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=256, max_length=192))
+    attention = model.attention_layers()[0]
+    for role, weight in attention.weights().items():
+        weight.data.copy_(layer.weights[role])
+    prune_(model, [(0, 1), (0, 3)])
+    x = layer.x.clone().requires_grad_()
+    output = attention(x, model.rotary(torch.arange(129)[None]), None)
+    output.backward(layer.upstream)
+    rows = (torch.tensor([0, 2])[:, None] * 64 + torch.arange(64)).flatten()
+    found = {"output": output.detach(), "input": x.grad}
+    wanted = {name: exact[name] for name in found}
+    for role, weight in attention.weights().items():
+        name, whole = f"{role} projection", exact[f"{role} projection"]
+        found[name], wanted[name] = weight.grad, whole[:, rows] if role == "output" else whole[rows]
+        others = whole.T if role == "output" else whole
+        assert not others[~torch.isin(torch.arange(256), rows)].any(), name
+    for name, tensor in found.items():
+        assert distance(tensor, wanted[name])["relative_l2"] <= 1e-6, name
+    record = measure(ErrorSettings(device="cpu", backends=("toeplitz",)), say=lambda _: None)
+    told = str(error_tables(record)[-1])
+    assert "7.48e-7 in fp32, 4.45e-3 in bf16" in told
+    (table, *_) = BENCHMARKS["errors"].overview([(Cell(text="errors"), record)])
+    pruned = [row for row in table.rows if "a layer whose heads are pruned" in map(str, row)]
+    assert [next(word for word in map(str, row) if word in ("7.48e-7", "4.45e-3")) for row in pruned]
+    eager = {row["precision"]: row["eager"]["relative_l2"] for row in record["rows"] if row["part"] == "pruned layer"}
+    assert 0 < eager["fp32"] < 1e-6
+    assert 0 < eager["bf16"] < 1e-2
+
+
 def test_a_wrong_product_is_named_and_ends_the_command(tmp_path, monkeypatch, capsys):
     right = Toeplitz.forward
     monkeypatch.setattr(Toeplitz, "forward", lambda self, value, *rest: 1.001 * right(self, value, *rest))
@@ -78,7 +114,7 @@ def test_a_wrong_product_is_named_and_ends_the_command(tmp_path, monkeypatch, ca
     words = ["--device=cpu", "--backends=toeplitz", "--precisions=fp32", "--length=20", "--stored=20"]
     assert main(["bench", "errors", "--out", str(path), *words]) == 2
     printed = capsys.readouterr()
-    assert "7 of 9 rows: layer toeplitz fp32 output: " in printed.err
+    assert "7 of 16 rows: layer toeplitz fp32 output: " in printed.err
     assert "operator toeplitz fp32 value: 1.00e-03 above" in printed.err
     assert "above" in printed.out
     record = read_json(path)
