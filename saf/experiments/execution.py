@@ -345,7 +345,7 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     if run.match:
         start += ["--match-time", str(store.run_folder(run.match))]
     if run.heads:
-        start += ["--freeze.heads", *(f"{layer}:{head}" for layer, head in store.heads(run.heads) or ())]
+        start += ["--freeze.heads", *(f"{layer}:{head}" for layer, head in store.heads(run))]
     if run.like:
         del flags["task"]
         start += ["--like", str(store.run_folder(run.like))]

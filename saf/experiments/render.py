@@ -251,7 +251,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
         lacking=frozenset(rows.lacking),
         drafts=_drafts([*runs, *(record for each in measured.values() for record in each.values())]),
         reading=(*_reading(values, runs), *_fewer(name, recipe, plan, values)),
-        origin=(*told, *rows.apart(), *rows.busy(), *_origin(runs)),
+        origin=(*told, *rows.apart(), *rows.other_heads(), *rows.busy(), *_origin(runs)),
     )
 
 

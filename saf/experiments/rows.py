@@ -40,11 +40,14 @@ class Rows:
         self.lacking: set[tuple[str, str]] = set()
         self._apart: set[str] = set()
         self._busy: set[str] = set()
+        self._other_heads: set[str] = set()
         self._draws: dict[tuple[str, int], Tensor] = {}
 
     def values(self, arm: Arm) -> dict[str, Value | None]:
         """Return the numbers of one arm by column, and take note of those for which another arm was not run."""
         found = {}
+        if any(self._has_other_heads(arm, own[0], seed) for seed, own in self.records[arm.name].items()):
+            self._other_heads.add(arm.name)
         for name in self.recipe.columns:
             column, seeds = COLUMNS[name], self.records[arm.name]
             runs = {seed: self._runs(arm, own[0], seed, column) for seed, own in seeds.items()}
@@ -68,6 +71,14 @@ class Rows:
         )
         return [told] if listed else []
 
+    def other_heads(self) -> list[str]:
+        """Return a note about arms without the heads that they should have; none where there is none."""
+        listed = ", ".join(sorted(self._other_heads))
+        told = (
+            f"Heads are those of another training than the one they are compared with, so that they differ: {listed}."
+        )
+        return [told] if listed else []
+
     def busy(self) -> list[str]:
         """Return a note about arms whose times cannot be true; none where there is none."""
         listed = ", ".join(sorted(self._busy))
@@ -83,6 +94,16 @@ class Rows:
             return arm.name
         named = {REFERENCE: arm.reference, AGAINST: arm.against, **arm.beside}.get(first)
         return self.arms[named].reference if reference and named else named
+
+    def _has_other_heads(self, arm: Arm, own: Record, seed: int) -> bool:
+        """Return whether a run that should have another one's heads has others than those of the one beside it."""
+        candidates = self.records.get(arm.heads or "", {}).get(seed)
+        if not candidates:
+            return False
+        mine, theirs = (
+            (one.get("intervention") or {}).get("heads") for one in (own, _of_one_training(own, candidates))
+        )
+        return sorted(mine or []) != sorted(theirs or [])
 
     def _runs(self, arm: Arm, own: Record, seed: int, column: Column) -> dict[str, Record] | None:
         """Return the records that a column needs of one seed by what they are; None when one is missing."""

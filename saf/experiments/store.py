@@ -14,7 +14,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +28,7 @@ from saf.records.folders import lock_folder, remove_folder_, verify
 from saf.records.result import read_result, with_header
 from saf.records.run import RecordedRun
 from saf.train.allowance import went_through
-from saf.train.checkpoint import checkpoints, latest, step_name
+from saf.train.checkpoint import checkpoint_hash, checkpoints, latest, step_name
 
 KIND = "experiment"
 """Of a record's header."""
@@ -220,15 +220,32 @@ class Store:
         folder = self.run_folder(key)
         return None if (folder / "result.json").is_file() else f"{folder} has no result"
 
-    def heads(self, key: str) -> list[list[int]] | None:
-        """Return the heads that are frozen or pruned in a run that ended, of its first training that has any."""
-        found = [(record.get("intervention") or {}).get("heads") or [] for record in self.records(key)]
-        return next(filter(None, found), []) if found else None
+    def heads(self, run: PlannedRun) -> list[list[int]]:
+        """Return the heads that a run has of the one that it names; none where no such heads are recorded.
+
+        Where both go on from one parent, they are those of a training that began at this run's own checkpoint: another
+        training of the parent chooses other heads.
+        """
+        if run.heads is None:
+            return []
+        found = [one for one in self.records(run.heads) if (one.get("intervention") or {}).get("heads")]
+        start = self.checkpoint(run)
+        if start is not None:
+            began = checkpoint_hash(start) if start.is_dir() else None  # one that is trained again will be another
+            beside = {"parent": run.parent, "step": run.step}
+            found = [
+                one
+                for one in found
+                if any(one.get(name) != value for name, value in beside.items()) or began in one["went_through"]
+            ]
+        return found[0]["intervention"]["heads"] if found else []
 
     def lacks_heads(self, run: PlannedRun) -> str | None:
         """Return why the heads of the run whose heads a run has are not known; None when they are, or are its own."""
-        if run.heads is None or self.heads(run.heads):
+        if run.heads is None or self.heads(run):
             return None
+        if self.heads(replace(run, parent=None)):
+            return f"{self.record_file(run.heads)} tells of heads frozen or pruned in another training of their parent"
         return f"{self.record_file(run.heads)} tells of no heads frozen or pruned"
 
     def budget_left_(self, seconds: float) -> float:

@@ -9,11 +9,11 @@ from saf.experiments.plan import plan
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.scales import SCALES
 from saf.experiments.store import Store
-from saf.records.files import append_line, read_json, write_json
+from saf.records.files import append_line, write_json
 from saf.records.folders import write_manifest
 from saf.records.paper import Source
 from saf.records.result import result_header
-from saf.train.checkpoint import step_name
+from saf.train.checkpoint import checkpoint_hash, step_name
 
 SOURCE = Source("tab:none", "made up")
 
@@ -61,7 +61,7 @@ class Trainer:
         log.write_text("said something\n")
         folder = Path(words[words.index("--out") + 1])
         parent = Path(words[words.index("--parent") + 1]) if "--parent" in words else None
-        started = parent and {"hash": read_json(parent / "hash.json")["hash"]}
+        started = parent and {"hash": checkpoint_hash(parent)}
         if "--resume" not in words:
             write_json(folder / "config.json", {"words": words, "parent": started})
         code = self.codes.pop(0) if self.codes else 0
@@ -75,9 +75,8 @@ class Trainer:
             checkpoint.mkdir(parents=True, exist_ok=True)
             write_json(checkpoint / "state.json", {"update": step})
             # Every training has checkpoints of its own.
-            hash = f"{len(self.calls)}-{step}"
-            write_json(checkpoint / "hash.json", {"hash": hash})
-            write_manifest(checkpoint, update=step, parent=None)
+            write_json(checkpoint / "training.json", {"call": len(self.calls)})
+            hash = write_manifest(checkpoint, update=step, parent=None)
             append_line(folder / "clock.jsonl", {"hash": hash})
         losses = torch.tensor(self.losses.get(folder.name, [3.0, 3.2]))
         log_probs = -losses[:, None].expand(-1, 4).contiguous()

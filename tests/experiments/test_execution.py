@@ -181,6 +181,16 @@ def test_an_arm_gets_the_heads_of_another_one_that_ended(recipe, make_plan, stor
     assert outcome.ended[-1] == key
     words = trainer.calls[-1]
     assert words[words.index("--freeze.heads") + 1 :][:3] == ["0:3", "1:0", "--out"]
+    # Of a parent that is trained again other heads are chosen, and those count: not the ones recorded first.
+    trainer.heads = [[1, 1]]
+    for lost in (made.runs[key].parent, key):
+        shutil.rmtree(store.run_folder(lost))
+    store.record_file(key).unlink()
+    outcome, said = carry_out(made, store, trainer)
+    assert any("in another training of their parent" in line for line in said)
+    assert outcome.ended[-1] == key
+    words = trainer.calls[-1]
+    assert words[words.index("--freeze.heads") + 1 :][:2] == ["1:1", "--out"]
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged"])

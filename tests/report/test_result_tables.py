@@ -51,15 +51,16 @@ def test_disagreeing_collections_have_no_ratio(intervention):
 
 def test_errors_stand_beside_the_papers_comparison():
     record = measure(ErrorSettings(device="cpu", backends=("reference",)), say=lambda _: None)
-    fp32, _, bf16, alone = tables(rendered(record))
+    pruned, fp32, _, _, bf16, alone = tables(rendered(record))
     assert [row["tensor"] for row in fp32][:3] == ["output", "input", "value"]
     assert [row["paper, L2"] for row in fp32][:2] == ["1.86e-7", "2.51e-7"]
     assert [row["paper, max."] for row in bf16][-1] == "6.25e-2"
-    first = record["rows"][0]
+    first = next(row for row in record["rows"] if row["part"] == "layer")
     assert float(fp32[0]["relative L2"]) == pytest.approx(first["relative_l2"], rel=0.01)
     assert float(fp32[0]["from eager, max."]) == pytest.approx(first["eager"]["max_abs"], rel=0.01)
-    assert {row["within"] for row in (*fp32, *bf16, *alone)} == {"yes"}
+    assert {row["within"] for row in (*pruned, *fp32, *bf16, *alone)} == {"yes"}
     assert "paper, L2" not in alone[0]
+    assert "paper, L2" not in pruned[0]
 
 
 def test_errors_of_another_case_or_above_the_limit_are_told():
