@@ -42,7 +42,8 @@ def _task(title: str, model: str) -> Arm:
     task, settings = FILES.get(title, ("mqar", {}))
     smoke = RECALLED if task == "mqar" else SMOKE
     return Arm(
-        **{"name": f"{title}, {model}", "task": task, "parent": model, "settings": settings if first else {}},
+        **{"name": f"{title}, {model}", "task": task, "axis": "chain", "parent": model},
+        settings=settings if first else {},
         **{"like": None if first else ordinary, "reference": None if first else ordinary},
         scaled={"smoke": smoke} if first else {},
         smoke=(title, model) in {("SST-2", "ordinary"), ("SST-2", "pruned 25%"), ("recall", "ordinary")},
@@ -53,7 +54,8 @@ def _replaced(model: str, place: int) -> Arm:
     return Arm(
         name=f"recall, {model}, {UPDATES[place]} updates after replacement",
         # Examples that the parent was not trained on, the same for every model.
-        **{"task": "mqar", "parent": "recall, ordinary", "reference": None, "reseed": 1_000, "report": place},
+        **{"task": "mqar", "axis": "chain", "parent": "recall, ordinary", "reference": None},
+        **{"reseed": 1_000, "report": place},
         settings={"updates": 500, "report_at": UPDATES, **MODELS[model]},
         heads=f"recall, frozen 25%, {UPDATES[0]} updates after replacement" if model == "pruned 25%" else None,
         scaled={"smoke": {"updates": 4, "report_at": (0, 1, 2, 4)}},
@@ -72,8 +74,8 @@ RECIPE = Recipe(
     ),
     columns=("perplexity", "delta", "accuracy", "points", *(recall_name(*test) for test in RECALL), "gate", "heads"),
     notes=(
-        "Seeds are those of pretraining; every task is trained with the first one. In each task the ordinary model "
-        "chooses the epochs, the others are finetuned like it. Pruned models lack exactly the frozen heads.",
+        "Each seed is a whole chain, pretraining and tasks alike. In each task the ordinary model chooses the epochs, "
+        "the others are finetuned like it. Pruned models lack exactly the frozen heads.",
         "Columns of recall are tests, tokens / pairs; rows after replacement are of the ordinary model that has learnt "
         "recall.",
     ),

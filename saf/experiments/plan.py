@@ -155,10 +155,10 @@ class Plan:
     ) -> tuple[dict[str, Any], dict[str, Any], int | None]:
         """Return what a finetuned run is told, what is known of its settings, and that it goes on from the last update.
 
-        Its seed is the plan's first, but on the axis of finetuning.
+        Its seed is the plan's first, but on the axis of finetuning and in a chain.
         """
         assert arm.task is not None, arm.name
-        varied = seed if arm.axis == "finetuning" else self.seeds[0]
+        varied = seed if arm.axis in ("finetuning", "chain") else self.seeds[0]
         flags = {**own, "task": arm.task, "seed": varied + arm.reseed}
         shape = {name: parent.settings[name] for name in ("model", "model_overrides", "length")}
         taken = {} if like is None else {name: like.flags[name] for name in like.flags if "freeze." not in name}

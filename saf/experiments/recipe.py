@@ -20,8 +20,11 @@ from saf.records.paper import Source
 
 Flags = Mapping[str, Any]
 """Settings of a run by the names of its command's flags, without dashes: {"freeze.rate": 0.25, "batch_size": 8}."""
-Axis = Literal["pretraining", "finetuning", "none"]
-"""Which seed of an arm varies; that of the other stage is the plan's first, so that the two are never pooled."""
+Axis = Literal["pretraining", "finetuning", "chain", "none"]
+"""Which seed of an arm varies; that of the other stage is the plan's first, so that the two are never pooled.
+
+Of a chain both vary together: each seed is a whole repetition, and seeds can be run by commands of their own.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,8 @@ class Arm:
     like: str | None = None
     """The finetuned ordinary arm whose examples, epochs and settings it takes over; None chooses its own."""
     axis: Axis = "pretraining"
-    """Which seed varies: that of pretraining; that of finetuning, from the parent of the plan's first seed; or none, a
-    run of the first seed alone."""
+    """Which seed varies: that of pretraining; that of finetuning, from the parent of the plan's first seed; both, of
+    the whole chain; or none, a run of the first seed alone."""
     report: int | None = None
     """Which of the reports that its run made before the end its row is of, counted from 0; None is the end."""
     row: bool = True
@@ -91,7 +94,7 @@ class Arm:
             return f"{'gets the time of' if self.match else 'finetunes'} a parent, and names none"
         if self.task and (self.match or self.at is not None or self.more):
             return "finetunes its parent from its end; leave match, at and more out"
-        if not self.task and (self.like or self.axis == "finetuning"):
+        if not self.task and (self.like or self.axis in ("finetuning", "chain")):
             return "is not finetuned; name its task, or leave like and axis out"
         if self.heads and (said := [f"freeze.{name}" for name in BUDGETS if f"freeze.{name}" in self.settings]):
             return f"has the heads of {self.heads!r}; leave {' and '.join(said)} out"

@@ -54,6 +54,10 @@ def test_the_two_axes_of_seeds_share_a_run_and_are_never_pooled(files):
     assert seeds(tuned) == [(1, 1), (1, 2), (1, 3)]
     keys = [{made.arms["x", "frozen tuned", seed] for seed in (1, 2, 3)} for made in (pretrained, tuned)]
     assert len(keys[0] & keys[1]) == 1
+    chain = planned("chain", files)
+    assert seeds(chain) == [(1, 1), (2, 2), (3, 3)]
+    alone = planned("chain", files, seeds=(2,))
+    assert alone.arms["x", "frozen tuned", 2] == chain.arms["x", "frozen tuned", 2], "each seed by a command of its own"
 
 
 def test_an_arm_without_an_axis_is_a_run_of_the_first_seed(files):
