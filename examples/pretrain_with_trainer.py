@@ -6,9 +6,14 @@
 Both arms are the same training up to the midpoint: the frozen one goes on from the ordinary one's checkpoint there, on
 the same batches. What freezing cost is paired window by window of held-out text. `OUT/trainer.json` is a result that
 `saf report --results` shows; copy it into a folder of results. The sizes below are those of the recipes' small scale,
-34M parameters and 75M tokens; after far fewer, heads that attend evenly are chosen, which cost most (docs/log.md).
+34M parameters and 75M tokens.
+
+What a Llama is drawn from decides what freezing costs it: transformers draws every weight alike, and the first layer
+then learns to gather words by what they say, spread so thinly that their variance is the lowest of all. With residual
+projections drawn smaller by sqrt(2 layers), as GPT-2's and this project's decoder are, it does not (docs/log.md).
 """
 
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -56,6 +61,8 @@ class Settings:
     """Held-out windows that both arms are compared on."""
     max_fit_kl: float = 0.2
     seed: int = 0
+    scaled_init: bool = True
+    """Whether projections onto the residual stream are drawn smaller by sqrt(2 layers); transformers does not."""
     compile: bool = False
     """Whether the Trainer compiles the model."""
 
@@ -98,6 +105,14 @@ def _now() -> float:
     return time.perf_counter()
 
 
+def scale_residual_(model: LlamaForCausalLM) -> None:
+    """Divide the projections onto the residual stream, as they were drawn, by sqrt(2 layers)."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight /= math.sqrt(2 * model.config.num_hidden_layers)
+
+
 def arm(settings: Settings, data: TokenData, name: str, *callbacks: TrainerCallback, resume: Path | None = None) -> Any:
     """Train one arm and evaluate it; return what the record says of it, and the hash of its last checkpoint."""
     set_seed(settings.seed)
@@ -129,6 +144,8 @@ def arm(settings: Settings, data: TokenData, name: str, *callbacks: TrainerCallb
         use_cpu=not cuda,
     )
     model = LlamaForCausalLM(config)
+    if settings.scaled_init:
+        scale_residual_(model)
     trainer = Trainer(model, arguments, train_dataset=Rows(data, settings.length), callbacks=[*callbacks, seconds])
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     model_hash = folder_hash(folder / f"checkpoint-{settings.updates}")
@@ -147,7 +164,12 @@ def main(settings: Settings) -> None:
     ordinary, ordinary_hash = arm(settings, data, "ordinary")
     windows = calibration_windows(data, length=settings.length, count=settings.calibration, seed=settings.seed)
     config = saf.FreezeConfig(rate=settings.rate, max_fit_kl=settings.max_fit_kl)
-    freezing = FreezeCallback(config, windows.split(settings.batch_size), saf.OneTime(middle))
+    controller = data.tokens("controller")
+    count = min(settings.calibration, len(controller) // settings.length)
+    heldout = torch.tensor(controller[: count * settings.length]).long().view(count, settings.length)
+    freezing = FreezeCallback(
+        config, windows.split(settings.batch_size), saf.OneTime(middle), heldout=heldout.split(settings.batch_size)
+    )
     midpoint = settings.out / "ordinary" / f"checkpoint-{middle}"
     frozen, frozen_hash = arm(settings, data, "frozen", freezing, resume=midpoint)
     (event,) = freezing.events
@@ -166,6 +188,8 @@ def main(settings: Settings) -> None:
         "heads": settings.layers * settings.heads,
         "frozen heads": len(event.heads),
         "frozen after update": event.update,
+        "heads frozen": event.heads,
+        "held-out loss before and after freezing": [event.values["loss_before"], event.values["loss_after"]],
         "freezing, s": sum(event.seconds.values()),
         "compiled": settings.compile,
         "change of perplexity, %": change["delta_ppl_percent"],
@@ -176,7 +200,9 @@ def main(settings: Settings) -> None:
     }
     write_json(settings.out / "trainer.json", record)
     low, high = change["ci95"]
-    print(f"{len(event.heads)} of {record['heads']} heads frozen after update {event.update}")
+    before, after = record["held-out loss before and after freezing"]
+    print(f"{len(event.heads)} of {record['heads']} heads frozen after update {event.update}: ", end="")
+    print(f"held-out loss {before:.3f} -> {after:.3f}")
     print(f"perplexity {change['ppl_ordinary']:.3f} -> {change['ppl_frozen']:.3f}: ", end="")
     print(f"{change['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})")
     print(f"update {record['update, ordinary / frozen']:.3f}x; {settings.out / 'trainer.json'}")

@@ -37,6 +37,8 @@ def test_two_arms_are_pretrained_and_their_record_is_a_result(hf, tmp_path, monk
         runpy.run_path(str(EXAMPLES[0].parent / "pretrain_with_trainer.py"), run_name="__main__")
     record = json.loads((tmp_path / "results" / "run" / "trainer.json").read_text())
     assert (record["frozen heads"], record["frozen after update"], record["paired windows"]) == (2, 3, 8)
+    assert len(record["heads frozen"]) == 2
+    assert all(0 < loss < 7 for loss in record["held-out loss before and after freezing"])
     ordinary, frozen = (arm["perplexity"] for arm in record["arms"])
     assert record["change of perplexity, %"] == pytest.approx(100 * (frozen / ordinary - 1))
     assert ordinary != frozen
