@@ -63,6 +63,8 @@ class Settings:
     seed: int = 0
     scaled_init: bool = True
     """Whether projections onto the residual stream are drawn smaller by sqrt(2 layers); transformers does not."""
+    timed: bool = True
+    """Whether the record has the time of updates; not where other work shares the device."""
     compile: bool = False
     """Whether the Trainer compiles the model."""
 
@@ -153,8 +155,10 @@ def arm(settings: Settings, data: TokenData, name: str, *callbacks: TrainerCallb
     found = evaluate_perplexity(
         model.eval(), data, **judged, out=folder / "evaluation", checkpoints={"model": model_hash}
     )
-    late = [took for update, took in seconds.updates.items() if update > settings.updates // 2]
-    told = {"perplexity": found["perplexity"], "loss": found["loss"], "median update, s": statistics.median(late)}
+    told = {"perplexity": found["perplexity"], "loss": found["loss"]}
+    if settings.timed:
+        late = [took for update, took in seconds.updates.items() if update > settings.updates // 2]
+        told["median update, s"] = statistics.median(late)
     return {"arm": name, **told}, model_hash
 
 
@@ -173,6 +177,9 @@ def main(settings: Settings) -> None:
     midpoint = settings.out / "ordinary" / f"checkpoint-{middle}"
     frozen, frozen_hash = arm(settings, data, "frozen", freezing, resume=midpoint)
     (event,) = freezing.events
+    speed = {}
+    if settings.timed:
+        speed["update, ordinary / frozen"] = ordinary["median update, s"] / frozen["median update, s"]
     change = compare_evaluations(settings.out / "ordinary/evaluation", settings.out / "frozen/evaluation")
     head = result_header(
         "trainer",
@@ -195,7 +202,7 @@ def main(settings: Settings) -> None:
         "change of perplexity, %": change["delta_ppl_percent"],
         "95% interval, %": change["ci95"],
         "paired windows": change["windows"],
-        "update, ordinary / frozen": ordinary["median update, s"] / frozen["median update, s"],
+        **speed,
         "arms": [ordinary, frozen],
     }
     write_json(settings.out / "trainer.json", record)
@@ -205,7 +212,8 @@ def main(settings: Settings) -> None:
     print(f"held-out loss {before:.3f} -> {after:.3f}")
     print(f"perplexity {change['ppl_ordinary']:.3f} -> {change['ppl_frozen']:.3f}: ", end="")
     print(f"{change['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})")
-    print(f"update {record['update, ordinary / frozen']:.3f}x; {settings.out / 'trainer.json'}")
+    timed = "".join(f"update {ratio:.3f}x; " for ratio in speed.values())
+    print(f"{timed}{settings.out / 'trainer.json'}")
 
 
 if __name__ == "__main__":
