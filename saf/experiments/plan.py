@@ -1,7 +1,7 @@
 """From recipes to runs: each once however many tables it stands in, parents before the runs that go on from them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Plan:
         own = {run.key for run in self.runs.values() if run.own_clock}
         return own | {run.match for run in self.runs.values() if run.own_clock and run.match}
 
-    def add(self, name: str, arm: Arm, seed: int, *, compiled: bool) -> None:
+    def add(self, name: str, arm: Arm, seed: int) -> None:
         """Add the run of one arm and seed; what it needs must be there."""
         if left := [other for other in arm.needs.values() if (name, other) in self.left]:
             self.left[name, arm.name] = f"it needs {left[0]}"
@@ -83,7 +83,9 @@ class Plan:
         elif parent is not None:
             flags, settings, step = self._continued(name, arm, own, parent, seed)
         else:
-            flags, settings, step = self._initial(arm, own, seed, compiled=compiled)
+            flags, settings, step = self._initial(arm, own, seed)
+        if self._by_layers(arm, settings):
+            flags, settings = ({**given, "compile": "layers"} for given in (flags, settings))
         match, heads, like = (other and needed[other].key for other in (arm.match, arm.heads, arm.like))
         if match is not None and self.scale.speeds is not None:
             told = self._at_speed(arm, settings, heads)
@@ -130,12 +132,19 @@ class Plan:
             key = self.arms[name, other, first]
         return self.runs[key]
 
-    def _initial(
-        self, arm: Arm, own: Flags, seed: int, *, compiled: bool
-    ) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+    def _by_layers(self, arm: Arm, settings: Flags) -> bool:
+        """Return whether a run is compiled by layers: where it has several events, which compile but new layouts then.
+
+        Compiled whole, it would stand still after every event for longer than compiled updates save. The runs that it
+        is compared with stay whole, so that recipes share them.
+        """
+        several = arm.task is None and "compile" not in settings and events_of(settings) > 1
+        return several and self.scale.rates.compilation > 0
+
+    def _initial(self, arm: Arm, own: Flags, seed: int) -> tuple[dict[str, Any], dict[str, Any], int | None]:
         """Return what a run from initialisation is told, its settings, and that it goes on from no update."""
         flags = merged(self.scale.flags(arm.context), own)
-        flags |= {"seed": seed, "save_at": self.scale.save_at, **({} if compiled else {"compile": "off"})}
+        flags |= {"seed": seed, "save_at": self.scale.save_at}
         if arm.more:
             flags["updates"] += round(arm.more * flags["updates"])
         return flags, flags, None
@@ -219,11 +228,10 @@ def plan(
         raise InputError("speeds have no effect where no arm is at matched time; leave them out")
     if scale.tokens and not any(chosen.values()):
         raise InputError(f"--tokens {scale.tokens} has no effect where nothing is trained; leave it out")
-    uncompiled = {name for name, recipe in recipes.items() if _uncompiled(made, name, recipe.arms)}
     for seed in made.seeds:
         for name, its in chosen.items():
             for arm in its if seed in made.seeds_of(name) else ():
-                made.add(name, arm, seed, compiled=name not in uncompiled)
+                made.add(name, arm, seed)
     _tell_left(made, named=arms)
     for (name, _, _), key in made.arms.items():
         if any(COLUMNS[column].timed for column in recipes[name].columns if column in COLUMNS):
@@ -265,30 +273,6 @@ def _tell_left(made: Plan, *, named: tuple[str, ...]) -> None:
     for of, why in dict.fromkeys((name, why) for (name, _), why in made.left.items()):
         left = ", ".join(arm for (name, arm), said in made.left.items() if (name, said) == (of, why))
         made.notes.append(f"{of}, left out because {why}: {left}.")
-
-
-def _uncompiled(plan: Plan, name: str, arms: Iterable[Arm]) -> bool:
-    """Return whether the runs of a recipe are not compiled, and tell of it in the plan's notes.
-
-    Where some of its arms have several events, all of them run alike, so that they can be compared: uncompiled if their
-    events would compile longer than compiled updates save. The scale's own rates and all arms decide, whichever were
-    asked for, so that keys are the same everywhere.
-    """
-    # Of the vocabulary that is meant: a rule that saw the data's would give other keys.
-    trial, rates = Plan(scale=replace(plan.scale, speeds=None), data="", seeds=(0,)), plan.scale.rates
-    for arm in arms:
-        trial.add(name, arm, 0, compiled=True)
-    runs = [run for run in trial.runs.values() if run.work is None and "compile" not in run.settings]
-    events = [events_of(run.settings) for run in runs]
-    saved = rates.saved(sum(run.updates_to_do * run.flops_per_update for run in runs))
-    compiling = sum(events) * rates.compilation
-    if max(events, default=0) <= 1 or compiling <= saved:
-        return False
-    plan.notes.append(
-        f"{name} runs uncompiled: up to {sum(events)} events of its arms would compile for {compiling:.0f} s; compiled "
-        f"updates save {saved:.0f} s."
-    )
-    return True
 
 
 def _branch_update(name: str, arm: Arm, scale: Scale, updates: int) -> int:

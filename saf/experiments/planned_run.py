@@ -133,14 +133,13 @@ class PlannedRun:
     def seconds(self, rates: Rates, *, done: int | None = None) -> float:
         """Return what it takes on one GPU, all heads counted as live; `done` is the update that it goes on from."""
         left = self.updates_to_do if done is None else max(0, self.updates - done)
-        compiled = self.settings.get("compile", "auto") != "off"
         # A forward pass is a third of an update's arithmetic.
         tested = 0.0 if self.work is None else self.work.tested * self.shape.flops_per_token(self.shape.max_length) / 3
         return rates.seconds(
             left * self.flops_per_update + tested,
             micro_batches=left * self.accumulation,
             events=events_of(self.settings),
-            compiled=compiled,
+            compile=self.settings.get("compile", "auto"),
         )
 
     @property

@@ -5,6 +5,10 @@ from typing import Annotated
 
 from saf.arguments import above, at_least, check_fields
 
+LATER_EVENT = 0.12
+"""Of a compilation, what an event after the first one takes of a model that is compiled by layers: its new layouts
+(docs/log.md, "How long do updates stand still after an event?")."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -23,16 +27,16 @@ class Rates:
     source: str
     """Where these come from, in words."""
 
-    def seconds(self, flops: float, *, micro_batches: int, events: int, compiled: bool) -> float:
-        """Return what a run takes of so many FLOPs and micro-batches, with so many events."""
+    def seconds(self, flops: float, *, micro_batches: int, events: int, compile: str = "auto") -> float:
+        """Return what a run takes of so many FLOPs and micro-batches, with so many events, compiled as a run can be."""
         updates = flops / self.flops
-        if not compiled:
+        if compile == "off":
             return self.start + max(updates * self.uncompiled, micro_batches * self.launching)
-        return self.start + updates + (1 + events) * self.compilation
-
-    def saved(self, flops: float) -> float:
-        """Return the seconds that compiled updates of so many FLOPs save."""
-        return flops / self.flops * (self.uncompiled - 1)
+        if compile == "layers" and events:
+            compilations = 2 + LATER_EVENT * (events - 1)
+        else:
+            compilations = 1 + events
+        return self.start + updates + compilations * self.compilation
 
     def described(self) -> str:
         """Return the rates in a sentence."""

@@ -5,7 +5,7 @@ import pytest
 from saf.errors import InputError
 from saf.experiments.packing import RESERVE, Packing, all_lost, length, packing_table
 from saf.experiments.plan import plan
-from saf.experiments.rates import Measured
+from saf.experiments.rates import LATER_EVENT, Measured
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.scales import SCALES, read_tokens
 
@@ -120,30 +120,21 @@ def test_limits_that_leave_no_time_are_refused(family, limits, expected):
         Packing(seconds=seconds, **limits).stays(list(family.runs.values()), family, nothing_lost)
 
 
-def test_several_events_run_uncompiled_where_compiling_costs_more(recipe):
-    """Small: updates of four arms take some minutes, of which compiling saves a third; ten events compile longer."""
-    gradual = {"freeze.rate": 0.25, "schedule": "gradual"}
-
-    def with_groups(groups: int) -> Recipe:
-        arm = Arm(name="gradual", parent="ordinary", settings={**gradual, "schedule.gradual.groups": groups})
-        return Recipe(title="x", source=recipe.source, arms=(*recipe.arms, arm), columns=())
-
-    several = with_groups(10)
+def test_a_run_of_several_events_is_compiled_by_layers(recipe):
+    """Its first event compiles a model's layouts, later ones new layouts alone; runs beside it are those of others."""
+    gradual = {"freeze.rate": 0.25, "schedule": "gradual", "schedule.gradual.groups": 10}
+    several = replace(recipe, arms=(*recipe.arms, Arm(name="gradual", parent="ordinary", settings=gradual)))
     made = plan({"several": several, "one": recipe}, SCALES["small"], data="", seeds=(1,))
-    assert not plan({"few": with_groups(2)}, SCALES["small"], data="", seeds=(1,)).notes
-    chosen = plan({"several": several}, SCALES["small"], data="", seeds=(1,), arms=("a",))
-    assert chosen.arms["several", "a", 1] == made.arms["several", "a", 1], "whichever arms are asked for"
-    assert made.runs[made.arms["several", "gradual", 1]].settings["compile"] == "off"
-    assert made.runs[made.arms["several", "ordinary", 1]].settings["compile"] == "off"
-    assert "compile" not in made.runs[made.arms["one", "ordinary", 1]].settings
-    assert made.notes[0].startswith("several runs uncompiled: up to 12 events of its arms would compile for 228 s")
-    long = plan({"several": several}, SCALES["paper"], data="", seeds=(1,))
-    assert "compile" not in long.runs[long.arms["several", "ordinary", 1]].settings
-    assert not long.notes
+    run = made.runs[made.arms["several", "gradual", 1]]
+    assert run.settings["compile"] == run.flags["compile"] == "layers"
+    for arm in recipe.arms:
+        assert made.arms["several", arm.name, 1] == made.arms["one", arm.name, 1]
+        assert "compile" not in made.runs[made.arms["one", arm.name, 1]].settings
     rates = SCALES["small"].rates
-    ordinary = made.runs[made.arms["several", "ordinary", 1]]
-    updates = ordinary.updates_to_do * ordinary.flops_per_update / rates.flops
-    assert ordinary.seconds(rates) == pytest.approx(rates.start + rates.uncompiled * updates)
+    updates = run.updates_to_do * run.flops_per_update / rates.flops
+    assert run.seconds(rates) == pytest.approx(rates.start + updates + (2 + 9 * LATER_EVENT) * rates.compilation)
+    smallest = plan({"several": several}, SCALES["smoke"], data="", seeds=(1,), arms=("gradual",))
+    assert all("compile" not in run.settings for run in smallest.runs.values()), "where nothing is compiled"
 
 
 def test_shorter_runs_are_runs_of_their_own(recipe):
