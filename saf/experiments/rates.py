@@ -32,10 +32,8 @@ class Rates:
         updates = flops / self.flops
         if compile == "off":
             return self.start + max(updates * self.uncompiled, micro_batches * self.launching)
-        if compile == "layers" and events:
-            compilations = 2 + LATER_EVENT * (events - 1)
-        else:
-            compilations = 1 + events
+        kept = compile == "layers" and events
+        compilations = 2 + LATER_EVENT * (events - 1) if kept else 1 + events
         return self.start + updates + compilations * self.compilation
 
     def described(self) -> str:
