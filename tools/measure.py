@@ -80,8 +80,12 @@ ENTRIES = {
     "decode-4k": Entry(110, f"{OWN} --points 4096x1"),
     "op-qwen3": Entry(180, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others flash"),
     "prefill-qwen3-flash": Entry(
-        130,
-        f"{QWEN} --points 2048x4 8192x8 --kernels flash --rates 0.1 0.3 0.5 0.75 --others --pairs 3",
+        80,
+        f"{QWEN} --points 2048x4 --kernels flash --rates 0.1 0.3 0.5 0.75 --others --pairs 3",
+    ),
+    "prefill-qwen3-flash-8k": Entry(
+        120,
+        f"{QWEN} --points 8192x4 --kernels flash --rates 0.3 0.5 0.75 --others --pairs 3",
     ),
     "prefill-qwen3-4096x4": Entry(50, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
