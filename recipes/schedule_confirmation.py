@@ -33,5 +33,6 @@ RECIPE = Recipe(
     notes=(
         "Difference and time ratio are from one time at the same rate; a triggered run that stops short of it has "
         "fewer heads. The paper does not say its multiplier here: 1.5 reached half of the heads in its one seed.",
+        "Triggered runs are compiled by layers, the others whole: their minutes are what each takes.",
     ),
 )

@@ -53,5 +53,8 @@ RECIPE = Recipe(
         _triggered(1.5, "+2.119"),
     ),
     columns=("perplexity", "delta", "difference", "heads", "minutes", "intervention"),
-    notes=("The difference is that of the gradual schedule from one time, at the same rate.",),
+    notes=(
+        "The difference is that of the gradual schedule from one time, at the same rate.",
+        "Runs of several events are compiled by layers, the others whole: their minutes are what each takes.",
+    ),
 )

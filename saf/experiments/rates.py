@@ -19,7 +19,8 @@ class Rates:
     start: float
     """Seconds of a run beside its updates: its process, data and model, the last checkpoint and the report."""
     compilation: float
-    """Seconds of compiling a model whole, at a run's start and again after every event; 0 where nothing is compiled."""
+    """Seconds of compiling a model whole, at a run's start and again after every event; 0 where nothing is compiled.
+    Compiled by layers, a run's later events take `LATER_EVENT` of it."""
     uncompiled: float
     """How many times as long an update takes without compilation."""
     launching: float
@@ -32,8 +33,8 @@ class Rates:
         updates = flops / self.flops
         if compile == "off":
             return self.start + max(updates * self.uncompiled, micro_batches * self.launching)
-        kept = compile == "layers" and events
-        compilations = 2 + LATER_EVENT * (events - 1) if kept else 1 + events
+        later = LATER_EVENT if compile == "layers" else 1.0
+        compilations = 1 + min(events, 1) + later * max(events - 1, 0)
         return self.start + updates + compilations * self.compilation
 
     def described(self) -> str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,15 @@ def versions() -> dict[str, str | None]:
 def command() -> str:
     """Return the command line: a program by its name alone, a script by the path it was called by, unless absolute.
 
-    A `saf` command that `torchrun` started begins with as much of that as its environment tells.
+    A `saf` command that `torchrun` started begins with as much of that as its environment tells. Of an absolute `--out`
+    the last name is told: where this machine keeps results decides nothing of them.
     """
     if (arguments := invocation.get()) is not None:
-        return shlex.join([*_starter(), "saf", *arguments])
+        named = [
+            Path(word).name if last == "--out" and Path(word).is_absolute() else word
+            for last, word in pairwise(("", *arguments))
+        ]
+        return shlex.join([*_starter(), "saf", *named])
     path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
     script = path.suffix == ".py" and path.name != "__main__.py"
     program = path.name if path.is_absolute() or not script else path.as_posix()

@@ -1,6 +1,5 @@
 """The document of all results: the newest of each point, a section a kind, every number read from the files."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -105,15 +104,6 @@ def _file(file: File, beside: Path, pictures: dict[str, str]) -> Iterator[str]:
         yield Cell(text=file.name, link=drawn, picture=True).markdown()
 
 
-def _here(command: str, name: str) -> str:
-    """Return a command with the record's own name where it wrote to a path of the machine that it ran on.
-
-    >>> _here("saf bench op --out /scratch/new/op.json", "op.json")
-    'saf bench op --out op.json'
-    """
-    return re.sub(rf"--out /\S*/{re.escape(name)}(?=\s|$)", f"--out {name}", command)
-
-
 def _origins(files: Sequence[File], beside: Path, conditions: Callable[[Any], str]) -> Iterator[str]:
     """Yield on which machine, how, and by what commands files were measured, and what they lack."""
     yield from _once(files, lambda file: f"{device_and_versions(file.provenance)}.")
@@ -122,7 +112,7 @@ def _origins(files: Sequence[File], beside: Path, conditions: Callable[[Any], st
     for file in files:
         told = file.provenance
         commit, code = (str(told[key])[:12] if told.get(key) else None for key in ("commit", "source_hash"))
-        command = Cell(text=_here(told["command"], file.path.name), code=True) if told.get("command") else None
+        command = Cell(text=str(told["command"]), code=True) if told.get("command") else None
         rows.append([link(file.path, beside, file.name), str(told.get("date"))[:10], commit, code, command])
     yield Table.of("", ["file", "measured", "commit", "source", "command"], rows).markdown()
     yield from _once(files, lambda file: " ".join(lacking(file.record)))

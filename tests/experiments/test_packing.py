@@ -133,6 +133,10 @@ def test_a_run_of_several_events_is_compiled_by_layers(recipe):
     rates = SCALES["small"].rates
     updates = run.updates_to_do * run.flops_per_update / rates.flops
     assert run.seconds(rates) == pytest.approx(rates.start + updates + (2 + 9 * LATER_EVENT) * rates.compilation)
+    whole = replace(run, settings={**run.settings, "compile": "auto"})
+    assert whole.seconds(rates) == pytest.approx(rates.start + updates + 11 * rates.compilation)
+    off = replace(run, settings={**run.settings, "compile": "off"})
+    assert off.seconds(rates) == pytest.approx(rates.start + rates.uncompiled * updates)
     smallest = plan({"several": several}, SCALES["smoke"], data="", seeds=(1,), arms=("gradual",))
     assert all("compile" not in run.settings for run in smallest.runs.values()), "where nothing is compiled"
 
