@@ -195,9 +195,16 @@ def _lacks(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
 
 
 def _whole_run(run: RecordedRun, comparison: Comparison | None, clock: str) -> str:
-    took = run.seconds(clock)
-    change = change_percent(comparison.ordinary.seconds(clock), took) if comparison else None
-    return seconds(took) + (f" ({signed(change)})" if change is not None else "")
+    told = _saved(comparison, clock) if comparison else ""
+    return seconds(run.seconds(clock)) + (f" ({told})" if told else "")
+
+
+def _saved(comparison: Comparison, clock: str) -> str:
+    """Return by how much a whole run's time differs from the ordinary one's; a busy machine makes that unclear, too."""
+    change = change_percent(comparison.ordinary.seconds(clock), comparison.frozen.seconds(clock))
+    if change is None:
+        return ""
+    return "unclear" if comparison.record and was_busy(comparison.record) else signed(change)
 
 
 def _times(comparison: Comparison) -> list[str]:
@@ -206,7 +213,7 @@ def _times(comparison: Comparison) -> list[str]:
     for clock, name in (("everything", "the whole run"), ("warm", "without loading and compilation")):
         pair = [run.seconds(clock) for run in (comparison.ordinary, comparison.frozen)]
         if None not in pair:
-            words.append(f"{name} {seconds(pair[1])} against {seconds(pair[0])} ({signed(change_percent(*pair))})")
+            words.append(f"{name} {seconds(pair[1])} against {seconds(pair[0])} ({_saved(comparison, clock)})")
     return [f"{comparison.name}: {'; '.join(words)}."] if words else []
 
 

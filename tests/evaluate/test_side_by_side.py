@@ -24,7 +24,10 @@ def test_more_than_free_heads_would_save_is_a_busy_machine(tmp_path, heads, busy
     assert comparisons[0].record["update_time_bound"] == pytest.approx(12 / (12 - heads))
     assert ("machine was busy" in comparisons[0].record["update_time_caveat"]) == busy
     table = arms_table(runs, arm_names(runs), comparisons)
-    assert (table.rows[1][table.columns.index("median update")].endswith("(unclear)")) == busy
+    for column in ("median update", "whole run", "whole run, warm"):
+        assert table.rows[1][table.columns.index(column)].endswith("(unclear)") == busy, column
+    brief = arms_table(runs, arm_names(runs), comparisons, brief=True)
+    assert ("(unclear); without loading" in brief.notes[0]) == busy
 
 
 def test_too_few_updates_have_no_ratio_and_say_so():
