@@ -1,5 +1,7 @@
 """The comparison with nanoGPT: its tool runs with a model of nanoGPT's interface and writes a record of its kind."""
 
+import torch
+
 from saf.bench.kinds import KINDS
 from saf.records.files import read_json
 from tools import compare_nanogpt
@@ -42,7 +44,12 @@ def test_both_updates_run_and_the_record_has_a_table(tmp_path, monkeypatch):
     out = tmp_path / "nanogpt.json"
     words = ["--nanogpt", str(tmp_path), "--out", str(out), "--points", "16x1x1", "--model", "tiny", "--pairs", "2"]
     monkeypatch.setattr("sys.argv", ["compare_nanogpt.py", *words])
-    compare_nanogpt.main()
+    # nanoGPT's script lets float32 products run in tf32, for its whole process: not for the tests after this one.
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        compare_nanogpt.main()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
     record = read_json(out)
     assert record["finished"]
     assert [(row["arm"], row["control"], row["pairs"]) for row in record["rows"]] == [
