@@ -117,7 +117,7 @@ class Rows:
             # The reference of an arm beside the row is that arm's own pair.
             beside = runs.get(role.partition(" ")[0], own)
             runs[role] = _reported(_of_one_training(beside, candidates), self.arms[name])
-            if _apart(beside, runs[role]):
+            if _apart(beside, runs[role], self.records.get(arm.parent or "", {}).get(seed, ())):
                 self._apart.add(arm.name)
             _check_windows(own, runs[role])
         return runs
@@ -196,10 +196,15 @@ def _of_one_training(own: Record, candidates: Sequence[Record]) -> Record:
     return next((one for one in candidates if {*own["went_through"]} & {*one["went_through"]}), candidates[0])
 
 
-def _apart(own: Record, other: Record) -> bool:
-    """Return whether two runs go on from one parent, by their keys, but from two trainings of it."""
+def _apart(own: Record, other: Record, parents: Sequence[Record]) -> bool:
+    """Return whether two runs go on from one parent, by their keys, but not from one of its trainings `parents`.
+
+    Runs that branched off at different moments share no checkpoint; that training shares one with each of them.
+    """
     related = own["parent"] is not None and own["parent"] in (other["parent"], other["key"])
-    return related and not {*own["went_through"]} & {*other["went_through"]}
+    mine, theirs = {*own["went_through"]}, {*other["went_through"]}
+    same = any(mine & {*one["went_through"]} and theirs & {*one["went_through"]} for one in parents)
+    return related and not mine & theirs and not same
 
 
 def _check_windows(own: Record, other: Record) -> None:

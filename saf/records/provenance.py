@@ -5,7 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -75,16 +75,19 @@ def command() -> str:
     the last name is told: where this machine keeps results decides nothing of them.
     """
     if (arguments := invocation.get()) is not None:
-        named = [
-            Path(word).name if last == "--out" and Path(word).is_absolute() else word
-            for last, word in pairwise(("", *arguments))
-        ]
-        return shlex.join([*_starter(), "saf", *named])
+        return shlex.join([*_starter(), "saf", *_named(arguments)])
     path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
     script = path.suffix == ".py" and path.name != "__main__.py"
     program = path.name if path.is_absolute() or not script else path.as_posix()
     words = ["python", program] if script else ["saf" if program == "__main__.py" else program]
-    return shlex.join([*words, *sys.argv[1:]])
+    return shlex.join([*words, *_named(sys.argv[1:])])
+
+
+def _named(words: Sequence[str]) -> list[str]:
+    return [
+        Path(word).name if last == "--out" and Path(word).is_absolute() else word
+        for last, word in pairwise(("", *words))
+    ]
 
 
 def _starter() -> list[str]:

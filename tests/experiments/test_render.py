@@ -235,6 +235,23 @@ def test_an_arm_beside_a_row_is_compared_with_the_training_that_it_shares(matche
     assert table.values["frozen"]["tokens"].mean == pytest.approx(100 * math.expm1(3.12 - 3.215), rel=1e-4)
 
 
+@pytest.mark.parametrize("trained", ["once", "twice"])
+def test_arms_of_different_moments_are_of_one_training_where_their_parent_went_through_both(
+    recipe, make_plan, store, trainer, trained
+):
+    ordinary, a, b = recipe.arms
+    two = replace(recipe, arms=(ordinary, a, replace(b, at=1.0, against="a")), columns=("delta", "difference"))
+    made = make_plan(made_up=two)
+    carry_out(made, store, trainer)
+    moments = {"ordinary": ["middle", "end"], "a": ["middle"], "b": ["end"]}
+    moments["ordinary"] = moments["ordinary"][: 2 if trained == "once" else 1]
+    for arm, through in moments.items():
+        file = store.record_file(made.arms["made_up", arm, 1])
+        write_json(file, {**read_json(file), "went_through": through})
+    notes = " ".join(render("made_up", two, made, store).tables()[0].notes)
+    assert ("another training of the same parent" in notes) == (trained == "twice")
+
+
 def test_the_headline_has_the_columns_that_are_asked_for_and_no_row_that_others_are_made_with(
     matched, matched_table, make_plan, store
 ):

@@ -1,6 +1,7 @@
 """The header of every result, and reading results of earlier versions."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,8 @@ def test_the_command_does_not_tell_where_one_machine_keeps_its_results(out, told
         assert command() == f"saf bench op --out {told} --pairs 4"
     finally:
         invocation.reset(token)
+
+
+def test_the_command_of_a_script_does_not_tell_it_either(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tools/compare_compile.py", "--out", "/scratch/new/event.json"])
+    assert command() == "python tools/compare_compile.py --out event.json"
