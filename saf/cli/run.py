@@ -43,7 +43,7 @@ class Run(Command):
 
     The same command goes on with what stopped or failed; what is there already is never made again. Every GPU that
     CUDA_VISIBLE_DEVICES leaves is used, a process on each.
-    Exit code 75: the limit of the command, or a signal, left runs for the same command, given again.
+    Exit code 75: the limit of the command, a signal or a full disk left runs for the same command, given again.
     """
 
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -255,7 +255,7 @@ class Run(Command):
         packing = self._packing(made, store, rates, lanes=lanes)
         stays = packing.stays(missing, made, _once(store.lacks))
         runs, seconds = [run for stay in stays for run in stay.runs], sum(stay.seconds for stay in stays)
-        commands = sum(len(stay.commands) for stay in stays)
+        commands, disk = sum(len(stay.commands) for stay in stays), sum(run.kept_bytes for run in runs)
         within = [f"budgets of {self.budget_minutes:g} min: {len(stays)}"] if self.budget_minutes else []
         within += [f"commands of {self.command_minutes:g} min: {commands}"] if self.command_minutes else []
         notes = [
@@ -263,6 +263,7 @@ class Run(Command):
             f"{lanes} GPU{'s' * (lanes > 1)}" + "".join(f"; {each}" for each in within) + ".",
             f"{rates.described()} All heads are counted as live. --tokens-per-second, --compile-seconds and "
             "--start-seconds name others.",
+            *([f"Checkpoints of these runs take {disk / 1e9:.3g} GB of the disk in the end."] if runs else []),
             *made.notes,
             *([] if made.data else ["Without --data nothing is known to be done."]),
         ]
@@ -275,6 +276,7 @@ class Run(Command):
             "seconds": seconds,
             "measuring_seconds": takes,
             "bytes": max((run.predicted_bytes for run in runs), default=0),
+            "disk_bytes": disk,
             "rates": vars(rates),
             "budgets": [
                 [[(item.run.key, round(item.seconds)) for item in command] for command in stay.commands]

@@ -16,6 +16,7 @@ from saf.experiments.packing import RESERVE, required
 from saf.experiments.plan import Plan
 from saf.experiments.planned_run import PlannedRun
 from saf.experiments.rates import Rates
+from saf.experiments.room import Room
 from saf.experiments.store import Store
 from saf.machine.execution import visible_devices
 from saf.train.loop import EXIT_STOPPED, StopRequest
@@ -125,7 +126,7 @@ class Outcome:
     stopped: bool = False
     """Whether a signal stopped the plan; the same command goes on with it."""
     left: list[str] = field(default_factory=list)
-    """Those that the limit of the command left for the next one, stopped with a checkpoint or not begun."""
+    """Those that the limit of the command, or the disk, left for the next one, with a checkpoint or not begun."""
 
 
 def execute(
@@ -144,7 +145,9 @@ def execute(
     """Train what the store lacks of a plan, parents first, and return what came of it.
 
     A run whose parent lost the checkpoint that it needs makes the parent train again. A run that fails keeps those
-    that go on from it from beginning; the others go on. Each run's output is a file in the store's `logs`.
+    that go on from it from beginning; the others go on. Each run's output is a file in the store's `logs`. A run that
+    went on from another one keeps its last checkpoint alone once it has a record, and none begins without room for its
+    checkpoints on the disk.
 
     Args:
         plan: The runs.
@@ -169,6 +172,7 @@ def execute(
     progress = Progress(total=len(waiting), say=say, rates=rates, width=lanes.width, left=left)
     active: dict[Future[str | None], _Active] = {}
     used: set[int] = set()
+    room = Room(store, say)
     with StopRequest() as signalled, _Here() if lanes.width == 1 else ThreadPoolExecutor(lanes.width) as pool:
         limit = _Limit(signalled, ends=None if seconds is None else began + seconds - RESERVE)
         while active or waiting:
@@ -181,7 +185,8 @@ def execute(
                 if lane is None:
                     continue
                 first = lane not in used and all(one.lane != lane for one in active.values())
-                if not limit.allows(foretold[run.key] * progress.correction, first=first):
+                in_time = limit.allows(foretold[run.key] * progress.correction, first=first)
+                if not (in_time and room.allows(run, [one.run for one in active.values()])):
                     continue
                 waiting.remove(run)
                 one = _Active(run, lane, lanes.devices[lane], time.monotonic(), foretold[run.key])
@@ -332,6 +337,7 @@ def _trained(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop)
         if code != 0:
             return f"{run.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
     store.collect(run)
+    store.trim_(run)
     return None
 
 

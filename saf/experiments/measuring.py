@@ -18,7 +18,7 @@ from saf.errors import InputError, SafError
 from saf.experiments.columns import change_of
 from saf.experiments.execution import Launch, Outcome, Stop, flag_words, last_line
 from saf.experiments.measurement import Checkpoint, DataFolder, FileOf, Measurement, RecordOf, Reference, RunOf
-from saf.experiments.plan import Plan
+from saf.experiments.plan import Plan, kept_moments
 from saf.experiments.planned_run import SCHEMA
 from saf.experiments.recipe import Recipe
 from saf.experiments.store import Store
@@ -317,7 +317,6 @@ def _changes(given: Given, store: Store) -> dict[str, dict[str, float]]:
 def _step(name: str, reference: Checkpoint, plan: Plan, key: str) -> int:
     """Return the update that a checkpoint was saved after; InputError when its run keeps none there."""
     run = plan.runs[key]
-    kept = (1.0,) if run.parent is not None else (*plan.scale.save_at, 1.0)
-    if reference.at not in kept:
+    if reference.at not in (kept := kept_moments(run, plan.scale)):
         raise InputError(f"{name} reads {reference.arm!r} after {reference.at:g} of its updates; it keeps {kept}")
     return OneTime(at=float(reference.at)).first_update(run.updates)

@@ -153,7 +153,7 @@ class Plan:
         self, name: str, arm: Arm, own: Flags, parent: PlannedRun, seed: int
     ) -> tuple[dict[str, Any], dict[str, Any], int | None]:
         """Return what a run that goes on pretraining is told, its settings, and the parent's update."""
-        step = _branch_update(name, arm, self.scale, parent.updates)
+        step = _branch_update(name, arm, self.scale, parent)
         longer = {"updates": parent.updates + round(arm.more * parent.updates), "lr_start": step} if arm.more else {}
         flags = merged(longer, own) | ({"seed": seed + arm.reseed} if arm.reseed else {})
         plain = {name: value for name, value in parent.settings.items() if not name.startswith("freeze.")}
@@ -275,13 +275,19 @@ def _tell_left(made: Plan, *, named: tuple[str, ...]) -> None:
         made.notes.append(f"{of}, left out because {why}: {left}.")
 
 
-def _branch_update(name: str, arm: Arm, scale: Scale, updates: int) -> int:
+def _branch_update(name: str, arm: Arm, scale: Scale, parent: PlannedRun) -> int:
     """Return the parent's update that an arm goes on from; raise InputError when no checkpoint is kept there."""
     at = 0.5 if arm.at is None else float(arm.at)
-    if at not in (*scale.save_at, 1.0):
-        kept = ", ".join(f"{share:g}" for share in (*scale.save_at, 1.0))
-        raise InputError(f"{name}/{arm.name} goes on from {at:g} of its parent's updates; runs keep {kept}")
-    return OneTime(at=at).first_update(updates)
+    moments = kept_moments(parent, scale)
+    if at not in moments:
+        kept = ", ".join(f"{share:g}" for share in moments)
+        raise InputError(f"{name}/{arm.name} goes on from {at:g} of its parent's updates; {arm.parent} keeps {kept}")
+    return OneTime(at=at).first_update(parent.updates)
+
+
+def kept_moments(run: PlannedRun, scale: Scale) -> tuple[float, ...]:
+    """Return the shares of a run's updates whose checkpoints are kept: its last one's alone where it has a parent."""
+    return (1.0,) if run.parent is not None else (*scale.save_at, 1.0)
 
 
 def merged(settings: Flags, changes: Flags) -> dict[str, Any]:

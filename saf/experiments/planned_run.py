@@ -6,6 +6,7 @@ arms of two recipes are one run, and a run that is in the store is not made agai
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ STATE_BYTES = 16
 """Bytes a parameter: float32 weight, gradient, and AdamW's two moments."""
 COPY_BYTES = 2
 """Bytes a parameter: the copy in 16 bits that autocast keeps through a micro-batch."""
+SAVED_BYTES = 12
+"""Bytes a parameter in a checkpoint: float32 weight and AdamW's two moments; patterns stored whole are float32, too."""
 ACTIVATION_BYTES, LOGIT_BYTES = 24, 8
 """Bytes a token, layer and channel, and bytes a logit of those held at once: what peaks on an H200 leave beside all
 that, of 1B at 1 and 2 x 8,192 tokens and of 124M at 8 x 4,096 (results/bench), within 4%."""
@@ -146,6 +149,27 @@ class PlannedRun:
     def predicted_bytes(self) -> float:
         """Return its peak memory, as if all heads were live."""
         return peak_bytes(self.shape, self.micro_batch_tokens)
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Return the bytes of one of its checkpoints, as if all heads were live beside those stored whole."""
+        whole = 0.0
+        if self.settings.get("freeze.storage") == "dense":
+            heads = math.ceil(float(self.settings.get("freeze.rate", 0)) * self.shape.num_layers * self.shape.num_heads)
+            whole = 4.0 * heads * self.shape.max_length**2
+        return SAVED_BYTES * self.shape.num_parameters + whole
+
+    @property
+    def disk_bytes(self) -> float:
+        """Return the bytes that its checkpoints take at most while it runs: one a moment that it still passes."""
+        passed = (OneTime(at=float(share)).first_update(self.updates) for share in self.settings.get("save_at", ()))
+        own = {update for update in passed if update > (self.step or -1)} | {self.updates}
+        return self.checkpoint_bytes * (len(own) if self.work is None else max(len(own), TrainConfig.keep + 1))
+
+    @property
+    def kept_bytes(self) -> float:
+        """Return the bytes of the checkpoints that stay once it has a record."""
+        return self.disk_bytes if self.parent is None else self.checkpoint_bytes
 
 
 def peak_bytes(shape: GPTConfig, tokens: int) -> float:

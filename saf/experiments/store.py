@@ -1,6 +1,6 @@
 """The store: a folder for each run of the plans, and one small JSON record of each that ended.
 
-    STORE/runs/KEY/              what `saf pretrain` wrote, checkpoints included
+    STORE/runs/KEY/              what `saf pretrain` wrote; of the checkpoints all those that others may go on from
     STORE/records/KEY.json       the run's numbers, and its loss in each held-out window
     STORE/records/KEY-HASH.json  the same of a run that was trained again for its checkpoints, which were lost
     STORE/measurements/KEY.json  the record of a benchmark or an analysis
@@ -307,6 +307,17 @@ class Store:
             path = self.record_file(run.key)
             write_json(path.with_stem(f"{run.key}-{str(final)[:12]}") if before else path, record)
         return with_header(record)
+
+    def trim_(self, run: PlannedRun) -> None:
+        """Remove the checkpoints but the last of a recorded run that went on from another one, and others from its end.
+
+        What it saved on its way was for the case that it is killed. Runs from initialisation keep theirs: others
+        branch off there.
+        """
+        if run.parent is None:
+            return
+        for checkpoint in checkpoints(self.run_folder(run.key) / "checkpoints")[:-1]:
+            remove_folder_(checkpoint)
 
 
 def data_of(records: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,11 @@ from saf.experiments.packing import RESERVE
 from saf.experiments.rates import Rates
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render
+from saf.experiments.room import RESERVE_BYTES
 from saf.experiments.store import Store
 from saf.records.files import read_json, write_json
 from saf.train import EXIT_STOPPED
+from saf.train.checkpoint import checkpoints
 from saf.train.loop import StopRequest
 from tests.experiments.conftest import Trainer
 
@@ -381,3 +384,47 @@ def test_a_run_that_outlives_its_command_holds_the_store(store, tmp_path, monkey
             stop.requested = True
         assert code.result() == EXIT_STOPPED, "asked to stop, it ended by the signal"
     store.hold().close()
+
+
+def test_an_arm_keeps_its_last_checkpoint_alone_once_it_has_a_record(make_plan, store, trainer):
+    made = make_plan(arms=("a",))
+    carry_out(made, store, trainer)
+    kept = {
+        arm: [path.name for path in checkpoints(store.run_folder(key) / "checkpoints")]
+        for (_, arm, _), key in made.arms.items()
+    }
+    assert kept == {"ordinary": ["step-4", "step-8"], "a": ["step-8"]}
+    assert len(store.record(made.arms["made_up", "a", 1])["went_through"]) == 3, "both, and where it began"
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_what_finds_no_room_on_the_disk_is_left_with_what_to_do(make_plan, store, trainer, monkeypatch, jobs):
+    made = make_plan()
+    ordinary, arm = (made.runs[made.arms["made_up", name, 1]] for name in ("ordinary", "a"))
+    room = [RESERVE_BYTES + ordinary.disk_bytes]
+
+    def free(folder):
+        """As much as the ordinary run needs; after it less than two arms need, and each arm takes its own."""
+        arms = sum("--parent" in words for words in trainer.calls)
+        return room[0] - arm.disk_bytes * (arms + 0.2 * bool(trainer.calls))
+
+    monkeypatch.setattr("saf.experiments.room.free_bytes", free)
+
+    outcome, said = carry_out(made, store, trainer, lanes=Lanes(jobs=jobs))
+    assert len(outcome.ended) == 2, "the parent and one arm"
+    assert len(outcome.left) == 1
+    assert not outcome.failed
+    assert sum("is not begun: its checkpoints take up to" in line for line in said) == 1
+    assert any("may be removed" in line for line in said)
+    room[0] += ordinary.disk_bytes
+    assert len(carry_out(made, store, trainer)[0].ended) == 1, "the same command goes on"
+
+
+def test_patterns_stored_whole_count_with_their_entries(recipe, make_plan):
+    whole = Arm(name="whole", parent="ordinary", settings={"freeze.rate": 0.25, "freeze.storage": "dense"})
+    made = make_plan(made_up=replace(recipe, arms=(*recipe.arms, whole)))
+    compact, whole = (made.runs[made.arms["made_up", name, 1]] for name in ("a", "whole"))
+    assert whole.checkpoint_bytes - compact.checkpoint_bytes == 4 * 4 * 32 * 32, "four heads of 32 x 32 floats"
+    assert compact.disk_bytes == 3 * compact.kept_bytes, "at 60 and 75% of training and at its end"
+    ordinary = made.runs[made.arms["made_up", "ordinary", 1]]
+    assert ordinary.disk_bytes == ordinary.kept_bytes == 6 * ordinary.checkpoint_bytes

@@ -108,7 +108,7 @@ def test_an_unknown_arm_or_moment_is_named(recipe, make_plan):
     with pytest.raises(InputError, match="no arm 'ordinry'; did you mean 'ordinary'"):
         make_plan(arms=("ordinry",))
     arm = Arm(name="late", parent="ordinary", at=0.3)
-    with pytest.raises(InputError, match=r"late goes on from 0\.3 of its parent's updates; runs keep 0\.25"):
+    with pytest.raises(InputError, match=r"late goes on from 0\.3 of its parent's updates; ordinary keeps 0\.25"):
         make_plan(other=Recipe(title="x", source=recipe.source, arms=(recipe.arms[0], arm), columns=()))
 
 
