@@ -7,6 +7,7 @@ at matched tokens and, at 25 and 50%, on the raw clock. One more ordinary run ha
 
 from typing import Any
 
+from saf.experiments.figure import Figure
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.scales import HELD_OUT
 from saf.experiments.speeds import OWN_CLOCK
@@ -116,6 +117,16 @@ def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
     )
 
 
+LINES = {
+    "frozen": ("mean + variance", "delta"),
+    "pruned": ("pruning + variance", "delta"),
+    "frozen, tokens at 0.14 a %": ("mean + variance", "paper_exchange"),
+    "pruned, tokens at 0.14 a %": ("pruning + variance", "paper_exchange"),
+}
+"""Of the figure: arms and columns by the names of its lines."""
+BY_LENGTH = {name: context for context, (name, _) in sorted(CONTEXTS.items())}
+
+
 RECIPE = Recipe(
     title="Controls at matched time",
     source=Source("tab:equal-time-controls", "124M at 4K on GH200, 187.65 minutes, mean ± SE of three seeds"),
@@ -126,6 +137,20 @@ RECIPE = Recipe(
         *("difference", "updates", "minutes", "intervention", "heads"),
     ),
     headline=("delta", "extra", "tokens", "paper_exchange", "difference"),
+    figures=(
+        Figure(
+            name="contexts",
+            title="Change of perplexity at matched time, %",
+            across="tokens of context",
+            panels={
+                f"{rate:.0%} of heads": {
+                    line: {name: (f"{name} {arm} ({rate:.0%})", column) for name in BY_LENGTH}
+                    for line, (arm, column) in LINES.items()
+                }
+                for rate in ASKED
+            },
+        ),
+    ),
     notes=(
         "The reference is trained once from initialisation; its second half is what every arm gets. Arms restart and "
         "compile, the ordinary one too. Pruned arms have exactly the heads of the frozen arm of their rate; they "

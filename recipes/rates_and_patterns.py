@@ -1,5 +1,6 @@
 """Five fixed patterns at four rates, fig:prior-quality, whose numbers are drawn; and tab:prior-geometry-correlation."""
 
+from saf.experiments.figure import Figure
 from saf.experiments.measurement import Changes, Checkpoint, Measurement, Number
 from saf.experiments.recipe import Arm, Recipe
 from saf.records.paper import GEOMETRY, GEOMETRY_CORRELATIONS, Source
@@ -54,6 +55,21 @@ RECIPE = Recipe(
                 smoke=rate in SMOKE[0] and pattern in SMOKE[1],
             )
             for pattern, rate in ORDER
+        ),
+    ),
+    figures=(
+        Figure(
+            name="rates",
+            title="Change of perplexity by rate and pattern, %",
+            across="heads frozen",
+            panels={
+                title: {
+                    pattern: {f"{rate:.0%}": (f"{pattern} {rate:.0%}", "delta") for rate in rates}
+                    for pattern in PATTERNS
+                }
+                for title, rates in (("to 50%", RATES[:3]), ("all rates", RATES))
+            },
+            alike=False,
         ),
     ),
     columns=("perplexity", "delta", "heads"),

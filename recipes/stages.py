@@ -7,6 +7,7 @@ ordinary model that has learnt recall are replaced at once.
 from typing import Any
 
 from saf.experiments.columns import RECALL, recall_name
+from saf.experiments.figure import Figure
 from saf.experiments.recipe import Arm, Recipe
 from saf.records.paper import Source
 
@@ -63,6 +64,13 @@ def _replaced(model: str, place: int) -> Arm:
     )
 
 
+def _recalled(words: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """The share recalled of each number of pairs in 512 tokens, a line a model."""
+    tests = {str(pairs): recall_name(length, pairs) for length, pairs in RECALL if length == 512}
+    order = ("frozen 25%", "ordinary", "pruned 25%")
+    return {model: {tick: (f"recall, {model}{words}", test) for tick, test in tests.items()} for model in order}
+
+
 RECIPE = Recipe(
     title="From pretraining to tasks",
     source=Source("sec:across-stages", "its tables are those of recipes downstream, pruning_downstream and recall"),
@@ -71,6 +79,29 @@ RECIPE = Recipe(
         *map(_pretrained, MODELS),
         *(_task(title, model) for title in (*FILES, "recall") for model in MODELS),
         *(_replaced(model, place) for model in MODELS for place in range(len(UPDATES))),
+    ),
+    figures=(
+        Figure(
+            name="accuracy",
+            title="Accuracy on tasks: points from ordinary attention",
+            across="",
+            joined=False,
+            panels={
+                "": {
+                    model: {title: (f"{title}, {model}", "points") for title in FILES}
+                    for model in ("frozen 25%", "pruned 25%")
+                }
+            },
+        ),
+        Figure(
+            name="recall",
+            title="Recall in 512 tokens, %, of models that learnt 8 pairs",
+            across="pairs",
+            panels={
+                "learnt with these heads": _recalled(""),
+                "heads replaced after learning, untrained": _recalled(", 0 updates after replacement"),
+            },
+        ),
     ),
     columns=("perplexity", "delta", "accuracy", "points", *(recall_name(*test) for test in RECALL), "gate", "heads"),
     notes=(

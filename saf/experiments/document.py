@@ -5,11 +5,12 @@ shows the arms that were run and names those that were not.
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from saf.errors import InputError
 from saf.experiments.columns import COLUMNS
+from saf.experiments.figure import figure_picture
 from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import Plan, plan
 from saf.experiments.recipe import Recipe, open_recipes
@@ -21,7 +22,7 @@ from saf.records.paper import Quoted
 from saf.records.table import Cell, markdown_of
 from saf.report.collection import stores
 from saf.report.provenance import link
-from saf.report.results import render_results
+from saf.report.results import PICTURES, render_results
 from saf.report.results_summary import Finding
 
 
@@ -49,11 +50,21 @@ def render_document(
     """
     tables: list[str] = []
     findings: list[Finding] = []
+    pictures: dict[str, str] = {}
     for folder in stores(results):
         for rendered, planned in _rendered(folder, recipes):
-            tables += _table(rendered, planned, folder.relative_to(results.parent))
+            drawn = _pictures(rendered, folder.name)
+            tables += _table(rendered, planned, folder.relative_to(results.parent), drawn)
             findings += _findings(rendered, link(folder, beside, folder.name))
-    return render_results(results, beside, name=name, more={"Recipes": tables} if tables else {}, findings=findings)
+            pictures |= {path: picture for path, (_, picture) in drawn.items()}
+    more = {"Recipes": tables} if tables else {}
+    return render_results(results, beside, name=name, more=more, findings=findings) | pictures
+
+
+def _pictures(rendered: Rendered, store: str) -> dict[str, tuple[str, str]]:
+    """Return the titles and SVGs of a recipe's figures by their paths; those without numbers are left out."""
+    drawn = ((figure, figure_picture(figure, rendered)) for figure in rendered.recipe.figures)
+    return {f"{PICTURES}/{store}-{figure.name}.svg": (figure.title, made) for figure, made in drawn if made}
 
 
 def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple[Rendered, Plan]]:
@@ -131,10 +142,12 @@ def _findings(rendered: Rendered, source: Cell) -> Iterator[Finding]:
             )
 
 
-def _table(rendered: Rendered, made: Plan, store: Path) -> Iterator[str]:
-    """Yield the Markdown of one recipe's tables, and the command that makes them."""
+def _table(rendered: Rendered, made: Plan, store: Path, drawn: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    """Yield the Markdown of one recipe's figures and tables, and the command that makes them."""
     at = made.scale
     yield f"### {rendered.name}, {rendered.scale}"
+    for path, (title, _) in drawn.items():
+        yield Cell(text=title, link=path, picture=True).markdown()
     yield from filter(None, map(markdown_of, rendered.parts()))
     told: dict[str, list[str]] = {"scale": [at.base], "tokens": [at.tokens] if at.tokens else []}
     told |= {"store": [store.as_posix()], "data": ["DATA"], "seeds": list(map(str, made.seeds))}

@@ -1,13 +1,13 @@
 """The page of a recipe: how its arms differ, drawn with the paper's numbers beside ours, and its tables."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from saf.experiments.columns import COLUMNS
+from saf.experiments.figure import figure_html
 from saf.experiments.recipe import Arm
-from saf.records.table import html_of
+from saf.records.table import html_of, quoted_number
 from saf.records.text import html
 from saf.report.page import page, section, text
 from saf.report.plot import WIDTH, Panel, Scale, decimal_names, label
@@ -40,6 +40,9 @@ def recipe_page(rendered: "Rendered") -> str:
     told = f"{run} of {total} arms and measurements were run, at the scale {rendered.scale}."
     drawn = _figure(rendered)
     figures = [section("changes", *drawn)] if drawn else []
+    for figure in recipe.figures:
+        if (curves := figure_html(figure, rendered)) is not None:
+            figures.append(section(figure.name, text(figure.title), f'<div class="scroll">{curves}</div>'))
     *first, every = [html_of(table.titled("")) for table in tables] or [""]
     # What is asked comes first, its drawing behind it.
     sections = [*(section("headline", "In short", table) for table in first), *figures]
@@ -95,7 +98,7 @@ def _mark(rendered: "Rendered", arm: Arm, column: str) -> _Mark:
         colour=_colour(arm, {each.name: each for each in rendered.recipe.arms}),
         ours=None if value is None else value.mean,
         reach=reach,
-        paper=_number(arm.paper.get(column)),
+        paper=quoted_number(arm.paper.get(column)),
     )
 
 
@@ -107,12 +110,6 @@ def _colour(arm: Arm, arms: Mapping[str, Arm]) -> str:
     if arm.settings.get("freeze.operation") == "prune":
         return "pruned"
     return "frozen" if arm.heads or edits else "ordinary"
-
-
-def _number(quoted: str | None) -> float | None:
-    """Return the number that a quotation of the paper begins with."""
-    found = re.match(r"[+-]?[\d,]*\.?\d+", (quoted or "").replace("\u2212", "-"))
-    return float(found[0].replace(",", "")) if found else None
 
 
 def _drawing(marks: Sequence[_Mark], title: str) -> str:

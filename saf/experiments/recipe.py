@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import saf
 from saf.errors import InputError, did_you_mean
+from saf.experiments.figure import Figure
 from saf.experiments.measurement import Measurement, RecordOf
 from saf.experiments.speeds import OWN_CLOCK
 from saf.freezing.config import BUDGETS
@@ -121,6 +122,8 @@ class Recipe:
     """Those of them that hold what is asked, shown first in a table of their own; none where all of them do."""
     measurements: tuple[Measurement, ...] = ()
     """Benchmarks and analyses, those that others read before them."""
+    figures: tuple[Figure, ...] = ()
+    """Numbers of the table as lines, beside the figure of its first signed column that every page has."""
     also: tuple[str, ...] = ()
     """Labels of the paper's further tables, figures and sections that it answers."""
     notes: tuple[str, ...] = ()
@@ -149,7 +152,17 @@ class Recipe:
                         f"{self.title}: arm {arm.name!r} is compared with {other!r}, which is no arm of it"
                     )
             before.add(arm.name)
+        self._check_figures(before)
         self._check_measurements(before)
+
+    def _check_figures(self, arms: set[str]) -> None:
+        """Raise InputError for a figure of a number that the table has not."""
+        for figure in self.figures:
+            for arm, column in figure.places:
+                if arm not in arms or column not in self.columns:
+                    raise InputError(
+                        f"{self.title}: figure {figure.name!r} has {arm, column}, which is not in the table"
+                    )
 
     def _check_measurements(self, arms: set[str]) -> None:
         """Raise InputError for a measurement of a name that is taken, or that reads what is not before it."""

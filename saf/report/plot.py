@@ -229,7 +229,7 @@ def cell(x: float, y: float, size: float, css: str) -> str:
 def style(scheme: int) -> str:
     """Return the rules of dots, lines and cells, in the page's colours."""
     rules = [f".dot-{name}{{fill:{colour(name, scheme)}}}.{name}{{stroke:{colour(name, scheme)}}}" for name in COLOURS]
-    rules += [f".open-{name}{{fill:none;stroke:{colour(name, scheme)};stroke-width:1.3}}" for name in COLOURS[:2]]
+    rules += [f".open-{name}{{fill:none;stroke:{colour(name, scheme)};stroke-width:1.3}}" for name in COLOURS]
     rules += [f".s{index}{{fill:rgb({','.join(map(str, shade))})}}" for index, shade in enumerate(shades(scheme))]
     faint = colour("faint", scheme)
     return (

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from saf.errors import CompareError
+from saf.errors import CompareError, InputError
 from saf.experiments.columns import COLUMNS
 from saf.experiments.execution import execute
+from saf.experiments.figure import Figure, figure_picture
 from saf.experiments.page import recipe_page
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render
@@ -269,6 +270,40 @@ def test_the_headline_has_the_columns_that_are_asked_for_and_no_row_that_others_
     assert at == sorted(at), "what is asked, its drawing, every number, what lacks"
     drawing = re.search('<svg class="arms".*?</svg>', page)[0]
     assert re.findall(r'class="name"[^>]*>([^<]*)<', drawing) == ["frozen"]
+
+
+def drawn_by(recipe, **others):
+    line = {"first": ("a", "delta"), "second": ("b", "delta")}
+    figure = Figure(name="changes", title="Change & rate", across="arm", panels={"": {"ours": line}}, **others)
+    return replace(recipe, figures=(figure,))
+
+
+@pytest.mark.parametrize(("joined", "lines"), [(True, 3), (False, 2)])
+def test_a_figure_has_a_dot_a_number_its_reach_and_the_papers_ring(recipe, make_plan, store, trainer, joined, lines):
+    made = make_plan(made_up=drawn_by(recipe, joined=joined))
+    trainer.losses |= {made.arms["made_up", "a", 1]: [3.1, 3.25], made.arms["made_up", "b", 1]: [3.2, 3.5]}
+    carry_out(made, store, trainer)
+    table = render("made_up", drawn_by(recipe, joined=joined), made, store)
+    picture = figure_picture(table.recipe.figures[0], table)
+    assert "Change &amp; rate" in picture
+    for drawing in (picture, re.search('<svg class="arm-lines".*?</svg>', recipe_page(table))[0]):
+        assert drawing.count('r="4"/>') == 2 + 2, "two numbers, and two names in the legend: ours and the paper's"
+        assert drawing.count("<polyline") == lines, "what each may be off by, and the line that joins them"
+        assert drawing.count('class="open-frozen"') == 1 + 1, "the paper's of one arm, and its name"
+        assert "95% over held-out windows" in drawing
+
+
+def test_a_figure_of_one_number_is_none(recipe, make_plan, store, trainer):
+    made = make_plan(made_up=drawn_by(recipe), arms=("a",))
+    carry_out(made, store, trainer)
+    table = render("made_up", drawn_by(recipe), made, store)
+    assert figure_picture(table.recipe.figures[0], table) is None
+    assert 'class="arm-lines"' not in recipe_page(table)
+
+
+def test_a_figure_of_what_no_table_has_is_refused(recipe):
+    with pytest.raises(InputError, match=r"figure 'changes' has \('a', 'delta'\), which is not in the table"):
+        replace(drawn_by(recipe), columns=("perplexity",))
 
 
 def test_contexts_that_were_not_run_are_named_at_once(recipe, make_plan, store, trainer):
