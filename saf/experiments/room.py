@@ -14,7 +14,8 @@ from saf.experiments.planned_run import PlannedRun
 from saf.experiments.store import Store
 
 RESERVE_BYTES = 2e9
-"""Bytes that stay free beside checkpoints: records, logs, and what compilers keep."""
+"""Bytes that stay free beside checkpoints, for records, logs and what compilers keep: as many as the checkpoints of the
+run that begins, and at most these."""
 
 
 def free_bytes(folder: Path) -> float:
@@ -33,7 +34,8 @@ class Room:
         """Return whether a run fits beside what those under way have still to write."""
         pledged = sum(max(0.0, one.disk_bytes - self._written(one)) for one in active)
         needed = max(0.0, run.disk_bytes - self._written(run))
-        free = free_bytes(self.store.folder) - pledged - RESERVE_BYTES
+        reserve = min(RESERVE_BYTES, run.disk_bytes)
+        free = free_bytes(self.store.folder) - pledged - reserve
         if needed <= free:
             return True
         if run.key not in self._told:
@@ -41,7 +43,7 @@ class Room:
             self._say(
                 f"{run.title} is not begun: its checkpoints take up to {needed / 1e9:.1f} GB and the disk of "
                 f"{self.store.folder} has {max(0.0, free) / 1e9:.1f} GB beside what goes on there and "
-                f"{RESERVE_BYTES / 1e9:g} GB for records and logs. Folders under {self.store.folder / 'runs'} whose "
+                f"{reserve / 1e9:.1f} GB for records and logs. Folders under {self.store.folder / 'runs'} whose "
                 "record is in records may be removed; a run that is needed again is then trained again"
             )
         return False

@@ -15,7 +15,6 @@ from saf.experiments.packing import RESERVE
 from saf.experiments.rates import Rates
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render
-from saf.experiments.room import RESERVE_BYTES
 from saf.experiments.store import Store
 from saf.records.files import read_json, write_json
 from saf.train import EXIT_STOPPED
@@ -401,12 +400,12 @@ def test_an_arm_keeps_its_last_checkpoint_alone_once_it_has_a_record(make_plan, 
 def test_what_finds_no_room_on_the_disk_is_left_with_what_to_do(make_plan, store, trainer, monkeypatch, jobs):
     made = make_plan()
     ordinary, arm = (made.runs[made.arms["made_up", name, 1]] for name in ("ordinary", "a"))
-    room = [RESERVE_BYTES + ordinary.disk_bytes]
+    room = [2 * ordinary.disk_bytes]
 
     def free(folder):
-        """As much as the ordinary run needs; after it less than two arms need, and each arm takes its own."""
+        """As much as the ordinary run needs with its reserve; then as much as one arm needs, and nothing after it."""
         arms = sum("--parent" in words for words in trainer.calls)
-        return room[0] - arm.disk_bytes * (arms + 0.2 * bool(trainer.calls))
+        return room[0] - 2 * arm.disk_bytes * (arms + bool(trainer.calls))
 
     monkeypatch.setattr("saf.experiments.room.free_bytes", free)
 
