@@ -52,17 +52,19 @@ def _events(groups: int) -> dict[str, Any]:
 
 # Freezing earlier gives more updates their speed: by the speedup of an update at 4K that was measured on 124M.
 BOUGHT = {"match_speed": 1.085, "match_speed_source": "results/bench/update-4k.json, 124M", "match_clock": "everything"}
+BOUGHT_BY_PRUNING = {**BOUGHT, "match_speed": 1.127, "match_speed_source": "results/bench/update-4k-again.json, 124M"}
 
 
-def _with_tokens(idea: str, at: float) -> Arm:
+def _with_tokens(idea: str, at: float, *, pruned: bool = False) -> Arm:
     """An arm with the tokens that its speed buys from its event on; its difference is from the paper's with its own."""
     name, paper = f"{idea} with the tokens it buys", "the paper's recipe with the tokens it buys"
+    operation = {**PRUNED, **BOUGHT_BY_PRUNING} if pruned else BOUGHT
     return Arm(
         name=_name(name, 0.25),
         parent="ordinary",
         at=at,
         match="ordinary",
-        settings={"freeze.rate": 0.25, **BOUGHT},
+        settings={"freeze.rate": 0.25, **operation},
         against=None if name == paper else _name(paper, 0.25),
         smoke=False,
     )
@@ -100,12 +102,20 @@ RECIPE = Recipe(
         _with_tokens("the paper's recipe", 0.5),
         _with_tokens("at 40% of training", 0.4),
         _with_tokens("at 25% of training", 0.25),
+        # What won with one seed: at the other rate, together, and pruned.
+        _arm("at most half of a layer", HALF, rate=0.5),
+        _arm("at 25% of training", {}, rate=0.5, at=0.25),
+        _arm("at 25% of training, at most half of a layer", HALF, at=0.25),
+        _arm("at 25% of training, pruned", PRUNED, at=0.25),
+        _arm("at 25% of training, pruned", PRUNED, rate=0.5, at=0.25),
+        _with_tokens("variance, pruned", 0.5, pruned=True),
+        _with_tokens("at 25% of training, pruned", 0.25, pruned=True),
     ),
     columns=("perplexity", "delta", "difference", "rise", "extra", "heads"),
     notes=(
         "The difference is that from the paper's recipe at the same rate; below zero is better than it.",
         "The rise is that of the controller loss at the event, before any further update, of several events their sum.",
-        "Arms with the tokens they buy train as many more updates from their event on as a speedup of 1.085 gives, and "
-        "are compared with one another; all others train as many as the ordinary one.",
+        "Arms with the tokens they buy train as many more updates from their event on as a speedup of 1.085 gives, "
+        "pruned ones as 1.127 does, and are compared with one another; all others train as many as the ordinary one.",
     ),
 )
