@@ -160,6 +160,11 @@ class Run(Command):
             only = [run.key for run in stays[0].runs] if stays else []
             kept = f"{len(only)} of {sum(len(stay.runs) for stay in stays)} runs"
             say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
+        if lanes.at_once < lanes.jobs:
+            say(
+                f"--jobs {lanes.jobs}: a GPU's {lanes.memory / 1e9:.0f} GB hold {lanes.at_once} of the largest runs, "
+                f"{max(lanes.takes.values()) / 1e9:.1f} GB each; more wait for memory"
+            )
         seconds = None if self.command_minutes is None else 60 * self.command_minutes
         outcome = execute(
             made,
@@ -207,7 +212,7 @@ class Run(Command):
     def _lanes(self, made: Plan) -> Lanes:
         """Return where runs are made: one at a time here, or on every GPU."""
         alone = made.clocks | (set() if self.quality_only else made.shown_times)
-        return Lanes() if self._here(made) else Lanes.of_this_machine(self.jobs, alone)
+        return Lanes() if self._here(made) else Lanes.of_this_machine(self.jobs, alone, made.runs.values())
 
     def _rates(self, made: Plan, store: Store) -> Rates:
         """Return what runs take: as named, else as ended ordinary runs of the plan measured, else as the scale says."""

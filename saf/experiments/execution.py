@@ -1,5 +1,6 @@
 """Carrying out a plan: what is missing is trained in processes of its own, what stopped is resumed, nothing twice."""
 
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from saf.experiments.planned_run import PlannedRun
 from saf.experiments.rates import Rates
 from saf.experiments.room import Room
 from saf.experiments.store import Store
+from saf.machine.driver import smallest_memory_bytes
 from saf.machine.execution import visible_devices
 from saf.train.loop import EXIT_STOPPED, StopRequest
 from saf.train.observer import duration
@@ -38,6 +40,8 @@ its exit code."""
 
 _STOPPED = "stopped"
 """What `_train` returns of a run that stopped after a checkpoint."""
+PROCESS_BYTES = 1e9
+"""Bytes of a device that a run takes beside its peak: its context, and what the allocator keeps; a round number."""
 _LOOK_EVERY = 0.2
 """Seconds between looks at a process: far below the seconds that the smallest run takes to start."""
 
@@ -52,11 +56,27 @@ class Lanes:
     """Runs at a time on one device."""
     alone: frozenset[str] = frozenset()
     """Keys of runs whose time matters: such a run has its device for itself."""
+    takes: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of a device that runs are expected to take at most, by key."""
+    memory: float = math.inf
+    """Bytes of a device."""
 
     @classmethod
-    def of_this_machine(cls, jobs: int, alone: Iterable[str]) -> "Lanes":
+    def of_this_machine(cls, jobs: int, alone: Iterable[str], runs: Iterable[PlannedRun]) -> "Lanes":
         """Return a lane for each CUDA device that this process may use, or one."""
-        return cls(devices=visible_devices() or (None,), jobs=jobs, alone=frozenset(alone))
+        return cls(
+            devices=visible_devices() or (None,),
+            jobs=jobs,
+            alone=frozenset(alone),
+            takes={run.key: run.predicted_bytes + PROCESS_BYTES for run in runs},
+            memory=smallest_memory_bytes() or math.inf,
+        )
+
+    @property
+    def at_once(self) -> int:
+        """Return how many of the largest runs a device holds, at most as many as there may be, and at least one."""
+        largest = max(self.takes.values(), default=0.0)
+        return max(1, min(self.jobs, int(self.memory / largest))) if largest else self.jobs
 
     @property
     def width(self) -> int:
@@ -73,8 +93,16 @@ class Lanes:
         for other, number in active:
             on[number].append(other)
         room = 1 if key in self.alone else self.jobs
-        free = [number for number, keys in enumerate(on) if len(keys) < room and not self.alone & set(keys)]
+        free = [
+            number
+            for number, keys in enumerate(on)
+            if len(keys) < room and not self.alone & set(keys) and self._fits(key, keys)
+        ]
         return min(free, key=lambda number: len(on[number]), default=None)
+
+    def _fits(self, key: str, beside: Sequence[str]) -> bool:
+        """Return whether a device holds a run beside others; an empty one holds any."""
+        return not beside or sum(self.takes.get(each, 0.0) for each in (key, *beside)) <= self.memory
 
 
 @dataclass(kw_only=True)

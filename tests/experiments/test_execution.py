@@ -268,12 +268,26 @@ def test_timed_runs_have_their_gpu_alone_and_others_share_it(recipe, make_plan, 
     assert shared == set(made.runs) - timed
 
 
-class Watched(Trainer):
-    """Notes which runs are on a device together; those that may share one stay until three have been there."""
+def test_runs_share_a_gpu_as_far_as_its_memory_goes(recipe, make_plan, store):
+    arms = [Arm(name=f"arm {number}", parent="ordinary", settings={"seed": number}) for number in range(5)]
+    made = make_plan(
+        made_up=Recipe(title="x", source=recipe.source, arms=(recipe.arms[0], *arms), columns=("perplexity",))
+    )
+    watched = Watched(set(), wanted=2)
+    lanes = Lanes(jobs=4, takes=dict.fromkeys(made.runs, 4.0), memory=11.0)
+    assert lanes.at_once == 2
+    outcome, _ = carry_out(made, store, watched, lanes=lanes)
+    assert len(outcome.ended) == 6
+    assert watched.most == 2
+    assert Lanes(jobs=4, takes={"one": 20.0}, memory=11.0).free("one", []) == 0, "an empty one takes any"
 
-    def __init__(self, timed):
+
+class Watched(Trainer):
+    """Notes which runs are on a device together; those that may share one stay until so many have been there."""
+
+    def __init__(self, timed, *, wanted=3):
         super().__init__()
-        self.timed, self.on, self.changed = timed, {}, threading.Condition()
+        self.timed, self.wanted, self.on, self.changed = timed, wanted, {}, threading.Condition()
         self.disturbed, self.devices, self.most = [], set(), 0
 
     def __call__(self, words, log, device, stop):
@@ -286,7 +300,7 @@ class Watched(Trainer):
             self.most = max(self.most, len(beside))
             self.changed.notify_all()
             if "--parent" in words and key not in self.timed:
-                self.changed.wait_for(lambda: self.most > 2, timeout=60)
+                self.changed.wait_for(lambda: self.most >= self.wanted, timeout=60)
         time.sleep(0.02)
         with self.changed:
             self.on[device].remove(key)

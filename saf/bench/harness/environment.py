@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from saf.bench.harness.recorder import Recorder
+from saf.machine.driver import asked
 from saf.machine.peaks import peak_of
 
 
@@ -33,13 +33,11 @@ DRIVER_SECONDS = 20
 """How long the driver may take to say its version; one that hangs must not stop a benchmark. A round number."""
 CLOCKS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_limit_watts": "power.limit"}
 """What a record tells of a device's clocks, and what nvidia-smi calls it."""
-CLOCK_SECONDS = 5
-"""How long it may take to say the clocks, twice a benchmark; a round number."""
 
 
 def driver() -> str | None:
     """Return the NVIDIA driver's version; None when it cannot be asked."""
-    answer = _asked("driver_version", seconds=DRIVER_SECONDS)
+    answer = asked("driver_version", seconds=DRIVER_SECONDS)
     return answer.split("\n")[0].strip() or None
 
 
@@ -62,19 +60,9 @@ def clocks(device: torch.device) -> dict[str, float]:
         return {}
     # The driver numbers devices otherwise than CUDA_VISIBLE_DEVICES.
     which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    answer = _asked(",".join(CLOCKS.values()), which, seconds=CLOCK_SECONDS)
+    answer = asked(",".join(CLOCKS.values()), which)
     told = dict(zip(CLOCKS, (part.strip() for part in answer.split("\n")[0].split(",")), strict=False))
     return {name: float(number) for name, number in told.items() if number.replace(".", "", 1).isdecimal()}
-
-
-def _asked(question: str, *which: str, seconds: float) -> str:
-    """Return what nvidia-smi answers; "" where it is not there, fails or takes longer."""
-    words = ["nvidia-smi", *which, f"--query-gpu={question}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(words, capture_output=True, text=True, check=True, timeout=seconds)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout
 
 
 RECOMPILES = 64

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from saf.bench.harness import environment
 from saf.bench.harness.environment import clocks, clocks_recorded, driver
 from saf.bench.harness.recorder import Recorder
 from saf.bench.harness.timing import Budget
@@ -53,7 +52,7 @@ def test_clocks_before_and_after_stand_beside_the_device(nvidia_smi, recorder, t
 
 @pytest.mark.parametrize("lines", [("exit 9",), ("sleep 9",), ("echo '[N/A], [N/A], [N/A]'",), ("echo",)])
 def test_without_an_answer_a_record_has_no_clocks(nvidia_smi, recorder, lines, monkeypatch):
-    monkeypatch.setattr(environment, "CLOCK_SECONDS", 0.3)
+    monkeypatch.setattr("saf.machine.driver.SECONDS", 0.3)
     nvidia_smi(*lines)
     with clocks_recorded(recorder, CUDA):
         pass
