@@ -76,7 +76,7 @@ class Lanes:
     def at_once(self) -> int:
         """Return how many of the largest runs a device holds, at most as many as there may be, and at least one."""
         largest = max(self.takes.values(), default=0.0)
-        return max(1, min(self.jobs, int(self.memory / largest))) if largest else self.jobs
+        return max(1, int(min(self.jobs, self.memory / largest))) if largest else self.jobs
 
     @property
     def width(self) -> int:

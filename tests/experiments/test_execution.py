@@ -279,7 +279,16 @@ def test_runs_share_a_gpu_as_far_as_its_memory_goes(recipe, make_plan, store):
     outcome, _ = carry_out(made, store, watched, lanes=lanes)
     assert len(outcome.ended) == 6
     assert watched.most == 2
+    assert Lanes(jobs=4, takes={"one": 4.0}).at_once == 4, "where the driver does not tell"
     assert Lanes(jobs=4, takes={"one": 20.0}, memory=11.0).free("one", []) == 0, "an empty one takes any"
+
+
+@pytest.mark.parametrize(("gigabytes", "fit"), [(None, 3), (2.5, 2), (0.1, 1)])
+def test_a_machine_says_how_many_runs_its_gpus_hold(make_plan, monkeypatch, gigabytes, fit):
+    told = None if gigabytes is None else gigabytes * 1e9
+    monkeypatch.setattr(execution, "smallest_memory_bytes", lambda: told)
+    lanes = Lanes.of_this_machine(3, (), make_plan().runs.values())
+    assert lanes.at_once == fit, "the smoke scale's take a gigabyte beside their megabytes"
 
 
 class Watched(Trainer):
