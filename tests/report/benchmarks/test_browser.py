@@ -5,6 +5,7 @@ import pytest
 from saf.bench.kinds import groups_of
 from saf.report.benchmarks.page import write_bench_report
 from tests.report.benchmark_records import TIMES, record
+from tests.report.waiting import wait_until
 
 pytestmark = pytest.mark.browser
 SLOWER = TIMES | {"ordinary flash": [125.0]}
@@ -74,7 +75,7 @@ def test_both_themes_change_every_colour(opened):
 @pytest.mark.parametrize("width", [360, 768])
 def test_nothing_is_wider_than_a_small_screen(opened, width):
     opened.set_viewport_size({"width": width, "height": 800})
-    opened.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
+    wait_until(opened, f"document.documentElement.scrollWidth <= {width}")
 
 
 def test_kernels_and_settings_open(opened):

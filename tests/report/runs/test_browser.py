@@ -8,6 +8,7 @@ from saf.report.plot import WIDTH
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
 from tests.report.synthetic import Shape, edit, write_pair, write_run
+from tests.report.waiting import wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -152,7 +153,7 @@ def test_both_themes_repaint_everything(opened):
 @pytest.mark.parametrize("width", [360, 768])
 def test_nothing_is_wider_than_a_small_screen(opened, width):
     opened.set_viewport_size({"width": width, "height": 800})
-    opened.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
+    wait_until(opened, f"document.documentElement.scrollWidth <= {width}")
 
 
 def test_every_control_and_figure_has_a_name(opened):
@@ -184,7 +185,7 @@ def test_a_table_that_goes_on_to_the_right_says_so(opened):
     told = "getComputedStyle(document.querySelector('#arms caption'), '::after').content"
     assert opened.evaluate(told) == "none"
     opened.set_viewport_size({"width": 400, "height": 900})
-    opened.wait_for_function(f"{told}.includes('goes on to the right')")
+    wait_until(opened, f"{told}.includes('goes on to the right')")
     assert box.evaluate("node => getComputedStyle(node).backgroundImage").count("linear-gradient") == 4
 
 
