@@ -124,7 +124,7 @@ LINES = {
     "pruned, tokens at 0.14 a %": ("pruning + variance", "paper_exchange"),
 }
 """Of the figure: arms and columns by the names of its lines."""
-BY_LENGTH = {name: context for context, (name, _) in sorted(CONTEXTS.items())}
+BY_LENGTH = tuple(name for _, (name, _) in sorted(CONTEXTS.items()))
 
 
 RECIPE = Recipe(

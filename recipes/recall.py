@@ -7,7 +7,7 @@ ordinary model that has learnt the task, right away and after some updates.
 from typing import Any
 
 from saf.experiments.columns import RECALL, recall_name
-from saf.experiments.figure import Figure
+from saf.experiments.figure import recall_figure
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.scales import HELD_OUT
 from saf.records.paper import Source
@@ -108,12 +108,6 @@ def _recovered(model: str, place: int) -> Arm:
     )
 
 
-def _recalled(after: str) -> dict[str, dict[str, tuple[str, str]]]:
-    """The share recalled of each number of pairs in 512 tokens, a line a model."""
-    tests = {str(pairs): recall_name(length, pairs) for length, pairs in RECALL if length == 512}
-    return {model: {tick: (f"{model}{after}", test) for tick, test in tests.items()} for model in SETTINGS}
-
-
 RECIPE = Recipe(
     title="Associative recall",
     source=Source(
@@ -130,14 +124,9 @@ RECIPE = Recipe(
         *(_recovered(model, place) for model in SETTINGS for place in range(len(UPDATES))),
     ),
     figures=(
-        Figure(
-            name="recall",
-            title="Recall in 512 tokens, %, of models that learnt 8 pairs",
-            across="pairs",
-            panels={
-                "learnt with these heads": _recalled(", pretraining seeds"),
-                "heads replaced after learning, untrained": _recalled(", 0 updates after replacement"),
-            },
+        recall_figure(
+            {model: f"{model}, pretraining seeds" for model in SETTINGS},
+            {model: f"{model}, 0 updates after replacement" for model in SETTINGS},
         ),
     ),
     columns=(*(recall_name(*test) for test in RECALL), "gate", "heads"),

@@ -7,7 +7,7 @@ ordinary model that has learnt recall are replaced at once.
 from typing import Any
 
 from saf.experiments.columns import RECALL, recall_name
-from saf.experiments.figure import Figure
+from saf.experiments.figure import Figure, recall_figure
 from saf.experiments.recipe import Arm, Recipe
 from saf.records.paper import Source
 
@@ -64,11 +64,8 @@ def _replaced(model: str, place: int) -> Arm:
     )
 
 
-def _recalled(words: str) -> dict[str, dict[str, tuple[str, str]]]:
-    """The share recalled of each number of pairs in 512 tokens, a line a model."""
-    tests = {str(pairs): recall_name(length, pairs) for length, pairs in RECALL if length == 512}
-    order = ("frozen 25%", "ordinary", "pruned 25%")
-    return {model: {tick: (f"recall, {model}{words}", test) for tick, test in tests.items()} for model in order}
+DRAWN = ("frozen 25%", "ordinary", "pruned 25%")
+"""The lines of the figure of recall, in the order of its colours."""
 
 
 RECIPE = Recipe(
@@ -93,14 +90,9 @@ RECIPE = Recipe(
                 }
             },
         ),
-        Figure(
-            name="recall",
-            title="Recall in 512 tokens, %, of models that learnt 8 pairs",
-            across="pairs",
-            panels={
-                "learnt with these heads": _recalled(""),
-                "heads replaced after learning, untrained": _recalled(", 0 updates after replacement"),
-            },
+        recall_figure(
+            {model: f"recall, {model}" for model in DRAWN},
+            {model: f"recall, {model}, 0 updates after replacement" for model in DRAWN},
         ),
     ),
     columns=("perplexity", "delta", "accuracy", "points", *(recall_name(*test) for test in RECALL), "gate", "heads"),

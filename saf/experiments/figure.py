@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from saf.experiments.columns import RECALL, recall_name
 from saf.records.table import quoted_number
 from saf.records.text import html
 from saf.report.plot import COLOURS, WIDTH, Panel, Scale, document, label, legend, style
@@ -49,6 +50,26 @@ class _Dot:
     ours: float | None
     reach: tuple[float, float] | None
     paper: float | None
+
+
+def recall_figure(learnt: Mapping[str, str], replaced: Mapping[str, str]) -> Figure:
+    """Return the figure of recall by pairs in 512 tokens: fig:mqar-generalisation.
+
+    Args:
+        learnt: Arms that learnt recall with their heads, by the names of their lines.
+        replaced: Arms whose heads were replaced afterwards, untrained.
+    """
+    tests = {str(pairs): recall_name(length, pairs) for length, pairs in RECALL if length == RECALL[0][0]}
+    panels = {"learnt with these heads": learnt, "heads replaced after learning, untrained": replaced}
+    return Figure(
+        name="recall",
+        title="Recall in 512 tokens, %, of models that learnt 8 pairs",
+        across="pairs",
+        panels={
+            title: {line: {tick: (arm, test) for tick, test in tests.items()} for line, arm in arms.items()}
+            for title, arms in panels.items()
+        },
+    )
 
 
 def figure_picture(figure: Figure, rendered: "Rendered") -> str | None:
@@ -119,11 +140,9 @@ def _lines(lines: Mapping[str, Mapping[str, Place]], rendered: "Rendered") -> di
         dots = []
         for tick, (arm, column) in line.items():
             value = rendered.values.get(arm, {}).get(column)
-            reach = None if value is None else value.interval
-            if value is not None and value.error is not None:
-                reach = (value.mean - value.error, value.mean + value.error)
             paper = quoted_number(arms[arm].paper.get(column))
-            dots.append(_Dot(tick=ticks.index(tick), ours=value and value.mean, reach=reach, paper=paper))
+            ours, reach = (None, None) if value is None else (value.mean, value.reach)
+            dots.append(_Dot(tick=ticks.index(tick), ours=ours, reach=reach, paper=paper))
         if any(dot.ours is not None for dot in dots):
             found[name] = dots
     return found

@@ -89,15 +89,11 @@ def _figure(rendered: "Rendered") -> tuple[str, str] | None:
 def _mark(rendered: "Rendered", arm: Arm, column: str) -> _Mark:
     """Return the row of one arm."""
     value = rendered.values.get(arm.name, {}).get(column)
-    reach = None
-    if value is not None:
-        error = value.error
-        reach = value.interval if error is None else (value.mean - error, value.mean + error)
     return _Mark(
         name=arm.name,
         colour=_colour(arm, {each.name: each for each in rendered.recipe.arms}),
         ours=None if value is None else value.mean,
-        reach=reach,
+        reach=None if value is None else value.reach,
         paper=quoted_number(arm.paper.get(column)),
     )
 

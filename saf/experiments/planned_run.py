@@ -163,7 +163,7 @@ class PlannedRun:
     def disk_bytes(self) -> float:
         """Return the bytes that its checkpoints take at most while it runs: one a moment that it still passes."""
         passed = (OneTime(at=float(share)).first_update(self.updates) for share in self.settings.get("save_at", ()))
-        own = {update for update in passed if update > (self.step or -1)} | {self.updates}
+        own = {update for update in passed if update > (self.step or 0)} | {self.updates}
         return self.checkpoint_bytes * (len(own) if self.work is None else max(len(own), TrainConfig.keep + 1))
 
     @property

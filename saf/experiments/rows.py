@@ -29,6 +29,11 @@ class Value:
     each: tuple[float, ...] = ()
     """The number of every seed, in their order."""
 
+    @property
+    def reach(self) -> tuple[float, float] | None:
+        """Return what it may be off by: a standard error either way, or the interval of one seed; None without both."""
+        return self.interval if self.error is None else (self.mean - self.error, self.mean + self.error)
+
 
 class Rows:
     """Make the numbers of arms, in each seed from the records of one training of their parent."""
