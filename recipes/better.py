@@ -112,6 +112,13 @@ RECIPE = Recipe(
         _with_tokens("at 25% of training, pruned", 0.25, pruned=True),
     ),
     columns=("perplexity", "delta", "difference", "rise", "extra", "heads"),
+    options={
+        _name("at most half of a layer", 0.25): "--freeze.max-per-layer, half of a layer's heads",
+        _name("at 25% of training", 0.25): "--freeze-at 0.25",
+        _name("at 25% of training, at most half of a layer", 0.25): "both together",
+        _name("variance, pruned", 0.25): "--freeze.operation prune",
+        _name("at 25% of training, pruned", 0.25): "--freeze.operation prune --freeze-at 0.25",
+    },
     notes=(
         "The difference is that from the paper's recipe at the same rate; below zero is better than it.",
         "The rise is that of the controller loss at the event, before any further update, of several events their sum.",

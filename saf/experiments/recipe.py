@@ -128,6 +128,9 @@ class Recipe:
     """Labels of the paper's further tables, figures and sections that it answers."""
     notes: tuple[str, ...] = ()
     """Sentences below the table."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Arms that try an option of a run, and how it is asked for: recommended where their difference over three seeds or
+    more lies below zero by more than its 95% interval."""
     seeds: int | None = None
     """How many seeds the paper's numbers are of: the first ones of the scale are taken where none are named; None is
     all of them."""
@@ -152,8 +155,16 @@ class Recipe:
                         f"{self.title}: arm {arm.name!r} is compared with {other!r}, which is no arm of it"
                     )
             before.add(arm.name)
+        self._check_options(before)
         self._check_figures(before)
         self._check_measurements(before)
+
+    def _check_options(self, arms: set[str]) -> None:
+        """Raise InputError for an option that no arm tries, or that nothing judges."""
+        if unknown := self.options.keys() - arms:
+            raise InputError(f"{self.title}: the option of {min(unknown)!r} is that of no arm")
+        if self.options and "difference" not in self.columns:
+            raise InputError(f"{self.title}: options are judged by the difference, which is no column of the table")
 
     def _check_figures(self, arms: set[str]) -> None:
         """Raise InputError for a figure of a number that the table has not."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scipy import stats
+
 from saf.evaluate.paired import mean_and_standard_error
 from saf.experiments.columns import COLUMNS, Column, Record
 from saf.experiments.measurement import Measurement, Number, tables_of
@@ -27,6 +29,8 @@ from saf.records.paper import Source
 from saf.records.table import Cell, Part, Table, markdown_of
 
 NOT_RUN = "not run"
+LEAST_SEEDS = 3
+"""Fewer say nothing of what another seed would change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +254,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
         measured=measured,
         lacking=frozenset(rows.lacking),
         drafts=_drafts([*runs, *(record for each in measured.values() for record in each.values())]),
-        reading=(*_reading(values, runs), *_fewer(name, recipe, plan, values)),
+        reading=(*_recommended(recipe, values), *_reading(values, runs), *_fewer(name, recipe, plan, values)),
         origin=(*told, *rows.apart(), *rows.other_heads(), *rows.busy(), *_origin(runs)),
     )
 
@@ -276,6 +280,25 @@ def _reading(values: Mapping[str, Mapping[str, Value | None]], records: Sequence
             "data would change is not in it."
         )
     return told
+
+
+def _recommended(recipe: Recipe, values: Mapping[str, Mapping[str, Value | None]]) -> list[str]:
+    """Return which options of a run three seeds or more recommend, and which they do not; none where too few ran."""
+    told: dict[bool, list[str]] = {True: [], False: []}
+    column = COLUMNS["difference"]
+    for arm, asked in recipe.options.items():
+        value = values.get(arm, {}).get("difference")
+        if value is None or value.error is None or value.seeds < LEAST_SEEDS:
+            continue
+        reach = value.error * float(stats.t.ppf(0.975, value.seeds - 1))
+        low, high = (written_in(column, value.mean + side * reach) for side in (-1, 1))
+        judged = f"{asked} ({arm}: {written_in(column, value.mean)}, 95% over {value.seeds} seeds {low} to {high})"
+        told[value.mean + reach < 0].append(judged)
+    sentences = {
+        True: "Recommended, since the difference lies below zero by more than its interval over seeds",
+        False: "Not recommended, since that interval holds zero or lies above it",
+    }
+    return [f"{sentences[won]}: {'; '.join(told[won])}." for won in sentences if told[won]]
 
 
 def _fewer(name: str, recipe: Recipe, plan: Plan, values: Mapping[str, Mapping[str, Value | None]]) -> list[str]:
@@ -304,10 +327,9 @@ def shown(column: Column, value: Value | None) -> str | Cell | None:
     """Return a number as a table has it: with its standard error, or its interval behind it where there is one seed."""
     if value is None:
         return None
-    sign = "+" if column.signed else ""
 
     def written(number: float) -> str:
-        return f"{number:{sign},.{column.places}f}".replace("-", "\u2212")
+        return written_in(column, number)
 
     if column.by_seed:
         return ", ".join(map(written, value.each))
@@ -317,6 +339,11 @@ def shown(column: Column, value: Value | None) -> str | Cell | None:
         low, high = map(written, value.interval)
         return Cell(text=written(value.mean), aside=f"({low} to {high})")
     return written(value.mean)
+
+
+def written_in(column: Column, number: float) -> str:
+    """Return a bare number as a column has it: its places, and its sign where the column has one."""
+    return f"{number:{'+' if column.signed else ''},.{column.places}f}".replace("-", "\u2212")
 
 
 def _written(number: Number, value: Value | None) -> str | Cell | None:

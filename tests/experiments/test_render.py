@@ -324,6 +324,41 @@ def test_means_over_fewer_seeds_than_planned_are_named(recipe, make_plan, store,
     assert f"{told}a (1 of 2), b (1 of 2)." in table.notes, "b's difference from a is of one seed"
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ((-0.010, -0.012, -0.011), "Recommended, since"),
+        ((-0.010, 0.012, -0.011), "Not recommended, since"),
+        ((0.010, 0.012, 0.011), "Not recommended, since"),
+        ((-0.010, -0.012), None),
+    ],
+    ids=["lower on three seeds", "not on all", "higher", "on two alone"],
+)
+def test_options_are_recommended_by_their_interval_over_three_seeds(recipe, make_plan, store, trainer, changes, told):
+    tried = replace(recipe, options={"b": "--this"})
+    seeds = tuple(range(1, len(changes) + 1))
+    made = make_plan(seeds=seeds, made_up=tried)
+    key = {(arm, seed): key for (_, arm, seed), key in made.arms.items()}
+    trainer.losses = {key["b", seed]: [3.0 + change] * 2 for seed, change in zip(seeds, changes, strict=True)}
+    trainer.losses |= {key[arm, seed]: [3.0] * 2 for seed in seeds for arm in ("ordinary", "a")}
+    carry_out(made, store, trainer)
+    notes = render("made_up", tried, made, store).tables()[0].notes
+    found = [note for note in notes if "--this (b: " in note]
+    assert [note.startswith(str(told)) for note in found] == [True] * (told is not None), notes
+    if told and changes[1] < 0:
+        low, high = re.search(r"95% over 3 seeds −(\d\.\d+) to −(\d\.\d+)\)", found[0]).groups()
+        # The changes in percent, and 4.303 standard errors either way.
+        ends = [-100 * math.expm1(0.001 * (-11 + 4.303 * side / math.sqrt(3))) for side in (-1, 1)]
+        assert [float(low), float(high)] == pytest.approx(ends, abs=0.002)
+
+
+def test_an_option_is_that_of_an_arm_and_needs_a_difference(recipe):
+    with pytest.raises(InputError, match="the option of 'c' is that of no arm"):
+        replace(recipe, options={"c": "--this"})
+    with pytest.raises(InputError, match="judged by the difference, which is no column"):
+        replace(recipe, options={"b": "--this"}, columns=("perplexity", "delta"))
+
+
 def test_intervals_say_of_how_many_windows_they_are_and_errors_what_they_are_over(recipe, make_plan, store, trainer):
     made = make_plan(seeds=(1, 2))
     execute(make_plan(), store, store.folder, say=lambda text: None, launch=trainer)
