@@ -122,7 +122,15 @@ ENTRIES = {
     "decode-4k-split": Entry(110, f"{SPLIT} --points 4096x1"),
     "decode-64k-split": Entry(130, f"{SPLIT} --points 65536x8"),
     "update-rates": Entry(
-        115, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 {RATES.replace('0.25 0.5 ', '')}"
+        150, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 --pruned {RATES.replace('0.25 0.5 ', '')}"
+    ),
+    "update-native": Entry(
+        170, f"saf bench update --points 4096x20x2 --pairs 4 --repeats 1 --no-free --pruned {PAIRED}"
+    ),
+    "prefill-pruned": Entry(
+        100,
+        "saf bench prefill --points 4096x32 4096x1 --rates 0.25 --others --backends toeplitz --pruned --no-free"
+        " --pairs 4 --precompile --workers 8 --no-profile",
     ),
     "op-qwen3-flash": Entry(100, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash --no-free"),
     "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
