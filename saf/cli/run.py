@@ -19,8 +19,8 @@ from saf.experiments.examples import Examples, find_examples, is_of_files, write
 from saf.experiments.execution import Lanes, Launch, Outcome, Stop, execute, in_a_process, last_line
 from saf.experiments.foretelling import foretell
 from saf.experiments.many_gpus import Interconnect, scaling_table
-from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements
-from saf.experiments.packing import Lacks, Packing, packing_table
+from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements, ready
+from saf.experiments.packing import RESERVE, Lacks, Packing, packing_table
 from saf.experiments.plan import Plan, notes_of_data, plan
 from saf.experiments.planned_run import PlannedRun, events_of
 from saf.experiments.rates import Measured, Rates
@@ -150,8 +150,17 @@ class Run(Command):
         return result
 
     def _carry_out(self, made: Plan, measured: Measurements, store: Store, data: Path, launch: Launch) -> Outcome:
-        """Train what the store lacks, of it what the budget holds, and measure when nothing is left to train."""
-        began, lost = time.monotonic(), lost_inputs(measured, store)
+        """Train what the store lacks, of it what the budget holds, and measure what reads no run that is left to train.
+
+        What an earlier command left to measure comes first: folders of runs may be lost before the others end.
+        """
+        began, before = time.monotonic(), Outcome()
+        seconds = None if self.command_minutes is None else 60 * self.command_minutes
+        ends = None if seconds is None else began + seconds - RESERVE
+        carry_out(ready(measured, store), store, before, say=say, launch=launch, ends=ends)
+        if before.stopped:
+            return before
+        lost = lost_inputs(measured, store)
         rates, only, lanes = self._rates(made, store), None, self._lanes(made)
         if self.budget_minutes is not None:
             left = store.budget_left_(60 * self.budget_minutes)
@@ -165,7 +174,6 @@ class Run(Command):
                 f"--jobs {lanes.jobs}: a GPU's {lanes.memory / 1e9:.0f} GB hold {lanes.at_once} of the largest runs, "
                 f"{max(lanes.takes.values()) / 1e9:.1f} GB each; more wait for memory"
             )
-        seconds = None if self.command_minutes is None else 60 * self.command_minutes
         outcome = execute(
             made,
             store,
@@ -174,16 +182,18 @@ class Run(Command):
             lanes=lanes,
             rates=rates,
             only=only,
-            seconds=seconds,
+            seconds=None if seconds is None else seconds - (time.monotonic() - began),
             launch=launch,
             lost={key: why for key, why in lost.items() if only is None or key in only},
         )
         if only is not None:
             beyond = {run.key for run in _missing(made, store, {})} - {*only, *outcome.failed}
             outcome.left += sorted(beyond - {*outcome.left})
-        if not outcome.stopped and not outcome.left:
-            ends = None if seconds is None else began + seconds
+        outcome.failed |= before.failed
+        if not outcome.stopped:
             carry_out(measured, store, outcome, say=say, launch=launch, ends=ends)
+        outcome.ended[:0] = before.ended
+        outcome.found = [key for key in outcome.found if key not in before.ended]
         return outcome
 
     def _data(self, scale: Scale, *, trains: bool) -> TokenData | None:

@@ -84,6 +84,11 @@ class PlannedMeasurement:
         """Return everything that it reads."""
         return tuple(value for value in (*self.on, *self.settings.values()) if isinstance(value, Given))
 
+    @property
+    def needed(self) -> set[str]:
+        """Return the keys of the runs and measurements that it reads."""
+        return {key for given in self.reads for key in _keys(given)}
+
 
 @dataclass(kw_only=True)
 class Measurements:
@@ -195,6 +200,17 @@ def lost_inputs(found: Measurements, store: Store) -> dict[str, str]:
     return lost
 
 
+def ready(found: Measurements, store: Store) -> Measurements:
+    """Return the measurements that lack a record and read runs, all of which have ended and are still there."""
+    lost = lost_inputs(found, store)
+    planned = {}
+    for each in found.planned.values():
+        done = all(store.record(key) is not None or store.measurement(key) is not None for key in each.needed)
+        if each.needed and done and not lost.keys() & each.needed and store.measurement(each.key) is None:
+            planned[each.key] = each
+    return Measurements(planned=planned)
+
+
 def carry_out(
     found: Measurements,
     store: Store,
@@ -206,15 +222,10 @@ def carry_out(
 ) -> None:
     """Make what the store lacks, one at a time so that timings are of an idle machine, and add to `outcome`.
 
-    A measurement whose runs or measurements failed is not begun; the others go on. After `ends`, on the monotonic
-    clock, none begins: those are left for the next command.
+    A measurement whose runs or measurements failed is not begun; the others go on. What reads a run that was left for
+    the next command is left for it too, and after `ends`, on the monotonic clock, none begins.
     """
-    missing = []
-    for each in found.planned.values():
-        if store.measurement(each.key) is None:
-            missing.append(each)
-        else:
-            outcome.found.append(each.key)
+    missing = _to_measure(found, store, outcome)
     with StopRequest() as stop:
         for number, each in enumerate(missing, 1):
             if stop.requested or outcome.stopped:
@@ -240,6 +251,19 @@ def carry_out(
             say(f"{words}; {number} of {len(missing)} measurements")
 
 
+def _to_measure(found: Measurements, store: Store, outcome: Outcome) -> list[PlannedMeasurement]:
+    """Return the measurements to make; add those that there are, and those that are left, to `outcome`."""
+    missing = []
+    for each in found.planned.values():
+        if store.measurement(each.key) is not None:
+            outcome.found.append(each.key)
+        elif each.needed & set(outcome.left):
+            outcome.left.append(each.key)
+        elif each.key not in outcome.failed:
+            missing.append(each)
+    return missing
+
+
 def words(each: PlannedMeasurement, store: Store, out: Path) -> list[str]:
     """Return the words after `saf` that make a measurement."""
 
@@ -254,8 +278,7 @@ def words(each: PlannedMeasurement, store: Store, out: Path) -> list[str]:
 
 def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: Launch, stop: Stop) -> str | None:
     """Make one measurement and keep its record; return None, or why there is none."""
-    needed = {key for given in each.reads for key in _keys(given)}
-    if needed & set(outcome.failed):
+    if each.needed & set(outcome.failed):
         return f"{each.title} was not begun: what it reads did not end"
     for given in each.reads:
         if given.changes:

@@ -21,7 +21,7 @@ from saf.experiments.measurement import (
     RunOf,
     speedup,
 )
-from saf.experiments.measuring import carry_out, lost_inputs, plan_measurements, words
+from saf.experiments.measuring import carry_out, lost_inputs, plan_measurements, ready, words
 from saf.experiments.plan import plan
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render
@@ -281,6 +281,40 @@ def test_a_run_whose_folder_is_gone_is_trained_again_for_what_reads_it(prepare, 
     *_, said = prepare(measured_recipe(STABILITY))
     assert len(trainer.calls) == 4
     assert any("x/a, seed 1 is trained again for x/two, seed 1" in line for line in said)
+
+
+def test_what_reads_a_run_that_is_left_is_left_too_and_the_others_are_measured(prepare, store, command):
+    both = Measurement(name="one", does="analyze profiles", on=(RunOf("a"),))
+    recipe = measured_recipe(STABILITY, both)
+    made, found, *_ = prepare(recipe)
+    shutil.rmtree(store.folder / "measurements")
+    outcome = Outcome(left=[made.arms["x", "b", 1]])
+    carry_out(found, store, outcome, say=lambda text: None, launch=command)
+    assert outcome.ended == [found.keys["x", "one", 1]]
+    assert outcome.left == [made.arms["x", "b", 1], found.keys["x", "two", 1]]
+    again = Outcome(failed={found.keys["x", "two", 1]: "it failed before"})
+    carry_out(found, store, again, say=lambda text: None, launch=command)
+    assert not again.ended, "what failed once in a command is not tried twice"
+
+
+def test_ready_is_what_reads_runs_that_are_all_there(prepare, store):
+    speed = Measurement(name="speed", does="bench update")
+    chained = (
+        Measurement(name="first", does="analyze one-head", on=(Checkpoint("ordinary"),)),
+        Measurement(name="of", does="analyze partial-spearman", on=(RecordOf("first"),)),
+    )
+    made, found, *_ = prepare(measured_recipe(STABILITY, speed, *chained))
+
+    def names() -> set[str]:
+        return {each.tables[0][1] for each in ready(found, store).planned.values()}
+
+    assert not names(), "all are measured"
+    shutil.rmtree(store.folder / "measurements")
+    assert names() == {"two", "first"}, "neither what reads no run nor what reads a record that is not there"
+    store.forget_(made.arms["x", "a", 1])
+    assert names() == {"first"}
+    shutil.rmtree(store.run_folder(made.arms["x", "ordinary", 1]))
+    assert not names(), "its run has a record and no folder"
 
 
 def test_tables_have_the_papers_number_and_what_was_not_made(prepare, store, tmp_path):

@@ -71,6 +71,28 @@ def test_what_is_there_is_not_made_again_and_is_listed(made, capsys):
     assert "`saf run NAME --scale smoke` trains" in listed
 
 
+def test_what_can_be_measured_is_measured_before_further_runs(made, tmp_path, capsys):
+    store = Store(shutil.copytree(made[0] / "store", tmp_path / "store"))
+    for path in (store.folder / "measurements").glob("*.json"):
+        if read_json(path)["kind"] == "stability":
+            path.unlink()
+    (run,) = (
+        path
+        for path in (store.folder / "records").glob("*.json")
+        if read_json(path)["intervention"] is not None
+        and read_json(path)["settings"].get("schedule") == "gradual"
+        and read_json(path)["settings"]["freeze.rate"] == 0.5
+    )
+    run.unlink()
+    shutil.rmtree(store.run_folder(run.stem))
+    assert main(["run", "schedules", "stability", *SEED, "--store", str(store.folder)]) == 0
+    told = [
+        line.split()[0] for line in capsys.readouterr().err.splitlines() if line.startswith(("measuring", "training"))
+    ]
+    assert told == ["measuring"] * (len(told) - 1) + ["training"]
+    assert len(told) > 1
+
+
 def test_a_plan_tells_of_data_and_rates_as_they_are(made, capsys):
     store = made[0] / "store"
     words = ["run", "timing", "--dry-run", "--data", str(store / "data"), "--store", str(store)]
