@@ -16,8 +16,9 @@ from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.examples import Examples, find_examples, is_of_files, write_smoke_examples
-from saf.experiments.execution import Lanes, Launch, Outcome, Stop, execute, in_a_process, last_line
+from saf.experiments.execution import Lanes, Outcome, execute
 from saf.experiments.foretelling import foretell
+from saf.experiments.launching import Launch, Stop, in_a_process, last_line
 from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements, ready
 from saf.experiments.packing import RESERVE, Lacks, Packing, packing_table
@@ -183,7 +184,7 @@ class Run(Command):
             rates=rates,
             only=only,
             seconds=None if seconds is None else seconds - (time.monotonic() - began),
-            launch=launch,
+            launch=launch if lanes.threads is None else partial(launch, threads=lanes.threads),
             lost={key: why for key, why in lost.items() if only is None or key in only},
         )
         if only is not None:

@@ -1,18 +1,16 @@
 """Carrying out a plan: what is missing is trained in processes of its own, what stopped is resumed, nothing twice."""
 
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from saf.data.encoding import usable_cores
 from saf.errors import SafError
+from saf.experiments.launching import Launch, Stop, in_a_process, last_line, words
 from saf.experiments.packing import RESERVE, required
 from saf.experiments.plan import Plan
 from saf.experiments.planned_run import PlannedRun
@@ -24,26 +22,10 @@ from saf.machine.execution import visible_devices
 from saf.train.loop import EXIT_STOPPED, StopRequest
 from saf.train.observer import duration
 
-
-class Stop(Protocol):
-    """Say whether runs shall stop after a checkpoint."""
-
-    @property
-    def requested(self) -> bool:
-        """Return whether they shall."""
-        ...
-
-
-Launch = Callable[..., int]
-"""Runs `saf` with the words given, its output in a file, on one device, until it ends or a stop is requested; returns
-its exit code."""
-
 _STOPPED = "stopped"
 """What `_train` returns of a run that stopped after a checkpoint."""
 PROCESS_BYTES = 1e9
 """Bytes of a device that a run takes beside its peak: its context, and what the allocator keeps; a round number."""
-_LOOK_EVERY = 0.2
-"""Seconds between looks at a process: far below the seconds that the smallest run takes to start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +64,11 @@ class Lanes:
     def width(self) -> int:
         """Return how many runs there can be at a time."""
         return self.jobs * len(self.devices)
+
+    @property
+    def threads(self) -> int | None:
+        """Return how many threads each of several runs at a time may use of the machine's cores; None for one run."""
+        return max(1, usable_cores() // self.width) if self.width > 1 else None
 
     def shares(self, key: str) -> bool:
         """Return whether a run may share its device."""
@@ -367,76 +354,3 @@ def _trained(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop)
     store.collect(run)
     store.trim_(run)
     return None
-
-
-def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
-    """Return the words after `saf` that train a run, or resume it."""
-    folder, flags = store.run_folder(run.key), dict(run.flags)
-    if run.work is None and store.begun(run.key):
-        return [run.verb, "--out", str(folder), "--resume"]
-    parent = store.checkpoint(run)
-    start = ["--parent", str(parent)] if parent else ["--data", str(data)]
-    if run.match:
-        start += ["--match-time", str(store.run_folder(run.match))]
-    if run.heads:
-        start += ["--freeze.heads", *(f"{layer}:{head}" for layer, head in store.heads(run))]
-    if run.like:
-        del flags["task"]
-        start += ["--like", str(store.run_folder(run.like))]
-    elif run.files:
-        start += ["--data", str(run.files.train), "--test", str(run.files.test)]
-    # Runs that choose the number of epochs for a finetuned one are in its folder before it begins.
-    start += ["--resume"] * (run.work is not None and folder.is_dir())
-    return [run.verb, *start, "--out", str(folder), *(word for item in flags.items() for word in flag_words(*item))]
-
-
-def in_a_process(
-    arguments: Sequence[str],
-    log: Path,
-    device: str | None,
-    stop: Stop,
-    processes: int = 1,
-    *,
-    held: Sequence[int] = (),
-) -> int:
-    """Run `saf` in a process of its own, on one CUDA device where one is named, and return its exit code.
-
-    Several `processes` are started by torchrun, a device each. What is started has a session of its own, so that a
-    terminal's Ctrl-C comes to it once, from here: it then saves and stops. It inherits the open files `held`, which
-    hold a store: if this process is killed, the run goes on, and nothing else begins there.
-    """
-    chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-    group = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    command = [sys.executable, "-m", *(group if processes > 1 else []), "saf", *arguments]
-    with (
-        open(log, "ab") as file,
-        subprocess.Popen(
-            command, stdout=file, stderr=file, env={**os.environ, **chosen}, start_new_session=True, pass_fds=held
-        ) as process,
-    ):
-        asked = False
-        while process.poll() is None:
-            if stop.requested and not asked:
-                process.send_signal(signal.SIGTERM)
-                asked = True
-            time.sleep(_LOOK_EVERY)
-        # Before its first update and after its last one a run does not catch the signal: its checkpoints are there.
-        return EXIT_STOPPED if asked and process.returncode == -signal.SIGTERM else process.returncode
-
-
-def flag_words(name: str, value: Any) -> list[str]:
-    """Return one setting as words of the command line."""
-    flag = "--" + name.replace("_", "-")
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{name.replace('_', '-')}"]
-    if isinstance(value, dict):
-        return [flag, *(str(part) for item in value.items() for part in item)]
-    if isinstance(value, list | tuple):
-        return [flag, *map(str, value)]
-    return [flag, str(value)]
-
-
-def last_line(log: Path) -> str:
-    """Return the last line that a process wrote, which says why it failed."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it wrote nothing"

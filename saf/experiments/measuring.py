@@ -16,7 +16,8 @@ from typing import Any
 from saf.analysis import ANALYSES
 from saf.errors import InputError, SafError
 from saf.experiments.columns import change_of
-from saf.experiments.execution import Launch, Outcome, Stop, flag_words, last_line
+from saf.experiments.execution import Outcome
+from saf.experiments.launching import Launch, Stop, flag_words, last_line
 from saf.experiments.measurement import Checkpoint, DataFolder, FileOf, Measurement, RecordOf, Reference, RunOf
 from saf.experiments.plan import Plan, kept_moments
 from saf.experiments.planned_run import SCHEMA

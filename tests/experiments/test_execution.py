@@ -9,7 +9,8 @@ import pytest
 
 from saf.errors import InputError
 from saf.experiments import execution
-from saf.experiments.execution import Lanes, execute, in_a_process
+from saf.experiments.execution import Lanes, execute
+from saf.experiments.launching import in_a_process
 from saf.experiments.packing import RESERVE
 from saf.experiments.rates import Rates
 from saf.experiments.recipe import Arm, Recipe
@@ -317,6 +318,22 @@ def test_a_parent_trained_again_has_a_second_record_and_arms_are_compared_with_t
     assert table.values["b"]["delta"].mean < -50, "of the second"
     notes = " ".join(table.tables()[0].notes)
     assert "another training of the same parent" in notes, "b is compared with a, of the first"
+
+
+def test_runs_at_a_time_share_the_cores_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("saf.experiments.execution.usable_cores", lambda: 12)
+    assert Lanes().threads is None
+    assert Lanes(devices=("0", "1"), jobs=3).threads == 2
+    assert Lanes(jobs=50).threads == 1
+    script = tmp_path / "tells"
+    script.write_text("#!/bin/sh\necho $OMP_NUM_THREADS $TORCHINDUCTOR_COMPILE_THREADS\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
+    assert in_a_process(["pretrain"], tmp_path / "log", None, StopRequest(), threads=2) == 0
+    assert in_a_process(["pretrain"], tmp_path / "log", None, StopRequest()) == 0
+    assert (tmp_path / "log").read_text().split("\n") == ["2 7", "7", ""], "what the environment says stays"
 
 
 def test_a_run_that_outlives_its_command_holds_the_store(store, tmp_path, monkeypatch):

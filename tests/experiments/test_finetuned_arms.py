@@ -7,7 +7,7 @@ import pytest
 from saf.errors import InputError
 from saf.experiments.columns import AGAINST, OWN, REFERENCE, Row
 from saf.experiments.examples import WHOLE, find_examples, work_of, write_smoke_examples
-from saf.experiments.execution import words
+from saf.experiments.launching import words
 from saf.experiments.plan import plan
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.render import render

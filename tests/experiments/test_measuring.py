@@ -9,7 +9,8 @@ import pytest
 
 from saf.errors import InputError
 from saf.experiments.examples import find_examples, write_smoke_examples
-from saf.experiments.execution import Outcome, execute, in_a_process
+from saf.experiments.execution import Outcome, execute
+from saf.experiments.launching import in_a_process
 from saf.experiments.measurement import (
     Changes,
     Checkpoint,
@@ -180,7 +181,7 @@ def test_several_processes_measure_together(prepare, command, monkeypatch, tmp_p
         return real(["true"], **options)
 
     real = subprocess.Popen
-    monkeypatch.setattr("saf.experiments.execution.subprocess.Popen", start)
+    monkeypatch.setattr("saf.experiments.launching.subprocess.Popen", start)
     stop = SimpleNamespace(requested=False)
     assert in_a_process(["bench", "update"], tmp_path / "log", None, stop, processes=2) == 0
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

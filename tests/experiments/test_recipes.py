@@ -5,7 +5,7 @@ import pytest
 
 from saf.cli import analyze, bench, main
 from saf.experiments.columns import COLUMNS
-from saf.experiments.execution import flag_words
+from saf.experiments.launching import flag_words
 from saf.experiments.measuring import Given, plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import open_recipes

@@ -8,7 +8,8 @@ import pytest
 from saf.cli import main
 from saf.errors import InputError
 from saf.experiments.document import render_document
-from saf.experiments.execution import Lanes, execute, words
+from saf.experiments.execution import Lanes, execute
+from saf.experiments.launching import words
 from saf.experiments.plan import plan
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.scales import SCALES
