@@ -21,7 +21,7 @@ from saf.experiments.foretelling import foretell
 from saf.experiments.launching import Launch, Stop, in_a_process, last_line
 from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements, ready
-from saf.experiments.packing import RESERVE, Lacks, Packing, packing_table
+from saf.experiments.packing import RESERVE, Lacks, Packing, check_command, packing_table
 from saf.experiments.plan import Plan, notes_of_data, plan
 from saf.experiments.planned_run import PlannedRun, events_of
 from saf.experiments.rates import Measured, Rates
@@ -97,6 +97,7 @@ class Run(Command):
             raise InputError("nodes is for a dry run that counts with GPUs; add --dry-run and --gpus")
         if self.nodes is None and self.links != Interconnect():
             raise InputError("what is said of an interconnect has no effect without nodes; add --nodes")
+        check_command(None if self.command_minutes is None else 60 * self.command_minutes)
         if self.quality_only and self.jobs == 1:
             raise InputError("quality_only has no effect without jobs above 1, which lets runs share a GPU")
 

@@ -85,6 +85,8 @@ class Number:
     """What the record's number is multiplied by."""
     mean: bool = False
     """Whether it is the mean over all entries that meet the conditions; otherwise one alone may."""
+    largest: bool = False
+    """Whether it is the largest of them."""
     scientific: bool = False
     """Whether it is written as 1.19e-7, with three digits, whatever `places` says."""
 
@@ -92,18 +94,20 @@ class Number:
         """Return the number that a record has; None where it has none.
 
         Raises:
-            InputError: Several entries of a list meet the conditions, and no mean is asked for.
+            InputError: Several entries of a list meet the conditions, and neither mean nor largest is asked for.
         """
         values: list[Any] = [record] if self.path else []
         for step in self.path:
             values = [found for value in values for found in self._step(value, step) if found is not None]
-        return self.scale * statistics.fmean(map(float, values)) if values else None
+        if not values:
+            return None
+        return self.scale * (max if self.largest else statistics.fmean)(map(float, values))
 
     def _step(self, value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
         """Return what one step of the path leads to."""
         if isinstance(step, Mapping):
             met = [entry for entry in value if _meets(entry, step)]
-            if len(met) > 1 and not self.mean:
+            if len(met) > 1 and not (self.mean or self.largest):
                 raise InputError(f"{self.title}: {len(met)} entries meet {dict(step)}; add a condition")
             return met
         if isinstance(step, int):

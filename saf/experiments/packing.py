@@ -21,6 +21,15 @@ RESERVE = 30.0
 """Seconds of a command that are kept back for runs that stop at its limit to write their checkpoints."""
 
 
+def check_command(seconds: float | None) -> None:
+    """Raise InputError for a command's seconds that leave none to train in; None is no limit."""
+    if seconds is not None and seconds <= RESERVE:
+        raise InputError(
+            f"a command of {seconds:g} s leaves no time beside the {RESERVE:g} s that are kept for checkpoints; "
+            "allow more with --command-minutes"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Item:
     """Describe a part of a command: a run, or the part of it until the limit."""
@@ -63,11 +72,7 @@ class Packing:
 
     def __post_init__(self):
         """Raise InputError for limits that leave no time."""
-        if self.command is not None and self.command <= RESERVE:
-            raise InputError(
-                f"a command of {self.command:g} s leaves no time beside the {RESERVE:g} s that are kept for "
-                "checkpoints; allow more with --command-minutes"
-            )
+        check_command(self.command)
         if self.budget is not None and self.budget <= 0:
             raise InputError(f"a budget must be above 0 minutes; got {self.budget / 60:g}")
 

@@ -154,8 +154,7 @@ class Rendered:
         rows = []
         for each in measurements:
             for number in each.numbers:
-                value = self._number(each.name, number)
-                ours = _written(number, value) if each.name in self.measured else NOT_RUN
+                ours = _written(number, self._number(each.name, number)) or NOT_RUN
                 rows.append([Cell(text=number.title), ours, number.paper])
         sources = dict.fromkeys(each.source or self.recipe.source for each in measurements if each.numbers)
         notes = [note for source in sources for note in self._paper(source)]

@@ -327,6 +327,9 @@ def test_tables_have_the_papers_number_and_what_was_not_made(prepare, store, tmp
     table = render("x", recipe, made, store, found)
     rows = [list(map(str, row)) for row in table.measurements()[0].rows]
     assert rows == [["overlap", "3 ± 0", "30"]]
+    other = replace(STABILITY, numbers=(replace(OVERLAP, path=("of nothing",)),))
+    (row,) = render("x", replace(recipe, measurements=(other,)), made, store, found).measurements()[0].rows
+    assert list(map(str, row)) == ["overlap", "not run", "30"], "a record that has not got the number"
     assert re.findall(r"25\\.*", table.latex()) == [r"25\% & not run & 1.05$\times$ \\"]
     files = {path.suffix: path for path in table.write(tmp_path / "out")}
     markdown = files[".md"].read_text()
@@ -353,6 +356,7 @@ def test_numbers_are_found_by_conditions_that_one_entry_meets():
     found = Number(title="mean", path=("rows", several, "ratio"), mean=True)
     assert found.find({"rows": orders}) == 1.5, "of the accepted ones among those asked for"
     assert found.find({"rows": []}) is None
+    assert Number(title="worst", path=("rows", several, "ratio"), largest=True).find({"rows": orders}) == 2.0
     assert Number(title="the paper's alone", path=(), paper="1.0").find({"rows": orders}) is None
     assert Number(title="of", path=("pair", 1), scale=2.0).find({"pair": [1, 3]}) == 6.0
 

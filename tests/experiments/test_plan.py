@@ -104,6 +104,22 @@ def test_what_is_not_there_is_named(act, expected, tmp_path):
         act(tmp_path)
 
 
+def test_the_clocks_of_arms_at_matched_time_and_of_their_reference_must_be_undisturbed(recipe, make_plan):
+    reference = Arm(name="reference", reference=None)
+    timed = Arm(name="timed", parent="reference", match="reference", settings={"freeze.rate": 0.25})
+    told = Arm(
+        name="told",
+        parent="ordinary",
+        match="ordinary",
+        settings={"freeze.rate": 0.5, "match_speed": 1.1, "match_speed_source": "a pair", "match_clock": "everything"},
+    )
+    made = make_plan(one=replace(recipe, arms=(*recipe.arms, reference, timed, told)))
+    found = {arm for (_, arm, _), key in made.arms.items() if key in made.clocks}
+    assert found >= {"timed", "reference"}
+    other = make_plan(one=replace(recipe, arms=(*recipe.arms, told)))
+    assert not other.clocks, "a speed that is told needs no clock"
+
+
 def test_an_unknown_arm_or_moment_is_named(recipe, make_plan):
     with pytest.raises(InputError, match="no arm 'ordinry'; did you mean 'ordinary'"):
         make_plan(arms=("ordinry",))

@@ -39,13 +39,14 @@ class Watched(Trainer):
             return super().__call__(words, log, device, stop)
 
 
-def test_timed_runs_have_their_gpu_alone_and_others_share_it(recipe, make_plan, store):
+@pytest.mark.parametrize("first", [0, 5], ids=["timed ones stand first", "timed ones stand last"])
+def test_timed_runs_have_their_gpu_alone_and_others_share_it(recipe, make_plan, store, first):
     """Four arms whose time matters and five others on two GPUs with three jobs each, from one parent."""
     arms = [Arm(name=f"arm {number}", parent="ordinary", settings={"seed": number}) for number in range(9)]
     made = make_plan(
         made_up=Recipe(title="x", source=recipe.source, arms=(recipe.arms[0], *arms), columns=("perplexity",))
     )
-    timed = {made.arms["made_up", f"arm {number}", 1] for number in range(4)}
+    timed = {made.arms["made_up", f"arm {number}", 1] for number in range(first, first + 4)}
     watched = Watched(timed)
     lanes = Lanes(devices=("0", "1"), jobs=3, alone=frozenset(timed))
     outcome, _ = carry_out(made, store, watched, lanes=lanes)
@@ -76,7 +77,9 @@ def test_runs_share_a_gpu_as_far_as_its_memory_goes(recipe, make_plan, store):
 def test_a_machine_says_how_many_runs_its_gpus_hold(make_plan, monkeypatch, gigabytes, fit):
     told = None if gigabytes is None else gigabytes * 1e9
     monkeypatch.setattr(execution, "smallest_memory_bytes", lambda: told)
+    monkeypatch.setattr(execution, "visible_devices", lambda: ("0", "1"))
     lanes = Lanes.of_this_machine(3, (), make_plan().runs.values())
+    assert lanes.devices == ("0", "1"), "every GPU is a lane"
     assert lanes.at_once == fit, "the smoke scale's take a gigabyte beside their megabytes"
 
 

@@ -66,6 +66,12 @@ def test_the_first_event_needs_a_plateau_power_and_a_peak_passed():
     assert "train_loss: the averaged loss fell by" in run.events[0][1].reason
 
 
+@pytest.mark.parametrize(("multiplier", "noise", "seed"), [(6.0, 0.1, 3), (3.0, 0.3, 5)])
+def test_noise_that_hides_the_fall_is_no_plateau_before_the_peak_is_passed(multiplier, noise, seed):
+    run = Simulated(TrainLoss(multiplier=multiplier), UPDATES, levels_off, noise=noise, seed=seed, limit=3).run()
+    assert run.events[0][0] > 600, "the curve falls until then"
+
+
 def test_the_noise_is_that_of_the_loss_whatever_its_slope():
     rng = random.Random(1)
     for slope in (0.0, -0.05):

@@ -36,6 +36,12 @@ def test_groups_are_kept_while_their_costs_add_up_to_no_more_than_the_budget():
     assert run.proposer.frozen == len({head for _, heads in run.in_force.values() for head in heads}) == 15
 
 
+def test_checks_go_on_while_fewer_heads_fit_than_are_proposed():
+    unfit = [(layer, head) for layer in range(12) for head in range(12) if (layer, head) > (0, 3)]
+    run = Simulated(ValidationBudget(budget=0.5), 5_000, limit=6, unfit=unfit).run()
+    assert [heads for _, _, heads in run.told()] == [3, 1] + [0] * 8, "four are frozen, two more may be"
+
+
 def test_what_lowers_the_loss_makes_room():
     run = Simulated(ValidationBudget(), 100, controller=[-0.01, 0.015, 0.004, 0.004]).run()
     assert [kind for _, kind, _ in run.told()[:5]] == ["freeze", "freeze", "freeze", "freeze", "undo"]
