@@ -17,7 +17,7 @@ from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.examples import Examples, find_examples, is_of_files, write_smoke_examples
 from saf.experiments.execution import Lanes, Outcome, execute
-from saf.experiments.foretelling import foretell
+from saf.experiments.foretelling import foretell, foretell_bytes
 from saf.experiments.launching import Launch, Stop, in_a_process, last_line
 from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements, ready
@@ -287,11 +287,13 @@ class Run(Command):
         table = replace(packing_table(stays, packing, made), notes=tuple(notes))
         unmade = [each for each in measured.planned.values() if store.measurement(each.key) is None]
         takes = {each.key: foretell(each, made, rates) for each in unmade}
+        holds = {each.key: foretell_bytes(each, made) for each in unmade}
         result = {
             "runs": len(runs),
             "measurements": len(unmade),
             "seconds": seconds,
             "measuring_seconds": takes,
+            "measuring_bytes": holds,
             "bytes": max((run.predicted_bytes for run in runs), default=0),
             "disk_bytes": disk,
             "rates": vars(rates),
@@ -307,13 +309,21 @@ class Run(Command):
             tables += [shared] * bool(pretrained)
             result["many_gpus"] = {key: each.to_dict() for key, each in told.items()}
         if unmade:
-            rows = [[each.title, f"saf {each.does}", f"{takes[each.key] / 60:.1f}"] for each in unmade]
+            rows = [
+                [each.title, f"saf {each.does}", f"{takes[each.key] / 60:.1f}", _gibibytes(holds[each.key])]
+                for each in unmade
+            ]
             told = (
                 f"{len(rows)} to make, {duration(sum(takes.values()))} on one GPU, one after the other; the same rates."
             )
-            tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min"], rows, [told]))
+            tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min", "memory"], rows, [told]))
         show(result, *tables, as_json=self.json)
         return result
+
+
+def _gibibytes(found: float | None) -> str | None:
+    """Return a memory size as the plan of runs has it; None where nothing is foretold."""
+    return None if found is None else f"{found / 2**30:.1f} GiB"
 
 
 def _missing(made: Plan, store: Store, lost: Mapping[str, str]) -> list[PlannedRun]:

@@ -1,5 +1,7 @@
 """What a measurement takes, foretold from the rates of runs: benchmarks by their arms and pairs, analyses by passes.
 
+Its memory is that of the largest model that it holds, all heads live.
+
 Constants were chosen by what the records of results/bench say that they took; they are within a third of most.
 """
 
@@ -11,10 +13,12 @@ from saf.analysis import ANALYSES
 from saf.bench.harness.arms import Comparison, arms_of, default_backends, default_others
 from saf.bench.harness.arms import plan as compared
 from saf.bench.harness.settings import MICRO_BATCHES, QWEN_POINTS
+from saf.bench.harness.shape import ModelShape, shape_of
 from saf.bench.model.finetune import TIMED, FinetuneUpdateSettings
 from saf.experiments.examples import LAYOUTS
 from saf.experiments.measuring import Given, PlannedMeasurement
 from saf.experiments.plan import Plan
+from saf.experiments.planned_run import peak_bytes
 from saf.experiments.rates import Rates
 from saf.models import preset
 from saf.models.config import GPTConfig
@@ -34,6 +38,12 @@ ERRORS_SECONDS = 10.0
 """Of a layer against float64, whose record says 6 s with 50 changes of heads left out."""
 RECORDS_SECONDS = 5.0
 """Of an analysis that runs no model."""
+PROMPT_BYTES = 31
+"""Of a forward pass, a token and a channel: 32,768 tokens more of Qwen3-4B took 2.4 GiB (memory-qwen3.json)."""
+WEIGHT_BYTES = {"bf16": 2, "autocast": 4}
+"""Of a parameter of a prompt's model."""
+PATTERN_BYTES = 8
+"""Of an entry of attention that is held whole, as PyTorch's own way does: its logits and its softmax, float32."""
 
 
 def foretell(each: PlannedMeasurement, plan: Plan, rates: Rates) -> float:
@@ -45,6 +55,36 @@ def foretell(each: PlannedMeasurement, plan: Plan, rates: Rates) -> float:
     seconds = rates.start + (_analysis(kind, each, plan, rates) if kind in ANALYSES else _benchmark(kind, each, rates))
     limit = each.settings.get("seconds")
     return seconds if limit is None else min(seconds, float(limit))
+
+
+def foretell_bytes(each: PlannedMeasurement, plan: Plan) -> float | None:
+    """Return the peak memory that a measurement is expected to have on a GPU; None of one that holds no whole model."""
+    kind, settings = each.does.partition(" ")[2], each.settings
+    if kind in ANALYSES:
+        read = [plan.runs[given.run].shape for given in each.reads if given.run in plan.runs]
+        return forward_bytes(ModelShape.of(read[0]), read[0].max_length) if read else None
+    if kind not in ("update", "prefill"):
+        return None
+    points = [tuple(map(int, point.split("x")[:2])) for point in settings.get("points", ())] or list(QWEN_POINTS)
+    whole = "math" in (settings.get("others") or ())
+    found = []
+    for length, size in points:
+        shape = shape_of(settings.get("model", "124m"), length, settings.get("num_layers"))
+        if kind == "update":
+            assert shape.gpt is not None, "models of transformers are not updated"
+            found.append(peak_bytes(shape.gpt, length * size))
+        else:
+            precision = settings.get("precisions", "autocast")
+            weight = WEIGHT_BYTES[precision if isinstance(precision, str) else precision[0]]
+            found.append(forward_bytes(shape, length * size, weight=weight))
+        found[-1] += PATTERN_BYTES * size * shape.num_heads * length**2 if whole else 0
+    return max(found)
+
+
+def forward_bytes(shape: ModelShape, tokens: int, *, weight: int = WEIGHT_BYTES["autocast"]) -> float:
+    """Return the peak memory of one forward pass of so many tokens, without logits of all of them."""
+    entries = shape.num_layers * shape.layer_entries(shape.layout()) + shape.vocab_size * shape.hidden_size
+    return float(weight * entries + PROMPT_BYTES * tokens * shape.hidden_size)
 
 
 def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:

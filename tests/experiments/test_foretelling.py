@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from saf.cli import main
-from saf.experiments.foretelling import foretell
+from saf.experiments.foretelling import foretell, foretell_bytes
 from saf.experiments.measuring import PlannedMeasurement
 from saf.experiments.plan import Plan
 from saf.experiments.planned_run import peak_bytes
@@ -51,6 +51,27 @@ def test_peaks_were_about_what_is_foretold(name):
             assert told == pytest.approx(entry["bytes"], rel=0.04)
 
 
+def test_the_peak_of_prompts_was_about_what_is_foretold():
+    record = read_json(BENCH / "memory-qwen3.json")
+    for entry in (entry for entry in record["memory"] if not entry["rate"]):
+        point = entry["point"]
+        settings = record["settings"] | {"points": [f"{point['length']}x{point['batch_size']}"], "others": ()}
+        told = foretell_bytes(planned("bench prefill", settings), Plan(scale=PAPER, data=""))
+        assert told == pytest.approx(entry["bytes"], rel=0.04)
+
+
+def test_memory_is_that_of_the_largest_point_and_of_attention_held_whole():
+    def told(kind="bench update", **changes):
+        settings = {"points": ("4096x8x15",), **changes}
+        return foretell_bytes(planned(kind, settings), Plan(scale=PAPER, data=""))
+
+    assert told() == peak_bytes(preset("124m", max_length=4096), 4096 * 8)
+    assert told(points=("4096x2x60", "4096x8x15")) == told()
+    whole = told("bench prefill", others=("flash", "math")) - told("bench prefill", others=("flash",))
+    assert whole == 8 * 8 * 12 * 4096**2
+    assert told("bench errors") is None
+
+
 def test_a_limit_of_its_own_is_never_exceeded_and_more_pairs_take_longer():
     def told(**changes):
         settings = {"points": ("4096x8x15",), "rates": (0.25,), **changes}
@@ -65,5 +86,6 @@ def test_a_dry_run_says_when_measurements_end(tmp_path, capsys):
     assert main(["run", "one_head", "recovery", "--dry-run", "--store", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["measuring_seconds"]) == found["measurements"] > 2
+    assert max(filter(None, found["measuring_bytes"].values())) > 1e8, "a model of 34M parameters"
     heads, others = max(found["measuring_seconds"].values()), min(found["measuring_seconds"].values())
     assert heads > others > 0, "single heads go through the model once each"
