@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +22,9 @@ invocation: ContextVar[tuple[str, ...] | None] = ContextVar("invocation", defaul
 PACKAGES = ("saf", "torch", "triton", "numpy", "safetensors", "transformers")
 
 
+@cache
 def source_hash() -> str:
-    """Return the SHA-256 of the package's Python sources, names included."""
+    """Return the SHA-256 of the package's Python sources, names included, as a process first found them."""
     root = Path(saf.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -30,8 +32,12 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
+@cache
 def commit() -> str | None:
-    """Return the commit of the checkout the package runs from, "+" appended when it was edited; None outside one."""
+    """Return the commit of the checkout the package runs from, "+" appended when it was edited; None outside one.
+
+    It is that of when a process first asked, which has loaded its modules by then: what is edited later did not run.
+    """
     root = Path(saf.__file__).parents[1]
     if not (root / ".git").exists():
         return None
