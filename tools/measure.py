@@ -124,6 +124,8 @@ ENTRIES = {
     "update-rates": Entry(
         150, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 --pruned {RATES.replace('0.25 0.5 ', '')}"
     ),
+    "compile-124m": Entry(130, "python tools/compare_compile.py --only pairs"),
+    "compile-1b": Entry(200, "python tools/compare_compile.py --only pairs --model 1b --points 8192x1x2 --pairs 6"),
     "update-native": Entry(
         170, f"saf bench update --points 4096x20x2 --pairs 4 --repeats 1 --no-free --pruned {PAIRED}"
     ),
