@@ -35,7 +35,7 @@ from saf.adapters.transformers_attention import (
     state_of,
 )
 from saf.adapters.transformers_cache import mask_for_generation
-from saf.adapters.transformers_folder import mark_, mark_of, save_with_heads, unmark_, watch_owners
+from saf.adapters.transformers_folder import UPLOAD, mark_, mark_of, save_with_heads, unmark_, watch_owners
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout
@@ -274,10 +274,9 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.before = None
             self._attend_by(before)
-            for name in (GENERATED_LENGTH, GENERATED_MASK):
-                vars(self.model).pop(name, None)
             for part in self._saved():
-                vars(part).pop(SAVE, None)
+                for name in (GENERATED_LENGTH, GENERATED_MASK, SAVE, UPLOAD):
+                    vars(part).pop(name, None)
                 unmark_(part.config)
                 watch_owners(part, False)
 

@@ -7,6 +7,7 @@ a map of the heads, and what is known of the events that made them so. What else
 import json
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from saf.records.folders import new_files
 OPENS = "import saf.integrations.transformers"
 """What makes `from_pretrained` open such a folder."""
 CARD = "README.md"
+UPLOAD = "_upload_modified_files"
+"""The method by which models of transformers send what they wrote into a folder to a hub."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How names of models that predict the next token end."""
 _BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
@@ -92,18 +95,66 @@ def save_with_heads(
 ) -> None:
     """Save a model as its class does, with `saf.json`, `saf.safetensors` and the README's section beside its weights.
 
-    They come first, so that what is pushed to a hub has them. Weights tell in themselves which heads and patterns they
-    belong to, so that those of another moment are refused.
+    They are pushed to a hub, too, where the class pushes the folder or `push_to_hub` does so afterwards. Weights tell
+    in themselves which heads and patterns they belong to, so that those of another moment are refused.
     """
-    folder = Path(save_directory)
+    folder, model = Path(save_directory), adapter.model
     if is_main_process and not folder.is_file():
         state, tensors = described_beside(adapter)
-        card = folder / CARD
-        before = card.read_text(encoding="utf-8") if card.is_file() else None
+        path = folder / CARD
+        card = with_section(path.read_text(encoding="utf-8") if path.is_file() else None, section(adapter))
         with new_files(folder) as new:
             write_description(new, state, tensors)
-            write_atomically(new / CARD, with_section(before, section(adapter)).encode())
-    type(adapter.model).save_pretrained(adapter.model, save_directory, is_main_process, *rest, **options)
+            write_atomically(new / CARD, card.encode())
+        setattr(model, UPLOAD, partial(upload_with_heads, adapter, card))
+    type(model).save_pretrained(model, save_directory, is_main_process, *rest, **options)
+
+
+def upload_with_heads(
+    adapter: Adapter,
+    card: str,
+    working_dir: str | Path,
+    repo_id: str,
+    files_timestamps: dict[str, float],
+    **options: Any,
+) -> Any:
+    """Upload a folder as a model's class does, with the files about heads, and with their section in the model card.
+
+    transformers passes over files that were there before it began to save, and has just written a card over the
+    folder's: that of the repository, which gets the section, or a form to fill in where the repository has none, in
+    whose place the folder's own card goes, with the tags of the form.
+    """
+    model, path = adapter.model, Path(working_dir) / CARD
+    written = path.read_text(encoding="utf-8")
+    own = not _has_card(repo_id, options.get("token"))
+    told = _with_tags_of(card, written) if own else with_section(written, section(adapter))
+    write_atomically(path, told.encode())
+    before = {name: time for name, time in files_timestamps.items() if name not in (STATE, TENSORS, CARD)}
+    return getattr(type(model), UPLOAD)(model, working_dir, repo_id, before, **options)
+
+
+def _has_card(repo_id: str, token: Any) -> bool:
+    """Return whether a repository of the hub has a model card, asked as transformers asks for it."""
+    from huggingface_hub import ModelCard
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        ModelCard.load(repo_id, token=token)
+    except EntryNotFoundError:
+        return False
+    return True
+
+
+def _with_tags_of(card: str, other: str) -> str:
+    """Return a model card with the tags that another one has beside its own."""
+    from huggingface_hub import ModelCard
+
+    told = ModelCard(card)
+    known = told.data.tags or []
+    if not (more := [tag for tag in ModelCard(other).data.tags or [] if tag not in known]):
+        return card
+    told.data.tags = [*known, *more]
+    return str(told)
 
 
 def holds_heads(folder: Path) -> bool:
@@ -128,6 +179,12 @@ def without_section(card: str) -> str:
     return rest.replace(_FRONT + _TITLE, "---\nlibrary_name: transformers\n---\n\n# A model\n")
 
 
+def section_of(card: str) -> str | None:
+    """Return the section about frozen heads of a model card; None where it has none."""
+    found = re.search(f"{re.escape(_BEGIN)}\\n(.*?){re.escape(_END)}", card, re.DOTALL)
+    return None if found is None else found[1]
+
+
 def with_section(card: str | None, text: str) -> str:
     """Return a model card with its section about frozen heads replaced, or added at its end."""
     whole = f"{_BEGIN}\n{text}{_END}\n"
@@ -145,12 +202,12 @@ def tell_cost_(folder: Path, line: str) -> None:
     """
     path = folder / CARD
     card = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if not (found := re.search(f"{re.escape(_BEGIN)}\\n(.*?){re.escape(_END)}", card, re.DOTALL)):
+    if (told := section_of(card)) is None:
         raise InputError(
             f"{path} has no section about frozen heads to add to; expected the folder that `saf freeze` or "
             "save_pretrained wrote of a model with frozen heads"
         )
-    kept = re.sub(f"^{re.escape(_COST)}.*\\n\\n?", "", found[1], flags=re.MULTILINE)
+    kept = re.sub(f"^{re.escape(_COST)}.*\\n\\n?", "", told, flags=re.MULTILINE)
     write_atomically(path, with_section(card, f"{kept}{_COST}{line}\n\n").encode())
 
 

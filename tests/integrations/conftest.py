@@ -25,6 +25,9 @@ def hf():
         from transformers.trainer import Trainer
         from transformers.training_args import TrainingArguments
 
+        from saf.integrations.transformers.trainer import join_trainers
+
+        join_trainers()  # an import that found no accelerate left that out
         yield SimpleNamespace(Trainer=Trainer, TrainingArguments=TrainingArguments)
         if stands_in:
             accelerate_stand_in.take_away()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -315,21 +316,83 @@ def test_text_is_tokenised_by_the_trainers_tokenizer(hf, tmp_path):
     assert len(frozen(run.model)) == 4
 
 
-def test_what_a_trainer_pushes_has_the_files_about_heads_and_its_card_their_section(hf, tmp_path):
-    made = trainer(hf, tmp_path / "run", callback())
-    made.train()
+class Hub:
+    """A hub in a folder: it keeps what a Trainer sends, each time anew."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.opened = []
+        """The frozen heads of what was sent, each time."""
+
+    def __call__(self):
+        return self
+
+    def create_repo(self, name, **_):
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, folder_path, ignore_patterns, **_):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(folder_path, self.folder, ignore=shutil.ignore_patterns(*ignore_patterns))
+        self.opened.append(len(frozen(self.open())))
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def open(self):
+        return transformers.AutoModelForCausalLM.from_pretrained(self.folder)
+
+    def card(self):
+        return (self.folder / "README.md").read_text()
+
+
+@pytest.fixture
+def hub(hf, tmp_path, monkeypatch):
+    """The hub that Trainers send to."""
+    made = Hub(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", made)
+    return made
+
+
+PUSHES = {"push_to_hub": True, "hub_model_id": "me/frozen", "hub_always_push": True}
+
+
+def test_what_a_trainer_pushes_has_the_files_about_heads_and_its_card_their_section(hf, hub, tmp_path):
     folder = tmp_path / "run"
-    made.args.hub_strategy = "end"  # nothing is sent
+    made = trainer(hf, folder, callback(), **PUSHES)
+    made.train()
+    assert hub.opened == [0, 0, 4, 4]
+    assert same(hub.open(), made.model)
     for step, there in ((2, False), (6, True), (2, False), (8, True)):
         made._push_from_checkpoint(str(folder / f"checkpoint-{step}"))
-        assert [(folder / name).is_file() for name in ("saf.json", "saf.safetensors")] == [there] * 2
-    (folder / "README.md").unlink()
-    made.create_model_card(model_name="a model")
-    card = (folder / "README.md").read_text()
-    assert "generated_from_trainer" in card
-    assert card.count("## Frozen attention heads") == 1
-    made.save_model(str(folder))
-    same(made.model, transformers.AutoModelForCausalLM.from_pretrained(folder))
+        assert [(hub.folder / name).is_file() for name in ("saf.json", "saf.safetensors")] == [there] * 2
+        assert hub.opened[-1] == (4 if there else 0)
+        assert hub.card().count("## Frozen attention heads") == there
+    made.push_to_hub()
+    assert "generated_from_trainer" in hub.card()
+    assert hub.card().count("## Frozen attention heads") == 1
+    assert same(made.model, hub.open())
+
+
+def test_a_frozen_model_is_pushed_whole_by_a_trainer_that_has_no_callback_for_it(hf, hub, tmp_path):
+    trainer(hf, tmp_path / "first", callback(), max_steps=4).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "checkpoint-4")
+    folder = tmp_path / "on"
+    run = trainer(hf, folder, model=model, max_steps=4, **PUSHES)
+    (folder / "README.md").write_text("# Mine\n")
+    run.train()
+    assert hub.opened == [4, 4]
+    assert same(hub.open(), run.model)
+    assert hub.card().startswith("# Mine\n")
+    assert hub.card().count("## Frozen attention heads") == 1
+    run.push_to_hub()
+    assert "generated_from_trainer" in hub.card()
+    assert hub.card().count("## Frozen attention heads") == 1
+    # Where a checkpoint is not pushed, the folder stays as it was last.
+    run.args.hub_always_push, run.push_in_progress = False, SimpleNamespace(is_done=lambda: False)
+    (folder / "saf.json").write_text("of now")
+    run._push_from_checkpoint(str(folder / "checkpoint-2"))
+    assert (folder / "saf.json").read_text() == "of now"
+    assert len(hub.opened) == 3
 
 
 def test_text_becomes_sequences_for_a_loop_of_ones_own():

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from saf.heads import HeadSet
 from tests.transformers_models import FAMILIES, HEADS, freeze, make, tokens, weight_of
 
 transformers = pytest.importorskip("transformers")
+
+from huggingface_hub import ModelCard  # noqa: E402
+from huggingface_hub.errors import EntryNotFoundError  # noqa: E402
 
 import saf.integrations.transformers  # noqa: E402
 
@@ -261,3 +265,95 @@ def test_the_model_card_maps_the_heads_and_keeps_what_people_wrote(tmp_path):
     assert "what freezing cost" not in card, "of weights that may be others by now"
     assert card.count("F", card.index("```text"), card.rindex("```")) == 2
     assert with_section(None, "text").startswith("---\nlibrary_name: transformers")
+
+
+class Hub:
+    """A hub in a folder, which keeps the files that a model sends."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self):
+        return self
+
+    def create_repo(self, name, **_):
+        return SimpleNamespace(repo_id=name)
+
+    def create_commit(self, *, operations, **_):
+        self.folder.mkdir(exist_ok=True)
+        for each in operations:
+            shutil.copy(each.path_or_fileobj, self.folder / each.path_in_repo)
+
+    def load(self, name, **_):
+        """Return the repository's card, in the place of `ModelCard.load`."""
+        if not (self.folder / "README.md").is_file():
+            raise EntryNotFoundError("no card")
+        return ModelCard(self.card())
+
+    def card(self):
+        return (self.folder / "README.md").read_text()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The hub that models send to."""
+    made = Hub(tmp_path / "hub")
+    for place in ("transformers.utils.hub.hf_api", "transformers.modeling_utils.hf_api"):
+        monkeypatch.setattr(place, made)
+    monkeypatch.setattr(ModelCard, "load", made.load)
+    return made
+
+
+def push_a_folder(model, folder):
+    model.save_pretrained(folder, push_to_hub=True, repo_id="me/frozen")
+
+
+def push_alone(model, folder):
+    model.push_to_hub("me/frozen")
+
+
+PUSHES = pytest.mark.parametrize("push", [push_a_folder, push_alone])
+
+
+@PUSHES
+def test_a_pushed_model_opens_and_its_card_has_the_section(push, hub, tmp_path):
+    model = make("llama")
+    saf.freeze_(model, [tokens()], saf.FreezeConfig(count=3, max_fit_kl=99))
+    model.add_model_tags("mine")
+    push(model, tmp_path / "folder")
+    assert torch.equal(logits(opened(hub.folder)), logits(model))
+    assert hub.card().startswith("---\nlibrary_name: transformers\ntags:\n- saf\n- mine\n---\n")
+    assert "3 heads frozen by variance, patterns by mean" in hub.card()
+    assert "Model ID" not in hub.card()
+    if push is push_a_folder:
+        assert (tmp_path / "folder" / "README.md").read_text() == hub.card()
+    # From now on the repository has a card, which people may write in.
+    (hub.folder / "README.md").write_text(f"{hub.card()}\nThanks.\n")
+    saf.prune_(model, HeadSet([(2, 3)]))
+    push(model, tmp_path / "folder")
+    assert torch.equal(logits(opened(hub.folder)), logits(model))
+    assert hub.card().endswith("\nThanks.\n")
+    assert "3 frozen and 1 pruned" in hub.card()
+    assert hub.card().count("## Frozen attention heads") == 1
+
+
+def test_a_pushed_folder_keeps_what_its_card_says_where_the_repository_has_none(hub, tmp_path):
+    model = make("llama")
+    freeze(model)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("# Mine\n")
+    push_a_folder(model, tmp_path / "folder")
+    assert hub.card().startswith("# Mine\n")
+    assert hub.card().count("## Frozen attention heads") == 1
+
+
+@PUSHES
+def test_a_model_that_is_ordinary_again_is_pushed_as_any_other(push, hub, tmp_path):
+    model = make("llama")
+    freeze(model)
+    model.save_pretrained(tmp_path / "frozen")
+    saf.uninstall_(model)
+    push(model, tmp_path / "folder")
+    assert not (hub.folder / "saf.json").exists()
+    assert "Model Card for Model ID" in hub.card()
+    assert "Frozen attention heads" not in hub.card()

@@ -1,5 +1,7 @@
 """Hugging Face transformers: importing this module makes `from_pretrained` open folders of models with frozen heads.
 
+A `Trainer` of such a model pushes, from then on, all that its folder on a hub needs to open.
+
 A model frozen by `saf.freeze_` is saved by its own `save_pretrained`: weights, layout, patterns and a section of the
 README in one folder, which opens again with the same outputs bit for bit. `FreezeCallback` freezes heads while a
 `Trainer` trains, `text_sequences` cuts calibration sequences out of text, `cache_bytes` says how much memory a cache
@@ -10,11 +12,16 @@ takes.
 >>> model = AutoModelForCausalLM.from_pretrained("frozen")  # doctest: +SKIP
 """
 
+from transformers.utils import is_accelerate_available
+
 from saf.adapters.transformers_cache import cache_bytes
 from saf.integrations.transformers.callback import FreezeCallback
 from saf.integrations.transformers.opening import open_frozen_folders
 from saf.integrations.transformers.sequences import text_sequences
+from saf.integrations.transformers.trainer import join_trainers
 
 __all__ = ["FreezeCallback", "cache_bytes", "open_frozen_folders", "text_sequences"]
 
 open_frozen_folders()
+if is_accelerate_available():  # without it there is no Trainer
+    join_trainers()

@@ -2,8 +2,9 @@
 
 A Trainer calls its model through wrappers that know its shapes, and loads checkpoints whose heads its model may not
 have. Both are met here, in one place: `join_trainers` lets every Trainer tell such callbacks of itself and of the
-checkpoints that it is about to load, and `rewrap_` fits the wrappers to the model as it is. What it pushes to a hub it
-copies by names that it knows, and its model card is its own: files and section about heads are put beside them.
+checkpoints that it is about to load, and `rewrap_` fits the wrappers to the model as it is. What a Trainer pushes to a
+hub it copies by names that it knows, and its model card is its own: files and section about heads are put beside them,
+with such a callback or without.
 """
 
 import gc
@@ -14,12 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerCallback
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers_attention import idle_tensors
-from saf.adapters.transformers_folder import CARD, section, with_section
+from saf.adapters.transformers_folder import (
+    CARD,
+    forget_heads_,
+    holds_heads,
+    mark_of,
+    section,
+    section_of,
+    with_section,
+)
 from saf.errors import UnsupportedError
 from saf.machine.processes import group_place
 from saf.records.files import write_atomically
@@ -40,7 +50,8 @@ class Editing(TrainerCallback):
 def join_trainers() -> None:
     """Let every `Trainer` tell its callbacks that edit heads of itself, and of a checkpoint before it loads weights.
 
-    What it pushes has the files about heads, too, and its model card their section.
+    What it pushes of a model with frozen or pruned heads has the files about these, too, and its model card their
+    section, whatever its callbacks.
     """
     from transformers.trainer import Trainer
 
@@ -68,19 +79,24 @@ def join_trainers() -> None:
 
     @wraps(push)
     def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        """Copy what a checkpoint has of heads to where the rest of it is copied, then push."""
-        if _editing(self) and self.is_world_process_zero():
-            _copy_heads(Path(checkpoint_folder), Path(self.args.output_dir))
+        """Copy what a checkpoint has of heads to where the rest of it is copied, then push; or do neither."""
+        checkpoint, folder = Path(checkpoint_folder), Path(self.args.output_dir)
+        whole = (checkpoint / "config.json").is_file()  # a checkpoint of peft has adapters alone
+        if self.is_world_process_zero() and whole and (holds_heads(checkpoint) or holds_heads(folder)):
+            if not _pushes(self):
+                return
+            _copy_heads(checkpoint, folder)
         push(self, checkpoint_folder)
 
     @wraps(card)
     def create_model_card(self: Any, *arguments: Any, **options: Any) -> None:
         """Write the Trainer's card, with the section about heads at its end."""
         card(self, *arguments, **options)
-        folder = Path(self.args.output_dir)
-        if _editing(self) and self.is_world_process_zero() and (folder / STATE).is_file():
-            told = with_section((folder / CARD).read_text(encoding="utf-8"), section(adapter_for(self.model)))
-            write_atomically(folder / CARD, told.encode())
+        model, path = _uncompiled(self.model), Path(self.args.output_dir) / CARD
+        whole = isinstance(model, PreTrainedModel)  # as above
+        if self.is_world_process_zero() and whole and mark_of(model.config) is not None:
+            told = with_section(path.read_text(encoding="utf-8"), section(adapter_for(model)))
+            write_atomically(path, told.encode())
 
     Trainer.train, Trainer._load_from_checkpoint, Trainer._load_best_model = (
         train_told,
@@ -90,13 +106,28 @@ def join_trainers() -> None:
     Trainer._push_from_checkpoint, Trainer.create_model_card = push_from_checkpoint, create_model_card
 
 
+def _pushes(trainer: Any) -> bool:
+    """Return whether a Trainer pushes checkpoints, and would one now: an earlier push may be under way."""
+    free = trainer.args.hub_always_push or trainer.push_in_progress is None or trainer.push_in_progress.is_done()
+    return trainer.args.hub_strategy != "end" and free
+
+
 def _copy_heads(checkpoint: Path, folder: Path) -> None:
-    """Make a folder's files about heads those of a checkpoint, which has none where all heads are ordinary."""
-    for name in (STATE, TENSORS, CARD):
+    """Make a folder's files about heads and its card's section those of a checkpoint, which may have none."""
+    if not holds_heads(checkpoint):
+        forget_heads_(folder)
+        return
+    for name in (STATE, TENSORS):
         if (checkpoint / name).is_file():
             write_atomically(folder / name, (checkpoint / name).read_bytes())
-        elif name != CARD:
-            (folder / name).unlink(missing_ok=True)
+    told, card = (_text(each / CARD) for each in (checkpoint, folder))
+    if told is not None and (text := section_of(told)) is not None:
+        write_atomically(folder / CARD, with_section(card, text).encode())
+
+
+def _text(path: Path) -> str | None:
+    """Return the text of a file; None where there is none."""
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def check_arguments(args: Any) -> None:
