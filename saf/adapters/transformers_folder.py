@@ -149,9 +149,10 @@ def _with_tags_of(card: str, other: str) -> str:
     """Return a model card with the tags that another one has beside its own."""
     from huggingface_hub import ModelCard
 
-    told = ModelCard(card)
+    told: Any = ModelCard(card)
+    form: Any = ModelCard(other)
     known = told.data.tags or []
-    if not (more := [tag for tag in ModelCard(other).data.tags or [] if tag not in known]):
+    if not (more := [tag for tag in form.data.tags or [] if tag not in known]):
         return card
     told.data.tags = [*known, *more]
     return str(told)

@@ -387,12 +387,16 @@ def test_a_frozen_model_is_pushed_whole_by_a_trainer_that_has_no_callback_for_it
     run.push_to_hub()
     assert "generated_from_trainer" in hub.card()
     assert hub.card().count("## Frozen attention heads") == 1
+    # A checkpoint of peft has no model of its own to write over the folder's.
+    (tmp_path / "adapters").mkdir()
+    run._push_from_checkpoint(str(tmp_path / "adapters"))
+    assert same(hub.open(), run.model)
     # Where a checkpoint is not pushed, the folder stays as it was last.
     run.args.hub_always_push, run.push_in_progress = False, SimpleNamespace(is_done=lambda: False)
     (folder / "saf.json").write_text("of now")
     run._push_from_checkpoint(str(folder / "checkpoint-2"))
     assert (folder / "saf.json").read_text() == "of now"
-    assert len(hub.opened) == 3
+    assert len(hub.opened) == 4
 
 
 def test_text_becomes_sequences_for_a_loop_of_ones_own():

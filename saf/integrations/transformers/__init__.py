@@ -12,7 +12,7 @@ takes.
 >>> model = AutoModelForCausalLM.from_pretrained("frozen")  # doctest: +SKIP
 """
 
-from transformers.utils import is_accelerate_available
+from transformers.utils.import_utils import is_accelerate_available
 
 from saf.adapters.transformers_cache import cache_bytes
 from saf.integrations.transformers.callback import FreezeCallback
