@@ -21,10 +21,10 @@ def prune_(
 
     Their query, key and value rows and their columns of the output projection leave the weights: the model computes
     what it would with these heads' outputs set to zero. With grouped queries keys go with the last live head of their
-    KV group, values with its last head that is not pruned. A layer may lose all its heads. The rows are kept on the
-    CPU until `finalize_`, and `uninstall_` puts them back as they were; the optimiser's moments and gradients not yet
-    used follow the retained rows exactly. Parameters keep their identity. An optimiser that trains these weights but is
-    not passed fails at its next step. Frozen heads keep their patterns.
+    KV group, values with its last head that is not pruned. A layer may lose all its heads, and so may every layer. The
+    rows are kept on the CPU until `finalize_`, and `uninstall_` puts them back as they were; the optimiser's moments
+    and gradients not yet used follow the retained rows exactly. Parameters keep their identity. An optimiser that
+    trains these weights but is not passed fails at its next step. Frozen heads keep their patterns.
 
     Before the first update this makes the smaller architecture to be trained from initialisation.
 

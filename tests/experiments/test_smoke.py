@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from saf.cli import main
 from saf.experiments.recipe import open_recipes
 from saf.experiments.store import Store
 from saf.records.files import read_json
+from saf.train.checkpoint import checkpoint_hash
 
 RECIPES = open_recipes()
 if find_spec("lm_eval") is None:
@@ -110,6 +112,13 @@ def test_arms_go_on_from_their_parents_checkpoints(made):
     store = made[0] / "store"
     parents = {read_json(path)["parent"]["path"] for path in store.glob("runs/*/config.json") if _parent(path)}
     assert {path.split("/")[-1] for path in parents} >= {"step-2", "step-4", "step-8"}
+    begun: dict[str, set[str]] = {}
+    for path in store.glob("runs/*/config.json"):
+        if (parent := _parent(path)) is not None and Path(parent["path"]).is_dir():
+            begun.setdefault(parent["path"], set()).add(parent["hash"])
+    assert max(map(len, begun.values())) == 1, "arms of one checkpoint read the same bytes"
+    for checkpoint, found in begun.items():
+        assert found == {checkpoint_hash(Path(checkpoint))}, "which are there still"
 
 
 def _parent(path):
