@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from saf.experiments.measurement import Checkpoint, Measurement, Number
+from saf.experiments.measurement import Checkpoint, Measurement, Number, QuestionFolder
 from saf.experiments.recipe import Arm, Recipe
 from saf.records.paper import (
     QWEN_ACCURACY,
@@ -94,7 +94,13 @@ RECIPE = Recipe(
             name="Qwen3-4B",
             does="analyze zero-shot",
             on=(MODEL,),
-            settings={"data": TEXT, "scores": SCORES, "rates": RATES, "sequences": 512},
+            settings={
+                "data": TEXT,
+                "scores": SCORES,
+                "rates": RATES,
+                "sequences": 512,
+                "task_data": QuestionFolder(),
+            },
             scaled={
                 "small": {"sequences": 128, "questions": 500},
                 "smoke": {
@@ -108,7 +114,7 @@ RECIPE = Recipe(
             name="124M, 25%",
             does="analyze zero-shot",
             on=(Checkpoint("124M ordinary", 1.0),),
-            settings={"frozen": Checkpoint("124M 25%", 1.0), "too_long": "cut"},
+            settings={"frozen": Checkpoint("124M 25%", 1.0), "too_long": "cut", "task_data": QuestionFolder()},
             scaled={"small": {"questions": 500}, "smoke": SMOKE},
             source=Source("app:downstream-details", "124M; no change is significant after Holm's correction"),
         ),
@@ -116,6 +122,7 @@ RECIPE = Recipe(
     notes=(
         f"Weights are {MODEL} of the hub, or a folder of that name. Calibration text is the folder {TEXT}, made by "
         f"`saf data prepare FILES --tokenizer {MODEL} --out {TEXT}`; the paper's is FineWeb-Edu.",
+        "Questions are the hub's, or those of `--tasks FOLDER` where it has the public files of all five tasks.",
         "Qwen3-4B alone: `--arms Qwen3-4B`. `saf analyze draw` makes the figure of its record.",
     ),
 )

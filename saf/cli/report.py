@@ -46,7 +46,7 @@ class Report(Command):
     data: Path | None = None
     """Which data's runs of a recipe, where the store has several."""
     tasks: Path | None = None
-    """Which examples runs of a recipe were finetuned on, where the store has several."""
+    """Which examples runs of a recipe were finetuned on, or which questions were asked, where the store has several."""
     seeds: tuple[int, ...] = ()
     """Which seeds of a recipe; the scale's own, as many as the paper's table has, when none are named."""
     results: Path | None = None
@@ -92,10 +92,13 @@ class Report(Command):
         trains = any(recipe.arms for recipe in recipes.values())
         data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint() if trains else ""
         files = find_examples(self.tasks) if self.tasks else None
-        finetunes = any(arm.task and is_of_files(arm.task) for recipe in recipes.values() for arm in recipe.arms)
+        reads = any(arm.task and is_of_files(arm.task) for recipe in recipes.values() for arm in recipe.arms)
+        scale = self.at.chosen()
+        reads |= any(each.asks(scale.base) for recipe in recipes.values() for each in recipe.measurements)
         # Records of other recipes are read for what these ones need alone.
-        examples = store.examples() if finetunes and not files else None
-        made = plan(recipes, self.at.chosen(), data=data, seeds=self.seeds, files=files, examples=examples)
+        examples = store.examples() if reads and not files else None
+        made = plan(recipes, scale, data=data, seeds=self.seeds, files=files, examples=examples)
+        made.questions = self.tasks
         measured = plan_measurements(recipes, made)
         rendered = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         written = [path for table in rendered for path in (table.write(self.out) if self.out else ())]

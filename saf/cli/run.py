@@ -55,7 +55,8 @@ class Run(Command):
     """Folder made by `saf data prepare`; the smoke scale makes its own."""
     tasks: Path | None = None
     """Folder of examples to finetune on, in the public sets' own layouts: sst2/train.tsv and dev.tsv, boolq/train.jsonl
-    and val.jsonl, quality/train.jsonl and dev.jsonl, gzipped or not; the smoke scale makes its own."""
+    and val.jsonl, quality/train.jsonl and dev.jsonl, gzipped or not; the smoke scale makes its own. Where it has the
+    files of all zero-shot tasks, their questions are taken from it, too, in place of the hub's."""
     store: Path = Path("runs/recipes")
     """Folder of the runs and their records; recipes share it."""
     arms: tuple[str, ...] = ()
@@ -122,6 +123,7 @@ class Run(Command):
         if data is not None:
             made.folder = data.folder
             made.notes += notes_of_data(made, tokens=data.num_tokens("train"), vocabulary=data.vocab_size)
+        made.questions = self.tasks
         measured = plan_measurements(recipes, made, only=self.arms)
         if not self.recipes:
             return self._list(made, measured, Store(self.store).open(write=False), known=data is not None)
@@ -130,7 +132,9 @@ class Run(Command):
         if data is None and made.runs:
             raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
         asked = {run.task for run in made.runs.values() if run.task and is_of_files(run.task)}
-        asked |= {given.task for each in measured.planned.values() for given in each.reads if given.task}
+        asked |= {
+            given.task for each in measured.planned.values() for given in each.reads if given.task and not given.path
+        }
         if lacking := ", ".join(sorted(asked - made.files.keys())):
             raise SafError(f"examples of {lacking} are needed; name the folder that has them with --tasks")
         store = Store(self.store).open(write=True)

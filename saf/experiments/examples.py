@@ -13,6 +13,7 @@ from saf.errors import InputError
 from saf.records.files import file_hash, write_atomically
 from saf.tasks import MQARSettings, MQARTask
 from saf.tasks.examples import read_examples
+from saf.tasks.zero_shot import ZERO_SHOT, find_questions
 from saf.train.finetuning import DEFAULTS, MOST_EPOCHS, OF_TASKS
 
 
@@ -67,14 +68,14 @@ def find_examples(folder: Path) -> dict[str, Examples]:
     """Return the files of every task that a folder has.
 
     Raises:
-        InputError: It is no folder, or has the files of none.
+        InputError: It is no folder, or has the files of none, nor questions of a zero-shot task.
     """
     found = {}
     for task, layout in LAYOUTS.items():
         train, test = (_first(folder, names) for names in (layout.train, layout.test))
         if train and test:
             found[task] = Examples(task=task, train=train, test=test)
-    if not found:
+    if not found and not any(find_questions(task, folder) for task in ZERO_SHOT):
         wanted = "; ".join(f"{layout.train[0]} and {layout.test[0]}" for layout in LAYOUTS.values())
         raise InputError(f"{folder} has no examples of a task; expected files such as {wanted}, gzipped or not")
     return found

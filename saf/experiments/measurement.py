@@ -1,7 +1,8 @@
 """What a recipe measures beside training: a benchmark, or an analysis of its arms' runs, as data.
 
 Where a setting's value depends on what was trained or measured before, a recipe writes what it means instead:
-`Checkpoint`, `RunOf`, `RecordOf`, `Changes`, `FileOf`, `DataFolder`. `saf.experiments.measuring` turns them into paths.
+`Checkpoint`, `RunOf`, `RecordOf`, `Changes`, `FileOf`, `DataFolder`,
+`QuestionFolder`. `saf.experiments.measuring` turns them into paths.
 """
 
 import statistics
@@ -65,7 +66,12 @@ class DataFolder:
     """Stand for the folder of the prepared text, which has its tokenizer."""
 
 
-Reference = Checkpoint | RunOf | RecordOf | Changes | FileOf | DataFolder
+@dataclass(frozen=True)
+class QuestionFolder:
+    """Stand for the folder of the zero-shot tasks' questions; the setting is left out, for the hub's, where none is."""
+
+
+Reference = Checkpoint | RunOf | RecordOf | Changes | FileOf | DataFolder | QuestionFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +174,10 @@ class Measurement:
         """Return everything that its settings at a scale refer to."""
         values = (*self.taken(scale), *self.flags(scale).values())
         return tuple(value for value in values if isinstance(value, Reference))
+
+    def asks(self, scale: str) -> bool:
+        """Return whether it asks zero-shot questions of a folder, where one is named."""
+        return any(isinstance(reference, QuestionFolder) for reference in self.references(scale))
 
     def arms(self, scale: str) -> tuple[str, ...]:
         """Return the arms that it reads at a scale."""

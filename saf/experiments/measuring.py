@@ -18,7 +18,16 @@ from saf.errors import InputError, SafError
 from saf.experiments.columns import change_of
 from saf.experiments.execution import Outcome
 from saf.experiments.launching import Launch, Stop, flag_words, last_line
-from saf.experiments.measurement import Checkpoint, DataFolder, FileOf, Measurement, RecordOf, Reference, RunOf
+from saf.experiments.measurement import (
+    Checkpoint,
+    DataFolder,
+    FileOf,
+    Measurement,
+    QuestionFolder,
+    RecordOf,
+    Reference,
+    RunOf,
+)
 from saf.experiments.plan import Plan, kept_moments
 from saf.experiments.planned_run import SCHEMA
 from saf.experiments.recipe import Recipe
@@ -26,9 +35,13 @@ from saf.experiments.store import Store
 from saf.records.files import write_json
 from saf.records.result import read_result
 from saf.schedules import OneTime
+from saf.tasks.zero_shot import ZERO_SHOT, find_questions, questions_hash
 from saf.train.checkpoint import step_name
 from saf.train.loop import StopRequest
 from saf.train.observer import duration
+
+QUESTIONS = "zero-shot questions"
+"""What the questions of a folder are called among the examples that a record names."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,10 @@ class Given:
         """Return what decides a measurement's outcome."""
         changes = {group: dict(arms) for group, arms in self.changes.items()}
         return [self.run, self.step, self.measurement, changes, *([self.named] if self.named else [])]
+
+
+HUBS = Given()
+"""The questions of the hub, which no setting names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +123,8 @@ class Measurements:
         def given(value: Any) -> Any:
             return self._given(name, recipe, value, plan, seed) if isinstance(value, Reference) else value
 
-        settings = {flag: given(value) for flag, value in measurement.flags(plan.scale.base).items()}
+        told = {flag: given(value) for flag, value in measurement.flags(plan.scale.base).items()}
+        settings = {flag: value for flag, value in told.items() if value is not HUBS}
         on = tuple(map(given, measurement.taken(plan.scale.base)))
         read = (each for each in (*on, *settings.values()) if isinstance(each, Given))
         mine = seed if any(not each.named for each in read) else None
@@ -136,6 +154,8 @@ class Measurements:
             return Given(run=plan.arms[name, reference.arm, seed])
         if isinstance(reference, DataFolder):
             return Given(named=(plan.data,), path=plan.folder)
+        if isinstance(reference, QuestionFolder):
+            return _questions(name, plan)
         if isinstance(reference, FileOf):
             files = plan.files.get(reference.task)
             named = (reference.task, reference.part, plan.examples.get(reference.task, ""))
@@ -187,6 +207,18 @@ def _readable(name: str, measurement: Measurement, made: Plan, found: Measuremen
         made.notes += [] if note in made.notes else [note]
         return False
     return True
+
+
+def _questions(name: str, plan: Plan) -> Given:
+    """Return the folder of questions that a plan has; the hub's where it has none, or not those of every task."""
+    if plan.questions is None:
+        found = plan.examples.get(QUESTIONS)
+        return HUBS if found is None else Given(named=(QUESTIONS, "test", found))
+    if lacking := [task for task in ZERO_SHOT if find_questions(task, plan.questions) is None]:
+        note = f"{name} asks the hub's questions: {plan.questions} has none of {', '.join(lacking)}."
+        plan.notes += [] if note in plan.notes else [note]
+        return HUBS
+    return Given(named=(QUESTIONS, "test", questions_hash(plan.questions)), path=plan.questions)
 
 
 def lost_inputs(found: Measurements, store: Store) -> dict[str, str]:

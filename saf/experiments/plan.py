@@ -28,6 +28,8 @@ class Plan:
     """Fingerprint of the prepared data."""
     folder: Path | None = None
     """Of the prepared data, where it is known."""
+    questions: Path | None = None
+    """Folder of the zero-shot tasks' questions; None for the hub's."""
     vocabulary: int | None = None
     """Tokens of the data's tokenizer, where they are known; the scale's otherwise."""
     files: Mapping[str, Examples] = field(default_factory=dict)

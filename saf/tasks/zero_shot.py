@@ -47,22 +47,32 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
     Raises:
         DataError: Its file is missing or damaged.
     """
-    task = ZERO_SHOT[name]
-    for file in task.files:
-        for path in (folder / name / file, folder / name / f"{file}.gz"):
-            if path.is_file():
-                try:
-                    rows = list(islice(task.read(path), limit))
-                except (KeyError, TypeError, AttributeError) as error:
-                    told = f"{type(error).__name__}: {error}"
-                    raise DataError(f"{path} is not laid out as the public file of {name} is ({told})") from error
-                if rows:
-                    return Questions(rows=rows, path=path, sha256=_hash(path))
-                raise DataError(f"{path} holds no question")
-    raise DataError(
-        f"{folder / name} holds no {' or '.join(task.files)}, gzipped or not; expected the task's public file, or "
-        "leave the folder of tasks out to take the hub's"
-    )
+    task, path = ZERO_SHOT[name], find_questions(name, folder)
+    if path is None:
+        raise DataError(
+            f"{folder / name} holds no {' or '.join(task.files)}, gzipped or not; expected the task's public file, or "
+            "leave the folder of tasks out to take the hub's"
+        )
+    try:
+        rows = list(islice(task.read(path), limit))
+    except (KeyError, TypeError, AttributeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path} is not laid out as the public file of {name} is ({told})") from error
+    if not rows:
+        raise DataError(f"{path} holds no question")
+    return Questions(rows=rows, path=path, sha256=_hash(path))
+
+
+def find_questions(name: TaskName, folder: Path) -> Path | None:
+    """Return the public file of a task's questions in `folder`/NAME; None where it has none."""
+    files = ((folder / name / file, folder / name / f"{file}.gz") for file in ZERO_SHOT[name].files)
+    return next((path for both in files for path in both if path.is_file()), None)
+
+
+def questions_hash(folder: Path) -> str:
+    """Return one SHA-256 of the questions of all tasks that a folder has."""
+    found = {name: find_questions(name, folder) for name in ZERO_SHOT}
+    return entries_hash({name: _hash(path) for name, path in found.items() if path})
 
 
 def _hash(path: Path) -> str:

@@ -18,6 +18,7 @@ from saf.experiments.measurement import (
     FileOf,
     Measurement,
     Number,
+    QuestionFolder,
     RecordOf,
     RunOf,
     speedup,
@@ -30,6 +31,7 @@ from saf.experiments.scales import SCALES
 from saf.records.files import read_json, write_json
 from saf.records.paper import Source
 from saf.records.result import result_header
+from tests.zero_shot_files import write_tasks
 
 FACTS = {"overlap": 3, "expected": 1.0, "standard_deviation": 0.5, "rank_correlation": 0.9, "first": 4, "second": 4}
 OVERLAP = Number(title="overlap", path=("overlap",), paper="30", places=0)
@@ -162,6 +164,48 @@ def test_examples_that_are_nowhere_are_asked_for(store, command):
     (problem,) = outcome.failed.values()
     assert "it needs examples of sst2 (--tasks); name the folder" in problem
     assert not command.calls
+
+
+ASKED = Measurement(
+    name="asked",
+    does="analyze zero-shot",
+    on=("MODEL",),
+    settings={"task_data": QuestionFolder()},
+    scaled={"smoke": {"task_data": "made_up"}},
+)
+
+
+def test_questions_are_those_of_a_folder_or_the_hubs(store, command, tmp_path):
+    recipe = measured_recipe(ASKED)
+
+    def asked(folder, scale="small", **others):
+        made = plan({"x": recipe}, SCALES[scale], data="data", seeds=(1, 2), **others)
+        made.questions = folder
+        (one,) = plan_measurements({"x": recipe}, made).planned.values()
+        return one, words(one, store, Path("o.json")) if folder or not others else [], made.notes
+
+    folder, elsewhere = (write_tasks(tmp_path / name) for name in ("tasks", "elsewhere"))
+    one, told, notes = asked(folder)
+    assert told == ["analyze", "zero-shot", "MODEL", "--out", "o.json", "--task-data", str(folder)]
+    assert one.seed is None
+    assert not notes
+    assert asked(elsewhere)[0].key == one.key, "where they lie decides nothing"
+    assert asked(folder, "smoke")[1][-2:] == ["--task-data", "made_up"], "the scale says where"
+    assert not find_examples(folder), "nothing to finetune on"
+    hubs, told, _ = asked(None)
+    assert "--task-data" not in told
+    outcome = Outcome()
+    made = plan({"x": recipe}, SCALES["small"], data="data", seeds=(1,))
+    made.questions = folder
+    carry_out(plan_measurements({"x": recipe}, made), store, outcome, say=lambda text: None, launch=command)
+    assert outcome.ended == [one.key]
+    assert asked(None, examples=store.examples())[0].key == one.key, "tables are made of the records alone"
+    (elsewhere / "sst2" / "dev.tsv").write_text("sentence\tlabel\nanother film \t1\n")
+    assert asked(elsewhere)[0].key not in (one.key, hubs.key)
+    (elsewhere / "piqa" / "valid.jsonl").unlink()
+    less, told, notes = asked(elsewhere)
+    assert less.key == hubs.key
+    assert notes == [f"x asks the hub's questions: {elsewhere} has none of piqa."]
 
 
 def test_several_processes_measure_together(prepare, command, monkeypatch, tmp_path):
