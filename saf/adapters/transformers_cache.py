@@ -53,8 +53,8 @@ def left_padded(attention_mask: Tensor) -> Tensor | None:
     except InputError as error:
         raise InputError(
             f"{error}. Where it is given none, generate makes a mask of which tokens are pad_token_id, and so it does "
-            "for an assistant_model, which is never given one: where such tokens stand between others, pass "
-            "pad_token_id=eos_token_id to generate, by which it makes none"
+            "for an assistant_model, in some versions whatever mask it is given: where such tokens stand between "
+            "others, pass pad_token_id=eos_token_id to generate, by which it makes none"
         ) from error
 
 
