@@ -1,5 +1,7 @@
 """lm-eval's tasks on models in memory: its prompts, this project's likelihoods, and what cannot be answered."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import tokenizers
@@ -19,7 +21,7 @@ from saf.integrations.lm_eval import ExactLengthModel, answer_tasks
 from saf.integrations.models import Encoder, open_model
 from saf.models import GPT, GPTConfig
 from saf.tasks.zero_shot import ZERO_SHOT
-from tests.transformers_models import make
+from tests.transformers_models import FAMILIES, make
 from tests.zero_shot_files import COUNT, expected, write_tasks
 
 LENGTH = 128
@@ -48,12 +50,27 @@ def gpt(length: int = LENGTH) -> GPT:
     return model
 
 
-@pytest.mark.parametrize("make_model", [gpt, lambda: make("qwen3", vocab_size=256, max_position_embeddings=LENGTH)])
-def test_every_task_is_answered_with_lm_evals_prompts_and_exact_likelihoods(make_model, files):
+def frozen(family: str):
+    model = make(family, vocab_size=256, max_position_embeddings=LENGTH)
+    drawn = torch.Generator().manual_seed(0)
+    saf.install_(model, saf.HeadSet([(0, 1), (1, 2)]), synthetic_patterns(2, LENGTH, drawn))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "tasks"),
+    [
+        (gpt, list(ZERO_SHOT)),
+        (lambda: make("qwen3", vocab_size=256, max_position_embeddings=LENGTH), list(ZERO_SHOT)),
+        *((partial(frozen, family), ["arc_easy"]) for family in FAMILIES),
+    ],
+    ids=["gpt", "ordinary", *FAMILIES],
+)
+def test_tasks_are_answered_with_lm_evals_prompts_and_exact_likelihoods(make_model, tasks, files):
     model = make_model()
-    found = answer_tasks(ExactLengthModel(model, BYTES, batch_size=5), list(ZERO_SHOT), folder=files)
+    found = answer_tasks(ExactLengthModel(model, BYTES, batch_size=5), tasks, folder=files)
     language = language_model(model.double())
-    assert list(found) == list(ZERO_SHOT)
+    assert list(found) == tasks
     for name, task in found.items():
         assert len(task.answers) == COUNT
         for n, answer in enumerate(task.answers):
@@ -73,8 +90,9 @@ def test_every_task_is_answered_with_lm_evals_prompts_and_exact_likelihoods(make
                 assert "right_norm" not in answer
             else:
                 assert answer["right_norm"] == (max(range(len(sums)), key=by_length.__getitem__) == right)
-    assert found["sst2"].labels == ("negative", "positive")
-    assert found["boolq"].to_dict()["source"]["path"].endswith("boolq/val.jsonl")
+    if len(tasks) > 1:
+        assert found["sst2"].labels == ("negative", "positive")
+        assert found["boolq"].to_dict()["source"]["path"].endswith("boolq/val.jsonl")
 
 
 def test_lm_evals_own_model_class_says_the_same(files, tmp_path):

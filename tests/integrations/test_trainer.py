@@ -11,7 +11,7 @@ import torch
 import saf
 from saf.adapters import adapter_for
 from saf.errors import CheckpointError, InputError, UnsupportedError
-from tests.transformers_models import LENGTH, make, tokens
+from tests.transformers_models import FAMILIES, LENGTH, make, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -109,9 +109,16 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, hf, tmp_path):
-    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+RESUMED = [
+    *((schedule, "llama", 3 if schedule == "one_time" else 1) for schedule in SCHEDULES),
+    *(("one_time", family, 2) for family in FAMILIES if family != "llama"),
+]
+"""Schedule, family, and how often training is killed: before an event, after it, long before it."""
+
+
+@pytest.mark.parametrize(("schedule", "family", "times"), RESUMED)
+def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, family, times, hf, tmp_path):
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "family": family}
     # Their loss rises by freezing, in the order in which accelerate shuffles rows and in that of its stand-in.
     heldout = {"heldout": [tokens(2, seed=11)]}
     first = callback(SCHEDULES[schedule], **heldout)
@@ -121,7 +128,7 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, hf, tmp_path)
     kinds = {"one_time": ["freeze"], "gradual": ["freeze"] * 2, "undone": ["freeze", "undo"] * 2, "train_loss": []}
     assert [event.kind for event in events] == kinds[schedule]
     assert len(frozen(whole.model)) == (4 if schedule in ("one_time", "gradual") else 0)
-    for after in (3, 5, 7) if schedule == "one_time" else (5,):
+    for after in (5, 7, 3)[:times]:
         folder = tmp_path / str(after)
         with pytest.raises(KeyboardInterrupt):
             trainer(hf, folder, callback(SCHEDULES[schedule], **heldout), Killed(after), **options).train()
