@@ -75,6 +75,14 @@ def test_tokens_are_those_of_passes_without_a_cache(frozen, implementation, padd
     assert torch.equal(generate(model, *padded, cache_implementation=implementation, **MODES[mode]), again)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_of_every_family_are_those_of_passes_without_a_cache(family, padded, mode):
+    model = make(family)
+    freeze(model)
+    again = generate(model, *padded, use_cache=False, **MODES[mode])
+    assert torch.equal(generate(model, *padded, **MODES[mode]), again)
+
+
 @pytest.fixture
 def streams(monkeypatch):
     """Stand-ins for the CUDA streams on which transformers moves offloaded layers; on a CPU they move nowhere."""

@@ -195,8 +195,10 @@ def test_doctor_readme_and_docs_name_the_same_families(saf, saf_json):
     assert {"Llama", "GPT-2", "Phi-3", "Gemma 3"} <= set(names)
     assert ", ".join(names) in " ".join(saf("doctor")[1].split())
     assert f"| {', '.join(names)} of transformers" in (root / "README.md").read_text()
-    section = (root / "docs" / "huggingface.md").read_text().split("## Families")[1].split("## How to add a family")[0]
-    assert [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][1:] == names
+    text = (root / "docs" / "huggingface.md").read_text()
+    for title, then in (("## What is tested", "## Families"), ("## Families", "## How to add a family")):
+        lines = text.split(title)[1].split(then)[0].splitlines()
+        assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:] == names
 
 
 def test_doctor_says_what_is_missing(saf, saf_json, monkeypatch):

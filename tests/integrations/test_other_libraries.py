@@ -7,7 +7,7 @@ import saf
 from saf.adapters import adapter_for
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
-from tests.transformers_models import freeze, make, tokens
+from tests.transformers_models import FAMILIES, freeze, make, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,7 +32,11 @@ def with_lora(model, *modules):
     return adapted
 
 
-@pytest.mark.parametrize(("family", "module"), [("llama", "q_proj"), ("qwen3", "o_proj"), ("gpt2", "c_attn")])
+ADAPTED = dict.fromkeys(FAMILIES, "q_proj") | {"qwen3": "o_proj", "gpt2": "c_attn", "phi3": "qkv_proj"}
+"""A projection of attention, by family."""
+
+
+@pytest.mark.parametrize(("family", "module"), ADAPTED.items())
 def test_lora_on_attention_is_refused_before_freezing_and_merged_it_is_frozen(family, module):
     adapted = with_lora(make(family), module)
     with pytest.raises(UnsupportedError, match=r"got peft\.tuners\.lora\.layer\.Linear; merge adapters into"):
@@ -92,7 +96,7 @@ def test_a_trainer_does_not_freeze_under_adapters(hf, tmp_path):
         hf.Trainer(adapted, args, train_dataset=rows, callbacks=[freezing]).train()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_quantised_after_freezing(family):
     quantization = pytest.importorskip("torchao.quantization")
     model, ordinary, ids = make(family), make(family), tokens(2, seed=6)
