@@ -57,6 +57,10 @@ class CheckpointFreezing:
         check_fields(self)
 
 
+SHORTER = "--length and --allow-shorter"
+"""What shorter calibration sequences are asked for with."""
+
+
 def check_new(settings: CheckpointFreezing) -> None:
     """Raise CheckpointError where something is at the place of what is to be written."""
     if settings.out.exists():

@@ -190,8 +190,8 @@ class TransformersAdapter(TransformersModel, Adapter):
                 wanted = "Conv1D" if known.kind == CONV1D else "nn.Linear"
                 raise UnsupportedError(
                     f"projections must be plain {wanted}, got {strange[0].__module__}.{strange[0].__name__}; "
-                    "merge adapters into the weights "
-                    "(merge_and_unload of peft), and load weights unquantised"
+                    "merge adapters into the weights (merge_and_unload of peft), since freezing takes rows of heads "
+                    "out of these alone, and load weights unquantised"
                 )
 
     @classmethod

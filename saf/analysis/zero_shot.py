@@ -217,6 +217,7 @@ def _frozen_here(study: _Study, opened: OpenedModel, ordinary: Told, *, done: in
         count=settings.sequences,
         seed=settings.calibration_seed,
         setting="--sequences",
+        shorter="--length",
     )
     ids = list(windows.split(settings.batch_size))
     with autocast(pick_device(settings.device), settings.precision):

@@ -137,7 +137,14 @@ def begun_with(windows: Tensor, token: int) -> Tensor:
 
 
 def calibration_windows(
-    data: TokenData, *, length: int, count: int, seed: int, source: str | None = None, setting: str = "count"
+    data: TokenData,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    source: str | None = None,
+    setting: str = "count",
+    shorter: str = "",
 ) -> Tensor:
     """Return `count` non-overlapping windows for calibration, int64 `[count, length]`.
 
@@ -150,6 +157,7 @@ def calibration_windows(
         seed: of the draw.
         source: the partition to draw from, `calibration` or `train`; what the folder was prepared for if None.
         setting: what the caller's user knows `count` as, for the message.
+        shorter: what the caller's user asks for shorter windows with, for the message.
 
     Raises:
         DataError: when the partition has fewer than `count` windows.
@@ -167,7 +175,7 @@ def calibration_windows(
         raise DataError(
             f"calibration needs {count} windows of length {length} = {count * length:,} tokens, "
             f"the {source} partition has {len(tokens):,}, {len(tokens) // length} windows; "
-            f"ask for fewer with {setting}, for shorter ones, or prepare more text"
+            f"ask for fewer with {setting}, for shorter ones{shorter and f' with {shorter}'}, or prepare more text"
         )
     order = _generator(_Stream.CALIBRATION, seed, 0).permutation(len(tokens) // length)
     return _read(tokens, order[:count] * length, length)

@@ -188,6 +188,10 @@ def test_text_calibrates_by_the_folders_own_tokenizer(base, saf, saf_json, tmp_p
     code, _, told = saf(*words, "--length", LENGTH + 1, "--out", tmp_path / "long")
     assert code == 2
     assert f"of {LENGTH + 1} tokens are longer than the model's maximum of {LENGTH}" in told
+    code, _, told = saf(*words, "--sequences", 100_000, "--out", tmp_path / "many")
+    assert code == 2
+    told = " ".join(told.split())
+    assert "fewer with --sequences, for shorter ones with --length and --allow-shorter, or prepare more text" in told
 
 
 def test_attention_dropout_is_switched_off_and_told(base, saf, tmp_path):

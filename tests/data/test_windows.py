@@ -162,7 +162,10 @@ def test_calibration_has_a_stream_of_its_own(from_train):
 def test_too_little_calibration_text(from_heldout, from_train):
     windows = from_heldout.num_tokens("calibration") // 100
     held = f"{from_heldout.num_tokens('calibration'):,}"
-    message = f"needs 99 windows of length 100 = 9,900 tokens, the calibration partition has {held}, {windows} windows;"
+    message = (
+        f"needs 99 windows of length 100 = 9,900 tokens, the calibration partition has {held}, {windows} windows; "
+    )
+    message += "ask for fewer with count, for shorter ones, or prepare more text"
     with pytest.raises(DataError, match=message):
         calibration_windows(from_heldout, length=100, count=99, seed=0)
     with pytest.raises(DataError, match='source="train"'):
