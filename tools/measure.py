@@ -38,6 +38,7 @@ FINETUNE = "saf bench finetune --tokenizer {tokenizer}"
 EAGER = "saf bench prefill --model qwen3-4b --precisions bf16 --compile off"
 QWEN = f"{EAGER} --backends toeplitz --settle-ms 100 --no-profile"
 QWEN_RATES = "--rates 0.1 0.3 0.5 0.75 --others flash --pairs 4"
+QWEN_FLASH = "--kernels flash --rates 0.1 0.3 0.5 0.75 --others --pairs 3"
 QWEN_LAYER = (
     "saf bench op --shape qwen3-4b --parts layer --directions forward --graphs off --backends toeplitz --pairs 4"
     " --points 2048x4 4096x4 8192x4 2048x8 4096x8 8192x8 --no-profile"
@@ -79,14 +80,12 @@ ENTRIES = {
     ),
     "decode-4k": Entry(110, f"{OWN} --points 4096x1"),
     "op-qwen3": Entry(180, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others flash"),
-    "prefill-qwen3-flash": Entry(
-        80,
-        f"{QWEN} --points 2048x4 --kernels flash --rates 0.1 0.3 0.5 0.75 --others --pairs 3",
-    ),
-    "prefill-qwen3-flash-8k": Entry(
-        120,
-        f"{QWEN} --points 8192x4 --kernels flash --rates 0.3 0.5 0.75 --others --pairs 3",
-    ),
+    "prefill-qwen3-flash": Entry(80, f"{QWEN} --points 2048x4 {QWEN_FLASH}"),
+    "prefill-qwen3-flash-8k": Entry(150, f"{QWEN} --points 8192x4 {QWEN_FLASH}"),
+    "prefill-qwen3-flash-2048x8": Entry(70, f"{QWEN} --points 2048x8 {QWEN_FLASH}"),
+    "prefill-qwen3-flash-4096x4": Entry(70, f"{QWEN} --points 4096x4 {QWEN_FLASH}"),
+    "prefill-qwen3-flash-4096x8": Entry(120, f"{QWEN} --points 4096x8 {QWEN_FLASH}"),
+    "prefill-qwen3-flash-8192x8": Entry(280, f"{QWEN} --points 8192x8 {QWEN_FLASH}"),
     "prefill-qwen3-4096x4": Entry(50, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
     "decode-64k": Entry(130, f"{OWN} --points 65536x8"),
@@ -106,8 +105,8 @@ ENTRIES = {
     "decode-qwen3-groups": Entry(120, f"{QWEN_STEP} --points 4096x8 --placement groups"),
     "decode-qwen3-groups-64k": Entry(120, f"{QWEN_STEP} --points 65536x1 --placement groups"),
     "memory-qwen3": Entry(
-        90,
-        f"{EAGER} --points 8192x4 8192x8 --rates 0.25 0.5 0.75 {PEAKS} --workers 3",
+        220,
+        f"{EAGER} --points 2048x4 2048x8 4096x4 4096x8 8192x4 8192x8 --rates 0.1 0.3 0.5 0.75 {PEAKS} --workers 4",
     ),
     "prefill-4096x8": Entry(90, f"saf bench prefill --points 4096x8 --pairs 5 {PAIRED}"),
     "update-1b": Entry(
@@ -134,7 +133,12 @@ ENTRIES = {
         "saf bench prefill --points 4096x32 4096x1 --rates 0.25 --others --backends toeplitz --pruned --no-free"
         " --pairs 4 --precompile --workers 8 --no-profile",
     ),
-    "op-qwen3-flash": Entry(100, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash --no-free"),
+    "op-qwen3-flash": Entry(140, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash"),
+    "op-qwen3-8192x8": Entry(
+        60,
+        f"{QWEN_LAYER[: QWEN_LAYER.index(' --points')]} --points 8192x8 --no-profile --rates 0.1 0.2 0.3 0.5 0.75"
+        " --others flash",
+    ),
     "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
     "prefill-qwen3-groups": Entry(
         90, f"{QWEN} --points 8192x4 --placement groups --rates 0.3 0.5 --others --no-free --pairs 3"
@@ -173,7 +177,7 @@ ENTRIES = {
         "saf bench op --parts frozen --rates 0.25 --backends toeplitz --others --directions both --graphs on --pairs 6"
         " --no-profile",
     ),
-    "errors": Entry(15, "saf bench errors --transitions 8"),
+    "errors": Entry(40, "saf bench errors --transitions 50"),
     "op-layer": Entry(
         150,
         "saf bench op --parts layer --points 4096x8 16384x2 --rates 0.25 0.5 --backends toeplitz fused --others auto"
