@@ -22,7 +22,7 @@ from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
 from saf.records.files import naming_unsealed, write_json
-from saf.records.paths import Kind, kind_of
+from saf.records.paths import Kind, expect, kind_of
 from saf.records.run import RecordedRun
 from saf.records.table import Part, Table
 
@@ -62,8 +62,13 @@ class Compare(Command):
 
     def _compared(self) -> dict[str, Any]:
         """Compare what both are, show and return it."""
-        if kind_of(self.ordinary) is Kind.EVALUATION and kind_of(self.frozen) is Kind.EVALUATION:
+        kinds = {path: kind_of(path) for path in (self.ordinary, self.frozen)}
+        if set(kinds.values()) == {Kind.EVALUATION}:
             return self._evaluations()
+        if {Kind.EVALUATION, Kind.TRANSFORMERS} & set(kinds.values()):
+            # A model of transformers is compared by its evaluations, and an evaluation with nothing else.
+            for path in kinds:
+                expect(path, Kind.EVALUATION)
         if self.card is not None:
             raise InputError("--card is of evaluations of models of transformers; runs have no model card")
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)

@@ -100,6 +100,12 @@ def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_j
         assert said in told
     # Opened in float32; the hash is of other files than `saf freeze` wrote, so that nothing tells what it is made from.
     assert saf_json(*words, tmp_path / "wide", "--precision", "fp32")["precision"] == "fp32"
+    for other, found in ((base / "model", "is a model of transformers"), (tmp_path / "none", "does not exist")):
+        for pair in ((tmp_path / "ordinary", other), (other, tmp_path / "ordinary")):
+            code, _, told = saf("compare", *pair)
+            assert code == 2
+            assert f"{other} {found}" in told
+            assert "expected an evaluation (`saf evaluate --out`)" in told
     code, shown, _ = saf("compare", tmp_path / "ordinary", tmp_path / "wide")
     assert code == 0
     assert "No file tells whether the frozen model was made from the ordinary one." in " ".join(shown.split())
