@@ -247,6 +247,11 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path, monkeypatch):
     refuses(UnsupportedError, "no attention dropout", callback(), model=dropping)
     refuses(UnsupportedError, "train with bf16=True", callback(), fp16=True)
     refuses(UnsupportedError, "Adafactor keeps 'exp_avg_sq_row'", callback(), optim="adafactor", save_steps=1)
+    for packing in (transformers.DataCollatorWithFlattening(), SimpleNamespace(padding_free=True)):
+        packed = trainer(hf, tmp_path / "run", callback(), torch_compile=True, torch_compile_backend="eager")
+        packed.data_collator = packing
+        with pytest.raises(UnsupportedError, match=r"packs documents into one row.*leave torch_compile out"):
+            packed.train()
     several = {"world_size": 2, "n_gpu": 1, "fp16": False}
     for changes, match in (
         ({"n_gpu": 2}, "a process for each GPU"),

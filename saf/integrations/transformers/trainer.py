@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 from transformers.trainer_callback import TrainerCallback
 
 from saf.adapters import adapter_for
@@ -106,6 +106,11 @@ def join_trainers() -> None:
     Trainer._push_from_checkpoint, Trainer.create_model_card = push_from_checkpoint, create_model_card
 
 
+def _padding_free(collator: Any) -> bool:
+    """Return whether a collator says, as TRL's do, that it packs documents."""
+    return getattr(collator, "padding_free", False) is True
+
+
 def _pushes(trainer: Any) -> bool:
     """Return whether a Trainer pushes checkpoints, and would one now: an earlier push may be under way."""
     free = trainer.args.hub_always_push or trainer.push_in_progress is None or trainer.push_in_progress.is_done()
@@ -153,7 +158,17 @@ def check_arguments(args: Any) -> None:
 
 
 def check_wrappers(trainer: Any) -> None:
-    """Raise UnsupportedError where something else than DistributedDataParallel stands between Trainer and model."""
+    """Raise UnsupportedError where something else than DistributedDataParallel stands between Trainer and model.
+
+    So it does where compiled code is to get documents packed into one row, which frozen heads would refuse after the
+    first event.
+    """
+    packs = isinstance(trainer.data_collator, DataCollatorWithFlattening) or _padding_free(trainer.data_collator)
+    if trainer.args.torch_compile and packs:
+        raise UnsupportedError(
+            f"{type(trainer.data_collator).__name__} packs documents into one row, and with frozen heads compiled code "
+            "attends to one sequence a row: leave torch_compile out, or pad each document in a row of its own"
+        )
     inner = _uncompiled(trainer.model_wrapped)
     shares = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if shares or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
