@@ -121,6 +121,7 @@ RECIPE = Recipe(
     },
     notes=(
         "The difference is that from the paper's recipe at the same rate; below zero is better than it.",
+        "Seed 1337 is the one whose arms chose what further seeds were to judge: of intervals it is no unbiased part.",
         "The rise is that of the controller loss at the event, before any further update, of several events their sum.",
         "Arms with the tokens they buy train as many more updates from their event on as a speedup of 1.085 gives, "
         "pruned ones as 1.127 does, and are compared with one another; all others train as many as the ordinary one.",

@@ -39,10 +39,12 @@ EAGER = "saf bench prefill --model qwen3-4b --precisions bf16 --compile off"
 QWEN = f"{EAGER} --backends toeplitz --settle-ms 100 --no-profile"
 QWEN_RATES = "--rates 0.1 0.3 0.5 0.75 --others flash --pairs 4"
 QWEN_FLASH = "--kernels flash --rates 0.1 0.3 0.5 0.75 --others --pairs 3"
-QWEN_LAYER = (
+QWEN_OP = (
     "saf bench op --shape qwen3-4b --parts layer --directions forward --graphs off --backends toeplitz --pairs 4"
-    " --points 2048x4 4096x4 8192x4 2048x8 4096x8 8192x8 --no-profile"
+    " --no-profile"
 )
+QWEN_POINTS = "2048x4 2048x8 4096x4 4096x8 8192x4 8192x8"
+QWEN_LAYER = f"{QWEN_OP} --points {QWEN_POINTS}"
 DECODE = "saf bench decode --graphs on --rates 0.25 0.5 --others --no-free --precompile --pairs 5 --no-profile"
 # "auto" is what a user gets; "split" gives ordinary heads the launch that frozen ones take.
 OWN = f"{DECODE} --kernels auto --workers 6"
@@ -106,7 +108,7 @@ ENTRIES = {
     "decode-qwen3-groups-64k": Entry(120, f"{QWEN_STEP} --points 65536x1 --placement groups"),
     "memory-qwen3": Entry(
         220,
-        f"{EAGER} --points 2048x4 2048x8 4096x4 4096x8 8192x4 8192x8 --rates 0.1 0.3 0.5 0.75 {PEAKS} --workers 4",
+        f"{EAGER} --points {QWEN_POINTS} --rates 0.1 0.3 0.5 0.75 {PEAKS} --workers 4",
     ),
     "prefill-4096x8": Entry(90, f"saf bench prefill --points 4096x8 --pairs 5 {PAIRED}"),
     "update-1b": Entry(
@@ -136,8 +138,7 @@ ENTRIES = {
     "op-qwen3-flash": Entry(140, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash"),
     "op-qwen3-8192x8": Entry(
         60,
-        f"{QWEN_LAYER[: QWEN_LAYER.index(' --points')]} --points 8192x8 --no-profile --rates 0.1 0.2 0.3 0.5 0.75"
-        " --others flash",
+        f"{QWEN_OP} --points 8192x8 --rates 0.1 0.2 0.3 0.5 0.75 --others flash",
     ),
     "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
     "prefill-qwen3-groups": Entry(

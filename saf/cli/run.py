@@ -163,8 +163,8 @@ class Run(Command):
         began, before = time.monotonic(), Outcome()
         seconds = None if self.command_minutes is None else 60 * self.command_minutes
         ends = None if seconds is None else began + seconds - RESERVE
-        carry_out(ready(measured, store), store, before, say=say, launch=launch, ends=ends)
-        if before.stopped:
+        if carry_out(ready(measured, store), store, before, say=say, launch=launch, ends=ends):
+            before.stopped = True
             return before
         lost = lost_inputs(measured, store)
         rates, only, lanes = self._rates(made, store), None, self._lanes(made)

@@ -40,7 +40,7 @@ RECORDS_SECONDS = 5.0
 """Of an analysis that runs no model."""
 PROMPT_BYTES = 31
 """Of a forward pass, a token and a channel: 32,768 tokens more of Qwen3-4B took 2.4 GiB (memory-qwen3.json)."""
-WEIGHT_BYTES = {"bf16": 2, "autocast": 4}
+WEIGHT_BYTES = {"bf16": 2, "autocast": 4, "fp32": 4}
 """Of a parameter of a prompt's model."""
 PATTERN_BYTES = 8
 """Of an entry of attention that is held whole, as PyTorch's own way does: its logits and its softmax, float32."""
@@ -74,8 +74,7 @@ def foretell_bytes(each: PlannedMeasurement, plan: Plan) -> float | None:
             assert shape.gpt is not None, "models of transformers are not updated"
             found.append(peak_bytes(shape.gpt, length * size))
         else:
-            precision = settings.get("precisions", "autocast")
-            weight = WEIGHT_BYTES[precision if isinstance(precision, str) else precision[0]]
+            weight = max(WEIGHT_BYTES[precision] for precision in settings.get("precisions") or ("autocast",))
             found.append(forward_bytes(shape, length * size, weight=weight))
         found[-1] += PATTERN_BYTES * size * shape.num_heads * length**2 if whole else 0
     return max(found)

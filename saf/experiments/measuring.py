@@ -252,8 +252,10 @@ def carry_out(
     say: Callable[[str], None],
     launch: Launch,
     ends: float | None = None,
-) -> None:
+) -> bool:
     """Make what the store lacks, one at a time so that timings are of an idle machine, and add to `outcome`.
+
+    Returns whether a stop was requested, be it after the last one was made.
 
     A measurement whose runs or measurements failed is not begun; the others go on. What reads a run that was left for
     the next command is left for it too, and after `ends`, on the monotonic clock, none begins.
@@ -263,10 +265,10 @@ def carry_out(
         for number, each in enumerate(missing, 1):
             if stop.requested or outcome.stopped:
                 outcome.stopped = True
-                return
+                return True
             if ends is not None and time.monotonic() >= ends:
                 outcome.left += [one.key for one in missing[number - 1 :]]
-                return
+                return False
             say(f"measuring {each.title} (`saf {each.does}`) in {each.key}")
             began = time.monotonic()
             try:
@@ -277,11 +279,12 @@ def carry_out(
                 outcome.ended.append(each.key)
             elif stop.requested:
                 outcome.stopped = True
-                return
+                return True
             else:
                 outcome.failed[each.key] = problem
             words = problem or f"{each.title} measured after {duration(time.monotonic() - began)}"
             say(f"{words}; {number} of {len(missing)} measurements")
+        return stop.requested
 
 
 def _to_measure(found: Measurements, store: Store, outcome: Outcome) -> list[PlannedMeasurement]:

@@ -10,6 +10,7 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,10 +327,7 @@ def shown(column: Column, value: Value | None) -> str | Cell | None:
     """Return a number as a table has it: with its standard error, or its interval behind it where there is one seed."""
     if value is None:
         return None
-
-    def written(number: float) -> str:
-        return written_in(column, number)
-
+    written = partial(written_in, column)
     if column.by_seed:
         return ", ".join(map(written, value.each))
     if value.error is not None:

@@ -8,9 +8,10 @@ import pytest
 
 from saf.cli import main
 from saf.experiments.foretelling import foretell, foretell_bytes
-from saf.experiments.measuring import PlannedMeasurement
-from saf.experiments.plan import Plan
+from saf.experiments.measuring import PlannedMeasurement, plan_measurements
+from saf.experiments.plan import Plan, plan
 from saf.experiments.planned_run import peak_bytes
+from saf.experiments.recipe import open_recipes
 from saf.experiments.scales import SCALES
 from saf.models import preset
 from saf.records.files import read_json
@@ -58,6 +59,15 @@ def test_the_peak_of_prompts_was_about_what_is_foretold():
         settings = record["settings"] | {"points": [f"{point['length']}x{point['batch_size']}"], "others": ()}
         told = foretell_bytes(planned("bench prefill", settings), Plan(scale=PAPER, data=""))
         assert told == pytest.approx(entry["bytes"], rel=0.04)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_measurement_of_every_recipe_is_foretold(scale):
+    recipes = open_recipes()
+    made = plan(recipes, SCALES[scale], data="data", seeds=(1,))
+    for each in plan_measurements(recipes, made).planned.values():
+        assert foretell(each, made, RATES) > 0, each.title
+        assert (foretell_bytes(each, made) or 1) > 0, each.title
 
 
 def test_memory_is_that_of_the_largest_point_and_of_attention_held_whole():

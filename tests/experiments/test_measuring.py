@@ -342,6 +342,20 @@ def test_what_reads_a_run_that_is_left_is_left_too_and_the_others_are_measured(p
     assert not again.ended, "what failed once in a command is not tried twice"
 
 
+def test_a_stop_after_the_last_measurement_is_told(prepare, store, command):
+    _, found, *_ = prepare(measured_recipe(STABILITY))
+    assert not carry_out(found, store, Outcome(), say=lambda text: None, launch=command)
+    shutil.rmtree(store.folder / "measurements")
+
+    def signalled(given, log, device, stop, processes=1):
+        stop.requested = True
+        return command(given, log, device, stop, processes)
+
+    outcome = Outcome()
+    assert carry_out(found, store, outcome, say=lambda text: None, launch=signalled)
+    assert outcome.ended, "it was made all the same"
+
+
 def test_ready_is_what_reads_runs_that_are_all_there(prepare, store):
     speed = Measurement(name="speed", does="bench update")
     chained = (

@@ -21,7 +21,14 @@ from saf.arguments import check
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freezing.config import FreezeConfig
 from saf.integrations.transformers.sequences import sequences
-from saf.integrations.transformers.trainer import Editing, check_arguments, check_wrappers, join_trainers, rewrap_
+from saf.integrations.transformers.trainer import (
+    Editing,
+    check_arguments,
+    check_packing,
+    check_wrappers,
+    join_trainers,
+    rewrap_,
+)
 from saf.machine.execution import Execution
 from saf.machine.processes import agreed
 from saf.records.events import EventRecord
@@ -189,6 +196,7 @@ class FreezeCallback(Editing, ExportableState):
         """Check the model and the settings, and start the schedule or take it up where the checkpoint has it."""
         model, optimizer = given["model"], given.get("optimizer")
         check_wrappers(self.trainer)
+        check_packing(self.trainer)
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
                 f"a Trainer's checkpoint of a {type(model).__name__} does not hold the weights that heads are rows of, "

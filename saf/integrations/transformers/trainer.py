@@ -106,11 +106,6 @@ def join_trainers() -> None:
     Trainer._push_from_checkpoint, Trainer.create_model_card = push_from_checkpoint, create_model_card
 
 
-def _padding_free(collator: Any) -> bool:
-    """Return whether a collator says, as TRL's do, that it packs documents."""
-    return getattr(collator, "padding_free", False) is True
-
-
 def _pushes(trainer: Any) -> bool:
     """Return whether a Trainer pushes checkpoints, and would one now: an earlier push may be under way."""
     free = trainer.args.hub_always_push or trainer.push_in_progress is None or trainer.push_in_progress.is_done()
@@ -158,17 +153,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_wrappers(trainer: Any) -> None:
-    """Raise UnsupportedError where something else than DistributedDataParallel stands between Trainer and model.
-
-    So it does where compiled code is to get documents packed into one row, which frozen heads would refuse after the
-    first event.
-    """
-    packs = isinstance(trainer.data_collator, DataCollatorWithFlattening) or _padding_free(trainer.data_collator)
-    if trainer.args.torch_compile and packs:
-        raise UnsupportedError(
-            f"{type(trainer.data_collator).__name__} packs documents into one row, and with frozen heads compiled code "
-            "attends to one sequence a row: leave torch_compile out, or pad each document in a row of its own"
-        )
+    """Raise UnsupportedError where something else than DistributedDataParallel stands between Trainer and model."""
     inner = _uncompiled(trainer.model_wrapped)
     shares = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if shares or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
@@ -179,6 +164,18 @@ _SHARES = (
     "with FSDP, DeepSpeed or tensor parallelism a process has a share of each weight, and heads are rows of whole "
     "ones: leave it out (torchrun or accelerate launch alone, which is DistributedDataParallel)"
 )
+
+
+def check_packing(trainer: Any) -> None:
+    """Raise UnsupportedError where compiled code is to get packed documents: frozen heads would refuse them later."""
+    collator = trainer.data_collator
+    # TRL's collators say so themselves.
+    packs = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False) is True
+    if trainer.args.torch_compile and packs:
+        raise UnsupportedError(
+            f"{type(collator).__name__} packs documents into one row, and with frozen heads compiled code attends to "
+            "one sequence a row: leave torch_compile out, or pad each document in a row of its own"
+        )
 
 
 def rewrap_(trainer: Any) -> None:
