@@ -111,7 +111,7 @@ RECIPE = Recipe(
         _with_tokens("variance, pruned", 0.5, pruned=True),
         _with_tokens("at 25% of training, pruned", 0.25, pruned=True),
     ),
-    columns=("perplexity", "delta", "difference", "rise", "extra", "heads"),
+    columns=("perplexity", "delta", "difference", "rise", "extra", "context", "heads"),
     options={
         _name("at most half of a layer", 0.25): "--freeze.max-per-layer, half of a layer's heads",
         _name("at 25% of training", 0.25): "--freeze-at 0.25",

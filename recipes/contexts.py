@@ -47,7 +47,7 @@ RECIPE = Recipe(
             ),
         )
     ),
-    columns=("perplexity", "delta", "heads", "update", "peak"),
+    columns=("perplexity", "delta", "context", "heads", "update", "peak"),
     notes=(
         "The paper's updates are of 15 micro-batches on one GH200, the ordinary model's timed beside each rate; ours "
         "are of these runs, and recipe training_systems times both in pairs.",

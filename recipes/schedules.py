@@ -52,8 +52,10 @@ RECIPE = Recipe(
         _triggered(3.0, "+0.409"),
         _triggered(1.5, "+2.119"),
     ),
-    columns=("perplexity", "delta", "difference", "heads", "minutes", "intervention"),
+    columns=("perplexity", "delta", "difference", "context", "heads", "minutes", "intervention"),
     notes=(
+        "Schedules by the training loss begin at initialisation, so that their arms are trainings of their own: in "
+        "their change is what two trainings of the same settings differ by.",
         "The difference is that of the gradual schedule from one time, at the same rate.",
         "Runs of several events are compiled by layers, the others whole: their minutes are what each takes.",
     ),

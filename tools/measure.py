@@ -39,6 +39,8 @@ EAGER = "saf bench prefill --model qwen3-4b --precisions bf16 --compile off"
 QWEN = f"{EAGER} --backends toeplitz --settle-ms 100 --no-profile"
 QWEN_RATES = "--rates 0.1 0.3 0.5 0.75 --others flash --pairs 4"
 QWEN_FLASH = "--kernels flash --rates 0.1 0.3 0.5 0.75 --others --pairs 3"
+# Of eight prompts the first pairs are of a device that is not warm yet.
+QWEN_FLASH_LONG = QWEN_FLASH.replace("--pairs 3", "--pairs 5")
 QWEN_OP = (
     "saf bench op --shape qwen3-4b --parts layer --directions forward --graphs off --backends toeplitz --pairs 4"
     " --no-profile"
@@ -86,8 +88,8 @@ ENTRIES = {
     "prefill-qwen3-flash-8k": Entry(150, f"{QWEN} --points 8192x4 {QWEN_FLASH}"),
     "prefill-qwen3-flash-2048x8": Entry(70, f"{QWEN} --points 2048x8 {QWEN_FLASH}"),
     "prefill-qwen3-flash-4096x4": Entry(70, f"{QWEN} --points 4096x4 {QWEN_FLASH}"),
-    "prefill-qwen3-flash-4096x8": Entry(120, f"{QWEN} --points 4096x8 {QWEN_FLASH}"),
-    "prefill-qwen3-flash-8192x8": Entry(280, f"{QWEN} --points 8192x8 {QWEN_FLASH}"),
+    "prefill-qwen3-flash-4096x8": Entry(140, f"{QWEN} --points 4096x8 {QWEN_FLASH_LONG}"),
+    "prefill-qwen3-flash-8192x8": Entry(280, f"{QWEN} --points 8192x8 {QWEN_FLASH_LONG}"),
     "prefill-qwen3-4096x4": Entry(50, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
     "decode-64k": Entry(130, f"{OWN} --points 65536x8"),
@@ -125,7 +127,7 @@ ENTRIES = {
     "update-rates": Entry(
         150, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 --pruned {RATES.replace('0.25 0.5 ', '')}"
     ),
-    "compile-124m": Entry(130, "python tools/compare_compile.py --only pairs"),
+    "compile-124m": Entry(220, "python tools/compare_compile.py --only pairs"),
     "compile-1b": Entry(200, "python tools/compare_compile.py --only pairs --model 1b --points 8192x1x2 --pairs 6"),
     "update-native": Entry(
         170, f"saf bench update --points 4096x20x2 --pairs 4 --repeats 1 --no-free --pruned {PAIRED}"
@@ -138,7 +140,8 @@ ENTRIES = {
     "op-qwen3-flash": Entry(140, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash"),
     "op-qwen3-8192x8": Entry(
         60,
-        f"{QWEN_OP} --points 8192x8 --rates 0.1 0.2 0.3 0.5 0.75 --others flash",
+        # Two layers of the same heads differ by 3% there, pair after pair, by where their tensors lie (docs/log.md).
+        f"{QWEN_OP} --points 8192x8 --rates 0.1 0.2 0.3 0.5 0.75 --others flash --tolerance 0.035",
     ),
     "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
     "prefill-qwen3-groups": Entry(

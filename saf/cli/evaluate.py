@@ -133,6 +133,7 @@ class Evaluate(Command):
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",
             "loss, nats per token": f"{record['loss']:.5f}",
+            "loss by position": ", ".join(f"{loss:.3f} to {end:,}" for end, loss in record["by_position"]),
             "partition": f"{'all' if isinstance(data, TextData) else record['partition']} of {data.folder}",
             "windows": f"{record['windows']:,} of {record['length']:,} tokens",
             "precision": record["precision"],

@@ -17,7 +17,7 @@ from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.examples import Examples, find_examples, is_of_files, write_smoke_examples
 from saf.experiments.execution import Lanes, Outcome, execute
-from saf.experiments.foretelling import foretell, foretell_bytes
+from saf.experiments.foretelling import foretell, foretell_bytes, lacking_text
 from saf.experiments.launching import Launch, Stop, in_a_process, last_line
 from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements, ready
@@ -128,15 +128,9 @@ class Run(Command):
         if not self.recipes:
             return self._list(made, measured, Store(self.store).open(write=False), known=data is not None)
         if self.dry_run:
+            made.notes += [lacking] if data and (lacking := lacking_text(made, measured, data)) else []
             return self._foretell(made, measured, Store(self.store).open(write=False))
-        if data is None and made.runs:
-            raise SafError(f"the scale {scale.name!r} needs --data, a folder made by `saf data prepare`: {scale.text}")
-        asked = {run.task for run in made.runs.values() if run.task and is_of_files(run.task)}
-        asked |= {
-            given.task for each in measured.planned.values() for given in each.reads if given.task and not given.path
-        }
-        if lacking := ", ".join(sorted(asked - made.files.keys())):
-            raise SafError(f"examples of {lacking} are needed; name the folder that has them with --tasks")
+        _check_inputs(made, measured, data)
         store = Store(self.store).open(write=True)
         with store.hold() as held:
             if scale.speeds is not None:
@@ -323,6 +317,19 @@ class Run(Command):
             tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min", "memory"], rows, [told]))
         show(result, *tables, as_json=self.json)
         return result
+
+
+def _check_inputs(made: Plan, measured: Measurements, data: TokenData | None) -> None:
+    """Raise SafError where a plan lacks data or examples, or too little text is held back, before it trains anything."""
+    if data is None and made.runs:
+        needed = f"needs --data, a folder made by `saf data prepare`: {made.scale.text}"
+        raise SafError(f"the scale {made.scale.name!r} {needed}")
+    asked = {run.task for run in made.runs.values() if run.task and is_of_files(run.task)}
+    asked |= {given.task for each in measured.planned.values() for given in each.reads if given.task and not given.path}
+    if lacking := ", ".join(sorted(asked - made.files.keys())):
+        raise SafError(f"examples of {lacking} are needed; name the folder that has them with --tasks")
+    if data and (lacking := lacking_text(made, measured, data)):
+        raise InputError(lacking)
 
 
 def _gibibytes(found: float | None) -> str | None:

@@ -98,6 +98,7 @@ def evaluate_perplexity(
         "perplexity": perplexity_of(loss),
         "precision": used,
         "bos": bos,
+        "by_position": losses_by_position(log_probs),
         "data_fingerprint": data.fingerprint,
         "windows_hash": hash_windows(windows),
     }
@@ -141,6 +142,17 @@ def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], TokenLosses]:
     losses = TokenLosses.read(values)
     losses.check(values, windows=record["windows"], length=record["length"], loss=record["loss"])
     return record, losses
+
+
+def losses_by_position(log_probs: Tensor) -> list[list[float]]:
+    """Return the mean loss, nats, of targets 1 to 16 of all windows, 17 to 64, and so on, by the last of each.
+
+    The ranges grow fourfold up to all `T` of `[windows, T]`. What later ones lose less is what the context tells.
+    """
+    length = log_probs.shape[1]
+    ends = [*(end for end in (16 * 4**power for power in range(16)) if end < length), length]
+    means = [-float(part.mean(dtype=torch.float64)) for part in torch.tensor_split(log_probs, ends[:-1], dim=1)]
+    return [[end, mean] for end, mean in zip(ends, means, strict=True)]
 
 
 def perplexity_of(loss: float) -> float:

@@ -122,6 +122,12 @@ def _part(*names: str) -> Callable[[Row], Number]:
     return _own(value)
 
 
+def _context(record: Record) -> float | None:
+    """Return by how many nats the loss of the last targets of a window is below that of targets 17 to 64."""
+    losses = dict(record.get("by_position") or ())
+    return losses[64] - losses[max(losses)] if 64 in losses and len(losses) > 2 else None
+
+
 def _exchange_rate(row: Row) -> Number:
     """Return by how many percent perplexity falls with 1% more tokens, from an ordinary run that had more."""
     change, extra = row.change("exchange", of("exchange")), row.extra_tokens("exchange", of("exchange"))
@@ -304,6 +310,7 @@ COLUMNS = {
         places=4,
         signed=True,
     ),
+    "context": Column(title="what context tells, nats", value=_own(_context), places=3),
     "heads": Column(title="heads", value=_own(_edited), places=0),
     "updates": Column(title="updates", value=_own(lambda run: run["updates"]), places=0),
     "remaining": Column(title="updates after freezing", value=_own(_remaining), places=0),

@@ -343,4 +343,5 @@ def _judged(run: RecordedRun) -> dict[str, Any]:
     if "recall" in (run.result or {}):
         return {}
     evaluation, losses = read_evaluation(run.folder)
-    return {"windows_hash": evaluation["windows_hash"], "window_losses": losses.windows.tolist()}
+    judged = {"windows_hash": evaluation["windows_hash"], "window_losses": losses.windows.tolist()}
+    return judged | {name: evaluation[name] for name in ("by_position",) if name in evaluation}

@@ -9,7 +9,7 @@ import saf
 from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.evaluated import precision_in_use
-from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, read_evaluation
+from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, losses_by_position, read_evaluation
 from saf.machine.execution import resolve_precision
 from saf.models import GPT, GPTConfig
 from saf.records.files import read_json
@@ -47,6 +47,20 @@ def test_the_loss_is_the_mean_over_every_target_of_the_windows(data):
     assert (record["windows"], record["tokens"]) == (len(windows), len(windows) * LENGTH)
     assert record["data_fingerprint"] == data.fingerprint
     assert record["windows_hash"] == hash_windows(windows)
+
+
+def test_losses_by_position_are_means_of_ranges_that_grow_fourfold(data):
+    losses = torch.rand(3, 300, generator=torch.Generator().manual_seed(0))
+    found = losses_by_position(-losses)
+    assert [end for end, _ in found] == [16, 64, 256, 300]
+    for (end, mean), first in zip(found, (0, 16, 64, 256), strict=True):
+        assert mean == pytest.approx(float(losses[:, first:end].mean()), rel=1e-6)
+    assert [end for end, _ in losses_by_position(torch.zeros(1, 64))] == [16, 64]
+    assert [end for end, _ in losses_by_position(torch.zeros(1, 9))] == [9]
+    record = evaluate_perplexity(small(), data)
+    (first, near), (last, far) = record["by_position"]
+    assert (first, last) == (16, LENGTH)
+    assert (near + far) / 2 == pytest.approx(record["loss"], rel=1e-6)
 
 
 def test_files_hold_every_tokens_log_probability(data, tmp_path):

@@ -50,6 +50,14 @@ def test_updates_after_freezing_are_those_since_its_event():
     assert remaining(Row({OWN: {**record, "intervention": None}}, {})) is None
 
 
+def test_what_the_context_tells_is_the_loss_after_few_tokens_less_the_last():
+    context = COLUMNS["context"].value
+    losses = [[16, 6.0], [64, 5.0], [256, 4.5], [300, 4.2]]
+    assert context(Row({OWN: {"key": "x", "by_position": losses}}, {})) == pytest.approx(0.8)
+    assert context(Row({OWN: {"key": "x", "by_position": losses[:2]}}, {})) is None, "a window of 64 has no later ones"
+    assert context(Row({OWN: {"key": "x"}}, {})) is None, "records of earlier versions do not say"
+
+
 @pytest.mark.parametrize(("seconds", "shown"), [(0.8, 1.25), (0.7, None)])
 def test_a_speedup_beyond_what_free_heads_save_is_left_out_and_named(seconds, shown):
     """Of 12 heads 3 make an update at most 4/3 times as fast: 1.25 may be, 1.43 is a busy machine."""
