@@ -320,7 +320,7 @@ class Run(Command):
 
 
 def _check_inputs(made: Plan, measured: Measurements, data: TokenData | None) -> None:
-    """Raise SafError where a plan lacks data or examples, or too little text is held back, before it trains anything."""
+    """Raise SafError where a plan lacks data or examples, or text held out, before anything is trained."""
     if data is None and made.runs:
         needed = f"needs --data, a folder made by `saf data prepare`: {made.scale.text}"
         raise SafError(f"the scale {made.scale.name!r} {needed}")
