@@ -110,7 +110,8 @@ class Run(Command):
         """
         recipes = open_recipes(self.recipes, folder=self.folder)
         scale = self.at.chosen()
-        data = self._data(scale, trains=any(recipe.arms for recipe in recipes.values()))
+        chosen = [recipe.chosen(self.arms, smoke=scale.base == "smoke") for recipe in recipes.values()]
+        data = self._data(scale, trains=any(chosen))
         made = plan(
             recipes,
             scale,

@@ -43,6 +43,15 @@ def test_documents_longer_than_the_window_of_a_layer_that_stays_ordinary_are_ref
         model(ids, position_ids=positions, use_cache=False)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_documents_no_longer_than_that_window_are_computed_as_they_are_alone(name):
+    model, (ids, positions) = make(name, sliding_window=LENGTH).double(), packed()
+    freeze(model, WHOLE_LAYER)
+    with torch.no_grad():
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(logits, alone(model, ids), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("operation", ["freeze", "prune"])
 def test_each_document_is_computed_as_it_is_alone(family, operation):
     model, (ids, positions) = make(family, max_position_embeddings=64).double(), packed()

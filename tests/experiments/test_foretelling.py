@@ -138,3 +138,10 @@ def test_a_plan_of_runs_that_find_too_little_text_begins_none(tmp_path, monkeypa
     assert not store.exists()
     assert main(["run", "joint_cost", "--data", str(tmp_path), "--store", str(store), "--dry-run"]) == 0
     assert "has too little text" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_unknown_arm_is_refused_before_data_are_prepared(tmp_path, capsys):
+    store = tmp_path / "store"
+    assert main(["run", "timing", "--scale", "smoke", "--arms", "nothing", "--store", str(store)]) == 2
+    assert "there is no arm 'nothing'" in capsys.readouterr().err
+    assert not store.exists()
