@@ -1,6 +1,7 @@
 """`saf report`: one page about runs or benchmarks, the tables of recipes, or one document of all results."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +12,13 @@ from saf.cli.output import show
 from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError
-from saf.experiments.document import write_document
+from saf.experiments.document import recorded_seeds, scale_of, write_document
 from saf.experiments.examples import find_examples, is_of_files
 from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import open_recipes
 from saf.experiments.render import render
+from saf.experiments.scales import Scale
 from saf.experiments.store import Store
 from saf.records.files import naming_unsealed
 from saf.records.paths import Kind, expect
@@ -48,7 +50,7 @@ class Report(Command):
     tasks: Path | None = None
     """Which examples runs of a recipe were finetuned on, or which questions were asked, where the store has several."""
     seeds: tuple[int, ...] = ()
-    """Which seeds of a recipe; the scale's own, as many as the paper's table has, when none are named."""
+    """Which seeds of a recipe; when none are named, all that the store has records of; with --data the scale's own."""
     results: Path | None = None
     """A folder of results, in place of runs; its tables go to --out, a Markdown file, with pictures beside it."""
     out: Path | None = None
@@ -93,11 +95,13 @@ class Report(Command):
         data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint() if trains else ""
         files = find_examples(self.tasks) if self.tasks else None
         reads = any(arm.task and is_of_files(arm.task) for recipe in recipes.values() for arm in recipe.arms)
-        scale = self.at.chosen()
+        scale = self._scale(store)
         reads |= any(each.asks(scale.base) for recipe in recipes.values() for each in recipe.measurements)
         # Records of other recipes are read for what these ones need alone.
         examples = store.examples() if reads and not files else None
-        made = plan(recipes, scale, data=data, seeds=self.seeds, files=files, examples=examples)
+        planned = partial(plan, recipes, scale, data=data, files=files, examples=examples)
+        scan = trains and not self.seeds and not self.data
+        made = planned(seeds=recorded_seeds(lambda seeds: planned(seeds=seeds), scale, store) if scan else self.seeds)
         made.questions = self.tasks
         measured = plan_measurements(recipes, made)
         rendered = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
@@ -106,6 +110,14 @@ class Report(Command):
         parts = (part for table in rendered for part in table.parts())
         show(result, *parts, *result["files"], as_json=self.json)
         return result
+
+    def _scale(self, store: Store) -> Scale:
+        """Return the scale, which may be named as records name it: its speeds are in the store."""
+        if "-" not in self.at.scale:
+            return self.at.chosen()
+        if self.at.tokens or self.at.match_speed:
+            raise InputError(f"--scale {self.at.scale} names tokens and speeds; leave out --tokens and --match-speed")
+        return scale_of(self.at.scale, store)
 
     def _page(self) -> dict[str, Any]:
         """Write the page about runs or about benchmark files, and a picture where one is asked for."""

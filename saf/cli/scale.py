@@ -15,7 +15,8 @@ class AtScale:
     """Say at which scale recipes are run or shown."""
 
     scale: str = "small"
-    """paper (its exact settings), small (any prepared folder), or smoke (seconds, on any machine)."""
+    """paper (its exact settings), small (any prepared folder), or smoke (seconds, on any machine); to `saf report` also
+    as records name it, such as small-60M."""
     tokens: str | None = None
     """Shorter or longer runs at the small scale, such as 60M at its shortest context, others in proportion; they are
     other runs, with keys and tables of their own. Arms whose context would get too few updates are left out by name."""

@@ -5,7 +5,7 @@ shows the arms that were run and names those that were not.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from saf.errors import InputError
@@ -78,7 +78,7 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
         data = data_of(own)
         seeds = sorted({int(record["settings"]["seed"]) for record in own})
         for fingerprint in data:
-            made = plan(recipes, _scale(name, store), data=fingerprint, seeds=seeds, examples=store.examples())
+            made = plan(recipes, scale_of(name, store), data=fingerprint, seeds=seeds, examples=store.examples())
             found: list[tuple[Rendered, Plan, set[str]]] = []
             for title, recipe in recipes.items():
                 kept = {seed for (of, _, seed), key in made.arms.items() if of == title and store.records(key)}
@@ -99,6 +99,30 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
                     keys = {key for (_, arm, _), key in of.arms.items() if arm in names}
                     found.append((rendered, of, {key for key in keys if store.records(key)}))
             yield from _unlike(found)
+
+
+def recorded_seeds(planned: Callable[[tuple[int, ...]], Plan], scale: Scale, store: Store) -> tuple[int, ...]:
+    """Return the seeds of which a store has a record of some planned run, at a scale.
+
+    Args:
+        planned: Makes the plan of some seeds.
+        scale: The plan's.
+        store: Where records lie.
+
+    Raises InputError, naming what there is, where there are records of other scales alone.
+    """
+    told: dict[str, set[int]] = {}
+    for record in store.every_record():
+        told.setdefault(str(record["settings"]["scale"]), set()).add(int(record["settings"]["seed"]))
+    if told and scale.name not in told:
+        there = [f"{name} (seeds {', '.join(map(str, sorted(seeds)))})" for name, seeds in sorted(told.items())]
+        which = f"name one that it has, --scale {'; '.join(there)}"
+        raise InputError(f"{store.folder} has no record of the scale {scale.name}; {which}")
+    return tuple(
+        seed
+        for seed in sorted(told.get(scale.name, ()))
+        if any(store.records(key) for key in planned((seed,)).arms.values())
+    )
 
 
 def _unlike(found: list[tuple[Rendered, Plan, set[str]]]) -> Iterator[tuple[Rendered, Plan]]:
@@ -158,8 +182,11 @@ def _table(rendered: Rendered, made: Plan, store: Path, drawn: Mapping[str, tupl
     yield f"```sh\n{shlex.join(['saf', 'run', rendered.name, *words])}\n```"
 
 
-def _scale(name: str, store: Store) -> Scale:
-    """Return the scale that a record names, such as small or small-60M, or small-60M-speeds-0123abcd."""
+def scale_of(name: str, store: Store) -> Scale:
+    """Return the scale that a record names, such as small or small-60M, or small-60M-speeds-0123abcd.
+
+    Raises InputError for one that there is not, or whose speeds the store does not have.
+    """
     base, tokens, speeds = parts_of(name)
     scale = scale_named(base).resized(read_tokens(tokens) if tokens else None)
     return scale.at_speeds(store.speeds(speeds)) if speeds else scale

@@ -134,6 +134,13 @@ def test_tables_are_made_of_the_records_alone(made, tmp_path, capsys):
     assert main(["report", *chosen, *SEED, "--store", str(store), "--out", str(tmp_path / "again")]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"heads in both, at 25% and at 50% +│ +\d\.\d │ 30 to 31 of 36", shown)
+    assert main(["report", *chosen, "--scale", "smoke", "--store", str(store), "--out", str(tmp_path / "found")]) == 0
+    for path in (tmp_path / "again").iterdir():
+        assert (tmp_path / "found" / path.name).read_bytes() == path.read_bytes(), "seeds are those of the records"
+    assert main(["report", "timing", "--scale", "small", "--store", str(store)]) == 2
+    assert "has no record of the scale small; name one that it has, --scale smoke (seeds 7)" in capsys.readouterr().err
+    assert main(["report", "timing", "--scale", "small-60M", "--tokens", "75M", "--store", str(store)]) == 2
+    assert "leave out --tokens" in capsys.readouterr().err
     # What another recipe's record holds is asked where the data are not named, and by what finetunes.
     (store / "records" / "another.json").write_text("{")
     words = ["report", *chosen, *SEED, "--store", str(store)]
