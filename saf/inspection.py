@@ -17,7 +17,7 @@ from saf.heads import EDITED
 from saf.ops import FrozenHeads
 from saf.ops.toeplitz.tables import holds
 from saf.patterns import CompactPattern
-from saf.records.files import read_json, read_tensors
+from saf.records.files import read_json, read_metadata, read_tensors
 from saf.records.folders import verify
 from saf.records.paths import Kind, expect
 from saf.records.run import RecordedRun
@@ -136,6 +136,9 @@ def _of_transformers(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has a config.json, but no weights beside it; expected model.safetensors or shards"
         )
+    for file in weights:
+        if file.suffix == ".safetensors":  # whose header tells how much is to follow
+            read_metadata(file, error=CheckpointError, advice="fetch or save it again")
     layers, heads = int(config.get("num_hidden_layers", 0)), int(config.get("num_attention_heads", 0))
     ordinary = {"frozen": [], "pruned": [], "num_heads": layers * heads, "patterns": [], "sha256": {}, "undoable": 0}
     found = _saved(path) if (path / "saf.json").is_file() else {"verified": False, **ordinary}

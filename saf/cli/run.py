@@ -200,8 +200,10 @@ class Run(Command):
     def _data(self, scale: Scale, *, trains: bool) -> TokenData | None:
         """Return the data; the smoke scale's are made where there are none."""
         folder = self.data
-        if folder is None and scale.base == "smoke" and trains and self.recipes and not self.dry_run:
-            folder = Store(self.store).open(write=True).folder / "data"
+        if folder is None and scale.base == "smoke" and trains and self.recipes:
+            folder = Store(self.store).open(write=not self.dry_run).folder / "data"
+            if self.dry_run and not folder.exists():
+                return None
             if not folder.exists():
                 say(f"preparing {folder}")
                 log = folder.parent / "data.log"
@@ -275,8 +277,8 @@ class Run(Command):
         within = [f"budgets of {self.budget_minutes:g} min: {len(stays)}"] if self.budget_minutes else []
         within += [f"commands of {self.command_minutes:g} min: {commands}"] if self.command_minutes else []
         notes = [
-            f"{len(runs)} runs to train, {len(made.runs) - len(missing)} are done; {duration(seconds)} on "
-            f"{lanes} GPU{'s' * (lanes > 1)}" + "".join(f"; {each}" for each in within) + ".",
+            f"{len(runs)} of {len(made.runs)} runs to train, {len(made.runs) - len(missing)} done; "
+            f"{duration(seconds)} on {lanes} GPU{'s' * (lanes > 1)}" + "".join(f"; {each}" for each in within) + ".",
             f"{rates.described()} All heads are counted as live. --tokens-per-second, --compile-seconds and "
             "--start-seconds name others.",
             *([f"Checkpoints of these runs take {disk / 1e9:.3g} GB of the disk in the end."] if runs else []),
@@ -388,7 +390,7 @@ def _check(outcome: Outcome) -> None:
     if outcome.failed:
         listed = "\n  ".join(outcome.failed.values())
         raise SafError(
-            f"{len(outcome.failed)} runs did not end:\n  {listed}\nMend the cause, then give the same command"
+            f"what failed, {len(outcome.failed)} in all:\n  {listed}\nMend the cause, then give the same command"
         )
     if outcome.stopped:
         say("a signal stopped the plan after a checkpoint; the same command goes on with it")

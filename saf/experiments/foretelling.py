@@ -87,12 +87,15 @@ def foretell_bytes(each: PlannedMeasurement, plan: Plan) -> float | None:
 
 
 def lacking_text(plan: Plan, found: Measurements, data: TokenData) -> str | None:
-    """Say which events and analyses ask for more calibration text than there is, since runs come first; None for none.
+    """Say which runs, events and analyses ask for more text than there is, which each would find for itself; or None.
 
-    An event asks for `calibration_sequences` of the run's context, an analysis for its `sequences`, of `length` tokens
-    or of the context of the model that it reads.
+    A run asks for one window of its context of each partition, an event for `calibration_sequences`, an analysis for
+    its `sequences`, of `length` tokens or of the context of the model that it reads.
     """
     asked: list[tuple[str, int, int, str]] = []
+    windows = {int(run.settings["length"]) + 1: run.title for run in plan.runs.values() if run.work is None}
+    for length, title in windows.items():
+        asked += [(title, 1, length, source) for source in ("train", "controller", "report")]
     for run in plan.runs.values():
         if run.work is None and events_of(run.settings):
             count = run.settings.get("calibration_sequences", TrainConfig.calibration_sequences)
@@ -106,7 +109,8 @@ def lacking_text(plan: Plan, found: Measurements, data: TokenData) -> str | None
             length = each.settings.get("length", read[0].shape.max_length)
             asked.append((each.title, int(count), int(length), data.calibration_source))
     lacking = [
-        f"{title} reads {count} sequences of {length:,} tokens of the {source} partition, which has {held}"
+        f"{title} reads {count} sequence{'s' * (count > 1)} of {length:,} tokens of the {source} partition, which has "
+        f"{held}"
         for title, count, length, source in asked
         if (held := data.num_tokens(source) // length) < count
     ]

@@ -125,7 +125,7 @@ def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, l
     kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
     length = read_sequences(kept).length
     if config.operation != "prune":  # pruned heads have no pattern that ends anywhere
-        _warn_if_shorter(length, longest)
+        _warn_of_length(length, longest)
     sites = adapter_for(model).sites()
     check_heads(config, [site.layout for site in sites])
     config.check_length(length)
@@ -266,8 +266,15 @@ def _judge(model: nn.Module, ids: list[Tensor], heads: HeadSet, config: FreezeCo
         return fit_heldout(model, ids, heads, **options)["fit"]
 
 
-def _warn_if_shorter(length: int, longest: int | None) -> None:
-    """Warn that freezing will shorten the longest input that the model takes."""
+def _warn_of_length(length: int, longest: int | None) -> None:
+    """Warn that freezing will change the longest input that the model takes, or measures it beyond its context."""
+    if longest is not None and length > longest:
+        warnings.warn(
+            f"calibration has {length} tokens, the model is made for {longest}: attention is measured beyond its "
+            f"context, and patterns will cover {length} tokens; calibrate on {longest} tokens unless this is meant",
+            SafWarning,
+            stacklevel=7,  # as below
+        )
     if longest is not None and length < longest:
         warnings.warn(
             f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "

@@ -173,21 +173,27 @@ class Table:
         from rich.text import Text
 
         console = Console(highlight=False)
-        table = self.__rich__()
+        # A title and notes of a narrow table would be as narrow.
+        table, width = replace(self, title="", notes=()).__rich__(), console.width
         wished = table.__rich_measure__(console, console.options.update(width=ANY_WIDTH)).maximum
         if wished > console.width:
             for column in table.columns:
                 if column.no_wrap and column.min_width:
                     column.header = Text("\n".join(wrap(str(column.header), column.min_width, break_long_words=False)))
             console.width = max(console.width, sum((column.min_width or 1) + 3 for column in table.columns) + 1)
-        console.print(table, crop=False)
+        if self.title:
+            console.print(Text(plain(self.title), style="bold"), width=width)
+        if self.rows or not self.columns:
+            console.print(table, crop=False)
+        for note in self.notes:
+            console.print(Text(plain(note), style="dim italic"), width=width)
 
     def __rich__(self) -> Any:
         from rich.table import Table as RichTable
         from rich.text import Text
 
         table = RichTable(
-            title=Text(plain(self.title)),
+            title=Text(plain(self.title)) if self.title else None,
             title_justify="left",
             title_style="bold",
             caption=Text("\n".join(map(plain, self.notes))) if self.notes else None,

@@ -46,7 +46,7 @@ def frozen(base):
     return base / "frozen"
 
 
-def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, frozen, saf_json):
+def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, frozen, saf, saf_json, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(frozen)
     assert kind_of(frozen) is kind_of(base / "model") is Kind.TRANSFORMERS
     found = saf_json("inspect", frozen)
@@ -59,6 +59,11 @@ def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, fro
     assert (record["precision"], record["ancestors"]) == ("fp32", [])
     before = saf_json("inspect", base / "model")
     assert before["frozen"] == []
+    cut = shutil.copytree(frozen, tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1_000])
+    code, _, told = saf("inspect", cut.parent)
+    assert code == 2
+    assert f"{cut} is not a readable safetensors file" in told
     assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != found["hash"]
     assert (frozen / "tokenizer.json").read_bytes() == (base / "model" / "tokenizer.json").read_bytes()
     assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()

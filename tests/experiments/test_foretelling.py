@@ -108,11 +108,11 @@ class Text:
 
     folder, calibration_source = Path("data"), "calibration"
 
-    def __init__(self, tokens: int):
-        self.tokens = tokens
+    def __init__(self, tokens: int, others: int = 10**9):
+        self.tokens, self.others = tokens, others
 
     def num_tokens(self, partition: str) -> int:
-        return {"calibration": self.tokens, "train": 10**9}[partition]
+        return self.tokens if partition == "calibration" else self.others
 
 
 def test_text_that_is_too_short_is_told_before_anything_is_trained():
@@ -124,6 +124,8 @@ def test_text_that_is_too_short_is_told_before_anything_is_trained():
     assert re.search(r"rows and entries, seed 1337 reads 400 sequences of 1,024 tokens .*has 399", told)
     assert "16,384" not in told
     assert "; and" not in told
+    told = lacking_text(made, found, Text(400 * 1_024, others=16_384)) or ""
+    assert "reads 1 sequence of 16,385 tokens of the train partition, which has 0" in told
     told = lacking_text(made, found, Text(16 * 16_384 - 1)) or ""
     assert re.search(r"16K mean.* 16 sequences of 16,384 tokens.*has 15; .*; and \d+ more\. Prepare", told)
 

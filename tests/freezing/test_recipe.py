@@ -77,6 +77,15 @@ def test_inputs_longer_than_the_patterns_are_refused():
     assert pruned(ids).shape[1] == 48
 
 
+def test_calibration_beyond_the_context_of_a_model_of_transformers_warns():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=16)
+    model, ids = transformers.LlamaForCausalLM(config), torch.randint(3, 61, (4, 24))
+    with pytest.warns(UserWarning, match="calibration has 24 tokens, the model is made for 16"):
+        saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, max_fit_kl=100))
+
+
 @pytest.mark.parametrize("ids", [tokens(1), tokens(1).expand(4, -1)])
 def test_a_score_that_tells_no_heads_apart_chooses_none(ids):
     with pytest.raises(InputError, match=r"score 'variance' is 0 for every head, over \d calibration sequences"):

@@ -85,6 +85,16 @@ def test_a_terminal_shows_texts_as_they_are(capsys, monkeypatch):
     assert all(text in printed for text in ("[bold]", "a[0]", "[red]", "c d", "[note]"))
 
 
+def test_title_and_notes_are_as_wide_as_the_terminal_beside_a_narrow_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    title, note = "a title of more than nine letters", "a note of more words than a table of one column is wide"
+    Table.of(title, ["run"], [["a"]], notes=[note]).print()
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0].rstrip(), lines[-1].rstrip()) == (title, note)
+    Table.of(title, ["run"], [], notes=[note]).print()
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [title, note], "no headings of nothing"
+
+
 def test_facts_have_no_headings_and_leave_out_what_is_unknown(capsys):
     table = Table.facts("about", {"one": 1, "nothing": None})
     assert table.rows == (("one", "1"),)
