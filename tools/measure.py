@@ -140,7 +140,7 @@ ENTRIES = {
     "op-qwen3-flash": Entry(140, f"{QWEN_LAYER} --rates 0.1 0.2 0.3 0.5 0.75 --others --kernels flash"),
     "op-qwen3-8192x8": Entry(
         60,
-        # Two layers of the same heads differ by 3% there, pair after pair, by where their tensors lie (docs/log.md).
+        # Two layers of the same heads differ by 3% there, pair after pair, whatever the cause (docs/log.md).
         f"{QWEN_OP} --points 8192x8 --rates 0.1 0.2 0.3 0.5 0.75 --others flash --tolerance 0.035",
     ),
     "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
