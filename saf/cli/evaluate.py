@@ -133,7 +133,7 @@ class Evaluate(Command):
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",
             "loss, nats per token": f"{record['loss']:.5f}",
-            **self._by_position(record["by_position"]),
+            **_by_place(record["by_position"]),
             "partition": f"{'all' if isinstance(data, TextData) else record['partition']} of {data.folder}",
             "windows": f"{record['windows']:,} of {record['length']:,} tokens",
             "precision": record["precision"],
@@ -141,12 +141,6 @@ class Evaluate(Command):
             "written to": self.out,
         }
         return Table.facts(str(opened.folder), rows)
-
-    def _by_position(self, found: list[list[float]]) -> dict[str, str]:
-        """Return the row of losses by place in the window; none where one range is all."""
-        begins = [1, *(int(end) + 1 for end, _ in found)]
-        told = [f"{loss:.3f} (tokens {begin:,}-{end:,})" for begin, (end, loss) in zip(begins, found, strict=False)]
-        return {"loss by place": ", ".join(told)} if len(told) > 1 else {}
 
     def _zero_shot(self, opened: OpenedModel, harness: ModuleType) -> dict[str, Any]:
         """Return the record of the model's answers."""
@@ -180,3 +174,10 @@ def _check_own(folder: Path) -> None:
 
 
 COMMAND = Evaluate
+
+
+def _by_place(found: list[list[float]]) -> dict[str, str]:
+    """Return the row of losses by place in the window; none where one range is all."""
+    begins = [1, *(int(end) + 1 for end, _ in found)]
+    told = [f"{loss:.3f} (tokens {begin:,}-{end:,})" for begin, (end, loss) in zip(begins, found, strict=False)]
+    return {"loss by place": ", ".join(told)} if len(told) > 1 else {}

@@ -344,4 +344,5 @@ def _judged(run: RecordedRun) -> dict[str, Any]:
         return {}
     evaluation, losses = read_evaluation(run.folder)
     judged = {"windows_hash": evaluation["windows_hash"], "window_losses": losses.windows.tolist()}
-    return judged | {name: evaluation[name] for name in ("by_position",) if name in evaluation}
+    # Evaluations of earlier versions do not tell it.
+    return judged | ({"by_position": evaluation["by_position"]} if "by_position" in evaluation else {})

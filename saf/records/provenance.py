@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,8 @@ def versions() -> dict[str, str | None]:
 def command() -> str:
     """Return the command line: a program by its name alone, a script by the path it was called by, unless absolute.
 
-    A `saf` command that `torchrun` started begins with as much of that as its environment tells. Of an absolute `--out`
-    the last name is told: where this machine keeps results decides nothing of them.
+    A `saf` command that `torchrun` started begins with as much of that as its environment tells. Of absolute paths the
+    last name is told: where this machine keeps data and results decides nothing of them, their sums stand beside.
     """
     if (arguments := invocation.get()) is not None:
         return shlex.join([*_starter(), "saf", *_named(arguments)])
@@ -90,10 +89,8 @@ def command() -> str:
 
 
 def _named(words: Sequence[str]) -> list[str]:
-    return [
-        Path(word).name if last == "--out" and Path(word).is_absolute() else word
-        for last, word in pairwise(("", *words))
-    ]
+    parts = (word.rpartition("=") for word in words)
+    return [f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}" for flag, equals, value in parts]
 
 
 def _starter() -> list[str]:

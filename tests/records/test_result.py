@@ -98,9 +98,9 @@ def test_the_command_of_a_group_begins_with_what_started_it(monkeypatch, world, 
 
 @pytest.mark.parametrize(("out", "told"), [("/scratch/new/op.json", "op.json"), ("new/op.json", "new/op.json")])
 def test_the_command_does_not_tell_where_one_machine_keeps_its_results(out, told):
-    token = invocation.set(("bench", "op", "--out", out, "--pairs", "4"))
+    token = invocation.set(("pretrain", "--data", "/scratch/data", f"--parent={out}", "--out", out, "--updates", "4"))
     try:
-        assert command() == f"saf bench op --out {told} --pairs 4"
+        assert command() == f"saf pretrain --data data --parent={told} --out {told} --updates 4"
     finally:
         invocation.reset(token)
 
