@@ -90,7 +90,9 @@ def command() -> str:
 
 def _named(words: Sequence[str]) -> list[str]:
     parts = (word.rpartition("=") for word in words)
-    return [f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}" for flag, equals, value in parts]
+    return [
+        f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}" for flag, equals, value in parts
+    ]
 
 
 def _starter() -> list[str]:
