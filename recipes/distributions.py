@@ -36,5 +36,5 @@ RECIPE = Recipe(
             smoke=False,
         ),
     ),
-    notes=("The projection needs umap-learn, the extra `analysis`; `saf analyze draw` makes the figures.",),
+    notes=("The projection needs umap-learn, the extra `analysis`.",),
 )

@@ -4,6 +4,7 @@ A store is what `saf run --store results/NAME` leaves; its `records` and `measur
 shows the arms that were run and names those that were not.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -62,9 +63,12 @@ def render_document(
 
 
 def _pictures(rendered: Rendered, store: str) -> dict[str, tuple[str, str]]:
-    """Return the titles and SVGs of a recipe's figures by their paths; those without numbers are left out."""
-    drawn = ((figure, figure_picture(figure, rendered)) for figure in rendered.recipe.figures)
-    return {f"{PICTURES}/{store}-{figure.name}.svg": (figure.title, made) for figure, made in drawn if made}
+    """Return the titles and SVGs of a recipe's figures and measurements by their paths, figures with numbers alone."""
+    figures = ((figure, figure_picture(figure, rendered)) for figure in rendered.recipe.figures)
+    drawn = [(figure.name, figure.title, made) for figure, made in figures if made]
+    for title, made in rendered.drawings().items():
+        drawn.append(("-".join((rendered.name, *re.findall(r"\w+", title))), title, made))
+    return {f"{PICTURES}/{store}-{name}.svg": (title, made) for name, title, made in drawn}
 
 
 def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple[Rendered, Plan]]:
@@ -137,7 +141,7 @@ def _findings(rendered: Rendered, source: Cell) -> Iterator[Finding]:
     """Yield what the summary has of a recipe: changes of perplexity at matched time, of frozen heads and pruned ones.
 
     They are those of arms that differ from the ordinary one by the share of their heads alone, and of those that have
-    these arms' heads pruned.
+    these arms' heads pruned. Rows in which longer training is a loss are none.
     """
     plain = {
         arm.name: float(arm.settings["freeze.rate"])
@@ -149,7 +153,7 @@ def _findings(rendered: Rendered, source: Cell) -> Iterator[Finding]:
         **{arm.name: (", these heads pruned", plain[arm.heads]) for arm in rendered.recipe.arms if arm.heads in plain},
     }
     ways = {"delta": "", "paper_exchange": f", {COLUMNS['paper_exchange'].title.removesuffix(', %')}"}
-    for arm in filter(lambda arm: arm.name in shares, rendered.headline()):
+    for arm in filter(lambda arm: arm.name in shares.keys() - rendered.overtrained, rendered.headline()):
         (how, rate), at = shares[arm.name], rendered.scale.partition("-speeds-")[0]
         for column, worth in ways.items():
             value, quoted = rendered.values[arm.name].get(column), arm.paper.get(column)

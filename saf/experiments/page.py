@@ -48,7 +48,8 @@ def recipe_page(rendered: "Rendered") -> str:
     sections = [*(section("headline", "In short", table) for table in first), *figures]
     sections += [section("table", "Every number", every)] if every else []
     if measured := rendered.measurements():
-        sections.append(section("measured", "What was measured", "".join(map(html_of, measured))))
+        drawings = "".join(f'<div class="scroll">{made}</div>' for made in rendered.drawings().values())
+        sections.append(section("measured", "What was measured", "".join(map(html_of, measured)) + drawings))
     missing = [each.name for each in recipe.arms if each.name not in rendered.values]
     missing += [each.name for each in recipe.measurements if each.name not in rendered.measured]
     if missing:

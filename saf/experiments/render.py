@@ -28,6 +28,7 @@ from saf.experiments.store import Store
 from saf.records.files import write_atomically, write_json
 from saf.records.paper import Source
 from saf.records.table import Cell, Part, Table, markdown_of
+from saf.report.analyses import FIGURES, analysis_figure
 
 NOT_RUN = "not run"
 LEAST_SEEDS = 3
@@ -47,6 +48,8 @@ class Rendered:
     """Records by measurement and seed; one that was not made is absent."""
     lacking: frozenset[tuple[str, str]]
     """Arms and columns whose number needs another arm that was not run."""
+    overtrained: frozenset[str]
+    """Arms beside an ordinary one whose perplexity more tokens raised: time and tokens buy nothing there."""
     drafts: tuple[str, ...]
     """Why this is no final table: runs of a tree that no commit holds."""
     reading: tuple[str, ...]
@@ -67,8 +70,21 @@ class Rendered:
         parts: list[Part] = [self._numbers(made)] if any(each.numbers for each in made) else []
         for each in made:
             for seed, record in self.measured[each.name].items():
-                parts += [each.name + ("" if seed is None else f", seed {seed}"), *tables_of(record)]
+                parts += [_told(each, seed), *tables_of(record)]
         return parts
+
+    def drawings(self) -> dict[str, str]:
+        """Return the SVG of each measurement whose command draws one, by the measurement's name and seed.
+
+        Of several by one command on the same checkpoints the last stands for all: it asks for more of the same.
+        """
+        made = {f"{each.does} {each.on}": each for each in self.recipe.measurements if each.name in self.measured}
+        return {
+            _told(each, seed): analysis_figure(record)
+            for each in made.values()
+            for seed, record in self.measured[each.name].items()
+            if record["kind"] in FIGURES
+        }
 
     def tables(self) -> list[Table]:
         """Return the headline of a recipe that has one, and every number of the arms that were run."""
@@ -245,6 +261,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
     rows = Rows(recipe, records)
     values = {arm.name: rows.values(arm) for arm in recipe.arms if arm.name in records}
     runs = [record for arm in records.values() for found in arm.values() for record in found]
+    overtrained = _overtrained(recipe, values)
     told = [plan.scale.speeds.described()] if plan.scale.speeds and any(arm.match for arm in recipe.arms) else []
     return Rendered(
         name=name,
@@ -253,8 +270,14 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
         values=values,
         measured=measured,
         lacking=frozenset(rows.lacking),
+        overtrained=frozenset(overtrained),
         drafts=_drafts([*runs, *(record for each in measured.values() for record in each.values())]),
-        reading=(*_recommended(recipe, values), *_reading(values, runs), *_fewer(name, recipe, plan, values)),
+        reading=(
+            *_worthless(overtrained, values),
+            *_recommended(recipe, values),
+            *_reading(values, runs),
+            *_fewer(name, recipe, plan, values),
+        ),
         origin=(*told, *rows.apart(), *rows.other_heads(), *rows.busy(), *_origin(runs)),
     )
 
@@ -280,6 +303,31 @@ def _reading(values: Mapping[str, Mapping[str, Value | None]], records: Sequence
             "data would change is not in it."
         )
     return told
+
+
+def _overtrained(recipe: Recipe, values: Mapping[str, Mapping[str, Value | None]]) -> dict[str, str]:
+    """Return the arms that compare themselves with an ordinary one of more tokens where these raised its perplexity.
+
+    Each has the name of that ordinary arm beside it. What could be chance, by its interval or error, is no rise.
+    """
+    worse = {
+        name
+        for name, columns in values.items()
+        if (value := columns.get("exchange")) is not None and value.reach is not None and value.reach[1] < 0
+    }
+    return {arm.name: more for arm in recipe.arms if (more := arm.beside.get("exchange")) in worse}
+
+
+def _worthless(overtrained: Mapping[str, str], values: Mapping[str, Mapping[str, Value | None]]) -> list[str]:
+    """Return what is not to be read from rows of runs that went on past what their text teaches."""
+    found = ((more, values[more]["exchange"]) for more in dict.fromkeys(overtrained.values()))
+    return [
+        f"MORE TOKENS RAISE PERPLEXITY HERE ({more}: by {-value.mean:.2f}% for 1% more): runs went on past what their "
+        "text teaches, so that in these rows longer training is a loss, and neither time saved nor tokens at 0.14 say "
+        "what they are worth elsewhere. More text, or shorter runs, would."
+        for more, value in found
+        if value is not None
+    ]
 
 
 def _recommended(recipe: Recipe, values: Mapping[str, Mapping[str, Value | None]]) -> list[str]:
@@ -341,6 +389,11 @@ def shown(column: Column, value: Value | None) -> str | Cell | None:
 def written_in(column: Column, number: float) -> str:
     """Return a bare number as a column has it: its places, and its sign where the column has one."""
     return f"{number:{'+' if column.signed else ''},.{column.places}f}".replace("-", "\u2212")
+
+
+def _told(measurement: Measurement, seed: int | None) -> str:
+    """Return a measurement's name, with the seed of the runs that it reads where it reads any."""
+    return measurement.name + ("" if seed is None else f", seed {seed}")
 
 
 def _written(number: Number, value: Value | None) -> str | Cell | None:

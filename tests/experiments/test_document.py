@@ -34,7 +34,7 @@ def test_stores_are_tables_of_the_arms_that_were_run(recipe, make_plan, trainer,
 
 
 def test_what_trains_nothing_stands_once_without_a_length(trainer, tmp_path):
-    """A store of runs of two lengths has one measurement that reads none; its command is quoted for a shell."""
+    """A store of runs of two lengths has one measurement that reads none, drawn; its command is quoted for a shell."""
     store = Store(tmp_path / "results" / "my store").open(write=True)
     measured = Measurement(name="two", does="analyze stability", on=("one", "another"))
     arms = tuple(Arm(name=name, reference=None, settings={"peak_lr": lr}) for name, lr in (("a", 1e-3), ("b", 1e-4)))
@@ -46,7 +46,10 @@ def test_what_trains_nothing_stands_once_without_a_length(trainer, tmp_path):
         execute(made, store, store.folder, say=lambda text: None, launch=trainer)
     (key,) = plan_measurements(recipes, plan(recipes, SCALES["small"], data="data", seeds=(1,))).planned
     write_json(store.measurement_file(key), {**result_header("stability", {}), "key": key, **FACTS})
-    text = render_document(tmp_path / "results", tmp_path / "docs", recipes=recipes)["results.md"]
+    written = render_document(tmp_path / "results", tmp_path / "docs", recipes=recipes)
+    text = written["results.md"]
+    assert "![two](images/my%20store-timed-two.svg)" in text
+    assert "3 heads in both selections, of 4 and 4" in written["images/my store-timed-two.svg"]
     headings = [line for line in text.splitlines() if line.startswith("### ")]
     assert headings == ["### made_up, small-60M", "### timed, small", "### made_up, small-75M"]
     assert "saf run timed --scale small --store 'results/my store' --data DATA --seeds 1" in text

@@ -33,7 +33,16 @@ from saf.records.paper import Source
 from saf.records.result import result_header
 from tests.zero_shot_files import write_tasks
 
-FACTS = {"overlap": 3, "expected": 1.0, "standard_deviation": 0.5, "rank_correlation": 0.9, "first": 4, "second": 4}
+FACTS: dict[str, object] = {
+    "overlap": 3,
+    "expected": 1.0,
+    "standard_deviation": 0.5,
+    "rank_correlation": 0.9,
+    "first": 4,
+    "second": 4,
+}
+FACTS |= {"heads": [[[0, 0], [0, 1], [1, 0], [1, 1]], [[0, 0], [0, 1], [1, 0], [1, 2]]]}
+FACTS |= {"scores": [[[1e-3, 2e-3, 5e-3], [2e-3, 3e-3, 9e-3]], [[1e-3, 3e-3, 6e-3], [1e-3, 8e-3, 4e-3]]]}
 OVERLAP = Number(title="overlap", path=("overlap",), paper="30", places=0)
 
 

@@ -150,11 +150,11 @@ UPDATES = {"parent": 1_000, "ordinary": 980, "more": 1_030, "frozen": 1_000, "fr
 
 @pytest.fixture
 def matched_table(matched, make_plan, store, trainer):
-    def make(*, seeds=(1,), arms=tuple(LOSSES)):
+    def make(*, seeds=(1,), arms=tuple(LOSSES), losses=LOSSES):
         made = make_plan(made_up=matched, seeds=seeds, arms=arms)
         keys = {(name, seed): made.arms["made_up", name, seed] for name in arms for seed in seeds}
         # Seeds differ in every loss alike, and in the frozen arm's updates.
-        trainer.losses = {key: [LOSSES[name] + seed / 10] * 4 for (name, seed), key in keys.items()}
+        trainer.losses = {key: [losses[name] + seed / 10] * 4 for (name, seed), key in keys.items()}
         trainer.updates = {
             key: UPDATES[name] + (seed - 1) * 10 * (name == "frozen") for (name, seed), key in keys.items()
         }
@@ -190,6 +190,15 @@ def test_a_number_that_needs_an_arm_that_was_not_run_says_so_in_every_form(match
     assert "Columns whose arms were not run: change on the raw clock, %." in files[".md"]
     assert all("not run" in files[kind] for kind in (".md", ".tex", ".html"))
     assert '"not_run": [\n' in files[".json"]
+
+
+@pytest.mark.parametrize(("loss", "worse"), [(3.01, {"more", "frozen"}), (2.99, set())])
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+def test_a_table_whose_longer_training_is_a_loss_says_so(matched_table, seeds, loss, worse):
+    table = matched_table(seeds=seeds, losses={**LOSSES, "more": loss})
+    assert table.overtrained == worse
+    told = [note for note in table.tables()[0].notes if "RAISE PERPLEXITY HERE (more: by 0.34% for 1% more)" in note]
+    assert len(told) == bool(worse)
 
 
 def test_exchanged_changes_are_made_in_each_seed_first(matched_table):
