@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
 from saf.adapters.family import Family
-from saf.adapters.transformers_cache import CRASHES_COMPILED, NOT_QUANTISED, Beginning, filled, make_room
+from saf.adapters.transformers_cache import (
+    CRASHES_COMPILED,
+    NOT_QUANTISED,
+    Beginning,
+    check_offloading,
+    filled,
+    make_room,
+)
 from saf.adapters.transformers_mask import Mask, check_one_sequence_a_row, padding_mask
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
@@ -97,7 +104,10 @@ def layout_of(attention: Any) -> HeadLayout:
 
 
 def before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
-    """Make room in a cache of fixed size; raise UnsupportedError where other code than ours is about to attend."""
+    """Make room in a cache of fixed size.
+
+    Raises UnsupportedError where other code than ours is about to attend, and as `make_room` and `check_offloading`.
+    """
     name = module.config._attn_implementation
     if not module.saf.layout.ordinary and name != NAME:
         raise UnsupportedError(
@@ -105,6 +115,8 @@ def before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
             f"model.set_attn_implementation({NAME!r}), or uninstall_ first"
         )
     if (cache := options.get("past_key_values")) is not None:
+        if getattr(cache, "offloading", False):
+            check_offloading(next(module.parameters()).device)
         frozen = module.saf.frozen
         make_room(cache, module.layer_idx, module.saf.layout, None if frozen is None else frozen.max_length)
 
@@ -304,9 +316,12 @@ def check_generation(model: Any, generation_config: Any, *rest: Any, **options: 
     """Refuse before its first token a generation that frozen heads cannot follow; then check as the class does.
 
     Raises InputError for one longer than the patterns, whose last token is not read any more, UnsupportedError for a
-    quantised cache where a layer has no live head, and for an offloaded one of fixed size that would be compiled.
+    quantised cache where a layer has no live head, and for an offloaded one whose copies race, or of fixed size that
+    would be compiled.
     """
     kind, on_gpu = generation_config.cache_implementation, model.device.type == "cuda"
+    if kind in ("offloaded", "offloaded_static"):
+        check_offloading(model.device)
     if kind == "offloaded_static" and on_gpu and not generation_config.disable_compile:
         raise UnsupportedError(CRASHES_COMPILED)
     states = [module for module in model.modules() if isinstance(module, HeadState)]

@@ -5,6 +5,7 @@ so that layers with other numbers of them take a room of their own in it. Frozen
 head of their group reads them.
 """
 
+import importlib.metadata
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,6 +33,9 @@ CRASHES_COMPILED = (
     "on a GPU generate compiles its steps with an offloaded cache of fixed size, which ended the whole process by a "
     "segmentation fault inside torch's compiler: pass disable_compile=True, or take the growing one (offloaded)"
 )
+
+STREAMS_WAIT = (5, 20)
+"""The first version of transformers whose stream of offloaded layers waits for the device's own (docs/log.md)."""
 
 
 class Beginning(NamedTuple):
@@ -124,6 +128,20 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout, longest: int
                 "early_initialization and prefill_chunk_size out"
             )
         layers[index] = _room_class()(layer.max_cache_len, layout)
+
+
+def check_offloading(device: torch.device) -> None:
+    """Raise UnsupportedError where this version of transformers lets copies of offloaded layers race on a device.
+
+    Layers then come back before they were taken away, and into memory that is still being read: on a busy device tokens
+    differ from those of other caches, with and without frozen heads.
+    """
+    version = importlib.metadata.version("transformers")
+    if device.type == "cuda" and tuple(map(int, version.split(".")[:2])) < STREAMS_WAIT:
+        raise UnsupportedError(
+            f"with transformers {version} copies of an offloaded cache race with attention on a GPU, which yields "
+            f"wrong tokens unseen: take transformers {'.'.join(map(str, STREAMS_WAIT))} or later, or another cache"
+        )
 
 
 def filled(key: Tensor, value: Tensor, rows: int, layout: HeadLayout) -> tuple[Tensor, Tensor]:

@@ -116,6 +116,38 @@ def test_an_offloaded_cache_of_fixed_size_is_refused_where_its_steps_would_be_co
             model._validate_generated_length(config, 10, False)
 
 
+@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+@pytest.mark.parametrize(("version", "races"), [("5.17.0", True), ("5.19.2", True), ("5.20.0.dev0", False)])
+def test_offloaded_caches_are_refused_where_their_copies_race(
+    frozen, padded, monkeypatch, implementation, version, races
+):
+    _, model = frozen
+    config = GenerationConfig(cache_implementation=implementation, max_length=12, disable_compile=True)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    model._validate_generated_length(config, 10, False)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    with (
+        pytest.raises(UnsupportedError, match=r"wrong tokens .* take transformers 5\.20 or later")
+        if races
+        else (nullcontext())
+    ):
+        model._validate_generated_length(config, 10, False)
+
+
+@pytest.mark.usefixtures("streams")
+def test_an_offloaded_cache_made_by_hand_is_refused_before_it_is_filled(frozen, padded, monkeypatch):
+    _, model = frozen
+    cache = DynamicCache(offloading=True)
+    monkeypatch.setattr("saf.adapters.transformers_attention.check_offloading", _refuse)
+    with pytest.raises(UnsupportedError, match="on cpu"):
+        model(padded[0], past_key_values=cache)
+    assert not cache.get_seq_length()
+
+
+def _refuse(device: torch.device) -> None:
+    raise UnsupportedError(f"on {device}")
+
+
 class Exact(QuantizedLayer):
     """A layer of a quantised cache that loses nothing, whose residual is put in with the rest every four tokens."""
 
