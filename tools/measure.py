@@ -92,6 +92,17 @@ ENTRIES = {
     "prefill-qwen3-flash-8192x8": Entry(280, f"{QWEN} --points 8192x8 {QWEN_FLASH_LONG}"),
     "prefill-qwen3-4096x4": Entry(50, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
+    # Two sequences of 4K leave the device waiting for the host; a graph a micro-batch does not.
+    "update-b2-graphs": Entry(
+        180,
+        "saf bench update --points 4096x2x8 --graphs both --pairs 6 --repeats 1 --rates 0.25 0.5 --others"
+        " --backends toeplitz --precompile --workers 6 --no-profile",
+    ),
+    "update-b4-graphs": Entry(
+        150,
+        "saf bench update --points 4096x4x8 --graphs both --pairs 5 --repeats 1 --rates 0.25 0.5 --others"
+        " --backends toeplitz --no-free --precompile --workers 6 --no-profile",
+    ),
     "decode-64k": Entry(130, f"{OWN} --points 65536x8"),
     "finetune-quality": Entry(
         110,

@@ -140,7 +140,7 @@ def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
     arms, pairs = len(arms_of(comparisons)), int(settings.get("pairs", 8))
     points = [tuple(map(int, point.split("x"))) for point in settings.get("points", ())] or list(QWEN_POINTS)
     compilation = 0.0 if kind == "op" else rates.compilation * (1.0 if kind == "update" else FORWARD_COMPILATION)
-    workers = int(settings.get("workers", 1))
+    workers, ways = int(settings.get("workers", 1)), 2 if settings.get("graphs") == "both" else 1
     total = 0.0
     for length, size, *micro in points:
         block, warming = BLOCK_SECONDS.get(kind, 0.0), 0.0
@@ -157,7 +157,7 @@ def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
         ahead = settings.get("precompile", False)
         if pairs:
             total += (math.ceil(arms / workers) + CACHED * arms if ahead else arms) * compilation
-            total += arms * warming + 2 * pairs * len(comparisons) * block
+            total += ways * (arms * warming + 2 * pairs * len(comparisons) * block)
         if settings.get("memory"):
             total += math.ceil(arms / workers) * (rates.start / 4 + CACHED * compilation + 2 * block)
     return total

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.bench.harness.arms import PRUNED
+from saf.bench.harness.timing import UPDATE
 from saf.errors import InputError
 from saf.records.result import read_result
 
@@ -54,7 +55,7 @@ class Speeds:
 
     @classmethod
     def read(cls, files: Iterable[Path], charge_seconds: float = CHARGE_SECONDS) -> "Speeds":
-        """Return the speeds that files of `saf bench update` hold.
+        """Return the speeds that files of `saf bench update` hold, of updates that are called.
 
         Raises:
             InputError: A file is of something else, or all that it timed was refused.
@@ -64,7 +65,8 @@ class Speeds:
             record = read_result(path)
             if record["kind"] != "update":
                 raise InputError(f"{path} is a result of {record['kind']!r}; expected one of `saf bench update`")
-            rows = [row for row in record["rows"] if row["role"] in ("frozen", "pruned") and not row["refused"]]
+            called = (row for row in record["rows"] if row["variant"] == UPDATE)
+            rows = [row for row in called if row["role"] in ("frozen", "pruned") and not row["refused"]]
             if not rows:
                 raise InputError(f"{path} has no accepted speed of frozen or pruned heads; measure again")
             # Of several kernels the first is the one that ratios are stated for.

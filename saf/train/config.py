@@ -108,8 +108,9 @@ class TrainConfig:
     """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
     less memory and more time."""
     graphs: bool = False
-    """Replay the forward and backward pass of micro-batches as CUDA graphs, one for each padded length: for sequences
-    so short that the host is slower than the GPU. Not compiled, in one process, without activation checkpointing."""
+    """Replay the forward and backward pass of micro-batches as CUDA graphs, one for each padded length: for so few
+    tokens that the host is slower than the GPU. In one process, without activation checkpointing; examples of many
+    lengths are not compiled with it."""
     parallel: ParallelKind = "auto"
     """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
     saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""

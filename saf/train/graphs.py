@@ -1,6 +1,6 @@
 """Forward and backward pass of a micro-batch as a CUDA graph, one for each padded shape: one launch in place of 1,300.
 
-With short sequences the device is done before the host has launched everything, and saving arithmetic saves no time.
+With few tokens the device is done before the host has launched everything, and saving arithmetic saves no time.
 """
 
 import gc
@@ -41,14 +41,15 @@ def padded_length(length: int, longest: int | None = None) -> int:
     return rounded if longest is None else min(rounded, max(longest, length))
 
 
-def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool) -> None:
+def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False) -> None:
     """Raise UnsupportedError for updates whose passes cannot be captured, or were never tried to be.
 
-    `kind` is how processes share updates; `trained_patterns` tells of a model that has some, or will.
+    `kind` is how processes share updates; `trained_patterns` tells of a model that has some, or will, `many_lengths` of
+    micro-batches that differ in theirs.
     """
     obstacles = {
         f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
-        "they are for models that are not compiled; pass compile='off'": execution.compile,
+        "compiled, every length of micro-batches is a program; pass compile='off'": execution.compile and many_lengths,
         "they are for one process": kind != Alone.kind,
         "they keep all activations; leave activation_checkpointing out": execution.activation_checkpointing,
         "they know no patterns that are trained; freeze with fixed ones": trained_patterns,
@@ -72,14 +73,15 @@ class GraphedPasses:
 
     The first micro-batch runs as it is, and tells which parameters have gradients; from then on these are added up in
     memory that stays. Every later micro-batch is padded behind, where causal attention does not look and nothing is a
-    target: losses and gradients are those of the pass at the padded length. Beyond `most` shapes it runs as it is.
+    target: losses and gradients are those of the pass at the padded length. Without `pads`, for a compiled pass, whose
+    programs are each of a shape, there is a graph for every shape as it is. Beyond `most` shapes it runs as it is.
 
     Graphs read weights and tables where they lie. When one of these moved, all graphs are thrown away; make a new
     object after an event, all the same: what a graph computes depends on more than memory.
     """
 
-    def __init__(self, run: Pass, model: nn.Module, device: torch.device, *, most: int = MOST):
-        self._run, self._model, self._device, self._most = run, model, device, most
+    def __init__(self, run: Pass, model: nn.Module, device: torch.device, *, pads: bool = True, most: int = MOST):
+        self._run, self._model, self._device, self._most, self._pads = run, model, device, most, pads
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._read: list[int] = []
         self._longest: int | None = None
@@ -109,7 +111,7 @@ class GraphedPasses:
             return loss
         self._attach_gradients()
         count, length = inputs.shape
-        shape = count, padded_length(length, self._longest)
+        shape = count, padded_length(length, self._longest) if self._pads else length
         if shape not in self._graphs:
             if len(self._graphs) >= self._most:
                 return self._run_uncaptured(inputs, targets)
@@ -139,6 +141,9 @@ class GraphedPasses:
         kept = [own.clone() for _, own in self._gradients]
         # An earlier pass that a reference cycle keeps alive would lend its nodes, of another stream, to this one.
         gc.collect()
+        if self._device.type == "cuda":
+            # What passes without a graph hold of the device would lie beside the graphs' own memory, unused.
+            torch.cuda.empty_cache()
         try:
             with for_graphs(self._model):
                 replay = GraphReplay(

@@ -150,7 +150,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
 def _check_launches(config: TrainConfig, execution: Execution, parallel: Parallel, *, trained_patterns: bool) -> None:
     """Raise UnsupportedError now for what the first update, or the first one after an event, could not launch."""
     if config.graphs:
-        check_graphs(execution, parallel.kind, trained_patterns=trained_patterns)
+        many_lengths = config.finetuning is not None
+        check_graphs(execution, parallel.kind, trained_patterns=trained_patterns, many_lengths=many_lengths)
     with pinned(config.kernel, execution.device):
         pass
 

@@ -85,7 +85,9 @@ class Updater:
         self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
         self.forward, self.compiling = self.engine.forward, self.engine.compiles
         device = self.execution.device
-        self.micro_batch = GraphedPasses(self._pass, self.model, device) if self.graphed else self._pass
+        self.micro_batch = self._pass
+        if self.graphed:
+            self.micro_batch = GraphedPasses(self._pass, self.model, device, pads=not self.execution.compile)
 
     @property
     def uncaptured(self) -> int | None:

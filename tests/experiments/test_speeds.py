@@ -19,9 +19,10 @@ from saf.records.files import write_json
 from saf.records.result import result_header
 
 
-def row(rate, backend, ratio, *, role="frozen", batch=4, refused=False, kernel="auto"):
+def row(rate, backend, ratio, *, role="frozen", batch=4, refused=False, kernel="auto", variant="update"):
     point = {"length": 32, "batch_size": batch, "accumulation": 1}
     told = {"role": role, "point": point, "backend": backend, "rate": rate, "ratio": ratio, "kernel": kernel}
+    told["variant"] = variant
     return {**told, "model": "tiny", "refused": refused}
 
 
@@ -33,6 +34,7 @@ ROWS = (
     row(0.25, "pruned", 1.75, role="pruned"),
     row(0.5, "toeplitz", 9.0, refused=True),
     row(0.25, "toeplitz", 7.0, kernel="flash"),
+    row(0.25, "toeplitz", 3.0, variant="update graph"),
 )
 
 

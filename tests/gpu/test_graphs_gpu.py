@@ -61,6 +61,27 @@ def test_updates_are_those_of_plain_passes(kernel, accumulation):
     assert losses[1] == pytest.approx(losses[0], rel=2e-3 if kernel == "math" else 2e-2)
 
 
+@pytest.mark.parametrize("compiled", ["on", "layers"])
+def test_compiled_updates_are_those_of_plain_passes(compiled):
+    """Across a freezing event; the compiler's kernels add up in a fixed order, cuDNN's backward pass does not."""
+    torch.manual_seed(0)
+    model = saf.GPT(saf.preset("tiny", max_length=64)).cuda()
+    losses: list[list[float]] = []
+    for graphed in (False, True):
+        own = copy.deepcopy(model)
+        settings = {"execution": Execution.of("cuda", compile=compiled), "accumulation": 2, "clip": 1.0}
+        batches, optimizer = Batches([64] * 4), build_optimizer(own)
+        updater = Updater(model=own, optimizer=optimizer, batches=batches, graphed=graphed, **settings)
+        losses.append([value for _ in range(4) for value in updater.update(1e-3)[:2]])
+        heads = HeadSet([(0, 0), (0, 1), (1, 3), *((2, head) for head in range(4))])
+        pattern = synthetic_patterns(len(heads), 64, torch.Generator().manual_seed(0), "cuda")
+        install_(own, heads, pattern, optimizer=updater.optimizer)
+        updater.compile_()
+        losses[-1] += [value for _ in range(4) for value in updater.update(1e-3)[:2]]
+        assert not graphed or updater.micro_batch.shapes == [(32, 64)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
 def test_padding_changes_no_more_than_rounding():
     model = saf.GPT(saf.preset("tiny", max_length=64)).cuda()
     execution = Execution.of("cuda", compile="off")

@@ -3,6 +3,7 @@
 import copy
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from saf.train import pretrain
 from saf.train.graphs import check_graphs
 from saf.train.optimizer import build_optimizer
 from saf.train.updater import Updater
+from tests.ops.counted_graphs import CountedGraphs
 from tests.train.killed import Killed, die_at
 
 CPU = Execution.of("cpu")
@@ -59,14 +61,14 @@ def pair(monkeypatch):
     monkeypatch.setattr(graphs, "GraphReplay", Recorded)
     monkeypatch.setattr("saf.train.updater.check_graphs", lambda *_, **__: None)
 
-    def make(lengths, accumulation=1):
+    def make(lengths, accumulation=1, execution=CPU):
         torch.manual_seed(0)
         model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=32))
         install_(model, HeadSet([(0, 0), (1, 1)]), CompactPattern.from_parameters(*torch.randn(2, 2, 30)))
         found = []
         for graphed in (False, True):
             own = copy.deepcopy(model)
-            settings = {"execution": CPU, "accumulation": accumulation, "clip": 1.0, "graphed": graphed}
+            settings = {"execution": execution, "accumulation": accumulation, "clip": 1.0, "graphed": graphed}
             found.append(Updater(model=own, optimizer=build_optimizer(own), batches=Batches(lengths), **settings))
         return found
 
@@ -98,6 +100,27 @@ def test_padding_changes_no_more_than_rounding(pair):
     assert_same(plain, graphed, exact=False)
     # Of 27 and 29 tokens one graph, as long as the patterns reach; the first micro-batch ran as it is.
     assert graphed.micro_batch.shapes == [(4, 16), (4, 30)]
+
+
+@pytest.mark.parametrize("compiled", [{"compile": True}, {"compile": True, "by_layer": True}], ids=["whole", "layers"])
+def test_compiled_passes_are_captured_as_they_are_and_compiled_once(pair, monkeypatch, compiled):
+    """Of one length, which padding would change; what is compiled before the first graph serves all of them."""
+    counted = CountedGraphs()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    monkeypatch.setattr("saf.models.by_layer._programs", {})
+    plain, graphed = pair([29] * 8, 2, replace(CPU, **compiled))
+    losses, programs = [], []
+    for updater in (plain, graphed):
+        updater.compile_()  # which drops what another model compiled
+        losses.append([])
+        for _ in range(4):
+            losses[-1].append(updater.update(1e-3)[:2])
+            programs.append(len(counted.graphs))
+    assert losses[0] == losses[1]
+    assert_same(plain, graphed)
+    assert graphed.micro_batch.shapes == [(4, 29)]
+    # Layers of one layout share programs, whichever model they are of.
+    assert programs == [programs[0]] * 4 + [programs[0] if "by_layer" in compiled else 2 * programs[0]] * 4
 
 
 def test_an_event_and_moved_weights_throw_graphs_away(pair):
@@ -238,13 +261,15 @@ def test_runs_that_cannot_be_captured_leave_no_folder(settings):
     cuda = replace(CPU, device=torch.device("cuda"))
     check_graphs(cuda, "none", trained_patterns=False)
     for execution, kind, trained, why in (
-        (replace(cuda, compile=True), "none", False, "pass compile='off'"),
         (cuda, "ddp", False, "one process"),
         (replace(cuda, activation_checkpointing=True), "none", False, "leave activation_checkpointing out"),
         (cuda, "none", True, "freeze with fixed ones"),
     ):
         with pytest.raises(UnsupportedError, match=why):
             check_graphs(execution, kind, trained_patterns=trained)
+    check_graphs(replace(cuda, compile=True), "none", trained_patterns=False)
+    with pytest.raises(UnsupportedError, match="every length of micro-batches is a program; pass compile='off'"):
+        check_graphs(replace(cuda, compile=True), "none", trained_patterns=False, many_lengths=True)
 
 
 def test_what_cannot_be_captured_is_refused():

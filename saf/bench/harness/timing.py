@@ -11,6 +11,8 @@ from saf.machine.cuda_graphs import Call
 from saf.machine.processes import done_once
 
 CALL, GRAPH = "call", "graph"
+UPDATE = "update"
+"""What `saf bench update` times, by its name in records: called; replayed as CUDA graphs it is "update graph"."""
 SETTLE_MS = 400.0
 """Untimed calls before a timed block of a model on CUDA, milliseconds: clocks follow the load over more than 100 ms."""
 REST_MS = 200.0
@@ -90,6 +92,16 @@ def ways_of(graphs: str, device: torch.device) -> tuple[str, ...]:
     if graphs == "on":
         raise UnsupportedError("CUDA graphs need a CUDA device; use --graphs off")
     return (CALL,)
+
+
+def variant_of(what: str, way: str) -> str:
+    """Return the name of what is timed in a way: its own where it is called."""
+    return what if way == CALL else f"{what} {way}"
+
+
+def parted(variant: str) -> tuple[str, str]:
+    """Return what a variant times, and in which way."""
+    return (variant.removesuffix(f" {GRAPH}"), GRAPH) if variant.endswith(f" {GRAPH}") else (variant, CALL)
 
 
 def repeats_within(block_ms: float, once_ms: float, most: int) -> int:

@@ -17,7 +17,7 @@ from saf.bench.harness.kind import USUAL_RATES
 from saf.bench.harness.measured import Group, Record, edited_name
 from saf.bench.harness.runner import Subject
 from saf.bench.harness.settings import Point
-from saf.bench.harness.timing import CALL, GRAPH, ways_of
+from saf.bench.harness.timing import CALL, GRAPH, parted, variant_of, ways_of
 from saf.bench.harness.work import Work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelPlan, ModelSettings, build_model
@@ -77,6 +77,8 @@ class FinetuneUpdateSettings(ModelSettings):
         """Check the settings of a task too."""
         super().__post_init__()
         self._require("points", not self.points, "left out: the task's examples make them")
+        called = self.graphs == "off" or self.compile == "off"
+        self._require("compile", called, "off with CUDA graphs, where every length of examples would be a program")
         self._require("orders", bool(self.orders) and len({*self.orders}) == len(self.orders), "different seeds")
         for name in ("length", "max_tokens", "batch_size", "accumulation"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
@@ -122,16 +124,6 @@ def _micro_batches(
     return found
 
 
-def variant_of(order: str, way: str) -> str:
-    """Return the name of an order timed in a way: the order's own where updates are called."""
-    return order if way == CALL else f"{order} {way}"
-
-
-def _parted(variant: str) -> tuple[str, str]:
-    """Return the order and the way of a variant."""
-    return (variant.removesuffix(f" {GRAPH}"), GRAPH) if variant.endswith(f" {GRAPH}") else (variant, CALL)
-
-
 class FinetuneSubject(UpdateSubject):
     """Run updates of one model on the micro-batches of each order, the same ones in every timed block."""
 
@@ -145,10 +137,9 @@ class FinetuneSubject(UpdateSubject):
         accumulation: int,
         graphs: str = "off",
     ):
-        super().__init__(settings, model, execution, batches=next(iter(orders.values())), accumulation=accumulation)
+        first = next(iter(orders.values()))
+        super().__init__(settings, model, execution, batches=first, accumulation=accumulation, graphs=graphs)
         self.orders = orders
-        own = self.updater
-        self.updaters = {way: replace(own, graphed=way == GRAPH) for way in ways_of(graphs, execution.device)}
 
     def warm_up(self) -> None:
         """Meet every length of every order, so many times."""
@@ -159,9 +150,8 @@ class FinetuneSubject(UpdateSubject):
 
     def timed_block(self, variant: str) -> float:
         """Return the mean milliseconds of the updates on an order's micro-batches."""
-        order, way = _parted(variant)
-        self.updater = self.updaters[way]
-        self.updater.batches = Preloaded(self.orders[order])
+        order, way = parted(variant)
+        self.updaters[way].batches = Preloaded(self.orders[order])
         return super().timed_block(variant)
 
     def kernels(self) -> list[dict[str, Any]]:
@@ -273,7 +263,7 @@ class FinetuneKind(ModelKind[FinetuneUpdateSettings]):
         """Return one group of each task and point, whose arms have the mean ratio of the orders that were accepted."""
         by_task: dict[Hashable, list[Group]] = {}
         for group in self.groups(record):
-            way = _parted(group.variant)[1]
+            way = parted(group.variant)[1]
             key = group.variant.split()[0], way, *group.point.values(), group.baseline
             by_task.setdefault(key, []).append(group)
         return [_mean_group(groups) for groups in by_task.values()]
@@ -288,19 +278,19 @@ def _mean_group(groups: Sequence[Group]) -> Group:
         means = {name: statistics.fmean(row[name] for row in rows) for name in ("ratio", "baseline_ms", "arm_ms")}
         arms.append(replace(arm, row={**arm.row, **means}, free=None))
     variant = f"{taken[0].variant.split()[0]} mean-of-{len(taken)}-orders"
-    way = _parted(taken[0].variant)[1]
+    way = parted(taken[0].variant)[1]
     return replace(taken[0], variant=variant_of(variant, way), arms=tuple(arms))
 
 
 def _by_way(groups: Sequence[Group]) -> list[list[Group]]:
     """Return groups by the way that was timed, updates that were called first; no list is empty."""
-    parts = [[group for group in groups if _parted(group.variant)[1] == way] for way in (CALL, GRAPH)]
+    parts = [[group for group in groups if parted(group.variant)[1] == way] for way in (CALL, GRAPH)]
     return [part for part in parts if part]
 
 
 def _told(groups: Sequence[Group]) -> str:
     """Return what a title adds for groups of one way."""
-    return ", passes replayed as CUDA graphs" if _parted(groups[0].variant)[1] == GRAPH else ""
+    return ", passes replayed as CUDA graphs" if parted(groups[0].variant)[1] == GRAPH else ""
 
 
 def orders_table(record: Record, groups: Sequence[Group]) -> Table:

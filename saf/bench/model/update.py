@@ -15,7 +15,7 @@ from saf.bench.harness.runner import Subject
 from saf.bench.harness.settings import Point
 from saf.bench.harness.shape import ModelShape
 from saf.bench.harness.synthetic import random_tokens
-from saf.bench.harness.timing import wait_for
+from saf.bench.harness.timing import GRAPH, UPDATE, parted, variant_of, wait_for, ways_of
 from saf.bench.harness.work import Work, layers_work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelSettings, build_model
@@ -58,12 +58,18 @@ class UpdateSettings(ModelSettings):
     """How the processes that torchrun started share updates, as in `saf pretrain`; one process may be a group, too. A
     block's time is the slowest one's. In one more arm each process updates an ordinary model by itself, with its share
     of the micro-batches: what that takes less is what messages cost."""
+    graphs: Literal["off", "on", "both"] = "off"
+    """Launch micro-batches kernel by kernel, replay their passes as CUDA graphs, or both; in all arms."""
 
     def __post_init__(self):
         """Check the settings of updates too."""
         super().__post_init__()
         for name in ("memory", "fresh", "precompile"):
             self._refuse(name, self.parallel != "none", "in a group of processes; leave one of them out")
+        if self.graphs != "off":
+            for name in ("activation_checkpointing", "memory"):
+                self._refuse(name, getattr(self, name), "with CUDA graphs; leave one of them out")
+            self._require("parallel", self.parallel == "none", "none with CUDA graphs")
 
 
 class Preloaded:
@@ -98,28 +104,39 @@ class UpdateSubject:
         batches: list[tuple[Tensor, Tensor]],
         accumulation: int,
         parallel: Parallel | None = None,
+        graphs: str = "off",
     ):
         self._settings = settings
-        self.updater = Updater(
-            model=model.train(),
-            optimizer=build_optimizer(model),
-            batches=Preloaded(batches),
-            execution=execution,
-            accumulation=accumulation,
-            clip=CLIP,
-            parallel=Alone() if parallel is None else parallel,
-        )
+        optimizer = build_optimizer(model.train())
+        self.updaters = {
+            way: Updater(
+                model=model,
+                optimizer=optimizer,
+                batches=Preloaded(batches),
+                execution=execution,
+                accumulation=accumulation,
+                clip=CLIP,
+                parallel=Alone() if parallel is None else parallel,
+                graphed=way == GRAPH,
+            )
+            for way in ways_of(graphs, execution.device)
+        }
+        """What makes the updates of each way that is timed, of one model with one optimiser."""
+        self.updater = list(self.updaters.values())[-1]
 
     def warm_up(self) -> None:
-        """Compile and run untimed updates."""
-        for _ in range(self._settings.warmup):
-            self.updater.update(LEARNING_RATE)
+        """Compile, capture graphs where they are asked for, and run untimed updates."""
+        for updater in self.updaters.values():
+            # The first micro-batch runs as it is: of one in an update the second update captures.
+            for _ in range(max(self._settings.warmup, 2 * updater.graphed)):
+                updater.update(LEARNING_RATE)
 
     def timed_block(self, variant: str) -> float:
         """Return the mean milliseconds of `repeats` updates in a row, the device waited for before and after.
 
         Of several processes it is the time of the slowest one.
         """
+        self.updater = self.updaters[parted(variant)[1]]
         device, repeats = self.updater.execution.device, self._settings.repeats
         wait_for(device)
         began = time.perf_counter()
@@ -176,8 +193,8 @@ class UpdateKind(ModelKind[UpdateSettings]):
         return self.title if record["rows"] else self.memory_title
 
     def variants(self, settings: UpdateSettings, device: torch.device) -> tuple[str, ...]:
-        """Return the one thing that is timed of each arm."""
-        return ("update",)
+        """Return what is timed of each arm: updates, in each way; raise UnsupportedError for graphs without CUDA."""
+        return tuple(variant_of(UPDATE, way) for way in ways_of(settings.graphs, device))
 
     def check_compile(self, settings: UpdateSettings, execution: Execution) -> None:
         """Raise InputError or UnsupportedError, too, where the processes that there are cannot share updates."""
@@ -212,7 +229,8 @@ class UpdateKind(ModelKind[UpdateSettings]):
             execution.device,
         )
         model = build_model(plan, arm, device=execution.device)
-        return UpdateSubject(settings, model, execution, batches=tokens, accumulation=accumulation, parallel=parallel)
+        shared = {"accumulation": accumulation, "parallel": parallel, "graphs": settings.graphs}
+        return UpdateSubject(settings, model, execution, batches=tokens, **shared)
 
     def work(self, settings: UpdateSettings, point: Point, arm: Arm) -> Work:
         """Return the work of one update of an arm, of which each process has its share."""
@@ -227,7 +245,9 @@ class UpdateKind(ModelKind[UpdateSettings]):
         )
 
     def quoted(self, row: Record) -> Quoted | None:
-        """Return the paper's speedup of an update at the shape of a row."""
+        """Return the paper's speedup of an update at the shape of a row; it replayed none as CUDA graphs."""
+        if parted(row["variant"])[1] == GRAPH:
+            return None
         point = (row["model"], row["point"]["length"], row["point"]["batch_size"])
         return paper.update_speed(point, row["rate"], pruned=row["backend"] == PRUNED)
 

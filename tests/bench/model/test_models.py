@@ -5,6 +5,7 @@ from saf.bench.harness.arms import PRUNED, Arm
 from saf.bench.harness.baselines import free_backend
 from saf.bench.harness.settings import Point
 from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.harness.timing import CALL, GRAPH
 from saf.bench.model.models import ModelPlan, build_model
 from saf.bench.model.placement import choose_heads, heads_per_layer
 from saf.bench.model.prefill import LastToken
@@ -12,6 +13,7 @@ from saf.bench.model.update import UpdateKind, UpdateSettings
 from saf.errors import InputError
 from saf.machine.cuda_graphs import GraphPool
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention
+from tests.train.test_graphs import Recorded
 
 CPU = torch.device("cpu")
 
@@ -135,3 +137,29 @@ def test_flex_is_ordinary_attention(frozen):
     logits = [build_model(plan_of(), Arm(kernel, *frozen), device=CPU) for kernel in ("flex", "math")]
     with torch.no_grad():
         torch.testing.assert_close(logits[0](tokens), logits[1](tokens))
+
+
+def test_updates_are_timed_called_and_replayed_of_one_model(monkeypatch):
+    """With a stand-in that calls again what a graph would replay."""
+    monkeypatch.setattr("saf.train.graphs.GraphReplay", Recorded)
+    monkeypatch.setattr("saf.train.updater.check_graphs", lambda *_, **__: None)
+    monkeypatch.setattr("saf.bench.model.update.ways_of", lambda graphs, _: {"both": (CALL, GRAPH)}[graphs])
+    settings = UpdateSettings(model="tiny", graphs="both", warmup=1, repeats=1)
+    assert UpdateKind().variants(settings, CPU) == ("update", "update graph")
+    subject = UpdateKind().build(settings, Point(32, 1, 1), Arm("auto", "toeplitz", 0.25), GraphPool())
+    subject.warm_up()
+    assert subject.updaters[GRAPH].micro_batch.shapes == [(1, 32)], "captured before anything is timed"
+    done = {way: updater.done for way, updater in subject.updaters.items()}
+    assert subject.timed_block("update graph") > 0
+    assert {way: updater.done - done[way] for way, updater in subject.updaters.items()} == {CALL: 0, GRAPH: 1}
+    assert subject.timed_block("update") > 0
+    assert {way: updater.done - done[way] for way, updater in subject.updaters.items()} == {CALL: 1, GRAPH: 1}
+
+
+def test_graphs_of_updates_are_refused_beside_what_they_know_nothing_of():
+    for changes in ({"activation_checkpointing": True}, {"memory": True}, {"parallel": "ddp"}):
+        with pytest.raises(InputError, match="with CUDA graphs"):
+            UpdateSettings(model="tiny", graphs="on", **changes)
+    row = {"model": "124m", "point": {"length": 4096, "batch_size": 8}, "rate": 0.25, "backend": "toeplitz"}
+    assert UpdateKind().quoted({**row, "variant": "update"}) is not None
+    assert UpdateKind().quoted({**row, "variant": "update graph"}) is None
