@@ -88,6 +88,10 @@ class Column:
     by_seed: bool = False
     """Whether it shows the number of every seed instead of their mean."""
 
+    def written(self, number: float) -> str:
+        """Return a bare number as the column has it: its places, and its sign where the column has one."""
+        return f"{number:{'+' if self.signed else ''},.{self.places}f}".replace("-", "\u2212")
+
 
 def _own(read: Callable[[Record], float | None]) -> Callable[[Row], Number]:
     """Return a column's number of the arm's record alone."""

@@ -10,20 +10,27 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
-
 from saf.evaluate.paired import mean_and_standard_error
-from saf.experiments.columns import COLUMNS, Column, Record
+from saf.experiments.columns import COLUMNS, Column
 from saf.experiments.measurement import Measurement, Number, tables_of
 from saf.experiments.measuring import Measurements
 from saf.experiments.page import recipe_page
 from saf.experiments.plan import Plan
+from saf.experiments.reading import (
+    Values,
+    drafts,
+    errors_and_intervals,
+    fewer_seeds,
+    origin,
+    overtrained_arms,
+    recommended,
+    worthless,
+)
 from saf.experiments.recipe import Arm, Recipe
-from saf.experiments.rows import Records, Rows, Value, sample_of
+from saf.experiments.rows import Records, Rows, Value
 from saf.experiments.store import Store
 from saf.records.files import write_atomically, write_json
 from saf.records.paper import Source
@@ -31,8 +38,6 @@ from saf.records.table import Cell, Part, Table, markdown_of
 from saf.report.analyses import FIGURES, analysis_figure
 
 NOT_RUN = "not run"
-LEAST_SEEDS = 3
-"""Fewer say nothing of what another seed would change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,7 @@ class Rendered:
     name: str
     recipe: Recipe
     scale: str
-    values: Mapping[str, Mapping[str, Value | None]]
+    values: Values
     """By arm and column; an arm without a record is absent."""
     measured: Mapping[str, Mapping[int | None, Mapping[str, Any]]]
     """Records by measurement and seed; one that was not made is absent."""
@@ -236,7 +241,8 @@ class Rendered:
         }
         not_run = [arm.name for arm in self.recipe.arms if arm.name not in self.values]
         not_run += [each.name for each in self.recipe.measurements if each.name not in self.measured]
-        told = {"drafts": list(self.drafts), "origin": list(self.origin), "not_run": not_run}
+        told = {"drafts": list(self.drafts), "reading": list(self.reading), "origin": list(self.origin)}
+        told |= {"not_run": not_run, "overtrained": sorted(self.overtrained)}
         return {"recipe": self.name, "scale": self.scale, **told, "arms": arms, "measured": measured}
 
     def write(self, folder: Path) -> list[Path]:
@@ -261,7 +267,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
     rows = Rows(recipe, records)
     values = {arm.name: rows.values(arm) for arm in recipe.arms if arm.name in records}
     runs = [record for arm in records.values() for found in arm.values() for record in found]
-    overtrained = _overtrained(recipe, values)
+    overtrained = overtrained_arms(recipe, values)
     told = [plan.scale.speeds.described()] if plan.scale.speeds and any(arm.match for arm in recipe.arms) else []
     return Rendered(
         name=name,
@@ -271,111 +277,22 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
         measured=measured,
         lacking=frozenset(rows.lacking),
         overtrained=frozenset(overtrained),
-        drafts=_drafts([*runs, *(record for each in measured.values() for record in each.values())]),
+        drafts=drafts([*runs, *(record for each in measured.values() for record in each.values())]),
         reading=(
-            *_worthless(overtrained, values),
-            *_recommended(recipe, values),
-            *_reading(values, runs),
-            *_fewer(name, recipe, plan, values),
+            *worthless(overtrained, values),
+            *recommended(recipe, values),
+            *errors_and_intervals(values, runs),
+            *fewer_seeds(name, recipe, plan, values),
         ),
-        origin=(*told, *rows.apart(), *rows.other_heads(), *rows.busy(), *_origin(runs)),
+        origin=(*told, *rows.apart(), *rows.other_heads(), *rows.busy(), *origin(runs)),
     )
-
-
-def _drafts(records: Sequence[Record]) -> tuple[str, ...]:
-    """Return why a table of these is none to quote; nothing when every run is of a commit."""
-    found = [record["provenance"].get("commit") for record in records]
-    unclean = sum(commit is None or commit.endswith("+") for commit in found)
-    return (f"DRAFT: {unclean} of {len(found)} records are of a tree that no commit holds.",) if unclean else ()
-
-
-def _reading(values: Mapping[str, Mapping[str, Value | None]], records: Sequence[Record]) -> list[str]:
-    """Return what the errors and intervals of a table are of."""
-    found = [value for columns in values.values() for value in columns.values() if value is not None]
-    told = ["± is the standard error over seeds."] if any(value.error is not None for value in found) else []
-    if any(value.interval is not None for value in found):
-        counts = sorted({len(sample) for record in records if (sample := sample_of(record))})
-        kinds = {"questions" if record.get("right") else "held-out windows" for record in records if sample_of(record)}
-        number = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
-        told.append(
-            f"An interval in brackets is 95% over {number} {' or '.join(sorted(kinds))}, the same draws for both runs "
-            "of a pair of one seed, in blocks where neighbours go together: what another seed or another order of the "
-            "data would change is not in it."
-        )
-    return told
-
-
-def _overtrained(recipe: Recipe, values: Mapping[str, Mapping[str, Value | None]]) -> dict[str, str]:
-    """Return the arms that compare themselves with an ordinary one of more tokens where these raised its perplexity.
-
-    Each has the name of that ordinary arm beside it. What could be chance, by its interval or error, is no rise.
-    """
-    worse = {
-        name
-        for name, columns in values.items()
-        if (value := columns.get("exchange")) is not None and value.reach is not None and value.reach[1] < 0
-    }
-    return {arm.name: more for arm in recipe.arms if (more := arm.beside.get("exchange")) in worse}
-
-
-def _worthless(overtrained: Mapping[str, str], values: Mapping[str, Mapping[str, Value | None]]) -> list[str]:
-    """Return what is not to be read from rows of runs that went on past what their text teaches."""
-    found = ((more, values[more]["exchange"]) for more in dict.fromkeys(overtrained.values()))
-    return [
-        f"MORE TOKENS RAISE PERPLEXITY HERE ({more}: by {-value.mean:.2f}% for 1% more): runs went on past what their "
-        "text teaches, so that in these rows longer training is a loss, and neither time saved nor tokens at 0.14 say "
-        "what they are worth elsewhere. More text, or shorter runs, would."
-        for more, value in found
-        if value is not None
-    ]
-
-
-def _recommended(recipe: Recipe, values: Mapping[str, Mapping[str, Value | None]]) -> list[str]:
-    """Return which options of a run three seeds or more recommend, and which they do not; none where too few ran."""
-    told: dict[bool, list[str]] = {True: [], False: []}
-    column = COLUMNS["difference"]
-    for arm, asked in recipe.options.items():
-        value = values.get(arm, {}).get("difference")
-        if value is None or value.error is None or value.seeds < LEAST_SEEDS:
-            continue
-        reach = value.error * float(stats.t.ppf(0.975, value.seeds - 1))
-        low, high = (written_in(column, value.mean + side * reach) for side in (-1, 1))
-        judged = f"{asked} ({arm}: {written_in(column, value.mean)}, 95% over {value.seeds} seeds {low} to {high})"
-        told[value.mean + reach < 0].append(judged)
-    sentences = {
-        True: "Recommended, since the difference lies below zero by more than its interval over seeds",
-        False: "Not recommended, since that interval holds zero or lies above it",
-    }
-    return [f"{sentences[won]}: {'; '.join(told[won])}." for won in sentences if told[won]]
-
-
-def _fewer(name: str, recipe: Recipe, plan: Plan, values: Mapping[str, Mapping[str, Value | None]]) -> list[str]:
-    """Return a note on rows that are means over fewer seeds than were planned; none where there is none."""
-    told = []
-    for arm in recipe.arms:
-        planned = sum((of, each) == (name, arm.name) for of, each, _ in plan.arms)
-        least = min((value.seeds for value in values.get(arm.name, {}).values() if value is not None), default=planned)
-        told += [f"{arm.name} ({least} of {planned})"] if arm.row and least < planned else []
-    return [f"Over fewer seeds than planned, and not to be set beside the others: {', '.join(told)}."] if told else []
-
-
-def _origin(records: Sequence[Record]) -> list[str]:
-    """Return a note about where runs were made: commits and devices."""
-    commits = sorted({(record["provenance"].get("commit") or "unknown")[:12] for record in records})
-    devices = sorted({record["provenance"].get("device") or "an unknown device" for record in records})
-    shared = sum(bool(record.get("shared")) for record in records)
-    told = [f"Runs of commit {', '.join(commits)} on {', '.join(devices)}."] if records else []
-    trained_on = max((record.get("trained_on", 0) for record in records), default=0)
-    if trained_on:
-        told.append(f"Test examples that are trained on too, whose accuracy tells nothing: {trained_on}.")
-    return [*told, f"Runs that shared a device, whose times are left out: {shared}."] if shared else told
 
 
 def shown(column: Column, value: Value | None) -> str | Cell | None:
     """Return a number as a table has it: with its standard error, or its interval behind it where there is one seed."""
     if value is None:
         return None
-    written = partial(written_in, column)
+    written = column.written
     if column.by_seed:
         return ", ".join(map(written, value.each))
     if value.error is not None:
@@ -384,11 +301,6 @@ def shown(column: Column, value: Value | None) -> str | Cell | None:
         low, high = map(written, value.interval)
         return Cell(text=written(value.mean), aside=f"({low} to {high})")
     return written(value.mean)
-
-
-def written_in(column: Column, number: float) -> str:
-    """Return a bare number as a column has it: its places, and its sign where the column has one."""
-    return f"{number:{'+' if column.signed else ''},.{column.places}f}".replace("-", "\u2212")
 
 
 def _told(measurement: Measurement, seed: int | None) -> str:
