@@ -54,7 +54,8 @@ class Report(Command):
     results: Path | None = None
     """A folder of results, in place of runs; its tables go to --out, a Markdown file, with pictures beside it."""
     out: Path | None = None
-    """An .html file, or a folder for report.html; if not given, the last run's folder, or beside the last file."""
+    """An .html file, or a folder for report.html; if not given, the last run's folder, or beside the last file. Of
+    recipes the folder for their tables as Markdown, LaTeX, CSV, HTML and JSON."""
     picture: Path | None = None
     """Also write the head map and the curves, or the bars, as one .svg file."""
     json: bool = False
@@ -90,6 +91,8 @@ class Report(Command):
     def _tables(self) -> dict[str, Any]:
         """Show the tables of recipes, and write them where --out says."""
         recipes = open_recipes(tuple(map(str, self.runs)))
+        if self.out and self.out.suffix in (".html", ".md", ".tex", ".csv", ".json"):
+            raise InputError(f"a recipe's tables are several files; expected --out to be a folder, got {self.out.name}")
         store = Store(self.store).open(write=False)
         trains = any(recipe.arms for recipe in recipes.values())
         data = TokenData.open(self.data).fingerprint if self.data else store.fingerprint() if trains else ""

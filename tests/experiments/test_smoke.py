@@ -166,3 +166,8 @@ def test_one_command_at_a_time_works_in_a_store(made, capsys):
 def test_a_misspelt_recipe_is_named(capsys):
     assert main(["report", "timin", "--scale", "smoke"]) == 2
     assert "did you mean 'timing'" in capsys.readouterr().err
+
+
+def test_tables_of_recipes_are_written_into_a_folder(capsys):
+    assert main(["report", "timing", "--scale", "smoke", "--out", "timing.html"]) == 2
+    assert "expected --out to be a folder, got timing.html" in capsys.readouterr().err
