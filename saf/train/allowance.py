@@ -68,7 +68,8 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a run at matched time gets, and by what, for its config.json.
 
     Raises:
-        InputError: The reference has not ended, did not go through the run's parent, or its seconds are not known.
+        InputError: The reference has not ended, did not go through the run's parent, or its seconds are not known;
+            at a measured speed what it had left buys no update.
     """
     reference = RecordedRun.open(str(config.match_time))
     result = reference.finished_result()
@@ -81,7 +82,14 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     if config.match_speed is not None:
         left = result["updates"] - checkpoint.update
         charged = result["updates"] * config.match_charge_seconds / PAPER_SECONDS
-        allowance = Allowance(updates=max(0, int(config.match_speed * (left - charged))))
+        updates = int(config.match_speed * (left - charged))
+        if updates < 1:
+            raise InputError(
+                f"what {reference.folder} had left buys no update: it had {left:,} left, and match_charge_seconds="
+                f"{config.match_charge_seconds:g} of the paper's 187.65 minutes cost {charged:,.1f} of them; charge less, "
+                "or start from an earlier checkpoint"
+            )
+        allowance = Allowance(updates=updates)
         told = {name: getattr(config, name) for name in ("match_speed", "match_speed_source", "match_charge_seconds")}
         return {**record, **told, "reference_updates": result["updates"], "allowance": asdict(allowance)}
     whole, until = _whole(reference, result), _until(checkpoint)

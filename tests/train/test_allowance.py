@@ -111,6 +111,26 @@ def test_a_measured_speed_gives_updates_instead_of_seconds(reference, now):
     assert pretrain(charged)["updates"] == 6 + int(1.5 * 5), "one update of the reference's twelve"
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, r"had left was over before the first update \(.*and into freezing\)"),
+        (
+            {"match_speed": 1.1, "match_speed_source": "x", "match_charge_seconds": PAPER_SECONDS / 2},
+            r"buys no update: it had 6 left, and match_charge_seconds=.* cost 6\.0 of them; charge less",
+        ),
+    ],
+    ids=["seconds", "speed"],
+)
+def test_an_arm_that_its_event_leaves_no_update_is_none(reference, now, given, told):
+    """The event's checkpoint alone is not what an arm at matched time trained."""
+    now.event = 13.0
+    config = arm(reference, "none", freeze=FREEZE, **given)
+    with pytest.raises(InputError, match=told):
+        pretrain(config)
+    assert not Path(config.out, "result.json").exists()
+
+
 def test_arms_of_one_reference_can_be_compared(reference, now):
     pretrain(arm(reference, "ordinary"))
     now.update = 1.0
