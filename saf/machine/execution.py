@@ -54,16 +54,19 @@ class Execution:
         precision: str = "auto",
         compile: str = "auto",
         activation_checkpointing: bool = False,
+        several_events: bool = False,
     ) -> "Execution":
         """Resolve every "auto": CUDA where there is one, bf16 autocast and compiled there, fp32 and eager on a CPU.
 
-        `compile` is "auto", "on" (the whole model), "layers" (see `by_layer`) or "off".
+        `compile` is "auto", "on" (the whole model), "layers" (see `by_layer`) or "off". Where heads may change at
+        `several_events`, "auto" is "layers" on CUDA: compiled whole, a model stands still after each of them.
 
         Raises InputError for an unknown precision and UnsupportedError when CUDA is asked for and absent.
         """
         chosen = pick_device(device)
         switch = {"on": True, "layers": True, "off": False, "auto": chosen.type == "cuda"}
-        resolved, by_layer = resolve_precision(chosen, precision), compile == "layers"
+        resolved = resolve_precision(chosen, precision)
+        by_layer = compile == "layers" or (compile == "auto" and several_events and switch["auto"])
         return cls(chosen, resolved, switch[compile], by_layer, activation_checkpointing)
 
     def autocast(self) -> AbstractContextManager[Any]:

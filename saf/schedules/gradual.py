@@ -23,6 +23,7 @@ class Gradual:
 
     name: ClassVar[str] = "gradual"
     chooses_once: ClassVar[bool] = True
+    several_events: ClassVar[bool] = True
     begin: int | float = 0.5
     """When the first group is frozen: a whole number of updates, or a share of all of them."""
     end: int | float = 0.6

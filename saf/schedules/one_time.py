@@ -20,6 +20,7 @@ class OneTime:
 
     name: ClassVar[str] = "one_time"
     chooses_once: ClassVar[bool] = True
+    several_events: ClassVar[bool] = False
     at: Annotated[int | float, Flag("freeze-at")] = 0.5
     """When: a whole number of updates, or a share of all of them."""
 

@@ -123,6 +123,8 @@ class Timetable(Protocol):
     """Its name in the registry, in settings and in checkpoints."""
     chooses_once: ClassVar[bool]
     """Whether the first event chooses all heads; conditions on all of them, such as most per layer, hold only then."""
+    several_events: ClassVar[bool]
+    """Whether heads may change more than once; a run of "auto" is then compiled by layers on a GPU."""
 
     def first_update(self, updates: int) -> int | None:
         """Return the update after which the first event may come, in a run of `updates`; None when nothing fixes it.

@@ -46,6 +46,7 @@ class TrainLoss:
 
     name: ClassVar[str] = "train_loss"
     chooses_once: ClassVar[bool] = False
+    several_events: ClassVar[bool] = True
     multiplier: float = 3.0
     """How many standard deviations of the averaged loss a change must exceed to count: with more, a plateau is found
     earlier and a step passes as absorbed more easily."""

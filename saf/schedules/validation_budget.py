@@ -38,6 +38,7 @@ class ValidationBudget:
 
     name: ClassVar[str] = "validation_budget"
     chooses_once: ClassVar[bool] = False
+    several_events: ClassVar[bool] = True
     budget: float = 0.01
     """Largest increase of perplexity that all groups kept may cost together, as a share: 0.01 is one percent."""
     begin: int | float = 0.5

@@ -86,8 +86,8 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         if updates < 1:
             raise InputError(
                 f"what {reference.folder} had left buys no update: it had {left:,} left, and match_charge_seconds="
-                f"{config.match_charge_seconds:g} of the paper's 187.65 minutes cost {charged:,.1f} of them; charge less, "
-                "or start from an earlier checkpoint"
+                f"{config.match_charge_seconds:g} of the paper's 187.65 minutes cost {charged:,.1f} of them; charge "
+                "less, or start from an earlier checkpoint"
             )
         allowance = Allowance(updates=updates)
         told = {name: getattr(config, name) for name in ("match_speed", "match_speed_source", "match_charge_seconds")}

@@ -99,8 +99,9 @@ class TrainConfig:
     precision: Precision = "auto"
     """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
     compile: Compile = "auto"
-    """torch.compile the whole model; auto is on for CUDA, off for CPU. layers compiles decoder layers, one program
-    for all of one layout, which later events take up again: they compile only layouts that are new."""
+    """torch.compile the whole model; auto is on for CUDA, layers where the schedule has several events, off for CPU.
+    layers compiles decoder layers, one program for all of one layout, which later events take up again: they compile
+    only layouts that are new."""
     compile_ahead: bool = False
     """With compile=layers: compile the layouts that events may bring in a process beside training, so that an event
     finds them in the compiler's cache on disk. Meanwhile it holds some memory of the device."""

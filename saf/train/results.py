@@ -56,9 +56,8 @@ def finish(run: Run) -> dict[str, Any]:
         budget, reference = run.config.time_budget_seconds, run.config.match_time
         allowed = f"what {reference} had left" if budget is None else f"time_budget_seconds={budget:g}"
         raise InputError(
-            f"{allowed} was over before the first update "
-            f"({run.clock.everything:.1f} s went into setting the run up and into freezing); allow more time, in another "
-            "folder"
+            f"{allowed} was over before the first update ({run.clock.everything:.1f} s went into setting the run up "
+            "and into freezing); allow more time, in another folder"
         )
     with run.updater.parallel.whole():
         checkpoints: dict[str, str | None] = {"final": done_once(lambda: checkpoint_hash(final))}

@@ -76,6 +76,7 @@ class Late:
 
     name: ClassVar[str] = "quite_late"
     chooses_once: ClassVar[bool] = True
+    several_events: ClassVar[bool] = False
     updates_left: int
     """Updates after the event."""
     worst_loss: float = 9.0

@@ -265,7 +265,9 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path, monkeypatch):
         callback().on_init_end(SimpleNamespace(**several | {"world_size": 1}), None, None)
     with pytest.raises(InputError, match="schedule"):
         FreezeCallback(CONFIG, [tokens()], 0.5)
-    own = SimpleNamespace(name="own", chooses_once=True, first_update=int, start=saf.OneTime(0.5).start)
+    own = SimpleNamespace(
+        name="own", chooses_once=True, several_events=False, first_update=int, start=saf.OneTime(0.5).start
+    )
     assert FreezeCallback(CONFIG, [tokens()], own).schedule is own
     with pytest.raises(InputError, match=r"calibration must be token tensors.*got None"):
         FreezeCallback(CONFIG, None)

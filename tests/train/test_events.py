@@ -28,6 +28,7 @@ class Listed:
 
     name: ClassVar[str] = "listed"
     chooses_once: ClassVar[bool] = True
+    several_events: ClassVar[bool] = False
     events: tuple = ()
 
     def first_update(self, updates):

@@ -13,6 +13,7 @@ from saf.data import TokenData
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freezing.config import FreezeConfig
+from saf.machine.execution import Execution
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
@@ -201,3 +202,11 @@ def test_a_finished_run_goes_on_with_a_later_intervention_and_rates_of_its_own(s
     assert rates == sorted(rates, reverse=True)
     assert rates[0] < 6e-5
     assert rates[-1] == pytest.approx(6e-6)
+
+
+@pytest.mark.parametrize("schedule", [OneTime(), GRADUAL], ids=["one_time", "gradual"])
+def test_what_auto_compiles_depends_on_how_often_heads_change(settings, monkeypatch, schedule):
+    real, asked = Execution.of, []
+    monkeypatch.setattr(Execution, "of", lambda *given, **named: asked.append(named) or real(*given, **named))
+    pretrain(settings(freeze=FREEZE, schedule=schedule))
+    assert asked[0]["several_events"] is (schedule is GRADUAL)
