@@ -55,7 +55,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             precision=config.precision,
             compile=config.compile,
             activation_checkpointing=config.activation_checkpointing,
-            several_events=config.freeze is not None and config.schedule.several_events,
+            several_events=bool(config.freeze and config.schedule and config.schedule.several_events),
         )
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
