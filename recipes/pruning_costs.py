@@ -45,6 +45,7 @@ TIMED = {"frozen": "toeplitz", "pruned": PRUNED, "pruned from initialisation": P
 
 
 def _prefill() -> tuple[Number, ...]:
+    """Of 32 sequences."""
     found = []
     for checkpoint, rows in PREFILLS.items():
         for row, (speed, peak) in rows.items():
@@ -57,9 +58,15 @@ def _prefill() -> tuple[Number, ...]:
                 continue
             found.append(speedup(f"{title}, speedup", 0.25, point, speed, backend=backend, way="call"))
             found.append(peak_change(f"{title}, peak, %", 0.25, point, peak, backend=backend))
-    for checkpoint, speed in ONE.items():
-        found.append(speedup(f"4,096 × 1, 25% frozen, {checkpoint}, speedup", 0.25, (4_096, 1), speed, way="call"))
-    return (*found, speedup("4,096 × 1, 25% pruned, speedup", 0.25, (4_096, 1), None, backend=PRUNED, way="call"))
+    return tuple(found)
+
+
+def _one_sequence() -> tuple[Number, ...]:
+    frozen = (
+        speedup(f"4,096 × 1, 25% frozen, {checkpoint}, speedup", 0.25, (4_096, 1), speed, way="call")
+        for checkpoint, speed in ONE.items()
+    )
+    return (*frozen, speedup("4,096 × 1, 25% pruned, speedup", 0.25, (4_096, 1), None, backend=PRUNED, way="call"))
 
 
 RECIPE = Recipe(
@@ -84,7 +91,7 @@ RECIPE = Recipe(
             name="prefill",
             does="bench prefill",
             settings={
-                **{"model": "124m", "points": ("4096x32", "4096x1"), "rates": (0.25,), "pruned": True},
+                **{"model": "124m", "points": ("4096x32",), "rates": (0.25,), "pruned": True},
                 **{"memory": True, "fresh": True, "pairs": 4, "warmup": 10, "repeats": 40, "others": ()},
             },
             scaled={
@@ -93,6 +100,19 @@ RECIPE = Recipe(
             },
             numbers=_prefill(),
             source=PREFILL_CONTROL,
+        ),
+        Measurement(
+            name="prefill of one sequence",
+            does="bench prefill",
+            # Calls of few tokens take one launch for all heads of a layer, unless heads are pinned to a kernel.
+            settings={
+                **{"model": "124m", "points": ("4096x1",), "rates": (0.25,), "pruned": True, "kernels": ("auto",)},
+                **{"fresh": True, "pairs": 4, "warmup": 10, "repeats": 40, "others": ()},
+            },
+            scaled={"small": {"fresh": False, "seconds": 200.0}},
+            numbers=_one_sequence(),
+            source=PREFILL_CONTROL,
+            smoke=False,
         ),
     ),
     notes=(

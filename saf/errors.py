@@ -51,10 +51,18 @@ class CompareError(SafError, ValueError):
     """Say that two arms cannot be compared."""
 
 
+SHORTEST = 3
+"""Letters of a name that says which longer one it is a part of."""
+
+
 def nearest(name: object, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that a misspelt name is nearest to, whatever its case; None when none is near."""
-    by_lower = {one.lower(): one for one in names}
-    near = get_close_matches(str(name).lower(), list(by_lower), n=1)
+    """Return the one of `names` that a misspelt name is nearest to, or that a short one is a part of; None without any.
+
+    Case does not matter.
+    """
+    by_lower, given = {one.lower(): one for one in names}, str(name).lower()
+    near = get_close_matches(given, list(by_lower), n=1)
+    near = near or [one for one in by_lower if len(given) >= SHORTEST and given in one]
     return by_lower[near[0]] if near else None
 
 

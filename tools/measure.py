@@ -145,8 +145,8 @@ ENTRIES = {
         250, f"saf bench update --points 4096x20x2 --warmup 4 --pairs 8 --repeats 2 --no-free --pruned {PAIRED}"
     ),
     "prefill-pruned": Entry(
-        160,
-        "saf bench prefill --points 4096x32 4096x1 --rates 0.25 --others --backends toeplitz --pruned --no-free"
+        110,
+        "saf bench prefill --points 4096x32 --rates 0.25 --others --backends toeplitz --pruned --no-free"
         " --pairs 4 --precompile --workers 8 --no-profile",
     ),
     "prefill-pruned-called": Entry(
@@ -157,6 +157,12 @@ ENTRIES = {
         60,
         # Two layers of the same heads differ by 3% there, pair after pair, whatever the cause (docs/log.md).
         f"{QWEN_OP} --points 8192x8 --rates 0.1 0.2 0.3 0.5 0.75 --others flash --tolerance 0.035",
+    ),
+    "update-native-long": Entry(
+        320, f"saf bench update --points 8192x10x2 16384x5x2 --warmup 3 --pairs 5 --no-free --pruned {PAIRED}"
+    ),
+    "prefill-by-batch": Entry(
+        300, f"saf bench prefill --points 4096x2 4096x4 4096x8 4096x16 --pairs 4 --no-free {PAIRED}"
     ),
     "update-b4": Entry(135, f"saf bench update --points 4096x4x8 --pairs 6 --repeats 1 {RATES}"),
     "prefill-qwen3-groups": Entry(

@@ -98,7 +98,7 @@ def fewer_seeds(name: str, recipe: Recipe, plan: Plan, values: Values) -> list[s
 
 def origin(records: Sequence[Record]) -> list[str]:
     """Return a note about where runs were made: commits and devices."""
-    commits = sorted({(record["provenance"].get("commit") or "unknown")[:12] for record in records})
+    commits = sorted({_short(record["provenance"].get("commit")) for record in records})
     devices = sorted({record["provenance"].get("device") or "an unknown device" for record in records})
     shared = sum(bool(record.get("shared")) for record in records)
     told = [f"Runs of commit {', '.join(commits)} on {', '.join(devices)}."] if records else []
@@ -106,3 +106,8 @@ def origin(records: Sequence[Record]) -> list[str]:
     if trained_on:
         told.append(f"Test examples that are trained on too, whose accuracy tells nothing: {trained_on}.")
     return [*told, f"Runs that shared a device, whose times are left out: {shared}."] if shared else told
+
+
+def _short(commit: str | None) -> str:
+    """Return the first digits of a commit, with the sign of changes that it does not hold."""
+    return "unknown" if commit is None else commit[:12] + "+" * commit.endswith("+")

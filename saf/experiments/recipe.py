@@ -28,6 +28,10 @@ Of a chain both vary together: each seed is a whole repetition, and seeds can be
 """
 
 
+MOST_NAMES = 8
+"""Arms that a message names; of more it says how many there are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """Describe one row of a table: a run for each seed."""
@@ -202,8 +206,11 @@ class Recipe:
         while wanted:
             name = wanted.pop()
             if name not in by_name:
-                known = [*by_name, *measured]
-                raise InputError(f"there is no arm {name!r}{did_you_mean(name, known) or f'; there are {known}'}")
+                known = [*by_name, *sorted(measured)]
+                listed = ", ".join(map(repr, known[:MOST_NAMES]))
+                more = f" and {len(known) - MOST_NAMES} more, which --dry-run lists" if len(known) > MOST_NAMES else ""
+                told = did_you_mean(name, known) or f"; there are {listed}{more}"
+                raise InputError(f"there is no arm {name!r}{told}")
             if name not in kept:
                 kept.add(name)
                 arm = by_name[name]

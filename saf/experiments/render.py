@@ -57,6 +57,8 @@ class Rendered:
     """Arms beside an ordinary one whose perplexity more tokens raised: time and tokens buy nothing there."""
     drafts: tuple[str, ...]
     """Why this is no final table: runs of a tree that no commit holds."""
+    cautions: tuple[str, ...]
+    """What is not to be read from it, said before all else."""
     reading: tuple[str, ...]
     """Sentences about what errors and intervals are of, and what they are not."""
     origin: tuple[str, ...]
@@ -97,14 +99,14 @@ class Rendered:
         if not recipe.columns or not self.ran:
             return []
         title = f"{'DRAFT: ' if self.drafts else ''}{recipe.title} ({self.scale})"
-        reading = [*self.drafts, *recipe.notes, *self._paper(recipe.source), *self.reading]
+        reading = [*self.drafts, *self.cautions, *recipe.notes, *self._paper(recipe.source), *self.reading]
         every, last = self._shown(recipe.columns, self.ran), [*self.origin, *self._not_run()]
         if not recipe.headline:
             return [replace(every, title=title, notes=(*reading, *every.notes, *last))]
         first = self._shown(recipe.headline, self.headline())
         return [
             replace(first, title=title, notes=(*reading, *first.notes, *self._not_run())),
-            replace(every, title=f"{title}, every number", notes=(*every.notes, *self.origin)),
+            replace(every, title=f"{title}, every number", notes=(*self.cautions, *every.notes, *self.origin)),
         ]
 
     @property
@@ -241,7 +243,12 @@ class Rendered:
         }
         not_run = [arm.name for arm in self.recipe.arms if arm.name not in self.values]
         not_run += [each.name for each in self.recipe.measurements if each.name not in self.measured]
-        told = {"drafts": list(self.drafts), "reading": list(self.reading), "origin": list(self.origin)}
+        told = {
+            "drafts": list(self.drafts),
+            "cautions": list(self.cautions),
+            "reading": list(self.reading),
+            "origin": list(self.origin),
+        }
         told |= {"not_run": not_run, "overtrained": sorted(self.overtrained)}
         return {"recipe": self.name, "scale": self.scale, **told, "arms": arms, "measured": measured}
 
@@ -278,8 +285,8 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
         lacking=frozenset(rows.lacking),
         overtrained=frozenset(overtrained),
         drafts=drafts([*runs, *(record for each in measured.values() for record in each.values())]),
+        cautions=tuple(worthless(overtrained, values)),
         reading=(
-            *worthless(overtrained, values),
             *recommended(recipe, values),
             *errors_and_intervals(values, runs),
             *fewer_seeds(name, recipe, plan, values),
