@@ -16,6 +16,7 @@ REFIT = {"freeze.refit": True}
 REWARM = {"rewarm": 0.01}
 # What a frozen head's absence cost most surely by the analyses of single heads (docs/results.md), and two cheaper ones.
 COSINE, GRADIENT, SUM = ({"freeze.score": name} for name in ("residual_cosine", "qk_gradient", "rank_sum"))
+VETO, CHANGE = ({"freeze.score": name} for name in ("gradient_veto", "relative_output_change"))
 # Whether a better choice of heads helps pruning as much as it helps freezing.
 PRUNED = {"freeze.operation": "prune"}
 # By variance some layers lose all of their heads, of which this is half at the small scale.
@@ -108,6 +109,9 @@ RECIPE = Recipe(
         _arm("at 25% of training, at most half of a layer", HALF, at=0.25),
         _arm("at 25% of training, pruned", PRUNED, at=0.25),
         _arm("at 25% of training, pruned", PRUNED, rate=0.5, at=0.25),
+        # Scores that won as much with one seed of `selectors`.
+        _arm("gradient veto", VETO),
+        _arm("relative output change", CHANGE),
         _with_tokens("variance, pruned", 0.5, pruned=True),
         _with_tokens("at 25% of training, pruned", 0.25, pruned=True),
     ),
@@ -116,6 +120,8 @@ RECIPE = Recipe(
         _name("at most half of a layer", 0.25): "--freeze.max-per-layer, half of a layer's heads",
         _name("at 25% of training", 0.25): "--freeze-at 0.25",
         _name("at 25% of training, at most half of a layer", 0.25): "both together",
+        _name("gradient veto", 0.25): "--freeze.score gradient_veto",
+        _name("relative output change", 0.25): "--freeze.score relative_output_change",
         _name("variance, pruned", 0.25): "--freeze.operation prune",
         _name("at 25% of training, pruned", 0.25): "--freeze.operation prune --freeze-at 0.25",
     },

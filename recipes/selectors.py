@@ -13,7 +13,7 @@ PAPER = {
     (16_384, 0.5): {"variance": "+1.802", "forward_kl": "+2.417", "difference": "+0.615"},
 }
 # Of these the paper gives the residual cosine at 4K; the gradient scores it has at 1K, with whole patterns.
-FURTHER = ("residual_cosine", "relative_output_change", "output_magnitude", "gate_taylor")
+FURTHER = ("residual_cosine", "relative_output_change", "output_magnitude", "redundancy", "gate_taylor")
 GRADIENT = ("qk_gradient", "rank_sum", "gradient_veto")
 PAPER_1K = {"ordinary": "26.382", "variance": "26.568", "qk_gradient": "26.558", "rank_sum": "26.627"}
 PAPER_1K |= {"gradient_veto": "26.607"}
