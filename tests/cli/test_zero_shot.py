@@ -71,6 +71,12 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
         assert task["difference"] == pytest.approx(shares[1] - shares[0])
     hashes = record["provenance"]["checkpoints"]
     assert hashes["ordinary"] != hashes["frozen"]
+    saf_json("report", tmp_path / "pruned", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert f"Mean change {100 * record['mean_difference']:+.2f} points" in page
+    assert "What it cost in perplexity is not known here" in page
+    code, _, told = saf("report", tmp_path / "pruned", tmp_path / "b", tmp_path / "a")
+    assert code == 2
     (tmp_path / "pruned" / "tokenizer.json").unlink()
     code, _, told = saf("evaluate", tmp_path / "pruned", *words)
     assert code == 2

@@ -1,9 +1,11 @@
 """The page about a folder of a model of transformers: its heads, how their patterns fit, and what freezing cost.
 
 Folders tell more or less: `saf freeze` leaves the scores and patterns of its event (`events.jsonl`), a `Trainer` what
-the configuration keeps of each event. What freezing cost is told by two evaluations, of the model before and after.
+the configuration keeps of each event. What freezing cost is told by two evaluations, of the model before and after: of
+perplexity, of zero-shot tasks, or of both.
 """
 
+import warnings
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -11,15 +13,17 @@ from statistics import median
 from typing import Any
 
 from saf.adapters.description import STATE
-from saf.errors import InputError
+from saf.errors import InputError, SafWarning
+from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.compare import compare_evaluations
 from saf.evaluate.evaluated import pair_words
+from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
 from saf.inspection import inspect
 from saf.records.events import read_events
 from saf.records.files import read_json, write_atomically
 from saf.records.quantities import number, signed
 from saf.records.run import RecordedRun
-from saf.records.table import Cell, Table
+from saf.records.table import Cell, Table, html_of
 from saf.report.page import key_figure, page, section, shares_of, text, whiskers
 from saf.report.provenance import device_and_versions, source
 from saf.report.runs.page import HEADS, SCRIPTS, costs
@@ -35,8 +39,8 @@ def write_model_report(folder: Path, evaluations: Sequence[Path], out: Path) -> 
 
     Raises:
         InputError: No head of the model is frozen or pruned, or the evaluations are not two, the second one of it.
-        CompareError: The evaluations are not of the same windows and precision, or of models that differ in more than
-            the freezing.
+        CompareError: The evaluations are not of the same windows, questions and precision, or of models that differ in
+            more than the freezing.
         CheckpointError: A file of the folder is damaged.
     """
     found = inspect(folder)
@@ -46,17 +50,32 @@ def write_model_report(folder: Path, evaluations: Sequence[Path], out: Path) -> 
         raise InputError(
             f"a page about a model takes two evaluations, of the model before and after; got {len(evaluations)}"
         )
-    change = compare_evaluations(*evaluations) if evaluations else None
-    if change and change["provenance"]["checkpoints"]["frozen"] != found["hash"]:
+    change = compare_evaluations(*evaluations) if _both_have(evaluations, perplexity.WRITTEN[0]) else None
+    answered = compare_zero_shot(*evaluations) if _both_have(evaluations, zero_shot.WRITTEN[0]) else None
+    if evaluations and not (change or answered):
         raise InputError(
-            f"{evaluations[1]} is not an evaluation of {folder} as it is; name the ordinary model's evaluation first, "
-            f"and make the other one by `saf evaluate {folder}`"
+            f"{evaluations[0]} and {evaluations[1]} are evaluations of different things, one of perplexity and one of "
+            "tasks; evaluate both models on the same"
         )
+    for told in filter(None, (change, answered)):
+        if told["provenance"]["checkpoints"]["frozen"] != found["hash"]:
+            raise InputError(
+                f"{evaluations[1]} is not an evaluation of {folder} as it is; name the ordinary model's evaluation "
+                f"first, and make the other one by `saf evaluate {folder}`"
+            )
     target = out if out.suffix == ".html" else out / "report.html"
-    return write_atomically(target, _render(folder, found, change).encode())
+    return write_atomically(target, _render(folder, found, change, answered).encode())
 
 
-def _render(folder: Path, found: dict[str, Any], change: dict[str, Any] | None) -> str:
+def _both_have(evaluations: Sequence[Path], name: str) -> bool:
+    """Return whether both evaluations have a file; warn where one alone has it."""
+    having = [folder for folder in evaluations if (folder / name).is_file()]
+    if len(having) == 1:
+        warnings.warn(f"{name} is in {having[0]} alone: it is not on the page", SafWarning, stacklevel=3)
+    return len(having) == 2
+
+
+def _render(folder: Path, found: dict[str, Any], change: dict[str, Any] | None, answered: dict[str, Any] | None) -> str:
     """Return the page as text."""
     edited, total = found["frozen"] + found["pruned"], found["num_heads"]
     events = (read_json(folder / "config.json").get("saf") or {}).get("events", [])
@@ -65,6 +84,8 @@ def _render(folder: Path, found: dict[str, Any], change: dict[str, Any] | None) 
     cost = f": perplexity <em>{signed(change['delta_ppl_percent'])}</em>" if change else ""
     parts = [section("heads", "Which heads, and into what", _heads(folder, freeze)), _fits(found, events)]
     parts.append(section("quality", "What freezing cost", _quality(folder, events, change)))
+    if answered:
+        parts.append(section("tasks", "What it answers", "".join(map(html_of, zero_shot_comparison_tables(answered)))))
     if freeze and freeze["seconds"]:
         parts.append(section("costs", "What it took", costs([freeze], "freezing")))
     parts.append(section("provenance", "Provenance", _provenance(folder, found, change)))
