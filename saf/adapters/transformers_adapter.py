@@ -120,9 +120,18 @@ class TransformersSite:
         return self._family.norm_after
 
     def check(self, layout: HeadLayout) -> None:
-        """Raise UnsupportedError for attention dropout, quantised weights, acausal attention, for replaced code."""
+        """Raise UnsupportedError for attention dropout, quantised or offloaded weights, acausal attention, other code.
+
+        Hooks of accelerate that move inputs between devices stay around the layer's forward pass.
+        """
         self._adapter.check_dropout()
         check_plain_weights(self)
+        projections = [getattr(self.attention, name) for name in self._family.projections.values()]
+        if any(each.weight.is_meta and hasattr(each, "_hf_hook") for each in projections):
+            raise UnsupportedError(
+                f"the weights of layer {self.attention.layer_idx} are offloaded, in memory during its passes alone, "
+                "where rows of heads cannot be moved; give attention layers devices in the device_map"
+            )
         if layout.frozen and self.stays_ordinary is not None:
             raise UnsupportedError(f"{self.stays_ordinary}; leave its heads live")
         if layout.frozen and not getattr(self.attention, "is_causal", True):
@@ -131,10 +140,10 @@ class TransformersSite:
             )
         own, forward = replaced_forward(self.attention), self._family.forward
         if (forward is not None or not layout.num_live) and own not in (None, forward_without_queries, forward):
-            advice = "leave one of its heads live with max_per_layer or exclude" if forward is None else "remove them"
+            advice = "leave one of its heads live with max_per_layer or exclude" if forward is None else "put it back"
             raise UnsupportedError(
-                f"the forward pass of layer {self.attention.layer_idx} was replaced (as accelerate's hooks do), and a "
-                f"layer {'with edited' if forward else 'without live'} heads needs its own; {advice}"
+                f"the forward pass of layer {self.attention.layer_idx} was replaced, and a layer "
+                f"{'with edited' if forward else 'without live'} heads needs its own; {advice}"
             )
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:

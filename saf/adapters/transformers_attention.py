@@ -31,6 +31,8 @@ from saf.ops.positions import Places, first_real
 from saf.ops.ways import live_heads
 
 NAME = "saf"
+UNDER_HOOKS = "_old_forward"
+"""The attribute in which accelerate keeps the forward pass that its hooks run; theirs is in its place."""
 
 
 class HeadState(TellsLayout):
@@ -276,20 +278,29 @@ def forward_without_queries(
 def choose_forward(attention: Any, family: Family) -> None:
     """Let a layer without live heads compute as above, one with edited heads as its family, or else its class, does.
 
-    Their own forward pass reads the number of heads off a projection's size, which does not work for none.
+    Their own forward pass reads the number of heads off a projection's size, which does not work for none. Hooks of
+    accelerate stay around the one that is chosen.
     """
-    layout = layout_of(attention)
+    layout, name = layout_of(attention), _forward_name(attention)
     if not layout.num_live:
-        attention.forward = partial(forward_without_queries, attention)
+        setattr(attention, name, partial(forward_without_queries, attention))
     elif family.forward is not None and not layout.ordinary:
-        attention.forward = partial(family.forward, attention)
+        setattr(attention, name, partial(family.forward, attention))
     elif (own := replaced_forward(attention)) is not None and own in (forward_without_queries, family.forward):
-        del attention.forward
+        if name == UNDER_HOOKS:
+            setattr(attention, name, MethodType(type(attention).forward, attention))
+        else:
+            del attention.forward
+
+
+def _forward_name(attention: Any) -> str:
+    """Return the attribute that holds a layer's own forward pass, under the hooks of accelerate if it has any."""
+    return UNDER_HOOKS if {"_hf_hook", UNDER_HOOKS} <= vars(attention).keys() else "forward"
 
 
 def replaced_forward(attention: Any) -> Any:
     """Return the function that an attention layer runs in the place of its class's; None for that one."""
-    own = vars(attention).get("forward")
+    own = vars(attention).get(_forward_name(attention))
     if isinstance(own, MethodType) and own.__func__ is type(attention).forward:
         return None  # as some ways of recording outputs leave it behind
     return own.func if isinstance(own, partial) else own

@@ -135,6 +135,62 @@ def test_a_device_map_places_layers_and_is_refused_where_it_offloads_them(tmp_pa
         opened(tmp_path / "whole", device_map=places, offload_folder=str(tmp_path / "disk"))
 
 
+def hooked_places(model, away):
+    """Places of a model's parts for which accelerate wraps every layer: one part is on disk."""
+    base = model.base_model_prefix
+    parts = [name for name, part in model.base_model.named_children() if not isinstance(part, torch.nn.ModuleList)]
+    layers = "h" if base == "transformer" else "layers"
+    names = ["lm_head", *(f"{base}.{name}" for name in (*parts, *(f"{layers}.{number}" for number in range(3))))]
+    return dict.fromkeys(names, "cpu") | {f"{base}.{away.replace('layers', layers)}": "disk"}
+
+
+HOOKED = pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+
+
+def attention_of(model):
+    return adapter_for(model).sites()[0].attention
+
+
+@HOOKED
+@pytest.mark.parametrize("heads", [HeadSet([(0, 0)]), FIRST], ids=["a-head", "a-layer"])
+def test_a_device_map_that_needs_hooks_opens_undoes_and_saves(family, heads, tmp_path):
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, ordinary = make(family), logits(make(family))
+    freeze(model, heads)
+    model.save_pretrained(tmp_path / "whole")
+    places = hooked_places(model, "ln_f" if family == "gpt2" else "norm")
+    options = {"device_map": places, "offload_folder": str(tmp_path / "disk")}
+    again = opened(tmp_path / "whole", **options)
+    assert hasattr(attention_of(again), "_hf_hook")
+    assert torch.equal(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(opened(tmp_path / "again")), logits(model))
+    bare = opened(tmp_path / "whole", **options)
+    hooks.remove_hook_from_module(attention_of(bare))
+    assert torch.equal(logits(bare), logits(model))
+    saf.uninstall_(again)
+    assert hasattr(attention_of(again), "_hf_hook"), "the hooks stay around the layer's own pass"
+    torch.testing.assert_close(logits(again), ordinary)
+    freeze(again, heads)
+    assert torch.equal(logits(again), logits(model))
+
+
+@HOOKED
+@pytest.mark.parametrize("heads", [HeadSet([(0, 0)]), FIRST], ids=["a-head", "a-layer"])
+def test_a_model_with_hooks_is_frozen_as_without_and_refused_where_its_attention_is_offloaded(family, heads, tmp_path):
+    modeling = pytest.importorskip("accelerate.big_modeling")
+    config = saf.FreezeConfig(heads=tuple(heads), max_fit_kl=99)
+    model, hooked, away = make(family), make(family), make(family)
+    norm = "ln_f" if family == "gpt2" else "norm"
+    modeling.dispatch_model(hooked, hooked_places(hooked, norm), offload_dir=str(tmp_path / "one"))
+    for each in (model, hooked):
+        saf.freeze_(each, [tokens()], config)
+    assert torch.equal(logits(hooked), logits(model))
+    modeling.dispatch_model(away, hooked_places(away, "layers.0"), offload_dir=str(tmp_path / "two"))
+    with pytest.raises(UnsupportedError, match=r"weights of layer 0 are offloaded, .*devices in the device_map"):
+        saf.freeze_(away, [tokens()], config)
+
+
 def test_without_the_import_transformers_refuses_by_shape(tmp_path):
     model = make("llama")
     freeze(model)
