@@ -59,6 +59,8 @@ class Family:
     """What a layer makes of its heads' outputs, if more than the output projection."""
     norm_after: bool = False
     """Whether a norm of what the layer puts out comes before the residual stream."""
+    particular: str = ""
+    """What sets it apart for those who freeze its heads, in a line."""
 
     def module(self, attention: Any, role: str) -> Any:
         """Return the module of a layer that holds the rows of a role."""

@@ -6,10 +6,11 @@ Heads of a layer with a sliding window stay ordinary: a pattern of all positions
 from dataclasses import replace
 
 from saf.adapters.family import SETTINGS, Family
-from saf.adapters.llama import SEPARATE
+from saf.adapters.llama import SEPARATE, WINDOWS
 
 GEMMA2 = Family(
     name="Gemma 2",
+    particular=WINDOWS,
     attention="Gemma2Attention",
     projections=SEPARATE,
     soft_cap="attn_logit_softcapping",
@@ -20,6 +21,7 @@ GEMMA2 = Family(
 GEMMA3 = replace(
     GEMMA2,
     name="Gemma 3",
+    particular=WINDOWS,
     attention="Gemma3Attention",
     soft_cap=None,
     settings=(*SETTINGS, "query_pre_attn_scalar", "rope_local_base_freq"),

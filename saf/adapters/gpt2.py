@@ -37,6 +37,7 @@ def output(attention: Any, mixed: Tensor) -> Tensor:
 
 GPT2 = Family(
     name="GPT-2",
+    particular="has attention dropout unless opened with attn_pdrop=0",
     attention="GPT2Attention",
     projections={"query_key_value": "c_attn", "output": "c_proj"},
     kind=CONV1D,

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from saf.adapters.family import SETTINGS, Family
+from saf.adapters.llama import WINDOW
 from saf.adapters.transformers_attention import attend, state_of
 from saf.adapters.transformers_mask import Mask
 
@@ -37,6 +38,7 @@ def forward(
 
 PHI3 = Family(
     name="Phi-3",
+    particular=WINDOW,
     attention="Phi3Attention",
     projections={"query_key_value": "qkv_proj", "output": "o_proj"},
     settings=(*SETTINGS, "partial_rotary_factor", "original_max_position_embeddings"),

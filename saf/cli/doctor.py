@@ -12,7 +12,7 @@ from saf.cli.output import show
 from saf.machine.survey import compilers, devices, package_version
 from saf.ops import explain
 from saf.ops.live import FLASH_PACKAGES, KERNELS, obstacle
-from saf.records.table import Table
+from saf.records.table import Cell, Table
 
 REQUIRED = ("torch", "numpy", "safetensors", "scipy", "tokenizers", "tyro", "rich", "tensorboard")
 OPTIONAL = {
@@ -44,7 +44,7 @@ class Doctor(Command):
             "compilers": compilers(),
             "backends": backends(),
             "live_kernels": live_kernels(),
-            "families": [family.name for family in FAMILIES],
+            "families": {family.name: family.particular for family in FAMILIES},
         }
         show(result, *_tables(result), as_json=self.json)
         return result
@@ -90,7 +90,8 @@ def _tables(result: dict[str, Any]) -> list[Any]:
     tables.append(Table.facts("compilers", compiled))
     kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
     tables.append(Table.facts("attention kernels of live heads", kernels))
-    tables.append(f"\nmodels of transformers that freeze: {', '.join(result['families'])}")
+    families = [[Cell(text=name), particular] for name, particular in result["families"].items()]
+    tables.append(Table.of("models of transformers that freeze", ["family", "what is particular"], families))
     for asked in result["backends"]:
         tables.append(f"\nfrozen heads on {asked['device']}, {asked['dtype']}:")
         tables += [f"  {line}" for line in asked["lines"]]
