@@ -100,7 +100,10 @@ class Plan:
             # What is made needs no files, and what a task's files are decides its runs beside their parent.
             data = self.examples.get(arm.task, "") if is_of_files(arm.task) else ""
             files, context = self.files.get(arm.task), int(settings["length"])
-            work = work_of(arm.task, settings, chooses=like is None, context=context, files=files)
+            # A run that goes on with its parent's task keeps the task's settings, too.
+            taught = parent.settings if parent and parent.settings.get("task") == arm.task else {}
+            kept = {name: value for name, value in taught.items() if name.startswith(f"{arm.task}.")}
+            work = work_of(arm.task, kept | settings, chooses=like is None, context=context, files=files)
             settings = {"updates": work.updates, **settings}
         key = run_key(flags, data=data, parent=parent and parent.key, step=step, match=match, heads=heads, like=like)
         self.arms[name, arm.name, seed] = key

@@ -9,7 +9,7 @@ from saf.experiments.columns import AGAINST, OWN, REFERENCE, Row
 from saf.experiments.examples import WHOLE, find_examples, work_of, write_smoke_examples
 from saf.experiments.launching import words
 from saf.experiments.plan import plan
-from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.recipe import Arm, Recipe, open_recipes
 from saf.experiments.render import render
 from saf.experiments.rows import Rows
 from saf.experiments.scales import SCALES
@@ -206,3 +206,10 @@ def test_files_of_tasks_are_found_gzipped_or_not_and_missed_by_name(tmp_path):
     assert find_examples(folder).keys() == {"sst2", "quality"}
     with pytest.raises(InputError, match=r"no examples of a task; expected files such as sst2/train\.tsv and"):
         find_examples(tmp_path / "nothing")
+
+
+def test_a_run_that_goes_on_with_its_parents_task_is_foretold_by_the_settings_that_it_keeps():
+    made = plan({"stages": open_recipes()["stages"]}, SCALES["smoke"], data="data", seeds=(1,))
+    recall = [run for run in made.runs.values() if run.settings.get("task") == "mqar"]
+    assert any(made.runs[str(run.parent)].settings.get("task") == "mqar" for run in recall)
+    assert max(run.seconds(SCALES["smoke"].rates) for run in recall) < 5
