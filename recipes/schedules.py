@@ -39,6 +39,13 @@ def _triggered(multiplier: float, change: str) -> Arm:
     )
 
 
+def _branched(multiplier: float) -> Arm:
+    """From a quarter of the ordinary arm's training on: what it changes is then no difference of two trainings."""
+    settings = {"freeze.rate": CAP, "schedule": "train_loss", MULTIPLIER: multiplier}
+    name = f"train loss, z = {multiplier}, from 25% of training on"
+    return Arm(name=name, parent="ordinary", at=0.25, settings=settings, smoke=False)
+
+
 RECIPE = Recipe(
     title="Schedules",
     seeds=1,
@@ -51,11 +58,14 @@ RECIPE = Recipe(
         _budget(0.02, "+0.348"),
         _triggered(3.0, "+0.409"),
         _triggered(1.5, "+2.119"),
+        _branched(3.0),
+        _branched(1.5),
     ),
     columns=("perplexity", "delta", "difference", "context", "heads", "minutes", "intervention"),
     notes=(
         "Schedules by the training loss begin at initialisation, so that their arms are trainings of their own: in "
-        "their change is what two trainings of the same settings differ by.",
+        "their change is what two trainings of the same settings differ by. Those that branch off the ordinary arm at "
+        "25% have no number of the paper, and see no loss before that.",
         "The difference is that of the gradual schedule from one time, at the same rate.",
         "Runs of several events are compiled by layers, the others whole: their minutes are what each takes.",
     ),
