@@ -90,7 +90,7 @@ ENTRIES = {
     "prefill-qwen3-flash-4096x4": Entry(70, f"{QWEN} --points 4096x4 {QWEN_FLASH}"),
     "prefill-qwen3-flash-4096x8": Entry(140, f"{QWEN} --points 4096x8 {QWEN_FLASH_LONG}"),
     "prefill-qwen3-flash-8192x8": Entry(280, f"{QWEN} --points 8192x8 {QWEN_FLASH_LONG}"),
-    "prefill-qwen3-4096x4": Entry(50, f"{QWEN} --points 4096x4 {QWEN_RATES}"),
+    "prefill-qwen3-4096x4": Entry(70, f"{QWEN} --points 4096x4 {QWEN_RATES.replace('--pairs 4', '--pairs 6')}"),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
     # Two sequences of 4K leave the device waiting for the host; a graph a micro-batch does not.
     "update-b2-graphs": Entry(
@@ -119,7 +119,7 @@ ENTRIES = {
     "op-qwen3-groups": Entry(85, f"{QWEN_LAYER} --rates 0.25 0.5 0.75 --others --no-free --whole-groups"),
     "decode-qwen3-groups": Entry(120, f"{QWEN_STEP} --points 4096x8 --placement groups"),
     "decode-qwen3-groups-64k": Entry(120, f"{QWEN_STEP} --points 65536x1 --placement groups"),
-    "memory-qwen3": Entry(130, f"{EAGER} --points 8192x4 8192x8 --rates 0.25 0.5 0.75 {PEAKS} --workers 3"),
+    "memory-qwen3": Entry(200, f"{EAGER} --points 8192x4 8192x8 --rates 0.1 0.3 0.5 0.75 {PEAKS} --workers 4"),
     "memory-qwen3-short": Entry(
         190, f"{EAGER} --points 2048x4 2048x8 4096x4 4096x8 --rates 0.1 0.3 0.5 0.75 {PEAKS} --workers 4"
     ),
