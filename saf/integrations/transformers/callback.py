@@ -20,6 +20,7 @@ from saf.adapters.transformers_folder import mark_of
 from saf.arguments import check
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freezing.config import FreezeConfig
+from saf.integrations.transformers.restarts import PROGRESS, Before, moments_of, stored_in
 from saf.integrations.transformers.sequences import sequences
 from saf.integrations.transformers.trainer import (
     Editing,
@@ -40,9 +41,6 @@ from saf.surgery import check_editable, restore_, uninstall_
 from saf.surgery.optimizer import unwrap_optimizer
 from saf.train.events import CARRY_OUT, check_freeze, meant, start_proposer
 from saf.train.parallel import Alone, Parallel, Replicas
-
-PROGRESS = "progress"
-"""The attribute that a checkpoint's trainer_state.json keeps of the callback."""
 
 
 @dataclass(kw_only=True)
@@ -89,6 +87,8 @@ class _Training:
     proposer: Proposer
     folder: Path
     events: list[EventRecord]
+    updates: int
+    """Of how many updates the schedule's shares are."""
     updater: _Updater = field(default_factory=_Updater)
     update: int = 0
     stepped: bool = False
@@ -119,6 +119,9 @@ class FreezeCallback(Editing, ExportableState):
     Checkpoints of the Trainer hold everything: weights, layout, patterns and kept rows by `save_pretrained`, and the
     schedule's state in trainer_state.json. `train(resume_from_checkpoint=...)` goes on from any of them with the model
     that training began with, and `load_best_model_at_end` takes the best one's heads along with its weights.
+
+    Where the Trainer starts over within a call of `train` (`auto_find_batch_size`), the events are undone, and the
+    schedule begins anew. Another call of `train` on a model that its events froze is refused unless it resumes.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class FreezeCallback(Editing, ExportableState):
         self._cut = {"length": length, "count": sequences, "batch_size": batch_size}
         self._tokenizer = tokenizer
         self._training: _Training | None = None
+        self._before = Before()
         join_trainers()
 
     @property
@@ -178,6 +182,7 @@ class FreezeCallback(Editing, ExportableState):
         if self._training is not None:
             progress = {
                 "settings": self._settings(),
+                "updates": self._training.updates,
                 "schedule": self._training.proposer.state_dict(),
                 "events": [event.values for event in self._training.events],
             }
@@ -207,18 +212,18 @@ class FreezeCallback(Editing, ExportableState):
         settings = _Settings(freeze=self.config, schedule=self.schedule)
         self._check(args, state, execution)
         check_editable(model, optimizer)
+        if self.called:
+            if self._training is not None and self._training.model is model and not state.global_step:
+                self._before.refuse_more(model, self._training.events)
+            self._before, self.called = Before.of(model), False
         tokenizer = self._tokenizer or given.get("processing_class")
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
         self.config.check_length(task.batches[0].shape[-1])
-        stored = _stored(state) if state.global_step else None
-        if stored is not None and stored["settings"] != self._settings():
-            raise InputError(
-                f"the checkpoint was trained with other settings of FreezeCallback; it has {stored['settings']}, here "
-                f"are {self._settings()}: resume with those"
-            )
+        stored = stored_in(state, type(self).__name__) if state.global_step else None
+        updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
         layouts = [site.layout for site in adapter_for(model).sites()]
         left = None if stored is None else stored["schedule"]
-        proposer = start_proposer(settings, layouts, updates=state.max_steps, state=left)
+        proposer = start_proposer(settings, layouts, updates=updates, state=left)
         assert proposer is not None
         folder = Path(args.output_dir)
         self._training = _Training(
@@ -230,6 +235,7 @@ class FreezeCallback(Editing, ExportableState):
             proposer=proposer,
             folder=folder,
             events=[] if stored is None else [EventRecord(folder, values) for values in stored["events"]],
+            updates=updates,
         )
         # A checkpoint of training without this callback has no place for its state.
         callbacks: Any = state.stateful_callbacks
@@ -273,6 +279,11 @@ class FreezeCallback(Editing, ExportableState):
             for site in adapter.sites():
                 for parameter, _ in site.projections().values():
                     inner.state.pop(parameter, None)
+
+    def start_over_(self, model: nn.Module, optimizer: Any = None) -> None:
+        """Undo what events changed since the present call of `train` began; raise what says why that cannot be."""
+        self._before.restore_(model, optimizer)
+        self._training = None
 
     def _carry_out_due_(self, update: int, given: dict[str, Any]) -> None:
         """Carry out the events that the schedule proposes, one after another."""
@@ -341,13 +352,6 @@ class FreezeCallback(Editing, ExportableState):
     def _settings(self) -> dict[str, Any]:
         """Return the settings as plain values, by which a resumed run is known."""
         return to_json({"config": self.config.to_dict(), "schedule": schedule_to_dict(self.schedule)})
-
-
-def _stored(state: TrainerState) -> dict[str, Any] | None:
-    """Return what a checkpoint's trainer_state.json keeps of the callback; None where it was not there."""
-    callbacks: Any = state.stateful_callbacks or {}
-    kept = callbacks.get(FreezeCallback.__name__)
-    return None if kept is None else kept["attributes"][PROGRESS]
 
 
 def _recorded(training: _Training, event: Any, outcome: Outcome, seconds: dict[str, float], update: int) -> EventRecord:

@@ -40,6 +40,12 @@ class Editing(TrainerCallback):
 
     trainer: Any = None
     """The Trainer that trains, from when it begins."""
+    called: bool = False
+    """Whether `train` was called and its loop has not begun yet; a loop that begins later starts over."""
+
+    def start_over_(self, model: nn.Module, optimizer: Any = None) -> None:
+        """Take back what events changed: the Trainer is about to start over, with what the model has learned."""
+        raise NotImplementedError
 
     def follow_(self, model: nn.Module, folder: Path, optimizer: Any = None) -> None:
         """Give a model the heads of a checkpoint, whose weights are loaded next."""
@@ -48,22 +54,44 @@ class Editing(TrainerCallback):
 
 @cache
 def join_trainers() -> None:
-    """Let every `Trainer` tell its callbacks that edit heads of itself, and of a checkpoint before it loads weights.
+    """Let every `Trainer` tell its callbacks that edit heads of itself, of starting over, and of checkpoints to load.
 
     What it pushes of a model with frozen or pruned heads has the files about these, too, and its model card their
     section, whatever its callbacks.
     """
     from transformers.trainer import Trainer
 
-    train, load, load_best = Trainer.train, Trainer._load_from_checkpoint, Trainer._load_best_model
-    push, card = Trainer._push_from_checkpoint, Trainer.create_model_card
+    _tell_of_training(Trainer)
+    _tell_of_loading(Trainer)
+    _send_heads_along(Trainer)
+
+
+def _tell_of_training(kind: Any) -> None:
+    """Let a Trainer tell callbacks which one it is when it begins to train, and of starting over."""
+    train, loop = kind.train, kind._inner_training_loop
 
     @wraps(train)
     def train_told(self: Any, *arguments: Any, **options: Any) -> Any:
         """Tell callbacks which Trainer it is, then train."""
         for callback in _editing(self):
-            callback.trainer = self
+            callback.trainer, callback.called = self, True
         return train(self, *arguments, **options)
+
+    @wraps(loop)
+    def training_loop(self: Any, *arguments: Any, **options: Any) -> Any:
+        """Let callbacks start over where the Trainer does, as `auto_find_batch_size` has it; then train."""
+        for callback in _editing(self):
+            if not callback.called:
+                callback.start_over_(self.model, self.optimizer)
+                rewrap_(self)
+        return loop(self, *arguments, **options)
+
+    kind.train, kind._inner_training_loop = train_told, training_loop
+
+
+def _tell_of_loading(kind: Any) -> None:
+    """Let the model of a Trainer follow the heads of checkpoints."""
+    load, load_best = kind._load_from_checkpoint, kind._load_best_model
 
     @wraps(load)
     def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -76,6 +104,13 @@ def join_trainers() -> None:
         """Follow the best checkpoint's heads, then load its weights."""
         _follow_(self, Path(self.state.best_model_checkpoint), self.model)
         load_best(self)
+
+    kind._load_from_checkpoint, kind._load_best_model = load_from_checkpoint, load_best_model
+
+
+def _send_heads_along(kind: Any) -> None:
+    """Let a Trainer push the files about heads, and write their section into its model card."""
+    push, card = kind._push_from_checkpoint, kind.create_model_card
 
     @wraps(push)
     def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
@@ -98,12 +133,7 @@ def join_trainers() -> None:
             told = with_section(path.read_text(encoding="utf-8"), section(adapter_for(model)))
             write_atomically(path, told.encode())
 
-    Trainer.train, Trainer._load_from_checkpoint, Trainer._load_best_model = (
-        train_told,
-        load_from_checkpoint,
-        load_best_model,
-    )
-    Trainer._push_from_checkpoint, Trainer.create_model_card = push_from_checkpoint, create_model_card
+    kind._push_from_checkpoint, kind.create_model_card = push_from_checkpoint, create_model_card
 
 
 def _pushes(trainer: Any) -> bool:
