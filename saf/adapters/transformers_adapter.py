@@ -35,7 +35,15 @@ from saf.adapters.transformers_attention import (
     state_of,
 )
 from saf.adapters.transformers_cache import mask_for_generation
-from saf.adapters.transformers_folder import UPLOAD, mark_, mark_of, save_with_heads, unmark_, watch_owners
+from saf.adapters.transformers_folder import (
+    UPLOAD,
+    mark_,
+    mark_of,
+    save_with_heads,
+    tell_of_undoing_,
+    unmark_,
+    watch_owners,
+)
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout
@@ -149,6 +157,7 @@ class TransformersSite:
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout; the model attends through our function while any layer has frozen heads."""
         device = self._family.module(self.attention, "value").weight.device
+        self._adapter.forget(self.attention, set(layout.live) - set(self.layout.live))
         attach_state(self.attention, self._family).take(layout, frozen, removed, device)
         for name in self._family.projections.values():
             linear = getattr(self.attention, name)
@@ -293,6 +302,11 @@ class TransformersAdapter(TransformersModel, Adapter):
         """Keep what is known of an event with the configuration, for the model card."""
         if (marked := mark_of(self.model.config)) is not None:
             marked["events"].append(event)
+            marked.pop("cost", None)  # of the heads before
+
+    def forget(self, attention: nn.Module, heads: set[int]) -> None:
+        """Keep with the configuration that heads of a layer were undone."""
+        tell_of_undoing_(self.model.config, self._attention.index(attention), heads)
 
     def _saved(self) -> list[Any]:
         """Return the model and its parts that people may save by themselves, as the model under an adapter of peft."""

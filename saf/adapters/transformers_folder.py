@@ -4,9 +4,11 @@ Its configuration is marked by the entry `saf`, which names what opens the folde
 a map of the heads, and what is known of the events that made them so. What else it says stays.
 """
 
+import hashlib
 import json
 import re
 import warnings
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,12 @@ from saf.adapters.adapter import Adapter
 from saf.adapters.description import SCHEMA, STATE, TENSORS, described_beside, write_description
 from saf.errors import InputError, SafWarning
 from saf.heads import HeadLayout
-from saf.records.files import entries_hash, file_hash, write_atomically
+from saf.records.files import StoredTensors, entries_hash, file_hash, tensors_hash, write_atomically
 from saf.records.folders import new_files
 
 OPENS = "import saf.integrations.transformers"
 """What makes `from_pretrained` open such a folder."""
-CARD = "README.md"
+CARD, CONFIG = "README.md", "config.json"
 UPLOAD = "_upload_modified_files"
 """The method by which models of transformers send what they wrote into a folder to a hub."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -39,9 +41,44 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_hash(folder: Path) -> str:
-    """Return one SHA-256 for a model's configuration, weights and description of heads, each by its own sum."""
-    files = [folder / "config.json", *weight_files(folder), folder / STATE, folder / TENSORS]
-    return entries_hash({path.name: file_hash(path) for path in files if path.is_file()})
+    """Return one SHA-256 for a model's configuration, weights and description of heads, each by its own sum.
+
+    What the configuration tells of what freezing cost is left out: it was measured of the model that has this sum.
+    """
+    files = [folder / CONFIG, *weight_files(folder), folder / STATE, folder / TENSORS]
+    sums = {path.name: file_hash(path) for path in files if path.is_file()}
+    told = _configuration(folder)
+    if (told.get("saf") or {}).pop("cost", None) is not None:
+        sums[CONFIG] = hashlib.sha256(_as_saved(told)).hexdigest()
+    return entries_hash(sums)
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
+    """Return what a folder's configuration says; nothing where it cannot be read."""
+    try:
+        told = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _as_saved(told: dict[str, Any]) -> bytes:
+    """Return the bytes of a configuration as transformers writes it."""
+    return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode()
+
+
+def weights_hash(model: Any) -> str | None:
+    """Return what `tensors_hash` gives for the files of a model's weights; None where some are offloaded.
+
+    Of weights that are tied the files hold one.
+    """
+    state = model.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        return None
+    told = getattr(model, "all_tied_weights_keys", {})
+    tied = {name: source for name, source in told.items() if {name, source} <= state.keys()}
+    again = {name for name, source in tied.items() if state[name].data_ptr() == state[source].data_ptr()}
+    return tensors_hash({name: tensor for name, tensor in state.items() if name not in again})
 
 
 def mark_of(config: Any) -> dict[str, Any] | None:
@@ -58,6 +95,21 @@ def mark_(config: Any) -> None:
 def tell_of_event_(config: Any, **values: Any) -> None:
     """Add to what a configuration tells of the last event that edited heads."""
     mark_of(config)["events"][-1] |= values  # pyright: ignore[reportOptionalSubscript]
+
+
+def tell_of_undoing_(config: Any, layer: int, heads: Collection[int]) -> None:
+    """Take heads of a layer that were undone out of what a configuration tells of events, and what they all cost."""
+    if (marked := mark_of(config)) is None or not heads:
+        return
+    marked.pop("cost", None)
+    for event in marked["events"]:
+        left = [pair for pair in event["heads"] if pair[0] != layer or pair[1] not in heads]
+        if undone := len(event["heads"]) - len(left):
+            fits = [fit for fit in event["fit_kl"] if fit[0] != layer or fit[1] not in heads]
+            event |= {"heads": left, "fit_kl": fits, "undone": event.get("undone", 0) + undone}
+            event.pop("loss_before", None)
+            event.pop("loss_after", None)  # with the heads that are no longer frozen
+    marked["events"] = [event for event in marked["events"] if event["heads"]]
 
 
 def unmark_(config: Any) -> None:
@@ -101,8 +153,10 @@ def save_with_heads(
     folder, model = Path(save_directory), adapter.model
     if is_main_process and not folder.is_file():
         state, tensors = described_beside(adapter)
-        path = folder / CARD
-        card = with_section(path.read_text(encoding="utf-8") if path.is_file() else None, section(adapter))
+        path, told = folder / CARD, section(adapter)
+        if _COST not in told and type(model).__name__.endswith(CAUSAL):  # of a part it was not measured
+            (mark_of(model.config) or {}).pop("cost", None)
+        card = with_section(path.read_text(encoding="utf-8") if path.is_file() else None, told)
         with new_files(folder) as new:
             write_description(new, state, tensors)
             write_atomically(new / CARD, card.encode())
@@ -127,7 +181,7 @@ def upload_with_heads(
     model, path = adapter.model, Path(working_dir) / CARD
     written = path.read_text(encoding="utf-8")
     own = not _has_card(repo_id, options.get("token"))
-    told = _with_tags_of(card, written) if own else with_section(written, section(adapter))
+    told = _with_tags_of(card, written) if own else with_section(written, section_of(card) or "")
     write_atomically(path, told.encode())
     before = {name: time for name, time in files_timestamps.items() if name not in (STATE, TENSORS, CARD)}
     return getattr(type(model), UPLOAD)(model, working_dir, repo_id, before, **options)
@@ -160,10 +214,7 @@ def _with_tags_of(card: str, other: str) -> str:
 
 def holds_heads(folder: Path) -> bool:
     """Return whether the configuration in a folder tells of edited heads; one that cannot be read does not."""
-    try:
-        return "saf" in json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
+    return "saf" in _configuration(folder)
 
 
 def forget_heads_(folder: Path) -> None:
@@ -198,8 +249,9 @@ def with_section(card: str | None, text: str) -> str:
 def tell_cost_(folder: Path, line: str) -> None:
     """Add to the section of a folder's model card what freezing cost, in place of what was told of that before.
 
-    Saving the model again writes the section anew, without it: its weights may be others by then. Raises InputError for
-    a folder whose card has no section.
+    The configuration keeps it with the sum of the weights, so that cards of the model tell it while its weights are
+    these; `folder_hash` stays. Weights in another format than safetensors have no such sum. Raises InputError for a
+    folder whose card has no section.
     """
     path = folder / CARD
     card = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -208,8 +260,20 @@ def tell_cost_(folder: Path, line: str) -> None:
             f"{path} has no section about frozen heads to add to; expected the folder that `saf freeze` or "
             "save_pretrained wrote of a model with frozen heads"
         )
+    files, values = weight_files(folder), _configuration(folder)
+    if values.get("saf") and all(file.suffix == ".safetensors" for file in files):
+        values["saf"]["cost"] = {"told": line, "weights": tensors_hash(StoredTensors(files))}
+        write_atomically(folder / CONFIG, _as_saved(values))
     kept = re.sub(f"^{re.escape(_COST)}.*\\n\\n?", "", told, flags=re.MULTILINE)
     write_atomically(path, with_section(card, f"{kept}{_COST}{line}\n\n").encode())
+
+
+def _cost(adapter: Adapter) -> str:
+    """Return the line about what freezing cost, empty where it was not measured of the weights that the model has."""
+    told = (mark_of(adapter.model.config) or {}).get("cost")
+    if told is None or told["weights"] != weights_hash(adapter.model):
+        return ""
+    return f"{_COST}{told['told']}\n\n"
 
 
 def section(adapter: Adapter) -> str:
@@ -231,7 +295,7 @@ def section(adapter: Adapter) -> str:
         f"```python\n{OPENS}  # without it, transformers refuses the shapes of the weights\n"
         f"from transformers import {opens}\n\nmodel = {opens}.from_pretrained(folder)\n```\n\n"
         f"A character a head, `.` ordinary, `F` frozen, `P` pruned:\n\n```text\n{rows}\n```\n\n{events}"
-        f"{chr(10) if events else ''}"
+        f"{chr(10) if events else ''}{_cost(adapter)}"
     )
 
 
@@ -248,6 +312,8 @@ def _told(event: dict[str, Any]) -> str:
     chosen = "as named" if event.get("named") else f"by {event['score_name']}"
     heads = "1 head" if len(event["heads"]) == 1 else f"{len(event['heads'])} heads"
     parts = [f"{heads} {event['kind']} {chosen}{rate}{patterns}"]
+    if undone := event.get("undone"):
+        parts.append(f"{undone} more of the same event {'was' if undone == 1 else 'were'} undone since")
     if event.get("update") is not None:
         parts.append(f"after update {event['update']}")
     text = f" of {event['data']}" if event.get("data") else ""

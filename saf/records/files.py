@@ -246,6 +246,30 @@ def read_tensors(
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
+class StoredTensors(Mapping[str, Tensor]):
+    """Show the tensors of several safetensors files as one mapping, each read when it is asked for.
+
+    Errors are those of `read_json`.
+    """
+
+    def __init__(self, paths: Iterable[Path], *, error: type[SafError] = InputError, advice: str = ""):
+        self._told = {"device": "cpu", "error": error, "advice": advice}
+        self._places: dict[str, Path] = {}
+        for path in paths:
+            with _open_tensors(path, **self._told) as file:
+                self._places |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _open_tensors(self._places[name], **self._told) as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 def read_metadata(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, str]:
     """Read the texts that a safetensors file holds beside its tensors; errors are those of `read_json`."""
     with _open_tensors(path, "cpu", error, advice) as file:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import saf
 from saf.adapters import adapter_for
-from saf.adapters.transformers_folder import section, tell_cost_, with_section
+from saf.adapters.transformers_folder import folder_hash, section, tell_cost_, with_section
 from saf.errors import CheckpointError, SafWarning, UnsupportedError
 from saf.heads import HeadSet
 from tests.transformers_models import FAMILIES, HEADS, freeze, make, tokens, weight_of
@@ -323,6 +323,84 @@ def test_the_model_card_maps_the_heads_and_keeps_what_people_wrote(tmp_path):
     assert with_section(None, "text").startswith("---\nlibrary_name: transformers")
 
 
+def told_what_it_cost(folder, family="llama"):
+    """Save a frozen model and tell what freezing cost; evaluations of the folder stay evaluations of it."""
+    model = make(family)
+    saf.freeze_(model, [tokens()], saf.FreezeConfig(count=3, max_fit_kl=99))
+    model.save_pretrained(folder)
+    before = folder_hash(folder)
+    tell_cost_(folder, "much")
+    assert folder_hash(folder) == before
+
+
+def card_of(folder):
+    return (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cards_tell_what_freezing_cost_while_the_weights_are_those(family, tmp_path):
+    told_what_it_cost(tmp_path / "one", family)
+    card = card_of(tmp_path / "one")
+    again = opened(tmp_path / "one")
+    again.save_pretrained(tmp_path / "one")
+    assert card_of(tmp_path / "one") == card
+    assert card.count("- what freezing cost: much\n") == 1
+    again.base_model.save_pretrained(tmp_path / "part")
+    assert "what freezing cost" not in card_of(tmp_path / "part"), "which predicts nothing"
+    again.save_pretrained(tmp_path / "two", max_shard_size="20KB")
+    tell_cost_(tmp_path / "two", "more")
+    opened(tmp_path / "two").save_pretrained(tmp_path / "two")
+    assert card_of(tmp_path / "two") == card.replace("much", "more")
+
+
+def trained(model):
+    with torch.no_grad():
+        next(module for name, module in model.named_modules() if name.endswith("mlp.up_proj")).weight.mul_(2)
+
+
+CHANGES = {
+    "trained": trained,
+    "another event": lambda model: saf.freeze_(model, [tokens()], saf.FreezeConfig(count=1, max_fit_kl=99)),
+    "pruned": lambda model: saf.prune_(model, list(adapter_for(model).live_heads())[:1]),
+    "undone": lambda model: saf.uninstall_(model, list(adapter_for(model).frozen_heads())[:1]),
+    "in 16 bits": lambda model: model.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_freezing_cost_is_not_told_of_other_weights(change, tmp_path):
+    told_what_it_cost(tmp_path / "one")
+    model = opened(tmp_path / "one")
+    assert "what freezing cost" in section(adapter_for(model))
+    change(model)
+    assert "what freezing cost" not in section(adapter_for(model))
+    model.save_pretrained(tmp_path / "one")
+    assert "what freezing cost" not in card_of(tmp_path / "one")
+    assert "cost" not in json.loads((tmp_path / "one" / "config.json").read_text())["saf"]
+
+
+def test_the_card_tells_of_heads_that_are_still_frozen(tmp_path):
+    model = make("llama")
+    first = saf.freeze_(model, [tokens()], saf.FreezeConfig(count=4, max_fit_kl=99))
+    second = saf.freeze_(model, [tokens()], saf.FreezeConfig(count=2, max_fit_kl=99))
+    assert "4 heads frozen by variance, patterns by mean; calibrated" in section(adapter_for(model))
+    kept, *others = first.heads
+    saf.uninstall_(model, others[:1])
+    model.save_pretrained(tmp_path)
+    model = opened(tmp_path)
+    assert "3 heads frozen by variance, patterns by mean; 1 more of the same event was undone" in card_of(tmp_path)
+    saf.uninstall_(model, [*others[1:], *second.heads])
+    model.save_pretrained(tmp_path)
+    card = card_of(tmp_path)
+    assert "Of the 12 attention heads 1 frozen" in card
+    assert "1 head frozen by variance, patterns by mean; 3 more of the same event were undone since; calib" in card
+    assert card.count("patterns by mean") == 1
+    worst = first.fit_kl[kept]
+    assert f"KL of the fits {worst:.4f} nats in the middle, {worst:.4f} at most" in card
+    saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=others[:1], max_fit_kl=99))
+    assert section(adapter_for(model)).count("1 head frozen") == 2
+
+
 class Hub:
     """A hub in a folder, which keeps the files that a model sends."""
 
@@ -391,6 +469,15 @@ def test_a_pushed_model_opens_and_its_card_has_the_section(push, hub, tmp_path):
     assert hub.card().endswith("\nThanks.\n")
     assert "3 frozen and 1 pruned" in hub.card()
     assert hub.card().count("## Frozen attention heads") == 1
+
+
+@PUSHES
+def test_what_freezing_cost_is_pushed(push, hub, tmp_path):
+    told_what_it_cost(tmp_path / "one")
+    for _ in range(2):  # the second time the repository has a card
+        push(opened(tmp_path / "one"), tmp_path / "folder")
+        assert hub.card().count("- what freezing cost: much\n") == 1
+    assert "what freezing cost" in section(adapter_for(opened(hub.folder)))
 
 
 def test_a_pushed_folder_keeps_what_its_card_says_where_the_repository_has_none(hub, tmp_path):
