@@ -191,6 +191,34 @@ def test_a_model_with_hooks_is_frozen_as_without_and_refused_where_its_attention
         saf.freeze_(away, [tokens()], config)
 
 
+ADAPTED = {"llama": ["q_proj", "k_proj", "o_proj"], "gpt2": ["c_attn", "c_fc"], "phi3": ["qkv_proj", "o_proj"]}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+@pytest.mark.parametrize("heads", [HEADS, FIRST], ids=["some", "a-layer"])
+def test_the_folder_of_an_adapter_opens_on_its_base_with_frozen_heads(family, heads, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = make(family)
+    freeze(model, heads)
+    model.save_pretrained(tmp_path / "base")
+    options = {"target_modules": ADAPTED[family], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(opened(tmp_path / "base"), peft.LoraConfig(**options))
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = logits(adapted)
+    assert not torch.equal(expected, logits(model))
+    shutil.copytree(tmp_path / "base", tmp_path / "both")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "adapter" / name, tmp_path / "both")
+    again, found = opened(tmp_path / "adapter", output_loading_info=True)
+    assert not any(found.values())
+    for one in (again, type(model).from_pretrained(tmp_path / "adapter"), opened(tmp_path / "both")):
+        assert type(one) is type(model)
+        torch.testing.assert_close(logits(one), expected)
+    make(family).save_pretrained(tmp_path / "base")  # an ordinary one in its place
+    with pytest.raises(RuntimeError, match="mismatch"):
+        opened(tmp_path / "adapter")
+
+
 def test_without_the_import_transformers_refuses_by_shape(tmp_path):
     model = make("llama")
     freeze(model)

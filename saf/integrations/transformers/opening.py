@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import is_peft_available
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
@@ -53,6 +54,11 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ordinary)
     def from_pretrained(cls: Any, name: Any, *model_args: Any, config: Any = None, **options: Any) -> Any:
         """Open a marked folder with its heads, and any other one as before."""
+        base = None if name is None else _base_of(Path(name))
+        if base is not None and _is_marked(cls, base, config, options):
+            # As Auto classes do it, which find the model themselves.
+            given = options.get("adapter_kwargs") or {}
+            name, options["adapter_kwargs"] = base, {"_adapter_model_path": name, **given}
         if name is None or not _is_marked(cls, name, config, options):
             return ordinary(cls, name, *model_args, config=config, **options)
         if options.get("quantization_config") is not None:
@@ -63,14 +69,15 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         state = read_json(folder / STATE, error=CheckpointError)
         check_sums(folder, state)
         tensors = read_tensors(folder / TENSORS, error=CheckpointError)
-        token = _OPENS.set(True)
+        shaped, token = _shaped(cls, state, tensors), _OPENS.set(True)
         try:
-            opened = ordinary(_shaped(cls, state), name, *model_args, config=config, **options)
+            opened = ordinary(shaped, name, *model_args, config=config, **options)
         finally:
             _OPENS.reset(token)
         model = opened[0] if isinstance(opened, tuple) else opened
-        model.__class__ = cls
-        _tell_(model, state, tensors)
+        if type(model) is shaped:  # with an adapter of peft it was told before
+            model.__class__ = cls
+            _tell_(model, state, tensors)
         return opened
 
     return from_pretrained
@@ -113,6 +120,14 @@ def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
+def _base_of(folder: Path) -> str | None:
+    """Return what model the adapter of peft in a folder is for; None for anything else, and with a model beside it."""
+    path = folder / "adapter_config.json"
+    if not is_peft_available() or not path.is_file() or (folder / "config.json").is_file():
+        return None
+    return read_json(path, error=CheckpointError).get("base_model_name_or_path")
+
+
 def _is_marked(cls: Any, name: Any, config: Any, options: dict[str, Any]) -> bool:
     """Return whether the configuration that `from_pretrained` would use tells of frozen or pruned heads."""
     if config is None or isinstance(config, str | Path):
@@ -138,8 +153,12 @@ def _folder(name: Any, options: dict[str, Any]) -> Path:
     return Path(str(found[0])).parent
 
 
-def _shaped(cls: Any, state: dict[str, Any]) -> Any:
-    """Return a class of models that are built with the shapes of a description, there while one is opened."""
+def _shaped(cls: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """Return a class of models that are built with the shapes of a description, there while one is opened.
+
+    Where `from_pretrained` was given the folder of an adapter of peft, it loads that once the model is filled: the
+    model is told of its heads before, as the adapter was made for a model that knows them.
+    """
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         """Build the model, cut it, and take the places of what its file tells of the heads."""
@@ -149,7 +168,19 @@ def _shaped(cls: Any, state: dict[str, Any]) -> Any:
             holder.register_buffer(LAYOUT, torch.empty(layout.num_heads, 2, dtype=torch.int64))
             site.attention.register_module(_TOLD, holder)
 
-    names = {"__init__": init, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    def load_adapter(self: Any, *arguments: Any, **options: Any) -> Any:
+        """Give the model its heads and its class, then load the adapter."""
+        self.__class__ = cls
+        _tell_(self, state, tensors)
+        return self.load_adapter(*arguments, **options)
+
+    names = {
+        "__init__": init,
+        "load_adapter": load_adapter,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     return type(cls.__name__, (cls,), names)
 
 
