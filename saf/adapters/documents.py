@@ -27,20 +27,26 @@ class Documents:
     """Tokens of the longest document."""
 
     @classmethod
-    def of(cls, mask: Callable[..., Tensor], batch: int, length: int, device: torch.device) -> "Documents | None":
+    def of(
+        cls, mask: Callable[..., Tensor], batch: int, length: int, device: torch.device, *, window: int | None = None
+    ) -> "Documents | None":
         """Return the documents that a mask of transformers, `mask(row, head, query, key)`, keeps apart.
 
         A document begins where a token does not see the one before it. None where no mask of documents is the same:
-        one of a window shorter than a document, or any other. This waits for the device.
+        one of a window shorter than a document, or any other. With a `window` the mask is that of documents within it,
+        and None also stands for rows of one document each. This waits for the device.
         """
         row, place = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)
         head = place.new_zeros(())
         begins = torch.ones(batch, length, dtype=torch.bool, device=device)
         begins[:, 1:] = ~mask(row, head, place[1:], place[:-1])
+        if window is not None and not begins[:, 1:].any():
+            return None
         document = begins.cumsum(1)
         for some in place.split(max(1, _PAIRS // (batch * length))):
             query, key = some[None, :, None], place[None, None, :]
             alone = (document[:, some, None] == document[:, None, :]) & (key <= query)
+            alone = alone if window is None else alone & (query - key < window)
             if not torch.equal(mask(row[..., None], head, query, key).expand_as(alone), alone):
                 return None
         first = begins.flatten().nonzero().flatten()

@@ -34,8 +34,8 @@ def padding_mask(
 
     Of packed documents it returns these, with a cache of fixed size where in it the queries stand. Raises
     UnsupportedError for what frozen heads would not see: keys beyond the tokens seen so far, attention that is not
-    causal within each document; and for windows in a cache of fixed size. Raises InputError for padding between real
-    tokens.
+    causal within each document; for documents longer than a layer's window; and for windows in a cache of fixed size.
+    Raises InputError for padding between real tokens.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -57,6 +57,7 @@ def padding_mask(
         documents = Documents.of(mask_function, rest["batch_size"], q_length, device)
         if documents is not None:
             return None if documents.longest == q_length else documents
+        _check_window(mask_function, q_length, **rest)
     if not (plain or window):
         raise UnsupportedError(
             "with frozen heads attention is causal, within each document that position_ids tell of; another mask "
@@ -68,6 +69,52 @@ def padding_mask(
         return None
     mask = attention_mask[:, kv_offset : kv_offset + kv_length]  # as transformers: it may tell of tokens to come
     return left_padded(mask)
+
+
+def _check_window(
+    mask_function: Any,
+    length: int,
+    *,
+    batch_size: int,
+    device: Any = None,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> None:
+    """Raise UnsupportedError where a mask is of packed documents longer than the window of layers."""
+    if local_size is None or local_size != window_of(config):
+        return
+    documents = Documents.of(mask_function, batch_size, length, torch.device(device or "cpu"), window=local_size)
+    if documents is not None:
+        raise UnsupportedError(beyond_window(documents.longest, local_size))
+
+
+def window_of(config: Any) -> int | None:
+    """Return the sliding window that layers of a configuration's model attend within; None where none has one."""
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if kinds is None or "sliding_attention" in kinds else None
+
+
+def beyond_window(longest: int, window: int) -> str:
+    """Say that packed documents are longer than the window of layers."""
+    return (
+        f"packed documents of up to {longest} tokens exceed the sliding window of {window} that layers of this model "
+        f"attend within, and with frozen or pruned heads it takes packed documents up to the window: cut them to "
+        f"{window} tokens, or {_APART}"
+    )
+
+
+def check_documents(position_ids: Tensor, window: int) -> None:
+    """Raise UnsupportedError where positions `[B, T]` tell of packed documents longer than the window of layers.
+
+    It waits for the device.
+    """
+    begins = position_ids.diff(dim=-1) != 1
+    if begins.any():
+        document = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
+        longest = max(int(row.bincount().max()) for row in document)
+        if longest > window:
+            raise UnsupportedError(beyond_window(longest, window))
 
 
 def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:

@@ -39,8 +39,23 @@ def family(request):
 def test_documents_longer_than_the_window_of_a_layer_that_stays_ordinary_are_refused(name):
     model, (ids, positions) = make(name), packed()
     freeze(model)
-    with pytest.raises(UnsupportedError, match="give every sequence a row of its own"):
-        model(ids, position_ids=positions, use_cache=False)
+    reached = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: reached.append(1))
+    for some, longest in ((positions, LENGTH), (torch.cat([torch.arange(10), torch.arange(30)])[None], 30)):
+        with pytest.raises(UnsupportedError, match=rf"{longest} tokens exceed .* window of 8 .*a row of its own"):
+            model(ids[: len(some)], position_ids=some, use_cache=False)
+    assert not reached
+    # One sequence a row is none of them.
+    model(ids[:, :LENGTH], position_ids=torch.arange(LENGTH)[None], use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_window_that_no_layer_has_refuses_no_documents(name):
+    model, (ids, positions) = make(name, layer_types=["full_attention"] * 4).double(), packed()
+    freeze(model, WHOLE_LAYER)
+    with torch.no_grad():
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(logits, alone(model, ids), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
@@ -98,7 +113,7 @@ def test_what_cannot_work_raises_before_anything_is_computed(family):
     model, (ids, positions) = make(family), packed()
     freeze(model)
     reached = []
-    adapter_for(model).sites()[1].attention.register_forward_pre_hook(lambda *_: reached.append(1))
+    adapter_for(model).sites()[0].attention.register_forward_hook(lambda *_: reached.append(1))
     late, gap = ([*range(20), *range(5, 25)], [*range(10), *range(14, 24)])
     for some in (positions, torch.tensor([late]), torch.tensor([gap])):
         own = ids[: len(some), : some.shape[1]]

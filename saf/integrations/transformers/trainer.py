@@ -8,6 +8,8 @@ with such a callback or without.
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from saf.adapters.transformers_folder import (
     section_of,
     with_section,
 )
+from saf.adapters.transformers_mask import beyond_window, check_documents, window_of
 from saf.errors import UnsupportedError
 from saf.machine.processes import group_place
 from saf.records.files import write_atomically
@@ -84,7 +87,8 @@ def _tell_of_training(kind: Any) -> None:
             if not callback.called:
                 callback.start_over_(self.model, self.optimizer)
                 rewrap_(self)
-        return loop(self, *arguments, **options)
+        with _watched(self):
+            return loop(self, *arguments, **options)
 
     kind.train, kind._inner_training_loop = train_told, training_loop
 
@@ -197,15 +201,53 @@ _SHARES = (
 
 
 def check_packing(trainer: Any) -> None:
-    """Raise UnsupportedError where compiled code is to get packed documents: frozen heads would refuse them later."""
+    """Raise UnsupportedError where models with frozen heads are to get packed documents that they would refuse.
+
+    These are any in compiled code, and some longer than a layer's window, where the rows of the data tell it at once.
+    """
     collator = trainer.data_collator
     # TRL's collators say so themselves.
-    packs = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False) is True
-    if trainer.args.torch_compile and packs:
+    if not (isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False) is True):
+        return
+    if trainer.args.torch_compile:
         raise UnsupportedError(
             f"{type(collator).__name__} packs documents into one row, and with frozen heads compiled code attends to "
             "one sequence a row: leave torch_compile out, or pad each document in a row of its own"
         )
+    lengths, window = _document_lengths(trainer), window_of(getattr(trainer.model, "config", None))
+    several = trainer.args.per_device_train_batch_size > 1
+    if window is not None and several and lengths and max(lengths) > window:
+        raise UnsupportedError(beyond_window(max(lengths), window))
+
+
+def _document_lengths(trainer: Any) -> list[int]:
+    """Return the tokens of each document that a Trainer packs; none where only reading all of the data tells it."""
+    rows, column = trainer.train_dataset, trainer.args.length_column_name
+    if not isinstance(trainer.data_collator, DataCollatorWithFlattening):
+        return []  # rows may be packed already
+    if column in (getattr(rows, "column_names", None) or ()):
+        return list(rows[column])
+    return [len(row["input_ids"]) for row in rows] if isinstance(rows, list) else []
+
+
+@contextmanager
+def _watched(trainer: Any) -> Iterator[None]:
+    """Refuse packed documents longer than a layer's window from the first pass on, while heads are still ordinary."""
+    window = window_of(getattr(trainer.model, "config", None))
+    if window is None or trainer.args.torch_compile or not _editing(trainer):
+        yield
+        return
+
+    def look(_: Any, __: Any, given: dict[str, Any]) -> None:
+        """Look at the positions of a pass."""
+        if given.get("position_ids") is not None and given.get("attention_mask") is None:
+            check_documents(given["position_ids"], window)
+
+    hook = trainer.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def rewrap_(trainer: Any) -> None:
