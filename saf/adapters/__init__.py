@@ -42,7 +42,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def adapter_for(model: nn.Module) -> Adapter:
-    """Return the adapter of a model; raise UnsupportedError for a family nobody has described."""
+    """Return the adapter of a model; raise UnsupportedError for a family, or attention, that nobody has described."""
     inner = unwrap(model)
     if (found := _known(inner)) is None:
         names = ", ".join(adapter.family for adapter in ADAPTERS)
@@ -50,6 +50,7 @@ def adapter_for(model: nn.Module) -> Adapter:
             f"{type(inner).__name__} is not a supported model; families known here: {names}. "
             f"{HOW_TO_ADD} of the project's repository, tells how one more is added"
         )
+    found.check_attention()
     return found
 
 

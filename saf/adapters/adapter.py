@@ -191,6 +191,9 @@ class Adapter(LanguageModel):
     def run(self, input_ids: Tensor) -> None:
         """Run the layers on `input_ids [B, T]`, without the output layer."""
 
+    def check_attention(self) -> None:
+        """Raise UnsupportedError for a model of the family whose attention layers are not all known; nothing here."""
+
     def attend_through_seam(self) -> None:
         """Let every layer attend through `saf.ops`, ordinary ones too; nothing where all always do."""
 

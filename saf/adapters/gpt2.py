@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor
 
 from saf.adapters.family import CONV1D, Family
-from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 
 
@@ -22,8 +21,6 @@ def scale(attention: Any) -> float:
 
 def tell_sizes(attention: Any, layout: HeadLayout) -> None:
     """Let the forward pass split the projection's result by the rows that each role has left."""
-    if attention.is_cross_attention:
-        raise UnsupportedError("heads that attend to an encoder's output cannot be frozen; use a decoder alone")
     sizes = [len(layout.rows[role]) * attention.head_dim for role in ("query", "key", "value")]
     attention.split_size = attention.embed_dim if layout.ordinary else sizes
 

@@ -222,6 +222,15 @@ class TransformersAdapter(TransformersModel, Adapter):
         names = {type(module).__name__ for module in model.modules()}
         return next((cls(model, family) for family in FAMILIES if family.attention in names), None)
 
+    def check_attention(self) -> None:
+        """Raise UnsupportedError for layers that attend to an encoder's output; such a model can be evaluated alone."""
+        if any(getattr(attention, "is_cross_attention", False) for attention in self._attention):
+            raise UnsupportedError(
+                f"this {type(self.model).__name__} has cross-attention to an encoder's output, whose heads can be "
+                "neither measured nor frozen: open or build it as a decoder alone (from_pretrained(..., "
+                "add_cross_attention=False))"
+            )
+
     def sites(self) -> list[TransformersSite]:
         """Return the attention layers in order."""
         return [TransformersSite(self, attention) for attention in self._attention]

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for, rows_of
+from saf.adapters import adapter_for, language_model, rows_of
 from saf.errors import InputError, SelectionError, UnsupportedError
 from saf.heads import HeadSet
 
 transformers = pytest.importorskip("transformers")
 
-from tests.transformers_models import FAMILIES, LENGTH, freezable, freeze, make, tokens, weight_of  # noqa: E402
+from tests.transformers_models import FAMILIES, HEADS, LENGTH, freezable, freeze, make, tokens, weight_of  # noqa: E402
 
 
 def by_hand(model, patterns, ids):
@@ -272,6 +272,25 @@ def test_whole_groups():
 def test_less_than_whole_groups_is_refused(settings, error, expected):
     with pytest.raises(error, match=expected):
         saf.freeze_(make("qwen3"), [tokens()], saf.FreezeConfig(max_fit_kl=9, whole_groups=True, **settings))
+
+
+def test_cross_attention_is_refused_before_anything_is_measured(tmp_path):
+    model = make("gpt2", add_cross_attention=True)
+    batches = iter([tokens()])
+    for refused in (
+        lambda: saf.freeze_(model, batches),
+        lambda: saf.calibrate(model, batches),
+        lambda: saf.prune_(model, HEADS),
+        lambda: freeze(model),
+    ):
+        with pytest.raises(UnsupportedError, match=r"GPT2LMHeadModel has cross-attention .*add_cross_attention=False"):
+            refused()
+    assert len(list(batches)) == 1
+    assert language_model(model).token_log_probs(tokens(), tokens()).isfinite().all(), "to evaluate it is no matter"
+    model.save_pretrained(tmp_path)
+    alone = type(model).from_pretrained(tmp_path, add_cross_attention=False)
+    freeze(alone)
+    assert len(adapter_for(alone).frozen_heads()) == len(HEADS)
 
 
 def test_what_cannot_be_frozen_says_so_and_changes_nothing():
