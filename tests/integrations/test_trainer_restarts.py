@@ -1,14 +1,17 @@
 """A Trainer that starts over, trains again or goes on for longer: no event is carried out twice."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import saf
 from saf.adapters import adapter_for
 from saf.errors import InputError
-from tests.integrations.test_trainer import UPDATES, Killed, callback, frozen, trainer
+from tests.integrations.test_trainer import CONFIG, UPDATES, FreezeCallback, Killed, callback, frozen, trainer
+from tests.train.group import together
 from tests.transformers_models import make, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -88,6 +91,23 @@ def test_a_trainer_that_starts_over_undoes_the_event_exactly_and_begins_anew(hf,
             heads, left = now.unflatten(0, (4, size)), last.unflatten(0, (len(live), size)) if live else last
             assert torch.equal(heads[gone], then.unflatten(0, (4, size))[gone])
             assert torch.equal(heads[live], left[: len(live)])
+
+
+def work(rank: int, folder: str) -> None:
+    """Train in this process of two, which both run out of memory; keep what came of it."""
+    made = FreezeCallback(CONFIG, [tokens(seed=1 + rank)], saf.OneTime(0.5))
+    run = trainer(transformers, Path(folder), made, OutOfMemory(6), auto_find_batch_size=True)
+    run.train()
+    assert told(made, Path(folder)) == [("freeze", 4)]
+    save_file({name: one.clone() for name, one in run.model.state_dict().items()}, f"{folder}/{rank}.safetensors")
+
+
+def test_several_processes_start_over_together(accelerate, tmp_path):
+    together(2, work, str(tmp_path))
+    one, other = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{UPDATES}")
+    assert len(frozen(opened)) == 4
 
 
 def test_events_that_cannot_be_undone_stop_a_trainer_that_starts_over(hf, accelerate, tmp_path):

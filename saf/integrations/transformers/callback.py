@@ -212,7 +212,7 @@ class FreezeCallback(Editing, ExportableState):
         settings = _Settings(freeze=self.config, schedule=self.schedule)
         self._check(args, state, execution)
         check_editable(model, optimizer)
-        if self.called:
+        if self.called or self._training is None:
             if self._training is not None and self._training.model is model and not state.global_step:
                 self._before.refuse_more(model, self._training.events)
             self._before, self.called = Before.of(model), False
@@ -282,8 +282,9 @@ class FreezeCallback(Editing, ExportableState):
 
     def start_over_(self, model: nn.Module, optimizer: Any = None) -> None:
         """Undo what events changed since the present call of `train` began; raise what says why that cannot be."""
-        self._before.restore_(model, optimizer)
-        self._training = None
+        if self._training is not None and self._training.model is model:
+            self._before.restore_(model, optimizer)
+            self._training = None
 
     def _carry_out_due_(self, update: int, given: dict[str, Any]) -> None:
         """Carry out the events that the schedule proposes, one after another."""
