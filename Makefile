@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check parity fix gpu sanitize clean
+.PHONY: help demo test oldest check parity fix gpu sanitize clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,6 +12,7 @@ EXTRAS := dev,hf,data,triton,eval
 CODE := saf tests tools $(wildcard examples recipes)
 PYTEST_ARGS ?=
 WORKERS ?= 2
+OLDEST := transformers==5.17.0 "huggingface_hub<2" httpx httpcore anyio sniffio regex
 
 help: ## List these targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -25,6 +26,10 @@ demo: $(READY) ## The main job at toy size on a CPU: pretrain, freeze at the mid
 
 test: $(READY) ## All tests that need no GPU
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+oldest: $(READY) ## Tests of models of transformers with the oldest version that is supported
+	@test -d build/oldest || $(PYTHON) -m pip install -q --no-deps --target build/oldest $(OLDEST)
+	@OMP_NUM_THREADS=1 PYTHONPATH=build/oldest $(BIN)/python -m pytest tests/adapters tests/integrations -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(READY) ## Everything that is checked without running tests: format, lint, types, layers, rules, documents
 	$(BIN)/ruff format --check $(CODE)
