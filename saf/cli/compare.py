@@ -1,6 +1,5 @@
 """`saf compare`: an ordinary and a frozen run of the same text."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.compare import compare_evaluations, compare_runs
 from saf.evaluate.compare_recall import compare_recall, has_recall, recall_comparison_tables
-from saf.evaluate.evaluated import pair_words
+from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
@@ -94,21 +93,18 @@ class Compare(Command):
         record: dict[str, Any] = {}
         parts: list[Part] = []
         pair = self.ordinary, self.frozen
-        if self._both_have(perplexity.WRITTEN[0]):
+        if both_have(pair, perplexity.WRITTEN[0]):
             draws = {"resamples": self.resamples, "seed": self.seed}
             record = compare_evaluations(*pair, allow_differences=self.allow_differences, **draws)
             parts.append(self._perplexities(record))
         if self.card is not None:
             self._tell_card(self.card, record)
-        if self._both_have(zero_shot.WRITTEN[0]):
+        if both_have(pair, zero_shot.WRITTEN[0]):
             changes = compare_zero_shot(*pair, allow_differences=self.allow_differences)
             record = {**record, "zero_shot": changes} if record else changes
             parts += zero_shot_comparison_tables(changes)
         if not parts:
-            raise InputError(
-                f"{self.ordinary} and {self.frozen} are evaluations of different things, one of perplexity and one of "
-                "tasks; evaluate both on the same"
-            )
+            raise nothing_to_compare(pair)
         if self.out is not None:
             write_json(self.out / "compare.json", record)
         show(record, *parts, as_json=self.json)
@@ -132,13 +128,6 @@ class Compare(Command):
             f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f}), on {record['windows']:,} "
             f"windows of {record['length']:,} tokens, in {record['precision']}",
         )
-
-    def _both_have(self, name: str) -> bool:
-        """Return whether both evaluations have a file; say so on stderr where one alone has it."""
-        having = [folder for folder in (self.ordinary, self.frozen) if (folder / name).is_file()]
-        if len(having) == 1:
-            print(f"{name} is in {having[0]} alone: it is not compared", file=sys.stderr)
-        return len(having) == 2
 
     def _perplexities(self, record: Mapping[str, Any]) -> Table:
         """Return the table of two perplexities."""

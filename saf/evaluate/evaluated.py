@@ -3,6 +3,7 @@
 Two evaluations tell what freezing cost if these differ in the freezing alone; `check_pair` holds them against another.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from saf.adapters import Adapter, language_model, unwrap
-from saf.errors import CompareError, InputError
+from saf.errors import CompareError, InputError, SafWarning
 from saf.heads import EDITED
 from saf.machine.execution import resolve_precision
 from saf.ops import FrozenHeads
@@ -118,3 +119,19 @@ def _hashes(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the hashes of a record's model and of what it was made from, by role."""
     checkpoints = record["provenance"]["checkpoints"]
     return {role: value for role, value in checkpoints.items() if role == "model" or role.startswith(PARENT)}
+
+
+def both_have(pair: Sequence[Path], name: str) -> bool:
+    """Return whether both folders of a pair of evaluations have a file; warn where one alone has it."""
+    having = [folder for folder in pair if (folder / name).is_file()]
+    if len(having) == 1:
+        warnings.warn(f"{name} is in {having[0]} alone: it is not compared", SafWarning, stacklevel=3)
+    return len(having) == 2
+
+
+def nothing_to_compare(pair: Sequence[Path]) -> InputError:
+    """Return the error for two evaluations without a file that both have."""
+    return InputError(
+        f"{' and '.join(map(str, pair))} are evaluations of different things, one of perplexity and one of tasks; "
+        "evaluate both on the same"
+    )

@@ -5,6 +5,9 @@ import pytest
 import torch
 
 from saf.evaluate.tokens import TokenLosses
+from saf.experiments.execution import execute
+from saf.experiments.measurement import Measurement, Number, RunOf
+from saf.experiments.measuring import carry_out, lost_inputs, plan_measurements
 from saf.experiments.plan import plan
 from saf.experiments.recipe import Arm, Recipe
 from saf.experiments.scales import SCALES
@@ -100,3 +103,75 @@ class Trainer:
 @pytest.fixture
 def trainer() -> Trainer:
     return Trainer()
+
+
+_HEADS = [[[0, 0], [0, 1], [1, 0], [1, 1]], [[0, 0], [0, 1], [1, 0], [1, 2]]]
+_SCORES = [[[1e-3, 2e-3, 5e-3], [2e-3, 3e-3, 9e-3]], [[1e-3, 3e-3, 6e-3], [1e-3, 8e-3, 4e-3]]]
+FACTS: dict[str, object] = {
+    "overlap": 3,
+    "expected": 1.0,
+    "standard_deviation": 0.5,
+    "rank_correlation": 0.9,
+    "first": 4,
+    "second": 4,
+    "heads": _HEADS,
+    "scores": _SCORES,
+}
+"""What `saf analyze stability` tells."""
+OVERLAP = Number(title="overlap", path=("overlap",), paper="30", places=0)
+
+
+def measured_recipe(*measurements: Measurement) -> Recipe:
+    return Recipe(
+        title="Made up",
+        source=Source("tab:none", "made up"),
+        arms=(
+            Arm(name="ordinary", reference=None),
+            Arm(name="a", parent="ordinary", settings={"freeze.rate": 0.25}),
+            Arm(name="b", parent="ordinary", settings={"freeze.rate": 0.5}),
+        ),
+        measurements=measurements,
+    )
+
+
+STABILITY = Measurement(name="two", does="analyze stability", on=(RunOf("a"), RunOf("b")), numbers=(OVERLAP,))
+
+
+class Command:
+    """Stands in for `saf bench` and `saf analyze`: notes its words and writes a record."""
+
+    def __init__(self):
+        self.calls: list[list[str]] = []
+        self.codes: list[int] = []
+
+    def __call__(self, given, log: Path, device, stop, processes: int = 1) -> int:
+        self.calls.append(list(given))
+        self.processes = processes
+        log.write_text("said something\n")
+        code = self.codes.pop(0) if self.codes else 0
+        if code == 0:
+            head = result_header(given[1], {}, device="cpu")
+            head["provenance"]["commit"] = "0" * 40
+            write_json(Path(given[given.index("--out") + 1]), {**head, **FACTS})
+        return code
+
+
+@pytest.fixture
+def command() -> Command:
+    return Command()
+
+
+@pytest.fixture
+def prepare(store, trainer, command):
+    """Return a function that trains a recipe's runs and measures, and what it returned."""
+
+    def make(recipe: Recipe, seeds=(1,)):
+        made = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=seeds)
+        found = plan_measurements({"x": recipe}, made)
+        said: list[str] = []
+        lost = lost_inputs(found, store)
+        outcome = execute(made, store, store.folder, say=said.append, launch=trainer, lost=lost)
+        carry_out(found, store, outcome, say=said.append, launch=command)
+        return made, found, outcome, said
+
+    return make

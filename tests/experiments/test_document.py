@@ -10,8 +10,7 @@ from saf.experiments.scales import SCALES
 from saf.experiments.store import Store
 from saf.records.files import write_json
 from saf.records.result import result_header
-from tests.experiments.conftest import SOURCE
-from tests.experiments.test_measuring import FACTS
+from tests.experiments.conftest import FACTS, SOURCE
 
 
 def made(recipes, tmp_path, trainer, plan) -> str:

@@ -1,3 +1,5 @@
+"""Measurements of a plan: each once, by a command of its own, when what it reads has ended."""
+
 import re
 import shutil
 import subprocess
@@ -8,98 +10,25 @@ from types import SimpleNamespace
 import pytest
 
 from saf.errors import InputError
-from saf.experiments.examples import find_examples, write_smoke_examples
-from saf.experiments.execution import Outcome, execute
+from saf.experiments.execution import Outcome
 from saf.experiments.launching import in_a_process
 from saf.experiments.measurement import (
     Changes,
     Checkpoint,
-    DataFolder,
-    FileOf,
     Measurement,
     Number,
-    QuestionFolder,
     RecordOf,
     RunOf,
     speedup,
 )
-from saf.experiments.measuring import carry_out, lost_inputs, plan_measurements, ready, words
+from saf.experiments.measuring import carry_out, plan_measurements, ready, words
 from saf.experiments.plan import plan
-from saf.experiments.recipe import Arm, Recipe
+from saf.experiments.recipe import Recipe
 from saf.experiments.render import render
 from saf.experiments.scales import SCALES
 from saf.records.files import read_json, write_json
-from saf.records.paper import Source
 from saf.records.result import result_header
-from tests.zero_shot_files import write_tasks
-
-FACTS: dict[str, object] = {
-    "overlap": 3,
-    "expected": 1.0,
-    "standard_deviation": 0.5,
-    "rank_correlation": 0.9,
-    "first": 4,
-    "second": 4,
-}
-FACTS |= {"heads": [[[0, 0], [0, 1], [1, 0], [1, 1]], [[0, 0], [0, 1], [1, 0], [1, 2]]]}
-FACTS |= {"scores": [[[1e-3, 2e-3, 5e-3], [2e-3, 3e-3, 9e-3]], [[1e-3, 3e-3, 6e-3], [1e-3, 8e-3, 4e-3]]]}
-OVERLAP = Number(title="overlap", path=("overlap",), paper="30", places=0)
-
-
-def measured_recipe(*measurements: Measurement) -> Recipe:
-    return Recipe(
-        title="Made up",
-        source=Source("tab:none", "made up"),
-        arms=(
-            Arm(name="ordinary", reference=None),
-            Arm(name="a", parent="ordinary", settings={"freeze.rate": 0.25}),
-            Arm(name="b", parent="ordinary", settings={"freeze.rate": 0.5}),
-        ),
-        measurements=measurements,
-    )
-
-
-STABILITY = Measurement(name="two", does="analyze stability", on=(RunOf("a"), RunOf("b")), numbers=(OVERLAP,))
-
-
-class Command:
-    """Stands in for `saf bench` and `saf analyze`: notes its words and writes a record."""
-
-    def __init__(self):
-        self.calls: list[list[str]] = []
-        self.codes: list[int] = []
-
-    def __call__(self, given, log: Path, device, stop, processes: int = 1) -> int:
-        self.calls.append(list(given))
-        self.processes = processes
-        log.write_text("said something\n")
-        code = self.codes.pop(0) if self.codes else 0
-        if code == 0:
-            head = result_header(given[1], {}, device="cpu")
-            head["provenance"]["commit"] = "0" * 40
-            write_json(Path(given[given.index("--out") + 1]), {**head, **FACTS})
-        return code
-
-
-@pytest.fixture
-def command() -> Command:
-    return Command()
-
-
-@pytest.fixture
-def prepare(store, trainer, command):
-    """Return a function that trains a recipe's runs and measures, and what it returned."""
-
-    def make(recipe: Recipe, seeds=(1,)):
-        made = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=seeds)
-        found = plan_measurements({"x": recipe}, made)
-        said: list[str] = []
-        lost = lost_inputs(found, store)
-        outcome = execute(made, store, store.folder, say=said.append, launch=trainer, lost=lost)
-        carry_out(found, store, outcome, say=said.append, launch=command)
-        return made, found, outcome, said
-
-    return make
+from tests.experiments.conftest import OVERLAP, STABILITY, measured_recipe
 
 
 def test_a_measurement_is_made_once_for_each_seed_and_never_again(prepare, store, command):
@@ -124,97 +53,6 @@ def test_what_reads_no_run_is_measured_once_for_all_seeds_and_recipes(store):
     (one,) = found.planned.values()
     assert one.tables == (("x", "speed"), ("y", "speed"))
     assert words(one, store, Path("o.json")) == ["bench", "update", "--out", "o.json", "--model", "tiny"]
-
-
-FINETUNED = Measurement(
-    name="updates",
-    does="bench finetune",
-    settings={
-        "task": "sst2",
-        "data": FileOf("sst2", "train"),
-        "test": FileOf("sst2", "test"),
-        "tokenizer": DataFolder(),
-    },
-)
-
-
-def test_examples_and_tokenizer_are_told_where_they_are_and_decide_by_their_sums(store, command, tmp_path):
-    recipe = measured_recipe(FINETUNED)
-
-    def measured(folder, **others):
-        files = find_examples(write_smoke_examples(folder))
-        made = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=(1, 2), files=files, **others)
-        made.folder = tmp_path / "data"
-        return plan_measurements({"x": recipe}, made)
-
-    found = measured(tmp_path / "tasks")
-    assert found.planned.keys() == measured(tmp_path / "elsewhere").planned.keys(), "where they lie decides nothing"
-    (one,) = found.planned.values()
-    assert one.seed is None, "updates are timed once for all seeds"
-    told = " ".join(words(one, store, Path("o.json")))
-    for part in ("--data {0}/tasks/sst2/train.tsv", "--test {0}/tasks/sst2/dev.tsv", "--tokenizer {0}/data"):
-        assert part.format(tmp_path) in told
-    (tmp_path / "data").mkdir()
-    outcome = Outcome()
-    carry_out(found, store, outcome, say=lambda text: None, launch=command)
-    assert outcome.ended == [one.key]
-    # Tables are made of the records alone, which tell whose examples were timed.
-    again = plan({"x": recipe}, SCALES["smoke"], data="data", seeds=(1,), examples=store.examples())
-    assert list(plan_measurements({"x": recipe}, again).planned) == [one.key]
-    for name, changes in (("data", {"data": "other"}), ("examples", {"data": "data", "examples": {"sst2": "other"}})):
-        other = plan({"x": recipe}, SCALES["smoke"], seeds=(1,), **{"examples": store.examples(), **changes})
-        assert list(plan_measurements({"x": recipe}, other).planned) != [one.key], name
-
-
-def test_examples_that_are_nowhere_are_asked_for(store, command):
-    made = plan({"x": measured_recipe(FINETUNED)}, SCALES["smoke"], data="data", seeds=(1,))
-    outcome = Outcome()
-    carry_out(plan_measurements({"x": measured_recipe(FINETUNED)}, made), store, outcome, say=print, launch=command)
-    (problem,) = outcome.failed.values()
-    assert "it needs examples of sst2 (--tasks); name the folder" in problem
-    assert not command.calls
-
-
-ASKED = Measurement(
-    name="asked",
-    does="analyze zero-shot",
-    on=("MODEL",),
-    settings={"task_data": QuestionFolder()},
-    scaled={"smoke": {"task_data": "made_up"}},
-)
-
-
-def test_questions_are_those_of_a_folder_or_the_hubs(store, command, tmp_path):
-    recipe = measured_recipe(ASKED)
-
-    def asked(folder, scale="small", **others):
-        made = plan({"x": recipe}, SCALES[scale], data="data", seeds=(1, 2), **others)
-        made.questions = folder
-        (one,) = plan_measurements({"x": recipe}, made).planned.values()
-        return one, words(one, store, Path("o.json")) if folder or not others else [], made.notes
-
-    folder, elsewhere = (write_tasks(tmp_path / name) for name in ("tasks", "elsewhere"))
-    one, told, notes = asked(folder)
-    assert told == ["analyze", "zero-shot", "MODEL", "--out", "o.json", "--task-data", str(folder)]
-    assert one.seed is None
-    assert not notes
-    assert asked(elsewhere)[0].key == one.key, "where they lie decides nothing"
-    assert asked(folder, "smoke")[1][-2:] == ["--task-data", "made_up"], "the scale says where"
-    assert not find_examples(folder), "nothing to finetune on"
-    hubs, told, _ = asked(None)
-    assert "--task-data" not in told
-    outcome = Outcome()
-    made = plan({"x": recipe}, SCALES["small"], data="data", seeds=(1,))
-    made.questions = folder
-    carry_out(plan_measurements({"x": recipe}, made), store, outcome, say=lambda text: None, launch=command)
-    assert outcome.ended == [one.key]
-    assert asked(None, examples=store.examples())[0].key == one.key, "tables are made of the records alone"
-    (elsewhere / "sst2" / "dev.tsv").write_text("sentence\tlabel\nanother film \t1\n")
-    assert asked(elsewhere)[0].key not in (one.key, hubs.key)
-    (elsewhere / "piqa" / "valid.jsonl").unlink()
-    less, told, notes = asked(elsewhere)
-    assert less.key == hubs.key
-    assert notes == [f"x asks the hub's questions: {elsewhere} has none of piqa."]
 
 
 def test_several_processes_measure_together(prepare, command, monkeypatch, tmp_path):

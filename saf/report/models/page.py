@@ -5,7 +5,6 @@ the configuration keeps of each event. What freezing cost is told by two evaluat
 perplexity, of zero-shot tasks, or of both.
 """
 
-import warnings
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -13,10 +12,10 @@ from statistics import median
 from typing import Any
 
 from saf.adapters.description import STATE
-from saf.errors import InputError, SafWarning
+from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.compare import compare_evaluations
-from saf.evaluate.evaluated import pair_words
+from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
 from saf.inspection import inspect
 from saf.records.events import read_events
@@ -50,13 +49,10 @@ def write_model_report(folder: Path, evaluations: Sequence[Path], out: Path) -> 
         raise InputError(
             f"a page about a model takes two evaluations, of the model before and after; got {len(evaluations)}"
         )
-    change = compare_evaluations(*evaluations) if _both_have(evaluations, perplexity.WRITTEN[0]) else None
-    answered = compare_zero_shot(*evaluations) if _both_have(evaluations, zero_shot.WRITTEN[0]) else None
+    change = compare_evaluations(*evaluations) if both_have(evaluations, perplexity.WRITTEN[0]) else None
+    answered = compare_zero_shot(*evaluations) if both_have(evaluations, zero_shot.WRITTEN[0]) else None
     if evaluations and not (change or answered):
-        raise InputError(
-            f"{evaluations[0]} and {evaluations[1]} are evaluations of different things, one of perplexity and one of "
-            "tasks; evaluate both models on the same"
-        )
+        raise nothing_to_compare(evaluations)
     for told in filter(None, (change, answered)):
         if told["provenance"]["checkpoints"]["frozen"] != found["hash"]:
             raise InputError(
@@ -65,14 +61,6 @@ def write_model_report(folder: Path, evaluations: Sequence[Path], out: Path) -> 
             )
     target = out if out.suffix == ".html" else out / "report.html"
     return write_atomically(target, _render(folder, found, change, answered).encode())
-
-
-def _both_have(evaluations: Sequence[Path], name: str) -> bool:
-    """Return whether both evaluations have a file; warn where one alone has it."""
-    having = [folder for folder in evaluations if (folder / name).is_file()]
-    if len(having) == 1:
-        warnings.warn(f"{name} is in {having[0]} alone: it is not on the page", SafWarning, stacklevel=3)
-    return len(having) == 2
 
 
 def _render(folder: Path, found: dict[str, Any], change: dict[str, Any] | None, answered: dict[str, Any] | None) -> str:
