@@ -371,8 +371,18 @@ def _as_recorded(made: Plan, store: Store) -> Rates | None:
     return replace(made.scale.rates, flops=found[len(found) // 2], source=told)
 
 
-def in_this_process(arguments: Sequence[str], log: Path, device: str | None = None, stop: Stop | None = None) -> int:
-    """Run `saf` with its output in a file, without a process of its own, and return its exit code."""
+def in_this_process(
+    arguments: Sequence[str],
+    log: Path,
+    device: str | None = None,
+    stop: Stop | None = None,
+    *,
+    compiles_anew: bool = False,
+) -> int:
+    """Run `saf` with its output in a file, without a process of its own, and return its exit code.
+
+    What `compiles_anew` asks for makes no difference: the smoke scale compiles nothing.
+    """
     from contextlib import redirect_stderr, redirect_stdout
 
     from saf.cli import main

@@ -346,7 +346,9 @@ def _trained(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop)
             return f"{run.title} cannot begin: {'; '.join(why.values())}"
         log = store.folder / "logs" / f"{run.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        code = launch(words(run, store, data), log, one.device, stop)
+        # By its own clock every arm pays for compiling, whatever arms before it left in the compiler's cache.
+        anew = {"compiles_anew": True} if run.own_clock else {}
+        code = launch(words(run, store, data), log, one.device, stop, **anew)
         if code == EXIT_STOPPED:
             return _STOPPED
         if code != 0:

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from saf.experiments.planned_run import PlannedRun
@@ -31,6 +33,8 @@ _LOOK_EVERY = 0.2
 """Seconds between looks at a process: far below the seconds that the smallest run takes to start."""
 THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 """What PyTorch and its compiler read how many threads they may use from; each takes every core of the machine else."""
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Where PyTorch's compiler and Triton keep what they compiled."""
 
 
 def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
@@ -63,6 +67,7 @@ def in_a_process(
     *,
     held: Sequence[int] = (),
     threads: int | None = None,
+    compiles_anew: bool = False,
 ) -> int:
     """Run `saf` in a process of its own, on one CUDA device where one is named, and return its exit code.
 
@@ -70,18 +75,20 @@ def in_a_process(
     terminal's Ctrl-C comes to it once, from here: it then saves and stops. It inherits the open files `held`, which
     hold a store: if this process is killed, the run goes on, and nothing else begins there. It computes and compiles
     with so many `threads`, where the environment does not say how many; None is as many as there are cores.
+    One that `compiles_anew` finds nothing of what other processes compiled, and leaves nothing behind.
     """
     shared = {} if threads is None else dict.fromkeys(THREADS, str(threads))
     chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-    environment = {**shared, **os.environ, **chosen}
     group = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command = [sys.executable, "-m", *(group if processes > 1 else []), "saf", *arguments]
-    with (
-        open(log, "ab") as file,
-        subprocess.Popen(
-            command, stdout=file, stderr=file, env=environment, start_new_session=True, pass_fds=held
-        ) as process,
-    ):
+    with ExitStack() as kept:
+        if compiles_anew:
+            folder = kept.enter_context(TemporaryDirectory(prefix="saf-compiled-", ignore_cleanup_errors=True))
+            chosen |= dict.fromkeys(CACHES, folder)
+        file, environment = kept.enter_context(open(log, "ab")), {**shared, **os.environ, **chosen}
+        process = kept.enter_context(
+            subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True, pass_fds=held)
+        )
         asked = False
         while process.poll() is None:
             if stop.requested and not asked:

@@ -54,12 +54,16 @@ class Trainer:
     def __init__(self):
         self.calls: list[list[str]] = []
         self.codes: list[int] = []
+        self.anew: list[list[str]] = []
         self.losses: dict[str, list[float]] = {}
         self.updates: dict[str, int] = {}
         self.heads: list[list[int]] = []
 
-    def __call__(self, words: Sequence[str], log: Path, device: str | None, stop: object) -> int:
+    def __call__(
+        self, words: Sequence[str], log: Path, device: str | None, stop: object, *, compiles_anew: bool = False
+    ) -> int:
         words = list(words)
+        self.anew += [words] * compiles_anew
         self.calls.append(words)
         log.write_text("said something\n")
         folder = Path(words[words.index("--out") + 1])

@@ -3,6 +3,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from saf.errors import InputError
 from saf.experiments import execution
 from saf.experiments.execution import Lanes, execute
-from saf.experiments.launching import in_a_process
+from saf.experiments.launching import CACHES, in_a_process
 from saf.experiments.packing import RESERVE
 from saf.experiments.rates import Rates
 from saf.experiments.recipe import Arm, Recipe
@@ -19,7 +20,7 @@ from saf.experiments.store import Store
 from saf.records.files import read_json, write_json
 from saf.train import EXIT_STOPPED
 from saf.train.loop import StopRequest
-from tests.experiments.conftest import Trainer
+from tests.experiments.conftest import SOURCE, Trainer
 
 
 def carry_out(plan, store, trainer, **settings):
@@ -275,10 +276,10 @@ def test_runs_longer_than_a_command_begin_first_on_every_gpu(make_plan, store):
     together = threading.Barrier(2)
 
     class Together(Trainer):
-        def __call__(self, words, log, device, stop):
+        def __call__(self, words, log, device, stop, **rest):
             self.codes.append(EXIT_STOPPED)
             together.wait(timeout=10)
-            return super().__call__(words, log, device, stop)
+            return super().__call__(words, log, device, stop, **rest)
 
     lanes, long = Lanes(devices=("0", "1")), Together()
     outcome, _ = carry_out(make_plan(seeds=(1, 2)), store, long, rates=rates, seconds=RESERVE + 10, lanes=lanes)
@@ -294,10 +295,10 @@ class Lasting(Trainer):
         super().__init__()
         self.now, self.seconds = now, seconds
 
-    def __call__(self, words, log, device, stop):
+    def __call__(self, words, log, device, stop, **rest):
         self.now[0] += self.seconds
         self.codes = [EXIT_STOPPED] if stop.requested else []
-        return super().__call__(words, log, device, stop)
+        return super().__call__(words, log, device, stop, **rest)
 
 
 def test_a_parent_trained_again_has_a_second_record_and_arms_are_compared_with_their_own(
@@ -334,6 +335,38 @@ def test_runs_at_a_time_share_the_cores_of_the_machine(tmp_path, monkeypatch):
     assert in_a_process(["pretrain"], tmp_path / "log", None, StopRequest(), threads=2) == 0
     assert in_a_process(["pretrain"], tmp_path / "log", None, StopRequest()) == 0
     assert (tmp_path / "log").read_text().split("\n") == ["2 7", "7", ""], "what the environment says stays"
+
+
+def test_a_run_that_compiles_anew_has_caches_of_its_own_which_end_with_it(tmp_path, monkeypatch):
+    script = tmp_path / "tells"
+    script.write_text("#!/bin/sh\necho $TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR\nls -A $TRITON_CACHE_DIR\n")
+    script.chmod(0o755)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/compiled").touch()
+    monkeypatch.setattr(sys, "executable", str(script))
+    for name in CACHES:
+        monkeypatch.setenv(name, str(tmp_path / "shared"))
+    for number in range(2):
+        asked = {"compiles_anew": True}
+        assert in_a_process(["pretrain"], tmp_path / f"own-{number}", None, StopRequest(), **asked) == 0
+    assert in_a_process(["pretrain"], tmp_path / "usual", None, StopRequest()) == 0
+    own = [(tmp_path / f"own-{number}").read_text().split() for number in range(2)]
+    assert [len(told) for told in own] == [2, 2], "nothing lies there at first"
+    assert len({folder for told in own for folder in told}) == 2
+    assert not any(Path(folder).exists() for told in own for folder in told)
+    assert (tmp_path / "usual").read_text().split() == [*[str(tmp_path / "shared")] * 2, "compiled"]
+
+
+def test_arms_whose_own_clock_decides_compile_anew(make_plan, store, trainer):
+    by_speed = {"match_speed": 1.1, "match_speed_source": "a file"}
+    clocked = Arm(name="clocked", parent="ordinary", match="ordinary")
+    reckoned = Arm(name="reckoned", parent="ordinary", match="ordinary", settings=by_speed)
+    made = Recipe(title="x", source=SOURCE, arms=(Arm(name="ordinary", reference=None), clocked, reckoned), columns=())
+    carry_out(make_plan(x=made), store, trainer)
+    (anew,) = trainer.anew
+    assert "--match-time" in anew
+    assert "--match-speed" not in anew
+    assert len(trainer.calls) == 3
 
 
 def test_a_run_that_outlives_its_command_holds_the_store(store, tmp_path, monkeypatch):
