@@ -18,6 +18,7 @@ from saf.train.sharing import ParallelKind
 
 Sampler = Literal["shuffled", "random"]
 LearningRateBy = Literal["update", "elapsed"]
+Graphs = Literal["auto", "on", "off"]
 MatchClock = Literal["everything", "warm", "scaled"]
 CalibrationSource = Literal["auto", "calibration", "train"]
 
@@ -108,10 +109,10 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
     less memory and more time."""
-    graphs: bool = False
-    """Replay the forward and backward pass of micro-batches as CUDA graphs, one for each padded length: for so few
-    tokens that the host is slower than the GPU. In one process, without activation checkpointing; examples of many
-    lengths are not compiled with it."""
+    graphs: Graphs = "auto"
+    """Replay the forward and backward pass of micro-batches as CUDA graphs, one for each padded length, since with few
+    tokens the host is slower than the GPU; auto does so up to two sequences of 4K of the 124M model, where all have one
+    length. In one process, without activation checkpointing; examples of many lengths are not compiled with it."""
     parallel: ParallelKind = "auto"
     """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
     saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
@@ -291,7 +292,7 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
     weights alone, refitted output columns, let the learning rate rise after an event, or reported before the end, when
-    none did; nor of which run the gate of recall is, without one.
+    none did; nor of which run the gate of recall is, without one. CUDA graphs were once replayed or not.
     """
     before = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, "report_at": []}
     values = {**before, "rewarm": 0, **settings}
@@ -299,6 +300,8 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
         values["mqar"] = {"ordinary": "", **mqar}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = {"operation": "freeze", "refit": False, **freeze}
+    if isinstance(values.get("graphs"), bool):
+        values["graphs"] = "on" if values["graphs"] else "off"
     if "freeze_at" in values:
         moment, name = values.pop("freeze_at"), values.pop("schedule", OneTime.name)
         values["schedule"] = None if moment is None else {"name": name, "at": moment}

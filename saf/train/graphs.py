@@ -41,12 +41,34 @@ def padded_length(length: int, longest: int | None = None) -> int:
     return rounded if longest is None else min(rounded, max(longest, length))
 
 
+FEW = 8_192 * 768
+"""Tokens of a micro-batch times channels of the model up to which graphs are the rule: there the host is slower than
+the device, by a sixth ordinary and by a half with a quarter of the heads frozen (124M, two sequences of 4K)."""
+
+
+def graphs_pay(
+    execution: Execution, kind: str, *, size: int, trained_patterns: bool, many_lengths: bool = False
+) -> bool:
+    """Return whether passes are replayed where a run leaves it open: micro-batches of one length, and of few tokens.
+
+    `size` is their tokens times the channels of the model; the others are those of `check_graphs`.
+    """
+    free = _obstacle(execution, kind, trained_patterns=trained_patterns, many_lengths=many_lengths) is None
+    return free and size <= FEW and not many_lengths
+
+
 def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False) -> None:
     """Raise UnsupportedError for updates whose passes cannot be captured, or were never tried to be.
 
     `kind` is how processes share updates; `trained_patterns` tells of a model that has some, or will, `many_lengths` of
     micro-batches that differ in theirs.
     """
+    if why := _obstacle(execution, kind, trained_patterns=trained_patterns, many_lengths=many_lengths):
+        raise UnsupportedError(f"micro-batches cannot be replayed as CUDA graphs: {why}")
+
+
+def _obstacle(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool) -> str | None:
+    """Return why passes cannot be captured, and what to do; None where they can."""
     obstacles = {
         f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
         "compiled, every length of micro-batches is a program; pass compile='off'": execution.compile and many_lengths,
@@ -54,9 +76,7 @@ def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, man
         "they keep all activations; leave activation_checkpointing out": execution.activation_checkpointing,
         "they know no patterns that are trained; freeze with fixed ones": trained_patterns,
     }
-    for why, there in obstacles.items():
-        if there:
-            raise UnsupportedError(f"micro-batches cannot be replayed as CUDA graphs: {why}")
+    return next((why for why, there in obstacles.items() if there), None)
 
 
 @dataclass

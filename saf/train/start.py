@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +27,7 @@ from saf.train.checkpoint import Checkpoint, newest, open_checkpoint, restore_ra
 from saf.train.clock import Clock, seconds_until
 from saf.train.config import TrainConfig
 from saf.train.events import check_freeze, start_gradient, start_proposer
-from saf.train.graphs import check_graphs
+from saf.train.graphs import check_graphs, graphs_pay
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
 from saf.train.parallel import Parallel, Shards
@@ -90,6 +90,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         if freeze and proposer and own is None:
             check_heads(freeze, layouts)
         gradient = start_gradient(model, config, proposer, state=state, update=update)
+        graphed = _replays(config, execution, parallel, model, tokens=config.batch_size * task.length)
     start = parent["update"] if parent else 0
     # Settings that cannot be used leave no folder behind.
     with agreed():
@@ -122,7 +123,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             accumulation=own_share,
             parallel=parallel,
             clip=math.inf if config.clip is None else config.clip,
-            graphed=config.graphs,
+            graphed=graphed,
             gradient=gradient,
             done=update,
             expected_seconds=state.get("expected_seconds", 0.0) if own and state else 0.0,
@@ -139,22 +140,49 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     )
     if checkpoint and parallel.kind == Shards.kind:
         checkpoint.fill_(run.updater.engine, moments=not fresh)
+    for line in _choices(run, why, own_share):
+        run.say(line)
+    return run
+
+
+def _choices(run: Run, why: str, own_share: int) -> Iterator[str]:
+    """Yield what people should know of choices that the run left open: `why` processes share updates as they do."""
+    config, task, parallel = run.config, run.task, run.updater.parallel
+    if run.updater.graphed and config.graphs == "auto":
+        yield (
+            f"{config.batch_size} x {task.length:,} tokens are few for this device: their passes are replayed as CUDA "
+            "graphs; --graphs off launches each kernel by itself"
+        )
     if in_group():
-        run.say(
+        yield (
             f"{parallel.processes} processes ({parallel.kind}: {why}) share an update of "
             f"{task.targets_per_update:,} tokens: each takes {own_share} of its {config.accumulation} micro-batches of "
             f"{config.batch_size} windows"
         )
-    return run
 
 
 def _check_launches(config: TrainConfig, execution: Execution, parallel: Parallel, *, trained_patterns: bool) -> None:
     """Raise UnsupportedError now for what the first update, or the first one after an event, could not launch."""
-    if config.graphs:
+    if config.graphs == "on":
         many_lengths = config.finetuning is not None
         check_graphs(execution, parallel.kind, trained_patterns=trained_patterns, many_lengths=many_lengths)
     with pinned(config.kernel, execution.device):
         pass
+
+
+def _replays(config: TrainConfig, execution: Execution, parallel: Parallel, model: GPT, *, tokens: int) -> bool:
+    """Return whether the run replays its passes, each of so many tokens, as CUDA graphs."""
+    if config.graphs != "auto":
+        return config.graphs == "on"
+    frozen = [site.frozen for site in adapter_for(model).sites() if site.frozen is not None]
+    return graphs_pay(
+        execution,
+        parallel.kind,
+        size=tokens * model.config.hidden_size,
+        trained_patterns=(config.freeze is not None and config.freeze.trainable)
+        or any(each.trainable for each in frozen),
+        many_lengths=config.finetuning is not None,
+    )
 
 
 def _check_alike(settings: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ from saf.patterns import CompactPattern
 from saf.records.files import read_json
 from saf.surgery import install_
 from saf.train import pretrain
-from saf.train.graphs import check_graphs
+from saf.train.config import in_present_form
+from saf.train.graphs import check_graphs, graphs_pay
 from saf.train.optimizer import build_optimizer
 from saf.train.updater import Updater
 from tests.ops.counted_graphs import CountedGraphs
@@ -220,7 +221,9 @@ def test_a_run_is_that_of_plain_passes_and_goes_on_either_way(settings, outcome,
     for module in ("start", "updater"):
         monkeypatch.setattr(f"saf.train.{module}.check_graphs", lambda *_, **__: None)
     freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0)
-    plain, graphed = (settings(name, freeze=freeze, graphs=name == "graphed") for name in ("plain", "graphed"))
+    plain, graphed = (
+        settings(name, freeze=freeze, graphs="on" if name == "graphed" else "off") for name in ("plain", "graphed")
+    )
     pretrain(plain)
     assert not made
     pretrain(graphed)
@@ -232,7 +235,7 @@ def test_a_run_is_that_of_plain_passes_and_goes_on_either_way(settings, outcome,
     for step in ("step-9", "step-12"):
         shutil.rmtree(Path(graphed.out, "checkpoints", step))
     Path(graphed.out, "result.json").unlink()
-    pretrain(replace(graphed, graphs=False), resume=True)
+    pretrain(replace(graphed, graphs="off"), resume=True)
     assert outcome(graphed.out) == expected
 
 
@@ -241,7 +244,7 @@ def test_a_run_tells_how_many_micro_batches_had_no_graph_across_an_event_and_a_r
     monkeypatch.setattr(graphs.GraphedPasses.__init__, "__kwdefaults__", {"most": 0})
     for module in ("start", "updater"):
         monkeypatch.setattr(f"saf.train.{module}.check_graphs", lambda *_, **__: None)
-    config = settings("graphed", freeze=FreezeConfig(rate=0.25, max_fit_kl=10.0), graphs=True)
+    config = settings("graphed", freeze=FreezeConfig(rate=0.25, max_fit_kl=10.0), graphs="on")
     with monkeypatch.context() as patch:
         die_at(patch, loop, "run_update", 11)
         with pytest.raises(Killed), pytest.warns(SafWarning, match="have a CUDA graph each"):
@@ -256,7 +259,7 @@ def test_a_run_tells_how_many_micro_batches_had_no_graph_across_an_event_and_a_r
 def test_runs_that_cannot_be_captured_leave_no_folder(settings):
     for changes, why in (({}, "they need a CUDA device"), ({"compile": "on"}, "need a CUDA device")):
         with pytest.raises(UnsupportedError, match=why):
-            pretrain(settings(graphs=True, **changes))
+            pretrain(settings(graphs="on", **changes))
         assert not Path(settings().out).exists()
     cuda = replace(CPU, device=torch.device("cuda"))
     check_graphs(cuda, "none", trained_patterns=False)
@@ -270,6 +273,38 @@ def test_runs_that_cannot_be_captured_leave_no_folder(settings):
     check_graphs(replace(cuda, compile=True), "none", trained_patterns=False)
     with pytest.raises(UnsupportedError, match="every length of micro-batches is a program; pass compile='off'"):
         check_graphs(replace(cuda, compile=True), "none", trained_patterns=False, many_lengths=True)
+
+
+def test_few_tokens_of_one_length_are_replayed_where_a_run_leaves_it_open():
+    cuda, two = replace(CPU, device=torch.device("cuda"), compile=True), 2 * 4096 * 768
+    assert graphs_pay(cuda, "none", size=two, trained_patterns=False), "two sequences of 4K of the 124M model"
+    assert not graphs_pay(cuda, "none", size=two + 768, trained_patterns=False)
+    alone = replace(cuda, compile=False)
+    assert not graphs_pay(alone, "none", size=two, trained_patterns=False, many_lengths=True)
+    for execution, kind, trained in ((CPU, "none", False), (cuda, "ddp", False), (cuda, "none", True)):
+        assert not graphs_pay(execution, kind, size=two, trained_patterns=trained)
+
+
+def test_a_run_says_that_it_replays_graphs_unasked(settings, monkeypatch, capsys):
+    monkeypatch.setattr(graphs, "GraphReplay", Recorded)
+    monkeypatch.setattr(graphs, "_obstacle", lambda *_, **__: None)
+    asked = settings("open", quiet=False)
+    assert asked.graphs == "auto"
+    told = pretrain(asked)["graphs"]
+    assert told["micro_batches"] == 24
+    assert "few for this device: their passes are replayed as CUDA graphs; --graphs off" in _words(capsys)
+    assert pretrain(settings("called", graphs="off", quiet=False))["graphs"] is None
+    assert "CUDA graphs" not in _words(capsys)
+
+
+def _words(capsys) -> str:
+    """Return what was said, whatever the terminal's width."""
+    said = capsys.readouterr()
+    return " ".join((said.out + said.err).split())
+
+
+def test_settings_of_earlier_runs_are_read_in_the_present_form():
+    assert [in_present_form({"graphs": told})["graphs"] for told in (False, True, "auto")] == ["off", "on", "auto"]
 
 
 def test_what_cannot_be_captured_is_refused():
