@@ -6,6 +6,7 @@ from saf.records.paper import PREFILL, PREFILL_TEXT, prefill_speed
 
 LENGTHS = (512, 1_024, 2_048, 4_096, 8_192, 16_384)
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = tuple(f"4096x{size}" for size in SIZES)
 # cuDNN is the baseline; each other way of ordinary attention is a row of its own: math is PyTorch's eager product.
 MODEL = {"model": "124m", "others": ("auto", "flash", "flex", "math"), "pairs": 6}
 # Calls of few tokens take one launch for all heads of a layer, unless heads are pinned to a kernel (docs/log.md).
@@ -59,7 +60,7 @@ RECIPE = Recipe(
         Measurement(
             name="batches at 4K",
             does="bench prefill",
-            settings={**MODEL, "points": tuple(f"4096x{b}" for b in SIZES), "rates": (0.25, 0.5), "fresh": True},
+            settings={**MODEL, **CALLED, "points": BATCHES, "rates": (0.25, 0.5), "fresh": True},
             scaled={"small": {**SMALL, "fresh": False}, "smoke": {**SMOKE, "fresh": False, "points": ("32x1", "32x4")}},
             numbers=_numbers(tuple((4_096, size) for size in SIZES if 1 < size < 64)),
         ),

@@ -26,11 +26,12 @@ SHORT_PAIRS = 40 * SHORT**2
 
 On an H200 it met the two launches between 2 and 4 sequences of 1,024 and between 8 and 16 of 512, at 12 heads.
 """
-HOST_BOUND = 4096 * 768 * (12 * 768 + 4096)
+HOST_BOUND = 2 * 4096 * 768 * (12 * 768 + 4096)
 """B x T x C x (12 C + T), half a layer's operations, up to which a host that launches every kernel sets the pace.
 
-It is a layer of the 124M model at one sequence of 4,096 tokens: the largest shape measured whose kernels an H200 ends
-before its host launches the next ones. Two launches are faster on the device there, so graphs take two.
+It is a layer of the 124M model at two sequences of 4,096 tokens, where two launches take a host twice as long as the
+device needs; at four it depends on the host, and at eight the device sets the pace (docs/log.md). Two launches are
+faster on the device there, so graphs take two.
 """
 DIM = 128
 """Channels up to which the kernel's tiles were measured; wider heads leave it few registers."""

@@ -92,10 +92,12 @@ def test_what_few_means():
     assert not few(64, 12, 512)
     assert not few(1, 12, 1025)
     assert not few(1, 12, 512, 129)
-    # The host does: layers up to one sequence of 4,096 tokens of the 124M model.
+    # The host does: layers up to two sequences of 4,096 tokens of the 124M model.
     assert few(1, 12, 4096, replayed=False)
-    assert few(2, 12, 2048, replayed=False)
-    assert not few(2, 12, 4096, replayed=False)
+    assert few(2, 12, 4096, replayed=False)
+    assert few(4, 12, 2048, replayed=False)
+    assert not few(3, 12, 4096, replayed=False)
+    assert not few(2, 12, 4096)
     assert not few(1, 20, 4096, replayed=False)
     assert not few(1, 1, 4097, replayed=False)
 
