@@ -183,7 +183,7 @@ def main(settings: Settings) -> None:
     change = compare_evaluations(settings.out / "ordinary/evaluation", settings.out / "frozen/evaluation")
     head = result_header(
         "trainer",
-        asdict(settings),
+        {**asdict(settings), "data": settings.data.name, "out": settings.out.name},  # by name, wherever they lie
         device=device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         checkpoints={"parent": folder_hash(midpoint), "ordinary": ordinary_hash, "frozen": frozen_hash},
         data={"train": data.fingerprint, "report": data.fingerprint},

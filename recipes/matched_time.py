@@ -134,7 +134,7 @@ RECIPE = Recipe(
     arms=tuple(arm for context, (name, rates) in CONTEXTS.items() for arm in _arms(context, name, rates)),
     columns=(
         *("perplexity", "delta", "raw", "extra", "tokens", "paper_exchange", "own_exchange", "exchange"),
-        *("difference", "updates", "minutes", "intervention", "context", "heads"),
+        *("difference", "updates", "minutes", "intervention", "compilation", "context", "heads"),
     ),
     headline=("delta", "extra", "tokens", "paper_exchange", "difference"),
     figures=(

@@ -116,6 +116,11 @@ def _remaining(record: Record) -> float | None:
     return None if event is None else float(record["updates"] - event["update"])
 
 
+def _compiled(record: Record) -> float | None:
+    """Return the seconds that a run itself compiled for, without its parent."""
+    return ((record.get("time") or {}).get("parts") or {}).get("compilation")
+
+
 def _part(*names: str) -> Callable[[Row], Number]:
     """Return what adds up some parts of an intervention, seconds; all of them without names."""
 
@@ -321,6 +326,7 @@ COLUMNS = {
     "minutes": Column(title="minutes", value=_own(_minutes), places=2, timed=True),
     "continuation": Column(title="continuation, min", value=_own(_continuation), places=2, timed=True),
     "intervention": Column(title="intervention, s", value=_part(), places=2, timed=True),
+    "compilation": Column(title="compilation, s", value=_own(_compiled), places=1, timed=True),
     "capture": Column(title="capture and mean, s", value=_part("capture", "statistics"), places=2, timed=True),
     "fit": Column(title="fit, s", value=_part("fit"), places=2, timed=True),
     "update": Column(

@@ -154,14 +154,15 @@ def _findings(rendered: Rendered, source: Cell) -> Iterator[Finding]:
     }
     ways = {"delta": "", "paper_exchange": f", {COLUMNS['paper_exchange'].title.removesuffix(', %')}"}
     for arm in filter(lambda arm: arm.name in shares.keys() - rendered.overtrained, rendered.headline()):
-        (how, rate), at = shares[arm.name], rendered.scale.partition("-speeds-")[0]
+        (how, rate), (at, measured, _) = shares[arm.name], rendered.scale.partition("-speeds-")
+        clocks = "" if measured else ", by their own clocks"
         for column, worth in ways.items():
             value, quoted = rendered.values[arm.name].get(column), arm.paper.get(column)
             if value is None:
                 continue
             yield Finding(
                 what=f"perplexity, %, matched time{worth}{how}",
-                where=f"{arm.context:,} tokens, {at}",
+                where=f"{arm.context:,} tokens, {at}{clocks}",
                 rate=rate,
                 ours=str(shown(COLUMNS[column], value)),
                 quoted=Quoted(quoted, rendered.recipe.source) if quoted else None,

@@ -1,12 +1,14 @@
 """The results of a folder: runs and records, and which of the records' measurements are the newest of their kind."""
 
+import re
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from saf.analysis import ANALYSES
-from saf.bench.harness.measured import model_of
+from saf.bench.harness.measured import OTHER_DEVICE, model_of
 from saf.bench.kinds import KINDS, compares_arms
 from saf.errors import InputError
 from saf.records.files import read_json
@@ -67,7 +69,29 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
         record = read_json(path)
         name = path.stem if stems.count(path.stem) == 1 else path.relative_to(results).with_suffix("").as_posix()
         files.append(File(path, with_header(record) if is_result(record) else record, name))
-    return trainings, files
+    return trainings, _telling_devices(files)
+
+
+def _telling_devices(files: Sequence[File]) -> list[File]:
+    """Return the files, with a benchmark's device told beside its rows where most benchmarks ran on another one."""
+    devices = Counter(file.provenance.get("device") for file in files if file.record.get("kind") in KINDS)
+    usual = max(devices, key=lambda device: devices[device], default=None)
+    return [
+        replace(file, record={**file.record, "provenance": {**file.provenance, OTHER_DEVICE: short_name(str(device))}})
+        if (device := file.provenance.get("device")) in devices.keys() - {usual, None}
+        and file.record.get("kind") in KINDS
+        else file
+        for file in files
+    ]
+
+
+def short_name(device: str) -> str:
+    """Return a GPU's name without its maker's and its memory.
+
+    >>> [short_name(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090", "cpu (x86_64, 2 threads)")]
+    ['H100', 'GeForce RTX 4090', 'cpu (x86_64, 2 threads)']
+    """
+    return re.sub(r"[\s-]\d+\s?GB\b.*", "", device.removeprefix("NVIDIA "))
 
 
 def stores(results: Path) -> list[Path]:

@@ -69,6 +69,12 @@ def test_other_devices_baselines_and_models_are_measurements_of_their_own(tmp_pa
         rows = [row | {field: "ordinary flash" if field == "baseline" else "774m"} for row in plain["rows"]]
         put(tmp_path, f"{name}.json", dated(plain, 3, rows=rows))
     assert sorted(arms(tmp_path)) == ["774m", "elsewhere", "flash", "here"]
+    told = {file.name: {group.way for group in groups_of(file.record)} for file in find(tmp_path)[1]}
+    assert told["elsewhere"] == {"124m, on Invented 9001"}, "the device of most is named nowhere"
+    assert told["here"] == told["flash"] == {"124m"}
+    text = render_results(tmp_path, beside=tmp_path)["results.md"]
+    assert "**124m, on Invented 9001**" in text
+    assert "update speedup: 124m, on Invented 9001 |" in text
 
 
 UNUSUAL = {

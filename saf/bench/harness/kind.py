@@ -10,7 +10,7 @@ from saf.bench.harness.arms import FLEX
 from saf.bench.harness.baselines import free_backend
 from saf.bench.harness.environment import clocks_recorded, environment
 from saf.bench.harness.kernels import attention_table, kernel_words
-from saf.bench.harness.measured import Group, Record, by_point, groups_of, measures, model_of
+from saf.bench.harness.measured import OTHER_DEVICE, Group, Record, by_point, groups_of, measures, model_of
 from saf.bench.harness.recorder import Recorder, Say, say_on_stderr
 from saf.bench.harness.runner import Context
 from saf.bench.harness.settings import BenchSettings, Point, SpeedSettings, parse_shape
@@ -227,6 +227,8 @@ class SpeedKind(Benchmark[AskedSpeed]):
             words.append("processes of their own")
         if settings.get("dtype", "auto") not in ("auto", "bf16" if driver else "fp32"):
             words.append(settings["dtype"])
+        if OTHER_DEVICE in record["provenance"]:
+            words.append(f"on {record['provenance'][OTHER_DEVICE]}")
         return ", ".join(filter(None, words))
 
     def memory_of(self, record: Record) -> str:

@@ -15,6 +15,8 @@ _WAYS = {
     "call": "called",
     "graph": "replayed as a CUDA graph",
 }
+OTHER_DEVICE = "other_device"
+"""Of the provenance of a record shown among others, most of which another device measured: its own, in short."""
 KEEPING = "ordinary, every activation kept"
 APART = "ordinary, each process by itself"
 NEAR_ONE = 0.005
