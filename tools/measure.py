@@ -91,6 +91,10 @@ ENTRIES = {
     "prefill-qwen3-flash-4096x8": Entry(140, f"{QWEN} --points 4096x8 {QWEN_FLASH_LONG}"),
     "prefill-qwen3-flash-8192x8": Entry(280, f"{QWEN} --points 8192x8 {QWEN_FLASH_LONG}"),
     "prefill-qwen3-4096x4": Entry(70, f"{QWEN} --points 4096x4 {QWEN_RATES.replace('--pairs 4', '--pairs 6')}"),
+    # One rate, so that its models fit into 80 GB; below 1% pairs have to be many.
+    "prefill-qwen3-10": Entry(
+        60, f"{QWEN} --points 4096x4 {QWEN_RATES.replace('0.1 0.3 0.5 0.75', '0.1').replace('--pairs 4', '--pairs 10')}"
+    ),
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
     # Two sequences of 4K leave the device waiting for the host; a graph a micro-batch does not.
     "update-b2-graphs": Entry(

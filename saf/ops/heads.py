@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.errors import InputError
+from saf.ops.operator import has_tangent
 from saf.ops.positions import Rows
 
 
@@ -16,8 +17,10 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     first, last = heads[0], heads[-1]
     if heads == tuple(range(first, last + 1)):
         return x if len(heads) == x.shape[1] else x[:, first : last + 1]
-    apart = x.unbind(1)
-    return torch.stack([apart[head] for head in heads], dim=1)
+    derived = torch.is_grad_enabled() or has_tangent(x)
+    apart = (x if derived or torch.compiler.is_compiling() else widened(x)).unbind(1)
+    taken = torch.stack([apart[head] for head in heads], dim=1)
+    return taken if taken.dtype == x.dtype else taken.view(x.dtype)
 
 
 def widened(x: Tensor) -> Tensor:

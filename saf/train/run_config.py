@@ -147,7 +147,7 @@ def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> Tra
 
     Raises:
         CheckpointError: `parent` is no whole checkpoint.
-        InputError: Freezing before the parent, or an unknown setting.
+        InputError: Freezing before the parent, fewer updates than it has done, or an unknown setting.
     """
     return settings_after(open_checkpoint(parent), out=out, **changes)
 
@@ -161,6 +161,11 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
         raise InputError(f"unknown settings {unknown}; expected some of {sorted(settings)}")
     freeze = changes.get("freeze")
     begins = 0 if changes.get("fresh") else checkpoint.update
+    if (updates := changes.get("updates", settings["updates"])) < begins:
+        raise InputError(
+            f"updates={updates:,} are fewer than the {begins:,} that the parent has done, which count among them; "
+            "ask for more, or go on from an earlier parent"
+        )
     schedule = {} if freeze is None else {"schedule": OneTime(at=begins)}
     if freeze is None and changes.get("fresh"):  # the parent's may be an update that this run does not have
         schedule = {"schedule": OneTime()}

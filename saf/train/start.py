@@ -148,6 +148,8 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
 def _choices(run: Run, why: str, own_share: int) -> Iterator[str]:
     """Yield what people should know of choices that the run left open: `why` processes share updates as they do."""
     config, task, parallel = run.config, run.task, run.updater.parallel
+    if config.freeze and config.freeze_update == config.updates:
+        yield f"heads are {config.freeze.kind} after the last update: the run ends with them, and nothing trains on"
     if run.updater.graphed and config.graphs == "auto":
         yield (
             f"{config.batch_size} x {task.length:,} tokens are few for this device: their passes are replayed as CUDA "

@@ -152,9 +152,11 @@ def test_an_ordinary_arm_to_branch_from_before_the_first_update_saves_itself_the
     assert saved == read_json(Path(early.out) / "checkpoints" / "step-0" / "manifest.json")["hash"]
 
 
-def test_freezing_after_the_last_update(settings, outcome):
-    config = settings(freeze=FREEZE, schedule=OneTime(at=1.0))
+def test_freezing_after_the_last_update(settings, outcome, capsys):
+    config = settings(freeze=FREEZE, schedule=OneTime(at=1.0), quiet=False)
     result = pretrain(config)
+    said = capsys.readouterr()
+    assert "frozen after the last update: the run ends with them" in " ".join((said.out + said.err).split())
     assert result["intervention"]["update"] == 12
     assert result["checkpoint"].endswith("step-12-frozen")
     first = outcome(config.out)
@@ -244,6 +246,8 @@ def test_refuses_unusable_parents(settings):
     parent = f"{config.out}/checkpoints/step-6"
     with pytest.raises(InputError, match="before the parent's 6"):
         continue_from(parent, out="x", freeze=FREEZE, schedule=OneTime(at=0.25))
+    with pytest.raises(InputError, match=r"updates=5 are fewer than the 6 that the parent has done.*ask for more"):
+        continue_from(parent, out="x", updates=5, freeze=FREEZE)
     with pytest.raises(InputError, match="unknown settings"):
         continue_from(parent, out="x", warmpu=3)
     with pytest.raises(InputError, match="keep their product"):

@@ -78,9 +78,8 @@ def two_launches(
 
     It writes the mix of values `x [B, F, T, D]`, those that frozen slots read, into `out`.
     """
-    live_key, live_slots = live_keys(widened(key), live_heads)
-    live_value, frozen_value = part_heads(widened(value), live_slots, frozen_heads)
-    live_key, live_value, frozen_value = (one.view(value.dtype) for one in (live_key, live_value, frozen_value))
+    live_key, live_slots = live_keys(key, live_heads)
+    live_value, frozen_value = part_heads(value, live_slots, frozen_heads)
     if projection is None:
         result = heads_like(value, len(live_heads) + len(frozen_heads))
         mixed = result[:, len(live_heads) :]
