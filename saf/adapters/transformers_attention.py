@@ -271,7 +271,7 @@ def forward_without_queries(
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     query, key = value[:, :0, :rows], value[:, :0]
     mixed, _ = attend(module, query, key, value, attention_mask, dropout, sliding_window=window, **rest)
-    flat = mixed.flatten(2)
+    flat = mixed.flatten(2).contiguous()  # GPT-2's projection takes a view of it
     return family.module(module, "output")(flat) if family.output is None else family.output(module, flat), None
 
 

@@ -108,3 +108,17 @@ def test_a_cache_of_fixed_size_serves_frozen_heads_and_the_model_once_they_are_u
     saf.uninstall_(model)
     assert model.config._attn_implementation == function
     assert torch.equal(model.generate(ids, **options), before)
+
+
+def test_prompts_in_parts_equal_whole_ones_with_compact_patterns_and_a_layer_without_live_heads(family):
+    """Continuing a growing cache by several tokens, of two rows."""
+    model = make(family)
+    size = adapter_for(model).sites()[0].layout.num_heads
+    saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=[(0, head) for head in range(size)], max_fit_kl=100.0))
+    ids = tokens(2, 9, seed=3)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        model(ids[:, :5], past_key_values=cache)
+        rest = model(ids[:, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole[:, 5:], rtol=1e-4, atol=1e-4)

@@ -227,3 +227,20 @@ def test_the_rest_of_several_events_comes_when_it_was_to_come(hf, tmp_path):
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert [event.update for event in made.events] == [4, 6]
     assert len(frozen(run.model)) == 4
+
+
+def test_a_second_callback_is_refused_before_training(hf, tmp_path):
+    made = trainer(hf, tmp_path, callback(saf.OneTime(2)), callback(saf.OneTime(5)))
+    with pytest.raises(InputError, match=r"one FreezeCallback.*got 2: give one of them a schedule of several events"):
+        made.train()
+    assert made.state.global_step == 0
+
+
+def test_rows_longer_than_the_calibration_are_refused_in_the_first_pass(hf, tmp_path):
+    short = FreezeCallback(CONFIG, [tokens()[:, :7]], saf.OneTime(0.5))
+    made = trainer(hf, tmp_path, short)
+    with pytest.raises(InputError, match=r"rows of \d+ tokens are longer than those of the calibration, 7"):
+        made.train()
+    assert made.state.global_step == 0
+    pruned = saf.FreezeConfig(count=4, operation="prune")
+    trainer(hf, tmp_path / "pruned", FreezeCallback(pruned, [tokens()[:, :7]], saf.OneTime(0.5))).train()

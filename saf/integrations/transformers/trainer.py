@@ -33,7 +33,7 @@ from saf.adapters.transformers_folder import (
     with_section,
 )
 from saf.adapters.transformers_mask import beyond_window, check_documents, window_of
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.machine.processes import group_place
 from saf.records.files import write_atomically
 
@@ -45,6 +45,8 @@ class Editing(TrainerCallback):
     """The Trainer that trains, from when it begins."""
     called: bool = False
     """Whether `train` was called and its loop has not begun yet; a loop that begins later starts over."""
+    longest: int | None = None
+    """Tokens of the longest rows that the model takes once heads were edited; None for no such limit."""
 
     def start_over_(self, model: nn.Module, optimizer: Any = None) -> None:
         """Take back what events changed: the Trainer is about to start over, with what the model has learned."""
@@ -76,7 +78,13 @@ def _tell_of_training(kind: Any) -> None:
     @wraps(train)
     def train_told(self: Any, *arguments: Any, **options: Any) -> Any:
         """Tell callbacks which Trainer it is, then train."""
-        for callback in _editing(self):
+        editing = _editing(self)
+        if len(editing) > 1:
+            raise InputError(
+                f"a Trainer takes one {type(editing[0]).__name__}, whose progress its checkpoints hold; got "
+                f"{len(editing)}: give one of them a schedule of several events, such as saf.Gradual"
+            )
+        for callback in editing:
             callback.trainer, callback.called = self, True
         return train(self, *arguments, **options)
 
@@ -232,16 +240,28 @@ def _document_lengths(trainer: Any) -> list[int]:
 
 @contextmanager
 def _watched(trainer: Any) -> Iterator[None]:
-    """Refuse packed documents longer than a layer's window from the first pass on, while heads are still ordinary."""
-    window = window_of(getattr(trainer.model, "config", None))
-    if window is None or trainer.args.torch_compile or not _editing(trainer):
+    """Refuse rows that frozen heads will not take from the first pass on, while heads are still ordinary.
+
+    These are packed documents longer than a layer's window, and rows longer than the patterns that are to be fitted.
+    """
+    window, editing = window_of(getattr(trainer.model, "config", None)), _editing(trainer)
+    if trainer.args.torch_compile or not editing:
         yield
         return
 
-    def look(_: Any, __: Any, given: dict[str, Any]) -> None:
-        """Look at the positions of a pass."""
+    def look(_: Any, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """Look at the tokens and positions of a pass."""
         if given.get("position_ids") is not None and given.get("attention_mask") is None:
-            check_documents(given["position_ids"], window)
+            if window is not None:
+                check_documents(given["position_ids"], window)
+            return
+        rows = given.get("input_ids", positional[0] if positional else None)
+        longest = min((callback.longest for callback in editing if callback.longest is not None), default=None)
+        if rows is not None and longest is not None and rows.shape[-1] > longest:
+            raise InputError(
+                f"rows of {rows.shape[-1]:,} tokens are longer than those of the calibration, {longest:,}, which the "
+                "patterns of frozen heads will cover: calibrate on sequences as long as the rows, or train on shorter"
+            )
 
     hook = trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     try:
