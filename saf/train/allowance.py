@@ -30,19 +30,19 @@ class Allowance:
     """What a second of each part counts; 1 where it is not named."""
     updates: int | None = None
 
-    def used(self, *, parts: Mapping[str, float], expected: float, updates: int) -> float:
+    def used(self, *, parts: Mapping[str, float], expected: Mapping[str, float], updates: int) -> float:
         """Return the share that is used once the next update is done.
 
         Args:
             parts: Seconds of each part of the run's clock until now, its parent's left out.
-            expected: Seconds that the next update is expected to take.
+            expected: Seconds of each part that the next update is expected to take, with what belongs to it.
             updates: Updates of its own that the run has done.
         """
         if self.updates is not None:
             spent, allowed = updates + 1.0, float(self.updates)
         else:
             assert self.seconds is not None
-            spent, allowed = weighted(parts, self.weights) + expected, self.seconds
+            spent, allowed = weighted(parts, self.weights) + weighted(expected, self.weights), self.seconds
         return spent / allowed if allowed > 0 else math.inf
 
     def seconds_left(self, parts: Mapping[str, float]) -> float | None:

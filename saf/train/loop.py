@@ -109,7 +109,8 @@ def _train(run: Run, stop: "StopRequest", ahead: CompilingAhead) -> bool:
         finished = run.finished()
         # Looked at once: a signal that comes while this line runs waits for the next update, which it then saves.
         stopping = run.updater.parallel.any(stop.requested) and not finished
-        if not finished and (periodic or stopping or run.update in config.branch_updates):
+        kept = stopping or run.update in config.branch_updates
+        if not finished and (kept or (periodic and not run.finished(saving=True))):
             run.save()
         if stopping:
             return False

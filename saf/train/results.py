@@ -27,6 +27,8 @@ REPORTS = "reports"
 """Folder in a run's own of what the model was judged by before the end: a folder an update, with the task's files."""
 REPORT = "report.json"
 """What such a folder says, as result.json does at the end."""
+TOLD = 1e-3
+"""Share of a run's time that it may exceed by unsaid: updates of the same work differ by more."""
 
 
 def report_between(run: Run) -> None:
@@ -47,14 +49,20 @@ def finish(run: Run) -> dict[str, Any]:
     freezing point is an ordinary one; a warning says so.
 
     Raises:
-        InputError: The time was over before the first update.
+        InputError: The time was over before the first update, or a budget with it.
     """
     folder = run.folder
     final = done_once(lambda: latest(run.checkpoints))
     # An event alone leaves a checkpoint, too.
+    budget, reference = run.config.time_budget_seconds, run.config.match_time
+    allowed = f"what {reference} had left" if budget is None else f"time_budget_seconds={budget:g}"
+    over = run.updater.parallel.first(run.overspent)
+    if budget is not None and run.update == run.start + 1 and over > 0:
+        raise InputError(
+            f"{allowed} is {over:.2f} s less than setting the run up and its first update take; allow more time, in "
+            "another folder"
+        )
     if final is None or (run.allowance is not None and run.update == run.start):
-        budget, reference = run.config.time_budget_seconds, run.config.match_time
-        allowed = f"what {reference} had left" if budget is None else f"time_budget_seconds={budget:g}"
         raise InputError(
             f"{allowed} was over before the first update ({run.clock.everything:.1f} s went into setting the run up "
             "and into freezing); allow more time, in another folder"
@@ -109,6 +117,7 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "time": run.clock.record(),
         "lacks": [
             *run.clock.lacks,
+            *_overspent(run),
             *(f"reports: none after update {each}" for each in run.config.report_at if str(each) not in reports),
             *missing_updates(metrics, run.start, run.update),
             *missing_evaluations(
@@ -120,6 +129,16 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     }
     write_json(folder / "result.json", result)
     return result
+
+
+def _overspent(run: Run) -> list[str]:
+    """Say by how much a run exceeded its time, where that is more than an update's seconds may vary by."""
+    if run.allowance is None or run.allowance.seconds is None or run.overspent <= TOLD * run.allowance.seconds:
+        return []
+    return [
+        f"time: {run.allowance.seconds:.2f} s were allowed, and {run.overspent:.2f} s more were used: what its last "
+        "update, loss, checkpoint or event took was not foreseen"
+    ]
 
 
 def _reports(run: Run, last: dict[str, Any]) -> dict[str, Any]:

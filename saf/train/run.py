@@ -3,7 +3,9 @@
 Everything that a run writes goes through `Run`, and only the first process of several writes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,6 +62,8 @@ class Run:
     """What it may use where that is not a number of updates."""
     heads_changed: int | None = None
     """Update after which the newest event of its own came; None before any."""
+    took: dict[str, float] = field(default_factory=dict)
+    """What the last periodic loss and the last checkpoint took, seconds, by the part of the clock."""
     peak_memory: int | None = None
     """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
 
@@ -104,21 +108,47 @@ class Run:
         progress = progress_by_update(self.update + 1, updates=config.updates, start=config.lr_start)
         if self.allowance is not None:
             begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
-            progress = progress_by_share(self._used(self.clock.parts), begin=max(begin, 0.0))
+            progress = progress_by_share(self._used(self.clock.parts, self._expected()), begin=max(begin, 0.0))
         rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
         since = None if self.heads_changed is None else self.update - self.heads_changed
         return rate * rise_after_event(since, over=config.rewarm_updates)
 
-    def finished(self, *, after: dict[str, float] | None = None) -> bool:
-        """Return whether the updates are done or the next would exceed the allowance, now or `after` these seconds."""
+    def finished(self, *, after: dict[str, float] | None = None, saving: bool = False) -> bool:
+        """Return whether the updates are done or the next would exceed the allowance, now or `after` these seconds.
+
+        With the next update go the loss that is due behind it and, where one is to be saved before it, a checkpoint.
+        """
         if self.allowance is None:
             return self.update >= self.config.updates
-        return self._used(self.clock.parts if after is None else after) > 1
+        expected, every = self._expected(), self.config.eval_every
+        if every and (self.update + 1) % every == 0:
+            expected["monitoring"] = self.took.get("monitoring", 0.0)
+        if saving:
+            expected["checkpoints"] = self.took.get("checkpoints", 0.0)
+        return self._used(self.clock.parts if after is None else after, expected) > 1
 
-    def _used(self, parts: dict[str, float]) -> float:
-        """Return the share of the allowance that is used once the next update is done."""
+    @property
+    def overspent(self) -> float:
+        """Return by how many seconds the run exceeded what it may use; 0 where it did not, or gets no seconds."""
+        left = None if self.allowance is None else self.allowance.seconds_left(self.clock.parts)
+        return 0.0 if left is None else max(0.0, -left)
+
+    def _expected(self) -> dict[str, float]:
+        """Return the seconds of each part that the next update alone is expected to take."""
+        compiling = self.updater.compile_seconds if self.updater.compiling else 0.0
+        return {"training": self.updater.expected_seconds, "compilation": compiling}
+
+    @contextmanager
+    def _noting(self, part: str) -> Iterator[None]:
+        """Book a block under a part of the clock, and note what it took."""
+        before = self.clock.parts.get(part, 0.0)
+        with self.clock(part):
+            yield
+        self.took[part] = self.clock.parts[part] - before
+
+    def _used(self, parts: dict[str, float], expected: dict[str, float]) -> float:
+        """Return the share of the allowance that is used once what is expected is done, the next update with it."""
         assert self.allowance is not None
-        expected = self.updater.expected_seconds
         used = self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
         return self.updater.parallel.first(used)  # clocks differ, and all must stop at the same update
 
@@ -129,7 +159,7 @@ class Run:
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
         """Return the task's controller loss, nats per target, and log it as `when`; of so many batches if given."""
-        with self.clock("monitoring"), self.updater.parallel.whole():
+        with self._noting("monitoring"), self.updater.parallel.whole():
             loss = self.task.controller_loss(self.model, self.execution, batches=batches)
             if self.observer:
                 self.observer.evaluated(self.update, loss, when)
@@ -154,12 +184,13 @@ class Run:
         # The first process looks for all: on a disk that machines share, others may see later what it has written.
         if done_once(path.exists):
             return path
-        with self.clock(AFTERWARDS if final else "checkpoints"):
+        with self.clock(AFTERWARDS) if final else self._noting("checkpoints"):
             state = {
                 "update": self.update,
                 "tokens": self.tokens,
                 "clock": self.clock.state_dict(),
                 "expected_seconds": self.updater.expected_seconds,
+                "compile_seconds": self.updater.compile_seconds,
                 "model": self.model.config.to_dict(),
                 "settings": self.config.to_dict(),
                 "schedule": self.proposer.state_dict() if self.proposer else None,

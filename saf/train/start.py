@@ -126,7 +126,9 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
             graphed=graphed,
             gradient=gradient,
             done=update,
-            expected_seconds=state.get("expected_seconds", 0.0) if own and state else 0.0,
+            # A parent's, too: what its updates took is the best guess of what the first one will.
+            expected_seconds=(state or {}).get("expected_seconds", 0.0),
+            compile_seconds=(state or {}).get("compile_seconds", 0.0),
         ),
         proposer=proposer,
         clock=clock,

@@ -68,6 +68,9 @@ class Updater:
     """Whether the next update compiles, which says nothing about the seconds of those after it."""
     expected_seconds: float = 0.0
     """What the next update is expected to take: what the last one did that compiled nothing, 0 before any."""
+    compile_seconds: float = 0.0
+    """What an update that compiles is expected to take beside: what the last one did that compiled, 0 before any."""
+    _compiled_in: float = field(init=False, default=0.0)
 
     def __post_init__(self):
         """Prepare the callable."""
@@ -120,10 +123,18 @@ class Updater:
                 f"update {self.done + 1} was not applied: its loss is {loss_value}, its gradient norm {norm_value}"
             )
         self.done += 1
-        if not self.compiling:
-            self.expected_seconds = seconds
+        self._expect(seconds)
         self.compiling = False
         return Updated(loss_value, norm_value, seconds)
+
+    def _expect(self, seconds: float) -> None:
+        """Learn from what an update took: one that compiled tells what compiling takes once the next one is known."""
+        if self.compiling:
+            self._compiled_in = seconds
+            return
+        if self._compiled_in:
+            self.compile_seconds, self._compiled_in = max(0.0, self._compiled_in - seconds), 0.0
+        self.expected_seconds = seconds
 
     def _accumulate_gradients(self) -> Tensor:
         """Add up the gradients of the micro-batches' mean losses and return the mean loss, on the device."""

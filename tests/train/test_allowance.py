@@ -16,6 +16,7 @@ from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.train import continue_from, pretrain
 from saf.train.allowance import PAPER_SECONDS, Allowance
+from saf.train.updater import Updater
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 
@@ -72,8 +73,7 @@ def test_every_arm_gets_what_the_reference_had_left(reference, now):
     assert (matched["allowance"]["seconds"], matched["clock"]) == (12.0, "everything")
     logs = (Path(config.out, "metrics.jsonl") for config in (reference, ordinary, frozen))
     before, same, rates = ([line["lr"] for line in read_lines(log)] for log in logs)
-    assert same[1:] == pytest.approx(before[7:]), "once the seconds of an update are known"
-    assert same[0] == pytest.approx(before[5]), "before that it is the parent's"
+    assert same == pytest.approx(before[6:]), "the parent's checkpoint tells what an update takes"
     assert rates[0] < same[0], "the event has used time"
     assert rates[-1] == pytest.approx(before[-1]), "all end at the lowest rate"
 
@@ -85,6 +85,38 @@ def test_an_arm_never_passes_its_time_and_resumes_with_the_same(reference, now):
     spent = sum(seconds for part, seconds in result["time"]["parts"].items() if part != "afterwards")
     assert spent <= 12.0 < spent + 1.75
     assert pretrain(config, resume=True)["updates"] == result["updates"]
+
+
+@pytest.mark.parametrize("every", [{"save_every": 1}, {"save_every": 5}, {"eval_every": 1}, {"eval_every": 3}], ids=str)
+@pytest.mark.parametrize("update", [0.8, 1.75, 2.0])
+def test_nor_by_what_is_saved_or_measured_on_the_way(reference, now, every, update):
+    """A first loss or checkpoint of a run is not foreseen: with 12 s there is room for what one of them takes."""
+    now.update = update
+    result = pretrain(arm(reference, "slow", freeze=FREEZE, **every))
+    spent = sum(seconds for part, seconds in result["time"]["parts"].items() if part != "afterwards")
+    assert spent <= 12.0
+    assert result["updates"] > 6 + 1
+    assert result["lacks"] == []
+
+
+def test_what_a_compiling_update_takes_is_foreseen(reference, now):
+    compiling = Updater.__new__(Updater)
+    compiling.compiling, compiling.expected_seconds, compiling.compile_seconds, compiling._compiled_in = True, 0, 0, 0
+    compiling._expect(30.0)
+    compiling.compiling = False
+    compiling._expect(2.0)
+    assert (compiling.expected_seconds, compiling.compile_seconds) == (2.0, 28.0)
+
+
+def test_an_update_that_nothing_foretold_is_told_and_alone_refused(settings, reference, now):
+    asked = {"eval_every": 0, "save_every": 0, "lr_by": "elapsed"}
+    with pytest.raises(InputError, match=r"time_budget_seconds=1 is 1\.00 s less than .* its first update take"):
+        pretrain(settings("small", time_budget_seconds=1.0, **asked))
+    assert not Path(settings("small").out, "result.json").exists()
+    now.event = 7.0
+    result = pretrain(settings("late", time_budget_seconds=16.0, freeze=FREEZE, **asked))
+    (told,) = result["lacks"]
+    assert told.startswith("time: 16.00 s were allowed, and 4.00 s more were used")
 
 
 def test_the_scaled_clock_charges_an_event_as_the_papers_run_would(reference, now):
@@ -143,10 +175,11 @@ def test_arms_of_one_reference_can_be_compared(reference, now):
 def test_an_allowance_counts_weights_and_never_what_comes_afterwards():
     allowance = Allowance(seconds=10.0, weights={"compilation": 0.5})
     parts = {"training": 3.0, "compilation": 4.0, "afterwards": 100.0}
-    assert allowance.used(parts=parts, expected=1.0, updates=9) == pytest.approx(0.6)
+    expected = {"training": 1.0, "compilation": 2.0}
+    assert allowance.used(parts=parts, expected=expected, updates=9) == pytest.approx(0.7)
     assert allowance.seconds_left(parts) == 5.0
-    assert Allowance(updates=4).used(parts=parts, expected=1.0, updates=3) == 1.0
-    assert Allowance(updates=0).used(parts=parts, expected=1.0, updates=0) > 1
+    assert Allowance(updates=4).used(parts=parts, expected=expected, updates=3) == 1.0
+    assert Allowance(updates=0).used(parts=parts, expected=expected, updates=0) > 1
 
 
 @pytest.mark.parametrize(
