@@ -28,6 +28,9 @@ STEPS = 8
 """Padded lengths between a power of two and the next: padding adds an eighth at most above 64 tokens."""
 MOST = 32
 """Graphs that are kept: as many as there are padded lengths up to 512 tokens, the paper's BoolQ."""
+FEW = 8_192 * 768
+"""Tokens of a micro-batch times channels of the model up to which graphs are the rule: there the host is slower than
+the device, by a sixth ordinary and by two thirds with a quarter of the heads frozen (124M, two sequences of 4K)."""
 
 
 def padded_length(length: int, longest: int | None = None) -> int:
@@ -39,11 +42,6 @@ def padded_length(length: int, longest: int | None = None) -> int:
     step = max(STEP, (1 << (length - 1).bit_length()) // (2 * STEPS))
     rounded = -(-length // step) * step
     return rounded if longest is None else min(rounded, max(longest, length))
-
-
-FEW = 8_192 * 768
-"""Tokens of a micro-batch times channels of the model up to which graphs are the rule: there the host is slower than
-the device, by a sixth ordinary and by a half with a quarter of the heads frozen (124M, two sequences of 4K)."""
 
 
 def graphs_pay(
