@@ -172,6 +172,9 @@ ENTRIES = {
     "prefill-qwen3-groups": Entry(
         90, f"{QWEN} --points 8192x4 --placement groups --rates 0.3 0.5 --others --no-free --pairs 3"
     ),
+    "prefill-qwen3-groups-short": Entry(
+        80, f"{QWEN} --points 2048x4 4096x4 --placement groups --rates 0.3 0.5 --others --pairs 4"
+    ),
     "prefill-4096x32": Entry(100, f"saf bench prefill --points 4096x32 --pairs 5 {PAIRED}"),
     "prefill-4096x16": Entry(95, f"saf bench prefill --points 4096x16 --pairs 5 {PAIRED}"),
     "prefill-qwen3-8192x8": Entry(120, f"{QWEN} --points 8192x8 {QWEN_RATES}"),
