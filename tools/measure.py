@@ -95,6 +95,12 @@ ENTRIES = {
     "prefill-qwen3-10": Entry(
         60, f"{QWEN} --points 4096x4 {QWEN_RATES.replace('0.1 0.3 0.5 0.75', '0.1').replace('--pairs 4', '--pairs 10')}"
     ),
+    # Six models at a time, for devices of 80 GB.
+    **{
+        f"prefill-qwen3-{point}-{name}": Entry(seconds, f"{QWEN} --points {point} --rates {rates} --others --pairs 4")
+        for point, seconds in (("2048x4", 40), ("4096x4", 50), ("8192x4", 65))
+        for name, rates in (("half", "0.3 0.5"), ("ends", "0.1 0.75"))
+    },
     "update-b2": Entry(135, f"saf bench update --points 4096x2x8 --pairs 6 --repeats 1 {RATES}"),
     # Two sequences of 4K leave the device waiting for the host; a graph a micro-batch does not.
     "update-b2-graphs": Entry(

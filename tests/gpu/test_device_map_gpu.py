@@ -12,6 +12,8 @@ from tests.transformers_models import HEADS, VOCAB, make
 transformers = pytest.importorskip("transformers")
 modeling = pytest.importorskip("accelerate.big_modeling")
 
+import saf.integrations.transformers  # noqa: E402  (opens folders with frozen heads)
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="layers go onto two CUDA devices; this machine has fewer"),
