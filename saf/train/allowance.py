@@ -6,7 +6,7 @@ reference still had from there on (paper, app:equal-time-controls). The learning
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from saf.errors import CheckpointError, InputError
 from saf.records.files import read_lines
 from saf.records.run import RecordedRun
 from saf.train.checkpoint import Checkpoint
-from saf.train.clock import AFTERWARDS, LOG, PARTS, UNTOLD, seconds_until
+from saf.train.clock import LOG, OFF_CLOCK, PARTS, UNTOLD, seconds_until
 from saf.train.config import TrainConfig
 
 PAPER_SECONDS = 187.65 * 60
@@ -35,24 +35,27 @@ class Allowance:
 
         Args:
             parts: Seconds of each part of the run's clock until now, its parent's left out.
-            expected: Seconds of each part that the next update is expected to take, with what belongs to it.
+            expected: Seconds of each part that the next update is expected to take, its compiling included.
             updates: Updates of its own that the run has done.
         """
         if self.updates is not None:
             spent, allowed = updates + 1.0, float(self.updates)
         else:
             assert self.seconds is not None
-            spent, allowed = weighted(parts, self.weights) + weighted(expected, self.weights), self.seconds
+            spent, allowed = self.spent(parts) + self.spent(expected), self.seconds
         return spent / allowed if allowed > 0 else math.inf
 
     def seconds_left(self, parts: Mapping[str, float]) -> float | None:
         """Return the seconds that are not used yet; None for an allowance of updates."""
-        return None if self.seconds is None else self.seconds - weighted(parts, self.weights)
+        return None if self.seconds is None else self.seconds - self.spent(parts)
 
+    def spent(self, parts: Mapping[str, float]) -> float:
+        """Return the seconds that a clock's parts count."""
+        return sum(self.weighted(parts).values())
 
-def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the seconds of a clock's parts, each counted by its weight; what comes after the end never counts."""
-    return sum(seconds * weights.get(part, 1.0) for part, seconds in parts.items() if part != AFTERWARDS)
+    def weighted(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return the seconds of a clock's parts, each counted by its weight; what is on no clock is left out."""
+        return {part: n * self.weights.get(part, 1.0) for part, n in parts.items() if part not in OFF_CLOCK}
 
 
 def allowance_of(config: TrainConfig, matched: Mapping[str, Any] | None) -> Allowance | None:
@@ -94,8 +97,8 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         return {**record, **told, "reference_updates": result["updates"], "allowance": asdict(allowance)}
     whole, until = _whole(reference, result), _until(checkpoint)
     weights = _weights(config.match_clock, sum(whole.values()))
-    seconds = weighted(whole, weights) - weighted(until, weights)
-    allowance = Allowance(seconds=seconds, weights=weights)
+    counts = Allowance(weights=weights)
+    allowance = replace(counts, seconds=counts.spent(whole) - counts.spent(until))
     return {**record, "clock": config.match_clock, "allowance": asdict(allowance)}
 
 
@@ -136,7 +139,7 @@ def _known(parts: dict[str, float], path: Path) -> dict[str, float]:
 
 
 def _added(parts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    names = (set(parts) | set(more)) - {AFTERWARDS}
+    names = (set(parts) | set(more)) - OFF_CLOCK
     return {name: parts.get(name, 0.0) + more.get(name, 0.0) for name in sorted(names)}
 
 

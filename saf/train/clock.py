@@ -1,8 +1,8 @@
 """Where a run's seconds go: each is booked under one part, so that the parts add up to the wall time.
 
 Two clocks add parts up. *Everything* is the paper's full path; *warm* leaves out loading and compilation. What comes
-after the last decision, the final checkpoint and the final report, is in neither. A run that starts from a checkpoint
-of another one counts that run's seconds up to there as well.
+after the last update or event is in neither: whatever is measured or saved there, nothing waits for it. A run that
+starts from a checkpoint of another one counts that run's seconds up to there as well.
 """
 
 import time
@@ -19,12 +19,14 @@ PARTS = {
     "compilation": "what updates that compile take longer than the next one, which does not",
     "training": "updates, and what lies between them and belongs to no other part",
     "intervention": "events: calibration, scores, selection, fits, installation, and recording them",
-    "monitoring": "losses on the controller's windows, those around events included",
-    "checkpoints": "writing them, but for the final one",
+    "monitoring": "losses on the controller's windows, those around events included, but for the last update's",
+    "checkpoints": "writing them, but for those after the last update",
 }
 """What the seconds on the clock go into, each with what it includes."""
 AFTERWARDS = "afterwards"
-"""The final checkpoint and the final report: booked, but on no clock."""
+"""All that comes after the last update or event, and reports in between: booked, but on no clock."""
+OFF_CLOCK = frozenset({AFTERWARDS})
+"""The parts that no clock adds up."""
 UNTOLD = "untold"
 """What earlier versions counted as one sum: all parts but checkpoints."""
 CLOCKS = {
@@ -53,6 +55,9 @@ class Clock:
         self._earlier: dict[str, float] = {}
         self._parent: dict[str, float] | None = None
         self._undecided: list[float] = []
+        self._counted: dict[str, float] = {}
+        self.ended = False
+        """Whether no update follows any more."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -64,11 +69,6 @@ class Clock:
     def everything(self) -> float:
         """Return the seconds of this run until now on the clock of everything, its parent's left out."""
         return _read(self.parts, "everything")
-
-    @property
-    def before(self) -> dict[str, float]:
-        """Return the seconds of each part that earlier processes of this run had saved; none without one."""
-        return dict(self._earlier)
 
     def enter(self, part: str) -> None:
         """Book what comes from now on under `part`."""
@@ -87,9 +87,10 @@ class Clock:
             self.enter(outer)
 
     def updated(self, seconds: float, *, compiled: bool) -> None:
-        """Take from training what an update of so many seconds spent on compiling.
+        """Count all seconds up to an update that was made, and take from training what it spent on compiling.
 
-        That is what it took longer than the next update that does not compile, which decides it.
+        It took so many seconds. Compiling is what it took longer than the next update that does not compile, which
+        decides it.
         """
         if compiled:
             self._undecided.append(seconds)
@@ -97,16 +98,25 @@ class Clock:
         elif self._undecided:
             self._move(sum(min(seconds, each) for each in self._undecided), "compilation", "training")
             self._undecided = []
+        self.count()
 
-    def only_reports(self) -> None:
-        """Book this process as what comes afterwards: its run had ended before."""
-        self.enter(AFTERWARDS)
-        self._booked = {AFTERWARDS: sum(self._booked.values())}
+    def count(self) -> None:
+        """Let what was booked until now count, as an update or an event has come of it."""
+        self._counted = self.parts
+
+    def end(self) -> None:
+        """Book what came since the last update or event as afterwards, and all that is to come."""
+        parts = self.parts
+        later = sum(seconds - self._counted.get(part, 0.0) for part, seconds in parts.items())
+        self._earlier, self._booked = _sum(self._counted, {AFTERWARDS: later}), {}
+        self._part, self.ended = AFTERWARDS, True
 
     def go_on(self, before: Mapping[str, Any]) -> None:
         """Count the seconds that earlier processes of this run had booked at a checkpoint, in `state_dict`'s form."""
         self._earlier, self._parent = dict(before["parts"]), before["parent"]
         self._undecided = [*before["unsettled"]]
+        # Earlier versions told no more than the parts.
+        self._counted, self.ended = dict(before.get("counted", before["parts"])), before.get("ended", False)
 
     def start_from(self, parent: Mapping[str, Any]) -> None:
         """Count the seconds of a parent up to its checkpoint, its own parent's included, in `state_dict`'s form."""
@@ -115,7 +125,8 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that was booked, as JSON values."""
-        return {"parts": self.parts, "parent": self._parent, "unsettled": self._undecided}
+        parts = {"parts": self.parts, "parent": self._parent, "unsettled": self._undecided}
+        return {**parts, "counted": self._counted, "ended": self.ended}
 
     def record(self) -> dict[str, Any]:
         """Return what a result tells: both clocks with the parts they include, and this run's and its parent's parts.

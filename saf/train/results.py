@@ -29,6 +29,8 @@ REPORT = "report.json"
 """What such a folder says, as result.json does at the end."""
 TOLD = 1e-3
 """Share of a run's time that it may exceed by unsaid: updates of the same work differ by more."""
+REFUSED = 1e-2
+"""Share of a run's time beyond which it has no result: arms at matched time are told apart by a few percent."""
 
 
 def report_between(run: Run) -> None:
@@ -49,24 +51,12 @@ def finish(run: Run) -> dict[str, Any]:
     freezing point is an ordinary one; a warning says so.
 
     Raises:
-        InputError: The time was over before the first update, or a budget with it.
+        InputError: The time was over before the first update, or the run used more of it than `REFUSED`.
     """
     folder = run.folder
     final = done_once(lambda: latest(run.checkpoints))
-    # An event alone leaves a checkpoint, too.
-    budget, reference = run.config.time_budget_seconds, run.config.match_time
-    allowed = f"what {reference} had left" if budget is None else f"time_budget_seconds={budget:g}"
-    over = run.updater.parallel.first(run.overspent)
-    if budget is not None and run.update == run.start + 1 and over > 0:
-        raise InputError(
-            f"{allowed} is {over:.2f} s less than setting the run up and its first update take; allow more time, in "
-            "another folder"
-        )
-    if final is None or (run.allowance is not None and run.update == run.start):
-        raise InputError(
-            f"{allowed} was over before the first update ({run.clock.everything:.1f} s went into setting the run up "
-            "and into freezing); allow more time, in another folder"
-        )
+    _check_time(run, final)
+    assert final is not None
     with run.updater.parallel.whole():
         checkpoints: dict[str, str | None] = {"final": done_once(lambda: checkpoint_hash(final))}
         report = run.task.report(run.model, run.execution, folder=folder, checkpoints=checkpoints)
@@ -131,13 +121,42 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _check_time(run: Run, final: Path | None) -> None:
+    """Raise InputError for a run of a given time that is not what it was to be; every process of a group calls this.
+
+    It did no update, or had more time than it may.
+    """
+    budget, allowance = run.config.time_budget_seconds, run.allowance
+    if allowance is None:
+        return
+    given = f"what {run.config.match_time} had left" if budget is None else f"time_budget_seconds={budget:g}"
+    # An event alone leaves a checkpoint, too.
+    if final is None or run.update == run.start:
+        raise InputError(
+            f"{given} was over before the first update ({sum(run.clock.parts.values()):.1f} s went into setting the "
+            "run up and into freezing); allow more time, in another folder"
+        )
+    if allowance.seconds is None:
+        return
+    kept = f"There is no result; the run's last checkpoint, {final}, is kept"
+    less = "or match by a measured speed (match_speed), whose updates are known before"
+    advice = "allow more time" if budget is not None else f"start from an earlier checkpoint, {less}"
+    if run.updater.parallel.first(run.overspent) > REFUSED * allowance.seconds:
+        took = sorted(allowance.weighted(run.clock.parts).items(), key=lambda part: -part[1])
+        parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in took if seconds > 0)
+        raise InputError(
+            f"{given} allowed {allowance.seconds:.2f} s, and the run used {allowance.seconds + run.overspent:.2f} s: "
+            f"{parts}. An update, an event or compiling took longer than was left. {kept}: {advice}, in another folder"
+        )
+
+
 def _overspent(run: Run) -> list[str]:
     """Say by how much a run exceeded its time, where that is more than an update's seconds may vary by."""
     if run.allowance is None or run.allowance.seconds is None or run.overspent <= TOLD * run.allowance.seconds:
         return []
     return [
         f"time: {run.allowance.seconds:.2f} s were allowed, and {run.overspent:.2f} s more were used: what its last "
-        "update, loss, checkpoint or event took was not foreseen"
+        "update or event took was not foreseen"
     ]
 
 
