@@ -71,11 +71,13 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a run at matched time gets, and by what, for its config.json.
 
     Raises:
-        InputError: The reference has not ended, did not go through the run's parent, or its seconds are not known;
-            at a measured speed what it had left buys no update.
+        InputError: The reference has not ended, is no ordinary run, has other updates, did not go through the run's
+            parent, or its seconds are not known; at a measured speed what it had left buys no update, or none that
+            follows the first event.
     """
     reference = RecordedRun.open(str(config.match_time))
     result = reference.finished_result()
+    _check_reference(reference, config)
     if checkpoint.hash not in went_through(reference):
         raise InputError(
             f"the run in {reference.folder} did not go through {checkpoint.path}; at matched time an arm starts from a "
@@ -92,6 +94,7 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
                 f"{config.match_charge_seconds:g} of the paper's 187.65 minutes cost {charged:,.1f} of them; charge "
                 "less, or start from an earlier checkpoint"
             )
+        _check_moment(config, start=checkpoint.update, updates=updates)
         allowance = Allowance(updates=updates)
         told = {name: getattr(config, name) for name in ("match_speed", "match_speed_source", "match_charge_seconds")}
         return {**record, **told, "reference_updates": result["updates"], "allowance": asdict(allowance)}
@@ -100,6 +103,32 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     counts = Allowance(weights=weights)
     allowance = replace(counts, seconds=counts.spent(whole) - counts.spent(until))
     return {**record, "clock": config.match_clock, "allowance": asdict(allowance)}
+
+
+def _check_reference(reference: RecordedRun, config: TrainConfig) -> None:
+    """Raise InputError for a reference whose time is not what an ordinary run of the arm's updates takes."""
+    if reference.arm != "ordinary":
+        raise InputError(
+            f"the reference of an arm at matched time is an ordinary run, whose time the arm gets; the run in "
+            f"{reference.folder} is {reference.arm}: name the ordinary one"
+        )
+    updates = TrainConfig.from_dict(reference.config["settings"]).updates
+    if updates != config.updates:
+        raise InputError(
+            f"an arm at matched time has the schedule of its reference: {reference.folder} has updates={updates}, and "
+            f"the arm asks for updates={config.updates}; leave updates as they are, or name a reference of as many"
+        )
+
+
+def _check_moment(config: TrainConfig, *, start: int, updates: int) -> None:
+    """Raise InputError where so many `updates` from `start` on end before the first event, or with it."""
+    moment, last = config.freeze_update, start + updates
+    if config.freeze is not None and moment is not None and moment >= last:
+        raise InputError(
+            f"at match_speed={config.match_speed:g} the arm does {updates} updates from {start} on and ends after "
+            f"update {last}, and its first event would come after update {moment}, since moments are shares of "
+            f"updates={config.updates}: nothing would train on behind it. Choose one before update {last} (freeze_at)"
+        )
 
 
 def _weights(clock: str, reference_seconds: float) -> dict[str, float]:

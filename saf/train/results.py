@@ -47,11 +47,12 @@ def finish(run: Run) -> dict[str, Any]:
     """Evaluate the reporting partition, write result.json and return it; every process of a group calls this.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `time` has both clocks, each with what it
-    includes, and the parts. `lacks` says in words what of the run is not known. A run whose time was over before its
+    includes, and the parts. `lacks` says in words what of the run is not known. A run whose budget was over before its
     freezing point is an ordinary one; a warning says so.
 
     Raises:
-        InputError: The time was over before the first update, or the run used more of it than `REFUSED`.
+        InputError: The time was over before the first update, or the run used more of it than `REFUSED`; at matched
+            time by its own clock, it was over before the freezing point.
     """
     folder = run.folder
     final = done_once(lambda: latest(run.checkpoints))
@@ -108,6 +109,7 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "lacks": [
             *run.clock.lacks,
             *_overspent(run),
+            *_events_to_come(run),
             *(f"reports: none after update {each}" for each in run.config.report_at if str(each) not in reports),
             *missing_updates(metrics, run.start, run.update),
             *missing_evaluations(
@@ -124,7 +126,7 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
 def _check_time(run: Run, final: Path | None) -> None:
     """Raise InputError for a run of a given time that is not what it was to be; every process of a group calls this.
 
-    It did no update, or had more time than it may.
+    It did no update, had more time than it may, or ended at matched time before the event that makes it another arm.
     """
     budget, allowance = run.config.time_budget_seconds, run.allowance
     if allowance is None:
@@ -148,6 +150,12 @@ def _check_time(run: Run, final: Path | None) -> None:
             f"{given} allowed {allowance.seconds:.2f} s, and the run used {allowance.seconds + run.overspent:.2f} s: "
             f"{parts}. An update, an event or compiling took longer than was left. {kept}: {advice}, in another folder"
         )
+    if budget is None and run.heads_changed is None and _events_to_come(run):
+        raise InputError(
+            f"{_ended_before_freezing(run)}. Beside {run.config.match_time} it is no arm of its own. {kept}: freeze "
+            f"earlier (freeze_at counts shares of updates={run.config.updates}, not of the time), {less}, in another "
+            "folder"
+        )
 
 
 def _overspent(run: Run) -> list[str]:
@@ -157,6 +165,17 @@ def _overspent(run: Run) -> list[str]:
     return [
         f"time: {run.allowance.seconds:.2f} s were allowed, and {run.overspent:.2f} s more were used: what its last "
         "update or event took was not foreseen"
+    ]
+
+
+def _events_to_come(run: Run) -> list[str]:
+    """Say that a run ended before all events of its schedule; not of one whose events come when the loss decides."""
+    if run.proposer is None or run.proposer.finished or run.config.freeze_update is None:
+        return []
+    assert run.config.schedule is not None
+    return [
+        f"events: the run ended after update {run.update}, before all events of its {run.config.schedule.name} "
+        "schedule had come, whose moments are counted in updates"
     ]
 
 
@@ -183,12 +202,18 @@ def _why_nothing_froze(run: Run) -> str:
         return (
             f"{run.folder} has lost {EVENTS}: heads are frozen or pruned, but what was measured and chosen is not known"
         )
-    ended, moment = f"the run ended after update {run.update}", run.config.freeze_update
-    if moment is None:
-        return f"{ended} without an event: its schedule found no moment for one, and no heads were frozen"
+    if run.config.freeze_update is None:
+        return (
+            f"the run ended after update {run.update} without an event: its schedule found no moment for one, and no "
+            "heads were frozen"
+        )
+    return f"{_ended_before_freezing(run)}. Allow more time, or freeze earlier (freeze_at)"
+
+
+def _ended_before_freezing(run: Run) -> str:
     return (
-        f"{ended}, before its freezing point at update {moment}: no heads were frozen. Allow more time, or freeze "
-        "earlier (freeze_at)"
+        f"the run ended after update {run.update}, before its freezing point at update {run.config.freeze_update}: no "
+        "heads were frozen"
     )
 
 

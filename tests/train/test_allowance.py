@@ -16,7 +16,7 @@ from saf.errors import InputError
 from saf.evaluate.compare import compare_runs
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json, read_lines
-from saf.schedules import OneTime
+from saf.schedules import Gradual, OneTime, TrainLoss
 from saf.tasks import TextTask
 from saf.train import continue_from, pretrain
 from saf.train.allowance import PAPER_SECONDS, Allowance
@@ -213,6 +213,28 @@ def test_an_arm_by_its_own_clock_that_used_more_than_was_left_is_refused(referen
         pretrain(config)
 
 
+def test_moments_of_an_arm_by_its_own_clock(reference, now):
+    """They are shares of updates, of which an arm may do fewer than its reference."""
+    with pytest.raises(InputError, match=r"schedule must be one whose first event .* before the end, updates=12"):
+        arm(reference, "never", freeze=FREEZE, schedule=OneTime(at=1.0))
+    now.update = 4.0
+    config = arm(reference, "late", freeze=FREEZE, schedule=OneTime(at=11))
+    with pytest.raises(InputError, match=r"after update 9, before its freezing point at update 11: .*step-9, is kept"):
+        pretrain(config)
+    with pytest.raises(InputError, match="before its freezing point"):
+        pretrain(config, resume=True)
+    # Where the last update and the event's moment are one, nothing would train on behind it.
+    with pytest.raises(InputError, match="before its freezing point at update 9"):
+        pretrain(arm(reference, "last", freeze=FREEZE, schedule=OneTime(at=9)))
+    half = arm(reference, "half", freeze=FREEZE, schedule=Gradual(begin=7, end=12, groups=2))
+    result = pretrain(half)
+    assert result["intervention"]["events"] == 1
+    (told,) = result["lacks"]
+    assert told.startswith("events: the run ended after update 8, before all events of its gradual schedule had come")
+    with pytest.warns(UserWarning, match="its schedule found no moment"):
+        assert pretrain(arm(reference, "loss", freeze=FREEZE, schedule=TrainLoss()))["lacks"] == []
+
+
 def test_the_scaled_clock_charges_an_event_as_the_papers_run_would(reference, now):
     config = arm(reference, "scaled", freeze=FREEZE, match_clock="scaled")
     assert pretrain(config)["updates"] == 6 + 5, "an event is never free: the sixth update would be too much"
@@ -235,6 +257,31 @@ def test_a_measured_speed_gives_updates_instead_of_seconds(reference, now):
     assert rates[-1] == pytest.approx(read_lines(Path(reference.out, "metrics.jsonl"))[-1]["lr"])
     charged = arm(reference, "charged", **given, match_charge_seconds=PAPER_SECONDS / 12)
     assert pretrain(charged)["updates"] == 6 + int(1.5 * 5), "one update of the reference's twelve"
+
+
+@pytest.mark.parametrize(
+    ("speed", "moment", "told"),
+    [
+        (0.5, 9, "does 3 updates from 6 on and ends after update 9, and its first event would come after update 9"),
+        (0.5, 11, "ends after update 9, and its first event would come after update 11, since moments are shares"),
+    ],
+)
+def test_a_moment_that_a_measured_speed_never_reaches_is_refused_at_the_start(reference, now, speed, moment, told):
+    given = {"match_speed": speed, "match_speed_source": "x", "freeze": FREEZE}
+    config = arm(reference, "late", schedule=OneTime(at=moment), **given)
+    with pytest.raises(InputError, match=told):
+        pretrain(config)
+    assert not Path(config.out).exists()
+    assert pretrain(replace(config, schedule=OneTime(at=8)))["updates"] == 9
+
+
+def test_a_reference_is_an_ordinary_run_of_as_many_updates(reference, settings, now):
+    frozen = arm(reference, "frozen", freeze=FREEZE, match_time=None)
+    pretrain(frozen)
+    with pytest.raises(InputError, match=r"is an ordinary run.*frozen is frozen: name the ordinary one"):
+        pretrain(arm(reference, "beside", match_time=frozen.out))
+    with pytest.raises(InputError, match=r"reference has updates=12, and the arm asks for updates=20"):
+        pretrain(arm(reference, "longer", updates=20))
 
 
 @pytest.mark.parametrize(

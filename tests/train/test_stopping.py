@@ -236,6 +236,7 @@ def test_a_time_allowance_that_ends_before_the_freezing_point_gives_an_ordinary_
         result = pretrain(config)
     assert (result["arm"], result["intervention"], result["provenance"]["heads"]) == ("ordinary", None, [])
     assert result["updates"] > 0
+    assert any(told.startswith("events: the run ended after update") for told in result["lacks"])
     assert read_json(Path(config.out, "result.json")) == result
 
 
