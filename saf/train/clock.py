@@ -1,13 +1,15 @@
 """Where a run's seconds go: each is booked under one part, so that the parts add up to the wall time.
 
 Two clocks add parts up. *Everything* is the paper's full path; *warm* leaves out loading and compilation. What comes
-after the last update or event is in neither: whatever is measured or saved there, nothing waits for it. A run that
-starts from a checkpoint of another one counts that run's seconds up to there as well.
+after the last update or event is in neither: whatever is measured or saved there, nothing waits for it. Nor are seconds
+of updates that a kill lost and that were trained again. A run that starts from a checkpoint of another one counts that
+run's seconds up to there as well.
 """
 
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ PARTS = {
 """What the seconds on the clock go into, each with what it includes."""
 AFTERWARDS = "afterwards"
 """All that comes after the last update or event, and reports in between: booked, but on no clock."""
-OFF_CLOCK = frozenset({AFTERWARDS})
+LOST = "lost"
+"""Updates that came after the checkpoint that a killed run went on from: told, but on no clock."""
+OFF_CLOCK = frozenset({AFTERWARDS, LOST})
 """The parts that no clock adds up."""
 UNTOLD = "untold"
 """What earlier versions counted as one sum: all parts but checkpoints."""
@@ -35,7 +39,8 @@ CLOCKS = {
 }
 """The parts that each clock adds up."""
 LOG = "clock.jsonl"
-"""A line for each checkpoint of a run: its hash, and the seconds until it was on the disk."""
+"""A line for each checkpoint of a run: its hash, and the seconds until it was on the disk. A line for each kill: the
+seconds that it lost, and of which updates they were."""
 
 
 class Clock:
@@ -121,16 +126,17 @@ class Clock:
     def start_from(self, parent: Mapping[str, Any]) -> None:
         """Count the seconds of a parent up to its checkpoint, its own parent's included, in `state_dict`'s form."""
         self._parent = _sum(parent["parts"], parent["parent"] or {})
-        self._parent.pop(AFTERWARDS, None)
+        self._parent.pop(AFTERWARDS, None)  # what was lost is never in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that was booked, as JSON values."""
         parts = {"parts": self.parts, "parent": self._parent, "unsettled": self._undecided}
         return {**parts, "counted": self._counted, "ended": self.ended}
 
-    def record(self) -> dict[str, Any]:
+    def record(self, *, lost: float = 0.0) -> dict[str, Any]:
         """Return what a result tells: both clocks with the parts they include, and this run's and its parent's parts.
 
+        Kills `lost` so many seconds of it, which are a part of their own.
         The warm clock is None where an earlier version left a sum that it cannot be told from; `lacks` says so.
         """
         own, parent = self.parts, self._parent
@@ -140,7 +146,7 @@ class Clock:
             seconds = _read(both, clock) if UNTOLD not in both or clock == "everything" else None
             includes = [part for part in parts if part in PARTS or part in both]
             record[clock] = {"seconds": seconds, "includes": [*includes, *([] if parent is None else ["parent"])]}
-        return {**record, "parts": own, "parent_parts": parent}
+        return {**record, "parts": {**own, LOST: lost} if lost else own, "parent_parts": parent}
 
     @property
     def lacks(self) -> list[str]:
@@ -163,6 +169,21 @@ class Clock:
 def log_checkpoint(folder: Path, name: str, hash: str, clock: Clock) -> None:
     """Add a line about a checkpoint that was just written: only now is it known what writing it took."""
     append_line(folder / LOG, {"checkpoint": name, "hash": hash, **clock.state_dict()})
+
+
+def log_lost_(folder: Path, lost: list[dict[str, Any]]) -> None:
+    """Add a line about updates that a run is about to train again, if there are any, given their lines of metrics."""
+    if not lost:
+        return
+    seconds, updates = fsum(line["update_seconds"] for line in lost), [lost[0]["update"], lost[-1]["update"]]
+    line = {LOST: seconds, "updates": updates}
+    if line not in read_lines(folder / LOG):  # a resumed run that was killed at once has told it already
+        append_line(folder / LOG, line)
+
+
+def lost_seconds(folder: Path) -> float:
+    """Return the seconds of updates that kills of a run lost."""
+    return fsum(line.get(LOST, 0.0) for line in read_lines(folder / LOG))
 
 
 def seconds_until(checkpoint: Checkpoint) -> dict[str, Any]:

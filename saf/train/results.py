@@ -19,7 +19,7 @@ from saf.records.result import result_header
 from saf.records.run import RECORDS
 from saf.surgery import pattern_parameters
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
-from saf.train.clock import AFTERWARDS
+from saf.train.clock import AFTERWARDS, lost_seconds
 from saf.train.config import TrainConfig
 from saf.train.run import Run
 
@@ -105,7 +105,7 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "update_seconds": update_seconds(metrics, run.timed_from),
         "graphs": graphed_micro_batches(metrics, run.config.accumulation),
         "peak_memory_bytes": run.peak_memory,
-        "time": run.clock.record(),
+        "time": run.clock.record(lost=lost_seconds(folder)),
         "lacks": [
             *run.clock.lacks,
             *_overspent(run),

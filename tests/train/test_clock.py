@@ -1,6 +1,7 @@
 """The two clocks of a run: every second is booked once, over resumptions and from a parent on."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ import saf.train.clock as clock_module
 import saf.train.events
 import saf.train.loop as loop
 import saf.train.run
+import saf.train.start
 import saf.train.updater
+from saf.cli.training import result_table
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_lines
 from saf.records.run import RecordedRun
@@ -162,6 +165,7 @@ def test_a_resumed_run_counts_what_its_checkpoints_cost_and_a_branch_its_parent(
     assert resumed["parts"]["loading"] > whole["parts"]["loading"]
     again = pretrain(config, resume=True)["time"]
     assert again["everything"] == resumed["everything"]
+    assert again["parts"]["lost"] == resumed["parts"]["lost"] == 1.0, "the seventh update was made twice"
     assert resumed["everything"]["seconds"] == sum(resumed["parts"].get(part, 0.0) for part in PARTS)
     child = pretrain(continue_from(checkpoint.path, out=settings("child").out))["time"]
     assert child["parent_parts"] == written
@@ -169,6 +173,24 @@ def test_a_resumed_run_counts_what_its_checkpoints_cost_and_a_branch_its_parent(
         child["parts"][part] for part in PARTS if part in child["parts"]
     )
     assert "parent" in child["everything"]["includes"]
+
+
+def test_what_several_kills_lost_is_told_and_on_no_clock(settings, now, monkeypatch):
+    """Updates take 1.5 s; the first kill comes before any checkpoint, the last one right after a resumption."""
+    taking(monkeypatch, now, saf.train.updater, "step_if_finite_", 1.5)
+    config = settings(eval_every=0, save_every=3)
+    for module, name, call in ((loop, "run_update", 3), (loop, "run_update", 6), (saf.train.start, "write_lines", 1)):
+        with monkeypatch.context() as patch:
+            die_at(patch, module, name, call)
+            with pytest.raises(Killed):
+                pretrain(config, resume=Path(config.out).exists())
+    result = pretrain(config, resume=True)
+    time = result["time"]
+    assert time["parts"]["lost"] == 1.5 * (2 + 2)
+    assert "; 6 s of updates that were lost are in neither" in str(result_table(result))
+    assert (time["parts"]["training"], time["everything"]["seconds"]) == (1.5 * 12, 1.5 * 12)
+    lost = [line["updates"] for line in read_lines(Path(config.out, "clock.jsonl")) if "lost" in line]
+    assert lost == [[1, 2], [4, 5]]
 
 
 def taking(monkeypatch, now, module, name, seconds):
