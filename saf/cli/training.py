@@ -18,6 +18,7 @@ from saf.records.table import Table
 from saf.settings import FLAT
 from saf.tasks import TextTask
 from saf.train import EXIT_STOPPED, TrainConfig
+from saf.train.clock import LOST
 
 OF_TEXT = ("sampler", "calibration_source", "token_losses")
 """Settings of a run that no task but text reads."""
@@ -93,7 +94,8 @@ def _accuracy(result: dict[str, Any]) -> str:
 def _whole_run(time: dict[str, Any]) -> str:
     everything, warm = (time[clock]["seconds"] for clock in ("everything", "warm"))
     parent = ", its parent's part included" if time["parent_parts"] else ""
-    return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}"
+    lost = f"; {seconds(time['parts'][LOST])} of updates that were lost are in neither" if LOST in time["parts"] else ""
+    return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}{lost}"
 
 
 def result_table(result: dict[str, Any]) -> Table:

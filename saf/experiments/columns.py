@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saf.evaluate.compare import free_heads_bound
-from saf.train.clock import AFTERWARDS
+from saf.train.clock import OFF_CLOCK
 
 Record = Mapping[str, Any]
 OWN, REFERENCE, AGAINST = "own", "reference", "against"
@@ -180,7 +180,7 @@ def _continuation(record: Record) -> float | None:
     return (
         None
         if time.get("parent_parts") is None
-        else sum(seconds for part, seconds in time["parts"].items() if part != AFTERWARDS) / 60
+        else sum(seconds for part, seconds in time["parts"].items() if part not in OFF_CLOCK) / 60
     )
 
 

@@ -155,7 +155,8 @@ def _findings(rendered: Rendered, source: Cell) -> Iterator[Finding]:
     ways = {"delta": "", "paper_exchange": f", {COLUMNS['paper_exchange'].title.removesuffix(', %')}"}
     for arm in filter(lambda arm: arm.name in shares.keys() - rendered.overtrained, rendered.headline()):
         (how, rate), (at, measured, _) = shares[arm.name], rendered.scale.partition("-speeds-")
-        clocks = "" if measured else ", by their own clocks"
+        is_set = scale_named(parts_of(at)[0]).set_speed is not None
+        clocks = "" if measured else ", at a set speed" if is_set else ", by their own clocks"
         for column, worth in ways.items():
             value, quoted = rendered.values[arm.name].get(column), arm.paper.get(column)
             if value is None:

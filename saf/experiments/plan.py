@@ -11,6 +11,7 @@ from saf.experiments.examples import Examples, finetuning_settings, is_of_files,
 from saf.experiments.planned_run import PlannedRun, events_of, run_key
 from saf.experiments.recipe import Arm, Flags, Recipe
 from saf.experiments.scales import Scale
+from saf.experiments.speeds import set_speed
 from saf.schedules import OneTime
 
 MOST_READ = 4
@@ -89,7 +90,7 @@ class Plan:
         if self._by_layers(arm, settings):
             flags, settings = ({**given, "compile": "layers"} for given in (flags, settings))
         match, heads, like = (other and needed[other].key for other in (arm.match, arm.heads, arm.like))
-        if match is not None and self.scale.speeds is not None:
+        if match is not None:
             told = self._at_speed(arm, settings, heads)
             if isinstance(told, str):
                 self.left[name, arm.name] = told
@@ -179,15 +180,17 @@ class Plan:
         return flags, {**shape, **finetuning_settings(arm.task), **taken, **flags}, None
 
     def _at_speed(self, arm: Arm, settings: Flags, heads: str | None) -> dict[str, Any] | str:
-        """Return what an arm at matched time is told with the scale's measured speeds, or why there is none of it."""
-        assert self.scale.speeds is not None, arm.name
+        """Return what an arm at matched time is told in place of its own clock, or why the scale has no speed of it."""
         if "match_speed" in settings:
             return {}
+        rate = settings.get("freeze.rate") if heads is None else self.runs[heads].settings["freeze.rate"]
+        if self.scale.speeds is None:
+            given = self.scale.set_speed
+            return {} if given is None else set_speed(given if rate else 1.0, scale=self.scale.base)
         if arm.on_own_clock:
             return "no speed stands for its own seconds"
         if events_of(settings) > 1:
             return "a speed is of heads that are all frozen at once"
-        rate = settings.get("freeze.rate") if heads is None else self.runs[heads].settings["freeze.rate"]
         return self.scale.speeds.settings(settings, rate) or "no speed of it was measured"
 
 

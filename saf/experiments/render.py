@@ -275,7 +275,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
     values = {arm.name: rows.values(arm) for arm in recipe.arms if arm.name in records}
     runs = [record for arm in records.values() for found in arm.values() for record in found]
     overtrained = overtrained_arms(recipe, values)
-    told = [plan.scale.speeds.described()] if plan.scale.speeds and any(arm.match for arm in recipe.arms) else []
+    speeds = plan.scale.told_of_speeds if any(arm.match for arm in recipe.arms) else None
     return Rendered(
         name=name,
         recipe=recipe,
@@ -291,7 +291,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
             *errors_and_intervals(values, runs),
             *fewer_seeds(name, recipe, plan, values),
         ),
-        origin=(*told, *rows.apart(), *rows.other_heads(), *rows.busy(), *origin(runs)),
+        origin=(*filter(None, [speeds]), *rows.apart(), *rows.other_heads(), *rows.busy(), *origin(runs)),
     )
 
 

@@ -34,11 +34,26 @@ class Scale:
     """Why contexts have no runs of the length that was asked for, in words, by the paper's context."""
     speeds: Speeds | None = None
     """What arms at matched time get instead of a clock of their own; None for their clocks."""
+    set_speed: float | None = None
+    """Updates that those which freeze or prune do while their reference does one, where runs are too short for either;
+    None for clocks or measured speeds."""
 
     @property
     def base(self) -> str:
         """Return the name of the scale whose runs were resized, or have other speeds."""
         return parts_of(self.name)[0]
+
+    @property
+    def told_of_speeds(self) -> str | None:
+        """Return a sentence on the speeds that arms at matched time get; None where they have their own clocks."""
+        if self.speeds is not None:
+            return self.speeds.described()
+        if self.set_speed is None:
+            return None
+        return (
+            f"Arms at matched time that freeze or prune do {self.set_speed:g} updates for each that the reference had "
+            "left, the ordinary ones as many: set for this scale, not measured."
+        )
 
     @property
     def tokens(self) -> str:
@@ -200,6 +215,8 @@ SCALES = {
             contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
             seeds=(1337, 1338),
             save_at=_BRANCHES,
+            # Their clocks would have hundredths of a second, which a busy machine takes to load a run.
+            set_speed=1.25,
             text="a megabyte of Python's own library",
             vocabulary=512,
             rates=Rates(

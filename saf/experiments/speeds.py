@@ -22,6 +22,12 @@ OWN_CLOCK = {"match_clock": "everything"}
 """What an arm says whose own seconds are charged as they are, and what a speed in their place is given with."""
 
 
+def set_speed(ratio: float, *, scale: str) -> dict[str, Any]:
+    """Return what an arm at matched time is told where nobody measured its speed, at a scale of that name."""
+    source = f"set for the {scale} scale, not measured"
+    return {**OWN_CLOCK, "match_speed": ratio, "match_speed_source": source}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Speed:
     """Describe one measured pair: an arm's updates beside ordinary ones."""

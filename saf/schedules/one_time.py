@@ -22,7 +22,7 @@ class OneTime:
     chooses_once: ClassVar[bool] = True
     several_events: ClassVar[bool] = False
     at: Annotated[int | float, Flag("freeze-at")] = 0.5
-    """When: a whole number of updates, or a share of all of them."""
+    """When: a whole number of updates, or a share of all of them, also where a run gets time and does more or fewer."""
 
     def __post_init__(self):
         """Raise InputError for a moment that no run has."""

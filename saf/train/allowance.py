@@ -6,7 +6,7 @@ reference still had from there on (paper, app:equal-time-controls). The learning
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from saf.errors import CheckpointError, InputError
 from saf.records.files import read_lines
 from saf.records.run import RecordedRun
 from saf.train.checkpoint import Checkpoint
-from saf.train.clock import AFTERWARDS, LOG, PARTS, UNTOLD, seconds_until
+from saf.train.clock import LOG, OFF_CLOCK, PARTS, UNTOLD, seconds_until
 from saf.train.config import TrainConfig
 
 PAPER_SECONDS = 187.65 * 60
@@ -35,24 +35,27 @@ class Allowance:
 
         Args:
             parts: Seconds of each part of the run's clock until now, its parent's left out.
-            expected: Seconds of each part that the next update is expected to take, with what belongs to it.
+            expected: Seconds of each part that the next update is expected to take, its compiling included.
             updates: Updates of its own that the run has done.
         """
         if self.updates is not None:
             spent, allowed = updates + 1.0, float(self.updates)
         else:
             assert self.seconds is not None
-            spent, allowed = weighted(parts, self.weights) + weighted(expected, self.weights), self.seconds
+            spent, allowed = self.spent(parts) + self.spent(expected), self.seconds
         return spent / allowed if allowed > 0 else math.inf
 
     def seconds_left(self, parts: Mapping[str, float]) -> float | None:
         """Return the seconds that are not used yet; None for an allowance of updates."""
-        return None if self.seconds is None else self.seconds - weighted(parts, self.weights)
+        return None if self.seconds is None else self.seconds - self.spent(parts)
 
+    def spent(self, parts: Mapping[str, float]) -> float:
+        """Return the seconds that a clock's parts count."""
+        return sum(self.weighted(parts).values())
 
-def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the seconds of a clock's parts, each counted by its weight; what comes after the end never counts."""
-    return sum(seconds * weights.get(part, 1.0) for part, seconds in parts.items() if part != AFTERWARDS)
+    def weighted(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return the seconds of a clock's parts, each counted by its weight; what is on no clock is left out."""
+        return {part: n * self.weights.get(part, 1.0) for part, n in parts.items() if part not in OFF_CLOCK}
 
 
 def allowance_of(config: TrainConfig, matched: Mapping[str, Any] | None) -> Allowance | None:
@@ -68,11 +71,13 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a run at matched time gets, and by what, for its config.json.
 
     Raises:
-        InputError: The reference has not ended, did not go through the run's parent, or its seconds are not known;
-            at a measured speed what it had left buys no update.
+        InputError: The reference has not ended, is no ordinary run, has other updates, did not go through the run's
+            parent, or its seconds are not known; at a measured speed what it had left buys no update, or none that
+            follows the first event.
     """
     reference = RecordedRun.open(str(config.match_time))
     result = reference.finished_result()
+    _check_reference(reference, config)
     if checkpoint.hash not in went_through(reference):
         raise InputError(
             f"the run in {reference.folder} did not go through {checkpoint.path}; at matched time an arm starts from a "
@@ -89,14 +94,41 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
                 f"{config.match_charge_seconds:g} of the paper's 187.65 minutes cost {charged:,.1f} of them; charge "
                 "less, or start from an earlier checkpoint"
             )
+        _check_moment(config, start=checkpoint.update, updates=updates)
         allowance = Allowance(updates=updates)
         told = {name: getattr(config, name) for name in ("match_speed", "match_speed_source", "match_charge_seconds")}
         return {**record, **told, "reference_updates": result["updates"], "allowance": asdict(allowance)}
     whole, until = _whole(reference, result), _until(checkpoint)
     weights = _weights(config.match_clock, sum(whole.values()))
-    seconds = weighted(whole, weights) - weighted(until, weights)
-    allowance = Allowance(seconds=seconds, weights=weights)
+    counts = Allowance(weights=weights)
+    allowance = replace(counts, seconds=counts.spent(whole) - counts.spent(until))
     return {**record, "clock": config.match_clock, "allowance": asdict(allowance)}
+
+
+def _check_reference(reference: RecordedRun, config: TrainConfig) -> None:
+    """Raise InputError for a reference whose time is not what an ordinary run of the arm's updates takes."""
+    if reference.arm != "ordinary":
+        raise InputError(
+            f"the reference of an arm at matched time is an ordinary run, whose time the arm gets; the run in "
+            f"{reference.folder} is {reference.arm}: name the ordinary one"
+        )
+    updates = TrainConfig.from_dict(reference.config["settings"]).updates
+    if updates != config.updates:
+        raise InputError(
+            f"an arm at matched time has the schedule of its reference: {reference.folder} has updates={updates}, and "
+            f"the arm asks for updates={config.updates}; leave updates as they are, or name a reference of as many"
+        )
+
+
+def _check_moment(config: TrainConfig, *, start: int, updates: int) -> None:
+    """Raise InputError where so many `updates` from `start` on end before the first event, or with it."""
+    moment, last = config.freeze_update, start + updates
+    if config.freeze is not None and moment is not None and moment >= last:
+        raise InputError(
+            f"at match_speed={config.match_speed:g} the arm does {updates} updates from {start} on and ends after "
+            f"update {last}, and its first event would come after update {moment}, since moments are shares of "
+            f"updates={config.updates}: nothing would train on behind it. Choose one before update {last} (freeze_at)"
+        )
 
 
 def _weights(clock: str, reference_seconds: float) -> dict[str, float]:
@@ -136,7 +168,7 @@ def _known(parts: dict[str, float], path: Path) -> dict[str, float]:
 
 
 def _added(parts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    names = (set(parts) | set(more)) - {AFTERWARDS}
+    names = (set(parts) | set(more)) - OFF_CLOCK
     return {name: parts.get(name, 0.0) + more.get(name, 0.0) for name in sorted(names)}
 
 

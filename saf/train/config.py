@@ -75,7 +75,8 @@ class TrainConfig:
     """Where the learning rate advances by time spent: stop before an update that would exceed this."""
     match_time: str | None = None
     """Finished run of the ordinary arm that went through this run's parent: train as long as it still had from there,
-    the learning rate following the time, and stop before an update that would exceed it."""
+    the learning rate following the time, and stop before an update that would exceed it. Moments stay shares of
+    updates, of which it may do more or fewer; none may be the end."""
     match_clock: MatchClock = "everything"
     """Which seconds are matched: everything, as the paper; warm, without loading and compilation; or scaled, which
     charges compilation, events, losses and checkpoints as if the reference took the paper's 187.65 minutes."""
@@ -220,6 +221,13 @@ class TrainConfig:
         self._require("match_time", self.parent is not None, "left out without a parent, where the seconds begin")
         self._require("time_budget_seconds", self.time_budget_seconds is None, "None with match_time, which sets it")
         self._require("fresh", not self.fresh, "False with match_time, whose reference went through the parent")
+        follows = self.freeze is None or self.freeze_update is None or self.freeze_update < self.updates
+        self._require(
+            "schedule",
+            follows,
+            f"one whose first event (freeze_at) comes before the end, updates={self.updates}, with match_time: nothing "
+            "is matched where nothing trains on behind it",
+        )
 
     def _require(self, name: str, usable: bool, expected: str) -> None:
         if not usable:

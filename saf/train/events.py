@@ -88,9 +88,11 @@ class Change:
 def carry_out_due_(run: Run, *, saved: bool = False) -> None:
     """Carry out the events that are due, after a checkpoint of the state before them (unless `saved`: it is there).
 
-    The place in the training data does not move. Raises what `freeze_` and `uninstall_` raise; that event is not
-    recorded then.
+    None of them is where the run's allowance has no room for an update behind it. The place in the training data does
+    not move. Raises what `freeze_` and `uninstall_` raise; that event is not recorded then.
     """
+    if run.allowance is not None and run.finished():
+        return
     proposer, carried_out = run.proposer, 0
     while proposer and (events := proposer.propose(run.update)):
         if not (saved or carried_out):
@@ -109,11 +111,6 @@ def meant(event: Event, config: Settings) -> Event:
     return event
 
 
-def event_due(run: Run) -> bool:
-    """Return whether the schedule proposes an event now."""
-    return run.proposer is not None and bool(run.proposer.propose(run.update))
-
-
 def _carry_out_(run: Run, event: Event) -> Outcome:
     """Carry one event out and record it, with the controller loss before and after."""
     before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
@@ -126,6 +123,7 @@ def _carry_out_(run: Run, event: Event) -> Outcome:
     values = {**losses, "seconds": change.seconds, **change.values}
     with run.clock("intervention"):
         number = run.record_event(event, change.heads, values, change.tensors)
+    run.clock.count()
     seconds = run.updater.parallel.first(sum(change.seconds.values()))
     run.say(f"{change.summary}; took {seconds:.1f} s")
     return Outcome(

@@ -15,9 +15,9 @@ from saf.machine.processes import done_once, joined
 from saf.records.folders import no_room
 from saf.train.ahead import CompilingAhead
 from saf.train.checkpoint import latest
-from saf.train.clock import AFTERWARDS, Clock
+from saf.train.clock import Clock
 from saf.train.config import TrainConfig
-from saf.train.events import carry_out_due_, event_due
+from saf.train.events import carry_out_due_
 from saf.train.results import finish, report_between, warn_of_gaps
 from saf.train.run import Run
 from saf.train.start import start_run
@@ -87,9 +87,6 @@ def _train(run: Run, stop: "StopRequest", ahead: CompilingAhead) -> bool:
     """Run updates to the end; return False when a signal stopped them."""
     config, clock = run.config, run.clock
     run.model.train()
-    if clock.before and run.finished(after=clock.before) and not event_due(run):
-        clock.only_reports()
-        return True
     clock.enter("training")
     _save_beginning(run)
     carry_out_due_(run, saved=run.update == run.start and run.parent_hash is not None)
@@ -109,16 +106,15 @@ def _train(run: Run, stop: "StopRequest", ahead: CompilingAhead) -> bool:
         finished = run.finished()
         # Looked at once: a signal that comes while this line runs waits for the next update, which it then saves.
         stopping = run.updater.parallel.any(stop.requested) and not finished
-        kept = stopping or run.update in config.branch_updates
-        if not finished and (kept or (periodic and not run.finished(saving=True))):
+        if not finished and (stopping or periodic or run.update in config.branch_updates):
             run.save()
         if stopping:
             return False
         carry_out_due_(run)
         report_between(run)
-    clock.enter(AFTERWARDS)
+    clock.end()
     if run.update > run.start or run.changed:
-        run.save(final=True)
+        run.save()
     return True
 
 

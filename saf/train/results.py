@@ -19,7 +19,7 @@ from saf.records.result import result_header
 from saf.records.run import RECORDS
 from saf.surgery import pattern_parameters
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
-from saf.train.clock import AFTERWARDS
+from saf.train.clock import AFTERWARDS, lost_seconds
 from saf.train.config import TrainConfig
 from saf.train.run import Run
 
@@ -29,6 +29,8 @@ REPORT = "report.json"
 """What such a folder says, as result.json does at the end."""
 TOLD = 1e-3
 """Share of a run's time that it may exceed by unsaid: updates of the same work differ by more."""
+REFUSED = 1e-2
+"""Share of a run's time beyond which it has no result: arms at matched time are told apart by a few percent."""
 
 
 def report_between(run: Run) -> None:
@@ -45,28 +47,17 @@ def finish(run: Run) -> dict[str, Any]:
     """Evaluate the reporting partition, write result.json and return it; every process of a group calls this.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `time` has both clocks, each with what it
-    includes, and the parts. `lacks` says in words what of the run is not known. A run whose time was over before its
+    includes, and the parts. `lacks` says in words what of the run is not known. A run whose budget was over before its
     freezing point is an ordinary one; a warning says so.
 
     Raises:
-        InputError: The time was over before the first update, or a budget with it.
+        InputError: The time was over before the first update, or the run used more of it than `REFUSED`; at matched
+            time by its own clock, it was over before the freezing point.
     """
     folder = run.folder
     final = done_once(lambda: latest(run.checkpoints))
-    # An event alone leaves a checkpoint, too.
-    budget, reference = run.config.time_budget_seconds, run.config.match_time
-    allowed = f"what {reference} had left" if budget is None else f"time_budget_seconds={budget:g}"
-    over = run.updater.parallel.first(run.overspent)
-    if budget is not None and run.update == run.start + 1 and over > 0:
-        raise InputError(
-            f"{allowed} is {over:.2f} s less than setting the run up and its first update take; allow more time, in "
-            "another folder"
-        )
-    if final is None or (run.allowance is not None and run.update == run.start):
-        raise InputError(
-            f"{allowed} was over before the first update ({run.clock.everything:.1f} s went into setting the run up "
-            "and into freezing); allow more time, in another folder"
-        )
+    _check_time(run, final)
+    assert final is not None
     with run.updater.parallel.whole():
         checkpoints: dict[str, str | None] = {"final": done_once(lambda: checkpoint_hash(final))}
         report = run.task.report(run.model, run.execution, folder=folder, checkpoints=checkpoints)
@@ -114,10 +105,11 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "update_seconds": update_seconds(metrics, run.timed_from),
         "graphs": graphed_micro_batches(metrics, run.config.accumulation),
         "peak_memory_bytes": run.peak_memory,
-        "time": run.clock.record(),
+        "time": run.clock.record(lost=lost_seconds(folder)),
         "lacks": [
             *run.clock.lacks,
             *_overspent(run),
+            *_events_to_come(run),
             *(f"reports: none after update {each}" for each in run.config.report_at if str(each) not in reports),
             *missing_updates(metrics, run.start, run.update),
             *missing_evaluations(
@@ -131,13 +123,59 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _check_time(run: Run, final: Path | None) -> None:
+    """Raise InputError for a run of a given time that is not what it was to be; every process of a group calls this.
+
+    It did no update, had more time than it may, or ended at matched time before the event that makes it another arm.
+    """
+    budget, allowance = run.config.time_budget_seconds, run.allowance
+    if allowance is None:
+        return
+    given = f"what {run.config.match_time} had left" if budget is None else f"time_budget_seconds={budget:g}"
+    # An event alone leaves a checkpoint, too.
+    if final is None or run.update == run.start:
+        raise InputError(
+            f"{given} was over before the first update ({sum(run.clock.parts.values()):.1f} s went into setting the "
+            "run up and into freezing); allow more time, in another folder"
+        )
+    if allowance.seconds is None:
+        return
+    kept = f"There is no result; the run's last checkpoint, {final}, is kept"
+    less = "or match by a measured speed (match_speed), whose updates are known before"
+    advice = "allow more time" if budget is not None else f"start from an earlier checkpoint, {less}"
+    if run.updater.parallel.first(run.overspent) > REFUSED * allowance.seconds:
+        took = sorted(allowance.weighted(run.clock.parts).items(), key=lambda part: -part[1])
+        parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in took if seconds > 0)
+        raise InputError(
+            f"{given} allowed {allowance.seconds:.2f} s, and the run used {allowance.seconds + run.overspent:.2f} s: "
+            f"{parts}. An update, an event or compiling took longer than was left. {kept}: {advice}, in another folder"
+        )
+    if budget is None and run.heads_changed is None and _events_to_come(run):
+        raise InputError(
+            f"{_ended_before_freezing(run)}. Beside {run.config.match_time} it is no arm of its own. {kept}: freeze "
+            f"earlier (freeze_at counts shares of updates={run.config.updates}, not of the time), {less}, in another "
+            "folder"
+        )
+
+
 def _overspent(run: Run) -> list[str]:
     """Say by how much a run exceeded its time, where that is more than an update's seconds may vary by."""
     if run.allowance is None or run.allowance.seconds is None or run.overspent <= TOLD * run.allowance.seconds:
         return []
     return [
         f"time: {run.allowance.seconds:.2f} s were allowed, and {run.overspent:.2f} s more were used: what its last "
-        "update, loss, checkpoint or event took was not foreseen"
+        "update or event took was not foreseen"
+    ]
+
+
+def _events_to_come(run: Run) -> list[str]:
+    """Say that a run ended before all events of its schedule; not of one whose events come when the loss decides."""
+    if run.proposer is None or run.proposer.finished or run.config.freeze_update is None:
+        return []
+    assert run.config.schedule is not None
+    return [
+        f"events: the run ended after update {run.update}, before all events of its {run.config.schedule.name} "
+        "schedule had come, whose moments are counted in updates"
     ]
 
 
@@ -164,12 +202,18 @@ def _why_nothing_froze(run: Run) -> str:
         return (
             f"{run.folder} has lost {EVENTS}: heads are frozen or pruned, but what was measured and chosen is not known"
         )
-    ended, moment = f"the run ended after update {run.update}", run.config.freeze_update
-    if moment is None:
-        return f"{ended} without an event: its schedule found no moment for one, and no heads were frozen"
+    if run.config.freeze_update is None:
+        return (
+            f"the run ended after update {run.update} without an event: its schedule found no moment for one, and no "
+            "heads were frozen"
+        )
+    return f"{_ended_before_freezing(run)}. Allow more time, or freeze earlier (freeze_at)"
+
+
+def _ended_before_freezing(run: Run) -> str:
     return (
-        f"{ended}, before its freezing point at update {moment}: no heads were frozen. Allow more time, or freeze "
-        "earlier (freeze_at)"
+        f"the run ended after update {run.update}, before its freezing point at update {run.config.freeze_update}: no "
+        "heads were frozen"
     )
 
 

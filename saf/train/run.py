@@ -3,9 +3,7 @@
 Everything that a run writes goes through `Run`, and only the first process of several writes.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,8 +60,6 @@ class Run:
     """What it may use where that is not a number of updates."""
     heads_changed: int | None = None
     """Update after which the newest event of its own came; None before any."""
-    took: dict[str, float] = field(default_factory=dict)
-    """What the last periodic loss and the last checkpoint took, seconds, by the part of the clock."""
     peak_memory: int | None = None
     """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
 
@@ -108,24 +104,20 @@ class Run:
         progress = progress_by_update(self.update + 1, updates=config.updates, start=config.lr_start)
         if self.allowance is not None:
             begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
-            progress = progress_by_share(self._used(self.clock.parts, self._expected()), begin=max(begin, 0.0))
+            progress = progress_by_share(self._used(), begin=max(begin, 0.0))
         rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
         since = None if self.heads_changed is None else self.update - self.heads_changed
         return rate * rise_after_event(since, over=config.rewarm_updates)
 
-    def finished(self, *, after: dict[str, float] | None = None, saving: bool = False) -> bool:
-        """Return whether the updates are done or the next would exceed the allowance, now or `after` these seconds.
+    def finished(self) -> bool:
+        """Return whether the updates are done, or the next one would exceed the allowance.
 
-        With the next update go the loss that is due behind it and, where one is to be saved before it, a checkpoint.
+        Whatever it is that used the allowance up since the last update, such as a loss or a checkpoint, then comes
+        after the end and is on no clock. So nothing but an update and an event need be foreseen.
         """
         if self.allowance is None:
             return self.update >= self.config.updates
-        expected, every = self._expected(), self.config.eval_every
-        if every and (self.update + 1) % every == 0:
-            expected["monitoring"] = self.took.get("monitoring", 0.0)
-        if saving:
-            expected["checkpoints"] = self.took.get("checkpoints", 0.0)
-        return self._used(self.clock.parts if after is None else after, expected) > 1
+        return self.clock.ended or self._used() > 1
 
     @property
     def overspent(self) -> float:
@@ -133,23 +125,12 @@ class Run:
         left = None if self.allowance is None else self.allowance.seconds_left(self.clock.parts)
         return 0.0 if left is None else max(0.0, -left)
 
-    def _expected(self) -> dict[str, float]:
-        """Return the seconds of each part that the next update alone is expected to take."""
-        compiling = self.updater.compile_seconds if self.updater.compiling else 0.0
-        return {"training": self.updater.expected_seconds, "compilation": compiling}
-
-    @contextmanager
-    def _noting(self, part: str) -> Iterator[None]:
-        """Book a block under a part of the clock, and note what it took."""
-        before = self.clock.parts.get(part, 0.0)
-        with self.clock(part):
-            yield
-        self.took[part] = self.clock.parts[part] - before
-
-    def _used(self, parts: dict[str, float], expected: dict[str, float]) -> float:
-        """Return the share of the allowance that is used once what is expected is done, the next update with it."""
+    def _used(self) -> float:
+        """Return the share of the allowance that is used once the next update is done."""
         assert self.allowance is not None
-        used = self.allowance.used(parts=parts, expected=expected, updates=self.update - self.start)
+        compiling = self.updater.compile_seconds if self.updater.compiling else 0.0
+        expected = {"training": self.updater.expected_seconds, "compilation": compiling}
+        used = self.allowance.used(parts=self.clock.parts, expected=expected, updates=self.update - self.start)
         return self.updater.parallel.first(used)  # clocks differ, and all must stop at the same update
 
     def say(self, text: str) -> None:
@@ -159,7 +140,7 @@ class Run:
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
         """Return the task's controller loss, nats per target, and log it as `when`; of so many batches if given."""
-        with self._noting("monitoring"), self.updater.parallel.whole():
+        with self.clock("monitoring"), self.updater.parallel.whole():
             loss = self.task.controller_loss(self.model, self.execution, batches=batches)
             if self.observer:
                 self.observer.evaluated(self.update, loss, when)
@@ -172,10 +153,10 @@ class Run:
         line = {"update": self.update, "reason": event.reason, "heads": heads.to_list(), **values}
         return done_once(lambda: append_event(self.folder, event.kind, line, tensors).number)
 
-    def save(self, *, final: bool = False) -> Path:
+    def save(self) -> Path:
         """Save a checkpoint, unless it is there already, and remove the oldest ones that need not be kept.
 
-        `final` says that nothing but the report comes after it. Every process of a group calls this.
+        Every process of a group calls this.
 
         Raises:
             CheckpointError: There is no room for it.
@@ -184,7 +165,7 @@ class Run:
         # The first process looks for all: on a disk that machines share, others may see later what it has written.
         if done_once(path.exists):
             return path
-        with self.clock(AFTERWARDS) if final else self._noting("checkpoints"):
+        with self.clock(AFTERWARDS if self.clock.ended else "checkpoints"):
             state = {
                 "update": self.update,
                 "tokens": self.tokens,

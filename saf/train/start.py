@@ -24,7 +24,7 @@ from saf.records.folders import lock_folder, remove_leftovers_
 from saf.tasks import TASKS, Task
 from saf.train.allowance import Allowance, allowance_of, match
 from saf.train.checkpoint import Checkpoint, newest, open_checkpoint, restore_random_state
-from saf.train.clock import Clock, seconds_until
+from saf.train.clock import Clock, log_lost_, seconds_until
 from saf.train.config import TrainConfig
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.graphs import check_graphs, graphs_pay
@@ -363,8 +363,9 @@ def _write_start(
 ) -> None:
     """Write config.json, cut the logs back to `update`, and take over the event that `saf freeze` carried out.
 
-    `own` is the run's checkpoint that training goes on from; its update's events will be met again, unless it is the
-    state after them. `records` is what it tells of the logs. Raises InputError when they are of another run.
+    The clock's log tells what updates that are cut took. `own` is the run's checkpoint that training goes on from; its
+    update's events will be met again, unless it is the state after them. `records` is what it tells of the logs. Raises
+    InputError when they are of another run.
     """
     after_event = own is not None and own.name.endswith("-frozen")
 
@@ -376,11 +377,9 @@ def _write_start(
             return True
         return (event.update or 0) < update or (event.update == update and after_event)
 
-    logs = {
-        "metrics.jsonl": lambda line: line["update"] <= update,
-        "evaluations.jsonl": keep_line,
-    }
-    kept = {name: list(filter(keep, read_lines(folder / name, by="update"))) for name, keep in logs.items()}
+    logs = {"metrics.jsonl": lambda line: line["update"] <= update, "evaluations.jsonl": keep_line}
+    found = {name: read_lines(folder / name, by="update") for name in logs}
+    kept = {name: list(filter(logs[name], lines)) for name, lines in found.items()}
     for name, lines in kept.items():
         count, expected = (records or {}).get(name, (0, None))
         # Fewer are a loss, which is told.
@@ -393,6 +392,7 @@ def _write_start(
             lost = f"{folder / name} has lost {count - len(lines)} of the {count} lines beside which {own} was written"
             warnings.warn(lost, SafWarning, stacklevel=4)
     remove_leftovers_(folder / "checkpoints")
+    log_lost_(folder, [line for line in found["metrics.jsonl"] if line["update"] > update])
     write_json(folder / "config.json", record)
     for name, lines in kept.items():
         if (folder / name).exists():

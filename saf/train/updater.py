@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from saf.tasks import MicroBatches
 from saf.train.graphs import GraphedPasses, check_graphs
 from saf.train.optimizer import set_learning_rate_, step_if_finite_
 from saf.train.parallel import Alone, Engine, Parallel
+
+RECENT = 8
+"""Updates that tell what the next one takes: one in nine is longer than all of them."""
 
 
 class Updated(NamedTuple):
@@ -67,10 +71,12 @@ class Updater:
     compiling: bool = field(init=False)
     """Whether the next update compiles, which says nothing about the seconds of those after it."""
     expected_seconds: float = 0.0
-    """What the next update is expected to take: what the last one did that compiled nothing, 0 before any."""
+    """What the next update is expected to take: as long as the longest of the last `RECENT` since heads changed that
+    compiled nothing. Before any it is what is given here; 0 where nothing is known."""
     compile_seconds: float = 0.0
     """What an update that compiles is expected to take beside: what the last one did that compiled, 0 before any."""
     _compiled_in: float = field(init=False, default=0.0)
+    _recent: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self):
         """Prepare the callable."""
@@ -87,6 +93,7 @@ class Updater:
             check_graphs(self.execution, self.parallel.kind, trained_patterns=trained)
         self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
         self.forward, self.compiling = self.engine.forward, self.engine.compiles
+        self._recent.clear()
         device = self.execution.device
         self.micro_batch = self._pass
         if self.graphed:
@@ -128,13 +135,19 @@ class Updater:
         return Updated(loss_value, norm_value, seconds)
 
     def _expect(self, seconds: float) -> None:
-        """Learn from what an update took: one that compiled tells what compiling takes once the next one is known."""
+        """Learn from what an update took: one that compiled tells what compiling takes once the next one is known.
+
+        The last update or an average would be exceeded by every second one, and a run of a given time with them. The
+        longest of a few is seldom exceeded, and then by little; a stall is forgotten after as many updates. What it
+        costs is that a run may end an update early.
+        """
         if self.compiling:
             self._compiled_in = seconds
             return
         if self._compiled_in:
             self.compile_seconds, self._compiled_in = max(0.0, self._compiled_in - seconds), 0.0
-        self.expected_seconds = seconds
+        self._recent.append(seconds)
+        self.expected_seconds = max(self._recent)
 
     def _accumulate_gradients(self) -> Tensor:
         """Add up the gradients of the micro-batches' mean losses and return the mean loss, on the device."""

@@ -140,7 +140,7 @@ def test_the_help_shows_every_schedule(late, tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--schedule {None,one_time,gradual,validation_budget,train_loss,quite_late}" in printed
     assert "Freeze once, some updates before the end." in printed
-    assert "--freeze-at INT|FLOAT When: a whole number of updates, or a share of all of them. (default: 0.5)" in printed
+    assert "--freeze-at INT|FLOAT When: a whole number of updates, or a share of all of them, also where" in printed
     assert "--schedule.quite-late.updates-left {None}|INT Updates after the event. (required)" in printed
     with pytest.raises(SystemExit):
         parse("--schedule", "never")

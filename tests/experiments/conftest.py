@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,9 @@ def recipe() -> Recipe:
 
 @pytest.fixture
 def make_plan(recipe):
-    def make(*, seeds: Sequence[int] = (1,), arms: tuple[str, ...] = (), **recipes: Recipe):
-        return plan(recipes or {"made_up": recipe}, SCALES["smoke"], data="data", seeds=seeds, arms=arms)
+    def make(*, seeds: Sequence[int] = (1,), arms: tuple[str, ...] = (), own_clocks: bool = False, **recipes: Recipe):
+        scale = replace(SCALES["smoke"], set_speed=None) if own_clocks else SCALES["smoke"]
+        return plan(recipes or {"made_up": recipe}, scale, data="data", seeds=seeds, arms=arms)
 
     return make
 

@@ -362,7 +362,7 @@ def test_arms_whose_own_clock_decides_compile_anew(make_plan, store, trainer):
     clocked = Arm(name="clocked", parent="ordinary", match="ordinary")
     reckoned = Arm(name="reckoned", parent="ordinary", match="ordinary", settings=by_speed)
     made = Recipe(title="x", source=SOURCE, arms=(Arm(name="ordinary", reference=None), clocked, reckoned), columns=())
-    carry_out(make_plan(x=made), store, trainer)
+    carry_out(make_plan(x=made, own_clocks=True), store, trainer)
     (anew,) = trainer.anew
     assert "--match-time" in anew
     assert "--match-speed" not in anew

@@ -113,9 +113,11 @@ def test_the_clocks_of_arms_at_matched_time_and_of_their_reference_must_be_undis
         match="ordinary",
         settings={"freeze.rate": 0.5, "match_speed": 1.1, "match_speed_source": "a pair", "match_clock": "everything"},
     )
-    made = make_plan(one=replace(recipe, arms=(*recipe.arms, reference, timed, told)))
+    clocked = replace(recipe, arms=(*recipe.arms, reference, timed, told))
+    made = make_plan(one=clocked, own_clocks=True)
     found = {arm for (_, arm, _), key in made.arms.items() if key in made.clocks}
     assert found >= {"timed", "reference"}
+    assert not make_plan(one=clocked).clocks, "nor has the smoke scale clocks of its own"
     other = make_plan(one=replace(recipe, arms=(*recipe.arms, told)))
     assert not other.clocks, "a speed that is told needs no clock"
 

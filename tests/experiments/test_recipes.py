@@ -54,6 +54,16 @@ def test_every_recipe_plans_runs_whose_settings_can_be_used(scale):
             assert step in settings.branch_updates or step == run.updates, run.title
 
 
+def test_no_run_of_the_smoke_scale_depends_on_a_clock():
+    """Hundredths of a second are all that it would have, which a busy machine takes to load a run."""
+    made = plan(RECIPES, SCALES["smoke"], data="data", seeds=(1,))
+    assert not made.clocks
+    timed = {arm: made.runs[key].settings for (of, arm, _), key in made.arms.items() if of == "later_intervention"}
+    given = {arm: timed[arm]["match_speed"] for arm in timed if arm.endswith(", matched time")}
+    assert given == {"ordinary, matched time": 1.0, "pruning + variance, matched time": 1.25}
+    assert timed["ordinary, matched time"]["match_speed_source"] == "set for the smoke scale, not measured"
+
+
 CONTROLS = {"fixed_token_controls", "intervention_costs", "later_intervention", "matched_time", "pruning_downstream"}
 CONTROLS |= {"recall", "recall_patterns", "trainability"}
 

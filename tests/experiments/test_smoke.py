@@ -6,14 +6,10 @@ import shutil
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-import saf.train.clock
-import saf.train.updater
 from saf.cli import main
 from saf.experiments.recipe import open_recipes
 from saf.experiments.store import Store
@@ -28,18 +24,10 @@ SEED = ["--scale", "smoke", "--seeds", "7"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a store and its tables, and what the command said of them.
-
-    Runs read a clock that moves when it is read: those at matched time have some hundredths of a second, which a busy
-    machine takes to load one.
-    """
-    folder = tmp_path_factory.mktemp("smoke")
-    shown, seconds = StringIO(), count(0.0, 0.01)
-    clock = SimpleNamespace(perf_counter=lambda: next(seconds))
+    """The folder of a store and its tables, and what the command said of them."""
+    folder, shown = tmp_path_factory.mktemp("smoke"), StringIO()
     words = ["run", *RECIPES, *SEED, "--store", str(folder / "store"), "--out", str(folder / "out"), "--json"]
-    with redirect_stdout(shown), pytest.MonkeyPatch.context() as patch:
-        for module in (saf.train.clock, saf.train.updater):
-            patch.setattr(module, "time", clock)
+    with redirect_stdout(shown):
         assert main(words) == 0
     return folder, json.loads(shown.getvalue())
 

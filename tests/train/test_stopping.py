@@ -230,12 +230,13 @@ def test_time_allowance_of_a_continuation_begins_at_the_parents_rate(settings, s
 
 def test_a_time_allowance_that_ends_before_the_freezing_point_gives_an_ordinary_result(settings, second_per_look):
     config = settings(
-        lr_by="elapsed", time_budget_seconds=30.0, updates=10_000, eval_every=0, freeze=FreezeConfig(rate=0.25)
+        lr_by="elapsed", time_budget_seconds=500.0, updates=10_000, eval_every=0, freeze=FreezeConfig(rate=0.25)
     )
     with pytest.warns(UserWarning, match="before its freezing point at update 5000: no heads were frozen"):
         result = pretrain(config)
     assert (result["arm"], result["intervention"], result["provenance"]["heads"]) == ("ordinary", None, [])
     assert result["updates"] > 0
+    assert any(told.startswith("events: the run ended after update") for told in result["lacks"])
     assert read_json(Path(config.out, "result.json")) == result
 
 
