@@ -21,7 +21,7 @@ from saf.freezing.choice import Judged, Made, accept, check_heads, check_ranks, 
 from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.freezing.report import FreezeReport
-from saf.heads import Head, HeadSet
+from saf.heads import EDITED, Head, HeadSet
 from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.ops import choose_backend
@@ -190,7 +190,7 @@ def _decide(
             head: made.certificate for head, made in (accepted | rejected).items() if made.certificate is not None
         },
         requested=choose.total,
-        before=sum(site.layout.num_heads for site in adapter.sites()) - len(adapter.live_heads()),
+        before={kind: found for kind in EDITED if (found := len(adapter.heads(kind)))},
         scores=scores[config.score],
         statistics=statistics,
         config=config.to_dict(),

@@ -188,10 +188,47 @@ def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> li
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
     """Return what kind of arm a run is by its model's heads, or by its events where these were all undone.
 
-    A model with frozen heads is a "frozen" one, with pruned heads alone a "pruned" one, else it is "ordinary".
+    A model with frozen heads is a "frozen" one, with pruned heads a "pruned" one, with both "frozen and pruned", and
+    without either "ordinary".
     """
+    kinds = [kind for kind, heads in ((MADE["freeze"], frozen), (MADE["prune"], pruned)) if heads]
     made = [event.made for event in events if event.kind != "undo"]
-    return "frozen" if frozen else "pruned" if pruned else made[0] if made else "ordinary"
+    return " and ".join(kinds) if kinds else made[0] if made else "ordinary"
+
+
+def head_counts(heads: Iterable[Sequence[int]], *, pruned: Iterable[Sequence[int]]) -> dict[str, int]:
+    """Return how many of some heads, all frozen but those in `pruned`, are frozen and how many are pruned."""
+    removed = {tuple(head) for head in pruned}
+    kinds = [MADE["prune" if tuple(head) in removed else "freeze"] for head in heads]
+    return {kind: kinds.count(kind) for kind in (MADE["freeze"], MADE["prune"])}
+
+
+def heads_in_words(counts: Mapping[str, int]) -> str:
+    """Return how many heads are frozen and how many are pruned.
+
+    >>> heads_in_words({"frozen": 24, "pruned": 12}), heads_in_words({"pruned": 3}), heads_in_words({})
+    ('24 frozen and 12 pruned', '3 pruned', '0 frozen')
+    """
+    told = [f"{counts[kind]} {kind}" for kind in (MADE["freeze"], MADE["prune"]) if counts.get(kind)]
+    return " and ".join(told) or f"0 {MADE['freeze']}"
+
+
+def beside_earlier(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tuple[str, str]:
+    """Return what is said of heads that changed beside all: "more" of a kind that there was, and all by kind.
+
+    Both are "" where no head was frozen or pruned before.
+
+    >>> beside_earlier({"frozen": 3}, {"frozen": 8}), beside_earlier({"frozen": 3}, {"frozen": 3, "pruned": 4})
+    (('more', '8 in all'), ('', '3 frozen and 4 pruned in all'))
+    >>> beside_earlier({"pruned": 3}, {"frozen": 1, "pruned": 4}), beside_earlier({"pruned": 3}, {"pruned": 3})
+    (('more', '1 frozen and 4 pruned in all'), ('', ''))
+    """
+    total = sum(in_all.values())
+    if total <= sum(changed.values()):
+        return "", ""
+    more = "more" if any(0 < count < in_all[kind] for kind, count in changed.items()) else ""
+    kinds = {kind for kind, count in (*changed.items(), *in_all.items()) if count}
+    return more, f"{total if len(kinds) == 1 else heads_in_words(in_all)} in all"
 
 
 def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:
