@@ -107,6 +107,9 @@ def _head_rows(result: dict[str, Any], event: dict[str, Any]) -> dict[str, str]:
     when = f"after update {event['update']:,}"
     if event["events"] > 1:
         when = f"by {event['events']} events, the first {when}"
+    if result["arm"] == "ordinary":
+        by = f"the event {when}" if event["events"] == 1 else when.removeprefix("by ")
+        return {"heads frozen or pruned": f"none by {by}"}
     count = str(len(event["heads"])) if len(kinds) < 2 else heads_in_words(own)
     told = " ".join(filter(None, [count, more, when]))
     return {f"heads {' and '.join(kinds) or result['arm']}": ", ".join(filter(None, [told, whole]))}

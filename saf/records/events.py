@@ -31,6 +31,7 @@ from saf.records.files import (
     write_lines,
     write_tensors,
 )
+from saf.records.paths import Kind, kind_of
 
 EVENTS = "events.jsonl"
 SINGLE = "freeze.json"
@@ -185,14 +186,35 @@ def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> li
     return [list(head) for head, now in sorted(heads.items()) if now == made or (made is None and now != MADE["undo"])]
 
 
+def heads_of_record(path: Path | str) -> list[list[int]]:
+    """Return the heads that the events of a run or checkpoint, or of an events.jsonl, left frozen or pruned, sorted.
+
+    Raises InputError where there is none: the run had no event, or undid all, or the folder is none of these.
+    """
+    path, advice = Path(path), "name a run that froze or pruned heads, or heads as LAYER:HEAD"
+    events = read_events(path)
+    if heads := heads_in_force(events):
+        return heads
+    if any(event.heads for event in events):
+        raise InputError(
+            f"{path} made all heads live again that it froze or pruned, so that it has none to name; {advice}"
+        )
+    kind = kind_of(path)
+    if events or path.suffix == ".jsonl" or kind is Kind.RUN:
+        raise InputError(f"{path} froze and pruned no heads, so that it has none to name; {advice}")
+    if kind is Kind.CHECKPOINT:
+        raise InputError(f"{path} has no record of events; name the folder of its run, or heads as LAYER:HEAD")
+    raise InputError(f"{path} is a folder that tells of no heads; {advice}")
+
+
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
     """Return what kind of arm a run is by its model's heads, or by its events where these were all undone.
 
     A model with frozen heads is a "frozen" one, with pruned heads a "pruned" one, with both "frozen and pruned", and
-    without either "ordinary".
+    without either "ordinary", as is one whose events found no head.
     """
     kinds = [kind for kind, heads in ((MADE["freeze"], frozen), (MADE["prune"], pruned)) if heads]
-    made = [event.made for event in events if event.kind != "undo"]
+    made = [event.made for event in events if event.kind != "undo" and event.heads]
     return " and ".join(kinds) if kinds else made[0] if made else "ordinary"
 
 

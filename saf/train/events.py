@@ -156,6 +156,7 @@ def _freeze_(run: Trained, event: Freeze) -> Change:
             heldout=heldout,
             needed=needed,
             first=event.first,
+            may_be_none=event.below is not None,
         )
     return Change(
         heads=report.heads,
