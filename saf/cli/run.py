@@ -17,7 +17,7 @@ from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.examples import Examples, find_examples, is_of_files, smoke_examples, write_smoke_examples
 from saf.experiments.execution import Lanes, Outcome, execute
-from saf.experiments.foretelling import foretell, foretell_bytes, lacking_text
+from saf.experiments.foretelling import foretell, foretell_bytes, lacking_text, memory_notes
 from saf.experiments.launching import Launch, Stop, in_a_process, last_line
 from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements, ready
@@ -325,10 +325,9 @@ class Run(Command):
                 [each.title, f"saf {each.does}", f"{takes[each.key] / 60:.1f}", _gibibytes(holds[each.key])]
                 for each in unmade
             ]
-            told = (
-                f"{len(rows)} to make, {duration(sum(takes.values()))} on one GPU, one after the other; the same rates."
-            )
-            tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min", "memory"], rows, [told]))
+            took = f"{duration(sum(takes.values()))} on one GPU, one after the other; the same rates."
+            told = [f"{len(rows)} to make, {took}", *memory_notes(unmade)]
+            tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min", "memory"], rows, told))
         show(result, *tables, as_json=self.json)
         return result
 
