@@ -102,6 +102,11 @@ class Chooser:
         """Count a proposed unit as chosen; one that is not accepted is rejected."""
         self._chosen += unit
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no head may be chosen, or none is left that waits."""
+        return not self._waiting
+
     def attained(self, count: int) -> bool:
         """Return whether `count` heads exhaust the total: no further group would stay within it."""
         return count > self.total - self._group_size

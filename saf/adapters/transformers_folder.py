@@ -17,6 +17,7 @@ from saf.adapters.adapter import Adapter
 from saf.adapters.description import SCHEMA, STATE, TENSORS, described_beside, write_description
 from saf.errors import InputError, SafWarning
 from saf.heads import HeadLayout
+from saf.records.events import heads_in_words
 from saf.records.files import StoredTensors, entries_hash, file_hash, tensors_hash, write_atomically
 from saf.records.folders import new_files
 
@@ -281,7 +282,7 @@ def section(adapter: Adapter) -> str:
     layouts = [site.layout for site in adapter.sites()]
     total = sum(layout.num_heads for layout in layouts)
     counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
-    edited = " and ".join(f"{counts[kind]} {kind}" for kind in ("frozen", "pruned") if counts[kind])
+    edited = heads_in_words(counts)
     longest = min((site.frozen.max_length for site in adapter.sites() if site.frozen is not None), default=None)
     limit = "" if longest is None else f" It takes inputs of up to {longest} tokens, the length it was calibrated on."
     rows = "\n".join(f"layer {number:3d}  {_map(layout)}" for number, layout in enumerate(layouts))

@@ -22,7 +22,7 @@ import tyro
 from saf.arguments import check_fields, must_be
 from saf.errors import InputError
 from saf.heads import Head
-from saf.records.events import heads_in_force, read_events
+from saf.records.events import heads_of_record
 from saf.records.files import read_json_value
 from saf.settings import FLAT, Flag, OneKindOf, OneOf, field_docs
 
@@ -378,12 +378,12 @@ def _option(text: str) -> Any:
 def _heads_of_file(name: str) -> list[Head]:
     """Return the heads that a file lists: those in force in a run's events, or pairs in a JSON file."""
     path = Path(name)
-    if path.suffix == ".jsonl" or (path.is_dir() and read_events(path)):
-        return [(layer, head) for layer, head in heads_in_force(read_events(path))]
+    if path.suffix == ".jsonl" or path.is_dir():
+        return [(layer, head) for layer, head in heads_of_record(path)]
     if not path.is_file():
         raise InputError(
-            "expected heads as LAYER:HEAD, such as 0:3, or a file that lists them, such as events.jsonl; "
-            f"there is no file {name!r}"
+            "expected heads as LAYER:HEAD, such as 0:3, or a file that lists them, such as events.jsonl, or its "
+            f"folder; there is no file or folder {name!r}"
         )
     try:
         found = read_json_value(path)

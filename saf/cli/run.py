@@ -15,13 +15,13 @@ from saf.cli.output import say, show
 from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError, SafError
-from saf.experiments.examples import Examples, find_examples, is_of_files, write_smoke_examples
+from saf.experiments.examples import Examples, find_examples, is_of_files, smoke_examples, write_smoke_examples
 from saf.experiments.execution import Lanes, Outcome, execute
-from saf.experiments.foretelling import foretell, foretell_bytes, lacking_text
+from saf.experiments.foretelling import foretell, foretell_bytes, lacking_text, memory_notes
 from saf.experiments.launching import Launch, Stop, in_a_process, last_line
 from saf.experiments.many_gpus import Interconnect, scaling_table
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements, ready
-from saf.experiments.packing import RESERVE, Lacks, Packing, check_command, packing_table
+from saf.experiments.packing import RESERVE, Lacks, Packing, check_command, packing_table, runs_in_words
 from saf.experiments.plan import Plan, notes_of_data, plan
 from saf.experiments.planned_run import PlannedRun, events_of
 from saf.experiments.rates import Measured, Rates
@@ -127,7 +127,8 @@ class Run(Command):
         made.questions = self.tasks
         measured = plan_measurements(recipes, made, only=self.arms)
         if not self.recipes:
-            return self._list(made, measured, Store(self.store).open(write=False), known=data is not None)
+            known = data is not None or scale.base == "smoke"
+            return self._list(made, measured, Store(self.store).open(write=False), known=known)
         if self.dry_run:
             made.notes += [lacking] if data and (lacking := lacking_text(made, measured, data)) else []
             return self._foretell(made, measured, Store(self.store).open(write=False))
@@ -166,9 +167,10 @@ class Run(Command):
         if self.budget_minutes is not None:
             left = store.budget_left_(60 * self.budget_minutes)
             packing = self._packing(made, store, rates, lanes=len(lanes.devices), left=left)
-            stays = packing.stays(_missing(made, store, lost), made, _once(store.lacks))
-            only = [run.key for run in stays[0].runs] if stays else []
-            kept = f"{len(only)} of {sum(len(stay.runs) for stay in stays)} runs"
+            missing = _missing(made, store, lost)
+            stays = packing.stays(missing, made, _once(store.lacks))
+            only, again = ([run.key for run in stays[0].runs], len(stays[0].again)) if stays else ([], 0)
+            kept = runs_in_words(len(only) - again, len(missing), again)
             say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
         if lanes.at_once < lanes.jobs:
             say(
@@ -198,11 +200,11 @@ class Run(Command):
         return outcome
 
     def _data(self, scale: Scale, *, trains: bool) -> TokenData | None:
-        """Return the data; the smoke scale's are made where there are none."""
+        """Return the data; the smoke scale's are made where there are none and something is trained."""
         folder = self.data
-        if folder is None and scale.base == "smoke" and trains and self.recipes:
-            folder = Store(self.store).open(write=not self.dry_run).folder / "data"
-            if self.dry_run and not folder.exists():
+        if folder is None and scale.base == "smoke" and trains:
+            folder = Store(self.store).open(write=self._trains).folder / "data"
+            if not self._trains and not folder.exists():
                 return None
             if not folder.exists():
                 say(f"preparing {folder}")
@@ -212,11 +214,18 @@ class Run(Command):
         return None if folder is None else TokenData.open(folder)
 
     def _examples(self, scale: Scale, *, finetunes: bool) -> dict[str, Examples]:
-        """Return the files of examples; the smoke scale's are made where there are none."""
+        """Return the files of examples; the smoke scale's where there are none, made if something is trained."""
         folder = self.tasks
-        if folder is None and scale.base == "smoke" and finetunes and self.recipes and not self.dry_run:
+        if folder is None and scale.base == "smoke" and finetunes:
+            if not self._trains:
+                return smoke_examples()
             folder = write_smoke_examples(Store(self.store).open(write=True).folder / "tasks")
         return {} if folder is None else find_examples(folder)
+
+    @property
+    def _trains(self) -> bool:
+        """Return whether something is made, not only listed or foretold."""
+        return bool(self.recipes) and not self.dry_run
 
     def _here(self, made: Plan) -> bool:
         """Return whether runs are made in this process, where starting one would take longer than the run."""
@@ -273,24 +282,26 @@ class Run(Command):
         packing = self._packing(made, store, rates, lanes=lanes)
         stays = packing.stays(missing, made, _once(store.lacks))
         runs, seconds = [run for stay in stays for run in stay.runs], sum(stay.seconds for stay in stays)
-        commands, disk = sum(len(stay.commands) for stay in stays), sum(run.kept_bytes for run in runs)
+        commands, again = sum(len(stay.commands) for stay in stays), sum(len(stay.again) for stay in stays)
+        disk = sum({run.key: run.kept_bytes for run in runs}.values())
         within = [f"budgets of {self.budget_minutes:g} min: {len(stays)}"] if self.budget_minutes else []
         within += [f"commands of {self.command_minutes:g} min: {commands}"] if self.command_minutes else []
         notes = [
-            f"{len(runs)} of {len(made.runs)} runs to train, {len(made.runs) - len(missing)} done; "
+            f"{runs_in_words(len(missing), len(made.runs), again)} to train, {len(made.runs) - len(missing)} done; "
             f"{duration(seconds)} on {lanes} GPU{'s' * (lanes > 1)}" + "".join(f"; {each}" for each in within) + ".",
             f"{rates.described()} All heads are counted as live. --tokens-per-second, --compile-seconds and "
             "--start-seconds name others.",
             *([f"Checkpoints of these runs take {disk / 1e9:.3g} GB of the disk in the end."] if runs else []),
             *made.notes,
-            *([] if made.data else ["Without --data nothing is known to be done."]),
+            *([] if made.data or made.scale.base == "smoke" else ["Without --data nothing is known to be done."]),
         ]
         table = replace(packing_table(stays, packing, made), notes=tuple(notes))
         unmade = [each for each in measured.planned.values() if store.measurement(each.key) is None]
         takes = {each.key: foretell(each, made, rates) for each in unmade}
         holds = {each.key: foretell_bytes(each, made) for each in unmade}
         result = {
-            "runs": len(runs),
+            "runs": len(missing),
+            "again": again,
             "measurements": len(unmade),
             "seconds": seconds,
             "measuring_seconds": takes,
@@ -314,10 +325,9 @@ class Run(Command):
                 [each.title, f"saf {each.does}", f"{takes[each.key] / 60:.1f}", _gibibytes(holds[each.key])]
                 for each in unmade
             ]
-            told = (
-                f"{len(rows)} to make, {duration(sum(takes.values()))} on one GPU, one after the other; the same rates."
-            )
-            tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min", "memory"], rows, [told]))
+            took = f"{duration(sum(takes.values()))} on one GPU, one after the other; the same rates."
+            told = [f"{len(rows)} to make, {took}", *memory_notes(unmade)]
+            tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min", "memory"], rows, told))
         show(result, *tables, as_json=self.json)
         return result
 

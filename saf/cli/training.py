@@ -13,6 +13,7 @@ from saf.errors import InputError
 from saf.evaluate.recall import not_learnt, recall_tables
 from saf.freezing.config import BUDGETS
 from saf.machine.processes import is_first, joined
+from saf.records.events import beside_earlier, head_counts, heads_in_words
 from saf.records.quantities import seconds
 from saf.records.table import Table
 from saf.settings import FLAT
@@ -98,6 +99,24 @@ def _whole_run(time: dict[str, Any]) -> str:
     return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}{lost}"
 
 
+def _head_rows(result: dict[str, Any], event: dict[str, Any]) -> dict[str, str]:
+    """Return the row of the heads that a run's own events froze or pruned, beside those of its parent."""
+    frozen, pruned = (result["provenance"][name] for name in ("heads", "pruned"))
+    own = head_counts(event["heads"], pruned=pruned)
+    in_all = head_counts([*frozen, *pruned], pruned=pruned)
+    kinds = [kind for kind, count in own.items() if count]
+    more, whole = beside_earlier(own, in_all)
+    when = f"after update {event['update']:,}"
+    if event["events"] > 1:
+        when = f"by {event['events']} events, the first {when}"
+    if result["arm"] == "ordinary":
+        by = f"the event {when}" if event["events"] == 1 else when.removeprefix("by ")
+        return {"heads frozen or pruned": f"none by {by}"}
+    count = str(len(event["heads"])) if len(kinds) < 2 else heads_in_words(own)
+    told = " ".join(filter(None, [count, more, when]))
+    return {f"heads {' and '.join(kinds) or result['arm']}": ", ".join(filter(None, [told, whole]))}
+
+
 def result_table(result: dict[str, Any]) -> Table:
     """Return the table of a run's result; a row without a value is not shown."""
     timing, event = result["update_seconds"], result["intervention"] or {}
@@ -119,13 +138,7 @@ def result_table(result: dict[str, Any]) -> Table:
         "whole run": _whole_run(result["time"]),
     }
     if event:
-        more, in_all = len(event["heads"]), sum(len(result["provenance"][kind]) for kind in ("heads", "pruned"))
-        row = f"heads {result['arm']}"
-        rows[row] = f"{more} after update {event['update']:,}"
-        if event["events"] > 1:
-            rows[row] = f"{more} by {event['events']} events, the first after update {event['update']:,}"
-        elif in_all > more:
-            rows[row] = f"{more} more after update {event['update']:,}, {in_all} in all"
+        rows |= _head_rows(result, event)
         if result["trainable_pattern_parameters"]:
             rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"
         rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"

@@ -17,6 +17,7 @@ from saf.errors import CompareError, DivergenceError, InputError
 from saf.machine.execution import autocast
 from saf.machine.processes import shared_out
 from saf.models import GPT
+from saf.records.events import heads_in_words
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
 from saf.records.result import result_header
 from saf.records.run import RecordedRun
@@ -233,6 +234,7 @@ def compare_answers(
         "frozen": str(frozen.folder),
         "arms": [ordinary.arm, frozen.arm],
         "heads": [len(run.edited_heads) for run in (ordinary, frozen)],
+        "heads_by_kind": [run.head_counts for run in (ordinary, frozen)],
         "questions": len(pair[0]),
         "accuracy": [one["accuracy"] for one in results],
         "taken": [one["taken"] for one in results],
@@ -268,7 +270,7 @@ def answers_table(record: Mapping[str, Any]) -> Table:
         taken = ", ".join(f"{number}: {record['taken'][place].get(number, 0):,}" for number in choices)
         seconds = record["update_seconds"][place]
         update = None if seconds is None else f"{1000 * seconds:.1f} ms"
-        heads = f"{record['heads'][place]} {record['arms'][place]}" if record["heads"][place] else "0"
+        heads = heads_in_words(record["heads_by_kind"][place]) if record["heads"][place] else "0"
         rows.append([record[name], heads, f"{100 * record['accuracy'][place]:.2f}%", taken, update])
     low, high = (100 * end for end in record["ci95"])
     right = ", ".join(f"{number}: {record['answers'][number]:,}" for number in choices)

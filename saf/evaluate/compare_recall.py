@@ -8,6 +8,7 @@ from typing import Any
 from saf.errors import CompareError, InputError
 from saf.evaluate.answers import paired_error, training_differences
 from saf.evaluate.recall import RECALL, not_learnt
+from saf.records.events import heads_in_words
 from saf.records.files import read_json, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun
@@ -63,6 +64,7 @@ def compare_recall(
         "frozen": str(frozen.folder),
         "arms": [run.arm for run in pair],
         "heads": [len(run.edited_heads) for run in pair],
+        "heads_by_kind": [run.head_counts for run in pair],
         "tests": tests.pop(None),
         "reports": {str(update): tests[update] for update in sorted(tests, key=lambda each: each or 0)},
         "not_learnt": {name: words for name, one in zip(names, gates, strict=True) if (words := not_learnt(one))},
@@ -171,7 +173,7 @@ def recall_comparison_tables(record: Mapping[str, Any]) -> list[Table]:
         shares = [f"{100 * share:.2f}" for share in test["accuracy"]]
         moved = None if test["better"] is None else f"{test['better']:,} / {test['worse']:,}"
         rows.append([f"{test['length']:,}", test["pairs"], test["queries"], *shares, _change(test), moved])
-    heads = [f"{count} heads {arm}" if count else "no heads" for count, arm in _pairs(record, "heads", "arms")]
+    heads = [f"{heads_in_words(each)} heads" if any(each.values()) else "no heads" for each in record["heads_by_kind"]]
     columns = ("tokens", "pairs", "queries", "first, %", "second, %", "change, points (95%)", "better / worse")
     tables = [Table.of("Queries of recall that two runs answer", columns, rows, _notes(record, heads)).used()]
     if reports := record["reports"]:
@@ -180,10 +182,6 @@ def recall_comparison_tables(record: Mapping[str, Any]) -> list[Table]:
         rows = [[f"{each[0]['length']:,} / {each[0]['pairs']}", *map(_change, each)] for each in tests]
         tables.append(Table.of("Change of queries answered in between, points (95%)", columns, rows))
     return tables
-
-
-def _pairs(record: Mapping[str, Any], *names: str) -> list[tuple[Any, ...]]:
-    return list(zip(*(record[name] for name in names), strict=True))
 
 
 def _change(test: Mapping[str, Any]) -> str:

@@ -106,9 +106,9 @@ def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
     taken: Counter[str] = Counter()
     found = []
     for run in runs:
-        colours = _COLOURS[run.arm]
-        found.append(colours[taken[run.arm] % len(colours)])
-        taken[run.arm] += 1
+        kind = run.arm if run.arm in _COLOURS else "frozen"  # heads may be pruned beside them
+        found.append(_COLOURS[kind][taken[kind] % len(_COLOURS[kind])])
+        taken[kind] += 1
     return found
 
 
@@ -130,7 +130,7 @@ def arms_table(
         loss, perplexity = result.get("report_loss"), result.get("report_perplexity")
         row = [
             Cell(text=name, arm=colour),
-            f"{len(run.edited_heads)} of {run.num_heads}{' pruned' if run.arm == 'pruned' else ''}",
+            _heads(run),
             None if loss is None else f"{loss:.4f}",
             None if perplexity is None else f"{perplexity:.3f}",
             None if record is None else _change(record),
@@ -152,6 +152,13 @@ def arms_table(
     notes = [*([_BASELINE] if comparisons else []), *([_WHOLE_RUN] if timed else []), *notes]
     notes += [f"Paper, {note}" for note in footnotes(each for claims in quoted for each in claims)]
     return Table.of("Arms side by side", _COLUMNS, rows, notes).used()
+
+
+def _heads(run: RecordedRun) -> str:
+    """Return how many of a run's heads are frozen, and what else is done to them."""
+    if run.frozen_heads and run.pruned_heads:
+        return f"{run.heads_in_words} of {run.num_heads}"
+    return f"{len(run.edited_heads)} of {run.num_heads}{' pruned' if run.arm == 'pruned' else ''}"
 
 
 def _papers(run: RecordedRun) -> tuple[Quoted | None, Quoted | None, Quoted | None]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from saf.errors import InputError
@@ -146,6 +147,15 @@ def work_of(
 def is_of_files(task: str) -> bool:
     """Return whether a task has files of examples."""
     return task in LAYOUTS
+
+
+def smoke_examples() -> dict[str, Examples]:
+    """Return the examples that `write_smoke_examples` would write, whose files are not there: their number and sums."""
+    with TemporaryDirectory() as folder:
+        found = find_examples(write_smoke_examples(Path(folder)))
+        for each in found.values():
+            _ = each.count, each.fingerprint  # which are kept, read while the files are there
+    return found
 
 
 def write_smoke_examples(folder: Path) -> Path:

@@ -1,13 +1,14 @@
 """What a measurement takes, foretold from the rates of runs: benchmarks by their arms and pairs, analyses by passes.
 
-Its memory is that of the largest model that it holds, all heads live. The calibration text that a plan reads is known
-before anything is trained, too.
+Its memory is that of the largest model that it holds, all heads live; an arm that would need more, as PyTorch's own way
+of attention does, is left out of it where that does not fit. The calibration text that a plan reads is known before
+anything is trained, too.
 
 Constants were chosen by what the records of results/bench say that they took; they are within a third of most.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from saf.analysis import ANALYSES
@@ -25,6 +26,7 @@ from saf.experiments.planned_run import events_of, peak_bytes
 from saf.experiments.rates import Rates
 from saf.models import preset
 from saf.models.config import GPTConfig
+from saf.records.quantities import gibibytes
 from saf.train.config import TrainConfig
 
 CACHED = 0.5
@@ -48,6 +50,8 @@ PROMPT_BYTES = 31
 """Of a forward pass, a token and a channel: 32,768 tokens more of Qwen3-4B took 2.4 GiB (memory-qwen3.json)."""
 WEIGHT_BYTES = {"bf16": 2, "autocast": 4, "fp32": 4}
 """Of a parameter of a prompt's model."""
+WHOLE = "math"
+"""The kernel that holds attention whole: PyTorch's own product."""
 PATTERN_BYTES = 8
 """Of an entry of attention that is held whole, as PyTorch's own way does: its logits and its softmax, float32."""
 
@@ -64,17 +68,19 @@ def foretell(each: PlannedMeasurement, plan: Plan, rates: Rates) -> float:
 
 
 def foretell_bytes(each: PlannedMeasurement, plan: Plan) -> float | None:
-    """Return the peak memory that a measurement is expected to have on a GPU; None of one that holds no whole model."""
+    """Return the peak memory that a measurement is expected to have on a GPU; None of one that holds no whole model.
+
+    Attention that is held whole counts where the baseline holds it; of other arms `memory_notes` tells.
+    """
     kind, settings = each.does.partition(" ")[2], each.settings
     if kind in ANALYSES:
         read = [plan.runs[given.run].shape for given in each.reads if given.run in plan.runs]
         return forward_bytes(ModelShape.of(read[0]), read[0].max_length) if read else None
     if kind not in ("update", "prefill"):
         return None
-    points = [tuple(map(int, point.split("x")[:2])) for point in settings.get("points", ())] or list(QWEN_POINTS)
-    whole = "math" in (settings.get("others") or ())
+    whole = WHOLE in (settings.get("kernels") or ())
     found = []
-    for length, size in points:
+    for length, size in _points(settings):
         shape = shape_of(settings.get("model", "124m"), length, settings.get("num_layers"))
         if kind == "update":
             assert shape.gpt is not None, "models of transformers are not updated"
@@ -82,8 +88,36 @@ def foretell_bytes(each: PlannedMeasurement, plan: Plan) -> float | None:
         else:
             weight = max(WEIGHT_BYTES[precision] for precision in settings.get("precisions") or ("autocast",))
             found.append(forward_bytes(shape, length * size, weight=weight))
-        found[-1] += PATTERN_BYTES * size * shape.num_heads * length**2 if whole else 0
+        found[-1] += _whole_bytes(shape, length, size) if whole else 0
     return max(found)
+
+
+def memory_notes(measurements: Iterable[PlannedMeasurement]) -> list[str]:
+    """Say of measurements how much more memory arms take that hold attention whole, and that they may be left out."""
+    told = []
+    for each in measurements:
+        if each.does.partition(" ")[2] not in ("update", "prefill") or WHOLE not in (each.settings.get("others") or ()):
+            continue
+        model, layers = each.settings.get("model", "124m"), each.settings.get("num_layers")
+        more = [_whole_bytes(shape_of(model, length, layers), length, size) for length, size in _points(each.settings)]
+        told.append(f"{each.title} {gibibytes(max(more))}")
+    if not told:
+        return []
+    return [
+        f"PyTorch's own product ({WHOLE}) holds the attention of a layer whole, which takes at the largest points more "
+        f"than this memory: {'; '.join(told)}. Where it does not fit, that arm is left out by name."
+    ]
+
+
+def _points(settings: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the tokens and sequences of a benchmark's points."""
+    named = [tuple(map(int, point.split("x")[:2])) for point in settings.get("points", ())]
+    return [(length, size) for length, size in named] or list(QWEN_POINTS)
+
+
+def _whole_bytes(shape: ModelShape, length: int, size: int) -> int:
+    """Return the memory of one layer's attention over `size` sequences that is held whole."""
+    return PATTERN_BYTES * size * shape.num_heads * length**2
 
 
 def lacking_text(plan: Plan, found: Measurements, data: TokenData) -> str | None:

@@ -200,6 +200,16 @@ def all_lost(run: PlannedRun) -> dict[str, str]:
     return {key: "it is of another stay" for key in (run.parent, run.match, run.like) if key}
 
 
+def runs_in_words(runs: int, of: int, again: int) -> str:
+    """Return how many of all runs are meant, and how many parents with them are trained once more than that.
+
+    >>> runs_in_words(54, 59, 0), runs_in_words(59, 59, 5)
+    ('54 of 59 runs', '59 of 59 runs, and 5 parents again for their checkpoints,')
+    """
+    more = f", and {again} parent{'s' * (again > 1)} again for {'their' if again > 1 else 'its'} checkpoints,"
+    return f"{runs} of {of} runs{more if again else ''}"
+
+
 def packing_table(stays: Sequence[Stay], packing: Packing, plan: Plan) -> Table:
     """Return what runs when: a row a run, with its budget, command, GPU and minutes."""
     rows = []

@@ -16,7 +16,7 @@ from saf.freezing.config import FreezeConfig
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.scores import Score, needed_by, score_name
-from saf.selection import Chooser, chooser, existing, select
+from saf.selection import Chooser, chooser, existing, ranking, select
 from saf.statistics import AttentionStatistics
 
 
@@ -141,6 +141,21 @@ def choose_by(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, gro
 def _from(scores: Tensor, least: float | None) -> list[Head]:
     """Return the heads whose score `[L, H]` is at least `least`; none without it."""
     return [] if least is None else [(layer, head) for layer, head in (scores >= least).nonzero().tolist()]
+
+
+def check_below(scores: Tensor, config: FreezeConfig) -> None:
+    """Raise SelectionError where the settings' `below` is why no head may be chosen by these `scores` `[L, H]`."""
+    order = ranking(scores, config.exclude, only=config.only)
+    if config.below is None or not order:
+        return
+    lowest = float(scores[order[0]])
+    what, told = "head", f"the lowest score is {lowest:.6g}"
+    if config.whole_groups and lowest < config.below:
+        what, told = "whole KV group", f"the lowest score of a head is {lowest:.6g}, and all of a group must score less"
+    raise SelectionError(
+        f"no {what} that may be {config.kind} scores below {config.below:g} by {score_name(config.score)} (below): "
+        f"{told}. Raise below, or leave it out"
+    )
 
 
 def accept(

@@ -51,7 +51,8 @@ class FreezeConfig:
     max_fit_kl: float = 0.2
     """Largest row-averaged KL from the pattern to its compact fit, in nats; other heads are skipped."""
     strict: bool = False
-    """Refuse when one of the k lowest heads does not fit, instead of taking the next one, or fewer may be chosen."""
+    """Refuse when one of the k lowest heads does not fit, instead of taking the next one, or fewer may be chosen: the
+    latter alone of heads to prune, which are not fitted."""
     heads: Annotated[tuple[Head, ...] | None, HEADS] = None
     """Exactly these heads (layer, head), whatever rate says and they score; refused when one does not fit. On the
     command line 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""

@@ -17,11 +17,21 @@ from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapp
 from saf.errors import SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
-from saf.freezing.choice import Judged, Made, accept, check_heads, check_ranks, choose_by, gather, scores_collect
+from saf.freezing.choice import (
+    Judged,
+    Made,
+    accept,
+    check_below,
+    check_heads,
+    check_ranks,
+    choose_by,
+    gather,
+    scores_collect,
+)
 from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import HeldOutFit, fit_heldout
 from saf.freezing.report import FreezeReport
-from saf.heads import Head, HeadSet
+from saf.heads import EDITED, Head, HeadSet
 from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.ops import choose_backend
@@ -42,6 +52,7 @@ def freeze_(
     heldout: Iterable[Batch] | None = None,
     needed: Mapping[str, Any] | None = None,
     first: int | None = None,
+    may_be_none: bool = False,
     folder: str | Path | None = None,
     capture_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -67,6 +78,7 @@ def freeze_(
         needed: What the score reads beside the statistics, by name; `gradient` may be the `QKGradient` itself.
         first: Freeze only so many of the heads chosen, those of lowest score; the report's `deferred` names the others,
             for `FreezeConfig(only=...)` later.
+        may_be_none: Freeze no head where none scores below the settings' `below`, in place of raising.
         folder: Where to keep each layer's calibration once it is finished, to go on from there; see `calibrate`.
         capture_bytes: Most memory for queries and keys kept at once; see `calibrate`.
         progress: Called with (layers measured, layers).
@@ -80,7 +92,7 @@ def freeze_(
             model's weights.
         UnsupportedError: A backend that cannot run the model's frozen heads.
         SelectionError: With `strict`, a head among the k lowest whose fit exceeds `max_fit_kl`, or fewer than k
-            live heads. The model is unchanged.
+            live heads; no head that scores less than `below`. The model is unchanged.
     """
     config = FreezeConfig() if config is None else config
     check_editable(model, optimizer)  # now, not after the whole measurement
@@ -93,7 +105,8 @@ def freeze_(
         statistics = calibrate_together(model, kept, watch=watch, **options)
     else:
         statistics = done_once(lambda: calibrate(model, kept, folder=folder, watch=watch, **options))
-    report = done_once(lambda: _decide(model, kept, statistics, config, heldout, given, watch, first=first))
+    asked = {"first": first, "may_be_none": may_be_none}
+    report = done_once(lambda: _decide(model, kept, statistics, config, heldout, given, watch, **asked))
     pruning = config.operation == "prune"
     with watch("prune" if pruning else "install"), _in_all_or_none(model, report.heads, optimizer):
         if pruning:
@@ -145,6 +158,7 @@ def _decide(
     watch: Stopwatch,
     *,
     first: int | None,
+    may_be_none: bool,
 ) -> FreezeReport:
     """Score, select, fit and refit; the model stays as it is."""
     adapter, sequences = adapter_for(model), read_sequences(kept)
@@ -164,6 +178,8 @@ def _decide(
     with watch("select"):
         group_size = layouts[0].num_heads // layouts[0].num_kv_heads
         choose = choose_by(scores, config, group_size=group_size)
+        if not may_be_none and choose.is_empty:
+            check_below(scores[config.score], config)
 
     def make(heads: HeadSet) -> Mapping[Head, Judged]:
         if config.operation == "prune":
@@ -190,7 +206,7 @@ def _decide(
             head: made.certificate for head, made in (accepted | rejected).items() if made.certificate is not None
         },
         requested=choose.total,
-        before=sum(site.layout.num_heads for site in adapter.sites()) - len(adapter.live_heads()),
+        before={kind: found for kind in EDITED if (found := len(adapter.heads(kind)))},
         scores=scores[config.score],
         statistics=statistics,
         config=config.to_dict(),

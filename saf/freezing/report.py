@@ -13,7 +13,7 @@ from saf.freezing.config import BUDGETS
 from saf.freezing.heldout import HeldOutFit
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
-from saf.records.events import MADE, EventRecord, append_event
+from saf.records.events import MADE, EventRecord, append_event, beside_earlier
 from saf.records.table import Table
 from saf.statistics import AttentionStatistics
 
@@ -36,8 +36,8 @@ class FreezeReport:
     """Heads skipped because their KL was above the limit, with it."""
     requested: int
     """k, the number of heads asked for."""
-    before: int = 0
-    """How many heads were frozen or pruned before."""
+    before: dict[str, int] = field(default_factory=dict)
+    """How many heads were frozen and how many pruned before, by these words."""
     deferred: tuple[Head, ...] = ()
     """Heads chosen and accepted with them but left live, by ascending score: those after the `first`."""
     scores: Tensor
@@ -57,19 +57,18 @@ class FreezeReport:
         return MADE[self.config["operation"]]
 
     @property
-    def frozen_in_all(self) -> int:
-        """Return how many heads are frozen or pruned after this event, with those of events before it."""
-        return self.before + len(self.heads)
+    def in_all(self) -> dict[str, int]:
+        """Return how many heads are frozen and how many pruned after this event, with those of events before it."""
+        return self.before | {self.kind: self.before.get(self.kind, 0) + len(self.heads)}
 
     @property
     def summary(self) -> str:
-        """Say how many heads were frozen or pruned, of how many, by what; after an earlier event also all of them."""
+        """Say how many heads were frozen or pruned, of how many, by what; after an earlier event also all, by kind."""
         by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
-        more, in_all = "", ""
-        if self.frozen_in_all > len(self.heads):
-            more, in_all = " more", f", {self.frozen_in_all} in all"
+        more, in_all = beside_earlier({self.kind: len(self.heads)}, self.in_all)
         later = f"; {len(self.deferred)} chosen for later" if self.deferred else ""
-        return f"{len(self.heads)}{more} of {self.scores.numel()} heads {self.kind} {by}{in_all}{later}"
+        told = " ".join(filter(None, [str(len(self.heads)), more, f"of {self.scores.numel()} heads {self.kind} {by}"]))
+        return f"{', '.join(filter(None, [told, in_all]))}{later}"
 
     def __repr__(self) -> str:
         """Return one line: its tensors would fill a notebook."""
@@ -99,7 +98,7 @@ class FreezeReport:
             "requested": self.requested,
             "trainable_parameters": self.trainable_parameters,
             "heads": self.heads.to_list(),
-            f"{self.kind}_in_all": self.frozen_in_all,
+            **{f"{kind}_in_all": count for kind, count in self.in_all.items()},
             "score_name": self.config["score"],
             "scores": rows,
             "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],

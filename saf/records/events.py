@@ -31,6 +31,7 @@ from saf.records.files import (
     write_lines,
     write_tensors,
 )
+from saf.records.paths import Kind, kind_of
 
 EVENTS = "events.jsonl"
 SINGLE = "freeze.json"
@@ -185,13 +186,71 @@ def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> li
     return [list(head) for head, now in sorted(heads.items()) if now == made or (made is None and now != MADE["undo"])]
 
 
+def heads_of_record(path: Path | str) -> list[list[int]]:
+    """Return the heads that the events of a run or checkpoint, or of an events.jsonl, left frozen or pruned, sorted.
+
+    Raises InputError where there is none: the run had no event, or undid all, or the folder is none of these.
+    """
+    path, advice = Path(path), "name a run that froze or pruned heads, or heads as LAYER:HEAD"
+    events = read_events(path)
+    if heads := heads_in_force(events):
+        return heads
+    if any(event.heads for event in events):
+        raise InputError(
+            f"{path} made all heads live again that it froze or pruned, so that it has none to name; {advice}"
+        )
+    kind = kind_of(path)
+    if events or path.suffix == ".jsonl" or kind is Kind.RUN:
+        raise InputError(f"{path} froze and pruned no heads, so that it has none to name; {advice}")
+    if kind is Kind.CHECKPOINT:
+        raise InputError(f"{path} has no record of events; name the folder of its run, or heads as LAYER:HEAD")
+    raise InputError(f"{path} is a folder that tells of no heads; {advice}")
+
+
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
     """Return what kind of arm a run is by its model's heads, or by its events where these were all undone.
 
-    A model with frozen heads is a "frozen" one, with pruned heads alone a "pruned" one, else it is "ordinary".
+    A model with frozen heads is a "frozen" one, with pruned heads a "pruned" one, with both "frozen and pruned", and
+    without either "ordinary", as is one whose events found no head.
     """
-    made = [event.made for event in events if event.kind != "undo"]
-    return "frozen" if frozen else "pruned" if pruned else made[0] if made else "ordinary"
+    kinds = [kind for kind, heads in ((MADE["freeze"], frozen), (MADE["prune"], pruned)) if heads]
+    made = [event.made for event in events if event.kind != "undo" and event.heads]
+    return " and ".join(kinds) if kinds else made[0] if made else "ordinary"
+
+
+def head_counts(heads: Iterable[Sequence[int]], *, pruned: Iterable[Sequence[int]]) -> dict[str, int]:
+    """Return how many of some heads, all frozen but those in `pruned`, are frozen and how many are pruned."""
+    removed = {tuple(head) for head in pruned}
+    kinds = [MADE["prune" if tuple(head) in removed else "freeze"] for head in heads]
+    return {kind: kinds.count(kind) for kind in (MADE["freeze"], MADE["prune"])}
+
+
+def heads_in_words(counts: Mapping[str, int]) -> str:
+    """Return how many heads are frozen and how many are pruned.
+
+    >>> heads_in_words({"frozen": 24, "pruned": 12}), heads_in_words({"pruned": 3}), heads_in_words({})
+    ('24 frozen and 12 pruned', '3 pruned', '0 frozen')
+    """
+    told = [f"{counts[kind]} {kind}" for kind in (MADE["freeze"], MADE["prune"]) if counts.get(kind)]
+    return " and ".join(told) or f"0 {MADE['freeze']}"
+
+
+def beside_earlier(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tuple[str, str]:
+    """Return what is said of heads that changed beside all: "more" of a kind that there was, and all by kind.
+
+    Both are "" where no head was frozen or pruned before.
+
+    >>> beside_earlier({"frozen": 3}, {"frozen": 8}), beside_earlier({"frozen": 3}, {"frozen": 3, "pruned": 4})
+    (('more', '8 in all'), ('', '3 frozen and 4 pruned in all'))
+    >>> beside_earlier({"pruned": 3}, {"frozen": 1, "pruned": 4}), beside_earlier({"pruned": 3}, {"pruned": 3})
+    (('more', '1 frozen and 4 pruned in all'), ('', ''))
+    """
+    total = sum(in_all.values())
+    if total <= sum(changed.values()):
+        return "", ""
+    more = "more" if any(0 < count < in_all[kind] for kind, count in changed.items()) else ""
+    kinds = {kind for kind, count in (*changed.items(), *in_all.items()) if count}
+    return more, f"{total if len(kinds) == 1 else heads_in_words(in_all)} in all"
 
 
 def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:

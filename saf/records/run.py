@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError
-from saf.records.events import EVENTS, MADE, EventRecord, arm, chosen, heads_in_force, read_events
+from saf.records.events import (
+    EVENTS,
+    MADE,
+    EventRecord,
+    arm,
+    chosen,
+    heads_in_force,
+    heads_in_words,
+    read_events,
+)
 from saf.records.files import check_file, read_json, read_lines
 from saf.records.paths import Kind, expect
 from saf.records.result import read_result
@@ -75,8 +84,9 @@ class RecordedRun:
 
     @property
     def arm(self) -> str:
-        """Return "frozen" or "pruned" when the run did that to heads, or is to, else "ordinary"."""
-        if self.result is not None:
+        """Return "frozen", "pruned" or both when the run did that to heads, or is to, else "ordinary"."""
+        both = self.frozen_heads and self.pruned_heads  # earlier versions recorded that as "frozen"
+        if self.result is not None and not both:
             return str(self.result["arm"])
         if not self.events and (freeze := self.config.get("freeze")):
             return MADE[freeze.get("operation", "freeze")]
@@ -105,9 +115,13 @@ class RecordedRun:
 
     @property
     def heads_in_words(self) -> str:
-        """Return how many heads of the final model are what: "36 frozen", "24 frozen, 12 pruned"."""
-        counts = {"frozen": len(self.frozen_heads), "pruned": len(self.pruned_heads)}
-        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or f"0 {MADE['freeze']}"
+        """Return how many heads of the final model are what: "36 frozen", "24 frozen and 12 pruned"."""
+        return heads_in_words(self.head_counts)
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """Return how many heads of the final model are frozen, and how many pruned."""
+        return {"frozen": len(self.frozen_heads), "pruned": len(self.pruned_heads)}
 
     def _heads_of(self, name: str, made: str) -> list[list[int]]:
         provenance = (self.result or {}).get("provenance") or {}

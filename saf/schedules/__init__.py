@@ -9,7 +9,7 @@ from typing import Any
 from saf.errors import InputError, did_you_mean
 from saf.schedules.gradual import Gradual
 from saf.schedules.one_time import OneTime
-from saf.schedules.schedule import Event, Freeze, Outcome, Proposer, Prune, Timetable, Undo
+from saf.schedules.schedule import Event, Freeze, Outcome, Proposer, Prune, Timetable, Undo, setting_of_moment
 from saf.schedules.train_loss import TrainLoss
 from saf.schedules.validation_budget import ValidationBudget
 
@@ -33,6 +33,7 @@ __all__ = [
     "ValidationBudget",
     "schedule_from_dict",
     "schedule_to_dict",
+    "setting_of_moment",
 ]
 
 

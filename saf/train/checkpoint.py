@@ -206,11 +206,13 @@ def checkpoints(folder: Path | str) -> list[Path]:
 
 def step_folders(folder: Path | str) -> list[Path]:
     """Return what bears a checkpoint's name in `folder`, oldest first; one that lost its manifest too."""
-    found = []
-    for path in Path(folder).glob("step-*"):
-        if match := _NAME.fullmatch(path.name):
-            found.append((int(match[1]), bool(match[2]), path))
-    return [path for _, _, path in sorted(found)]
+    return sorted((path for path in Path(folder).glob("step-*") if _place(path)), key=_place)
+
+
+def _place(path: Path) -> tuple[int, ...]:
+    """Return what orders a run's checkpoints: updates done, and whether after an event; empty for another name."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), bool(match[2])) if match else ()
 
 
 def newest(folder: Path | str) -> Path | None:
@@ -232,8 +234,7 @@ def prune_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
 
 def _previous(path: Path, advice: str = "") -> str:
     """Name the newest whole checkpoint older than `path`, then advise; say nothing without older ones."""
-    others = checkpoints(path.parent)
-    older = others[: others.index(path)] if path in others else [p for p in others if p != path]
+    older = [other for other in checkpoints(path.parent) if _place(other) < _place(path)]
     for candidate in reversed(older):
         try:
             verify(candidate)

@@ -22,7 +22,7 @@ from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.ops.backends import choose_backend
 from saf.records.events import EventRecord
-from saf.schedules import Event, Freeze, OneTime, Outcome, Proposer, Prune, Schedule, Undo
+from saf.schedules import Event, Freeze, OneTime, Outcome, Proposer, Prune, Schedule, Undo, setting_of_moment
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
@@ -154,6 +154,7 @@ def _freeze_(run: Trained, event: Freeze) -> Change:
             heldout=heldout,
             needed=needed,
             first=event.first,
+            may_be_none=event.below is not None,
         )
     return Change(
         heads=report.heads,
@@ -281,10 +282,11 @@ def start_gradient(
         return None
     found = recorded_gradient(model, state or {})
     moment = config.freeze_update
-    if reads and found is None and moment is not None and moment <= update:
+    if reads and found is None and config.schedule is not None and moment is not None and moment <= update:
         kept = "the checkpoint to start from holds none" if update else "nothing was trained yet"
         raise InputError(
             f"a score reads an average of Q/K gradients, and {kept}. Train its run with --track-gradients "
-            f"(track_gradients=True), or freeze after some updates of this one (freeze_at above {update})"
+            f"(track_gradients=True), or freeze after some updates of this one ({setting_of_moment(config.schedule)} "
+            f"above {update})"
         )
     return QKGradient(model) if found is None else found

@@ -269,10 +269,10 @@ def _updates_apart(config: TrainConfig, most: int) -> list[int]:
     return counts
 
 
-def _edited(checkpoint: Path) -> str | None:
-    """Return "frozen" or "pruned" for a checkpoint that has such heads; None for an ordinary one."""
+def _edited(checkpoint: Path) -> str:
+    """Return which of "frozen" and "pruned" heads a checkpoint has, joined by "and"; "" for an ordinary one."""
     layers = read_json(checkpoint / "saf.json", error=CheckpointError)["layers"]
-    return next((kind for kind in EDITED if any(layer.get(kind) for layer in layers)), None)
+    return " and ".join(kind for kind in EDITED if any(layer.get(kind) for layer in layers))
 
 
 def _let_go_(checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ from saf.errors import InputError
 from saf.machine.execution import Execution
 from saf.models import GPTConfig, preset
 from saf.records.files import read_json, to_json
-from saf.schedules import OneTime
+from saf.schedules import OneTime, setting_of_moment
 from saf.tasks import Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
 from saf.train.config import TrainConfig, in_present_form
@@ -181,9 +181,9 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
         settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
     config = TrainConfig.from_dict({**settings, **schedule, **changes})
     first = config.freeze_update
-    if freeze is not None and first is not None and first < begins:
+    if freeze is not None and config.schedule is not None and first is not None and first < begins:
         raise InputError(
-            f"{config.schedule} freezes after update {first}, before the parent's {checkpoint.update}; "
-            "choose a later moment (freeze_at) or an earlier parent"
+            f"{config.schedule} begins after update {first}, before the parent's {checkpoint.update}; choose a later "
+            f"moment ({setting_of_moment(config.schedule)}) or an earlier parent"
         )
     return config

@@ -107,7 +107,7 @@ def test_a_soft_cap_that_the_attention_function_leaves_out_is_refused():
 def test_heads_of_windows_are_not_told_as_frozen():
     report = saf.freeze_(make("gemma3"), [tokens()], saf.FreezeConfig(count=3, max_fit_kl=100))
     assert not report.statistics.measured.all()
-    assert report.frozen_in_all == 3
+    assert report.in_all == {"frozen": 3}
     assert "in all" not in report.summary
 
 

@@ -10,7 +10,7 @@ from saf.cli.freeze import Freeze
 from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
-from saf.records.events import read_events
+from saf.records.events import append_event, read_events
 from saf.records.files import read_json
 from saf.tasks import FinetuneSettings, MQARSettings
 from saf.train import TrainConfig
@@ -130,9 +130,19 @@ def test_heads_come_from_words_and_files(tmp_path):
         heads=((0, 0), (2, 1), (0, 3), (1, 2)), max_fit_kl=1.0
     )
     (tmp_path / "other.json").write_text("{}")
+    for name in ("run", "undone"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text("")
+    append_event(tmp_path / "undone", "freeze", {"heads": [[0, 1]]})
+    append_event(tmp_path / "undone", "undo", {"heads": [[0, 1]], "undoes": 1})
     for word, message in (
         ("3", "LAYER:HEAD"),
-        ("no.json", "there is no file 'no.json'"),
+        ("no.json", "there is no file or folder 'no.json'"),
+        (tmp_path / "run", "run froze and pruned no heads, so that it has none to name"),
+        (tmp_path / "run" / "events.jsonl", "events.jsonl froze and pruned no heads"),
+        (tmp_path / "undone", "undone made all heads live again that it froze or pruned, so that it has none"),
+        (tmp_path / "empty", "empty is a folder that tells of no heads"),
         (tmp_path / "other.json", "does not list heads"),
     ):
         with pytest.raises(InputError, match=message):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from saf.cli import main
 from saf.data import TokenData
@@ -15,7 +16,8 @@ from saf.experiments.plan import Plan, plan
 from saf.experiments.planned_run import peak_bytes
 from saf.experiments.recipe import open_recipes
 from saf.experiments.scales import SCALES
-from saf.models import preset
+from saf.models import GPT, preset
+from saf.prefill import LastToken
 from saf.records.files import read_json
 
 BENCH = Path(__file__).parents[2] / "results" / "bench"
@@ -79,9 +81,22 @@ def test_memory_is_that_of_the_largest_point_and_of_attention_held_whole():
 
     assert told() == peak_bytes(preset("124m", max_length=4096), 4096 * 8)
     assert told(points=("4096x2x60", "4096x8x15")) == told()
-    whole = told("bench prefill", others=("flash", "math")) - told("bench prefill", others=("flash",))
-    assert whole == 8 * 8 * 12 * 4096**2
+    assert told("bench prefill", others=("flash", "math")) == told("bench prefill", others=("flash",))
+    assert told("bench prefill", kernels=("math",)) - told("bench prefill") == 8 * 8 * 12 * 4096**2
     assert told("bench errors") is None
+
+
+def test_a_prompt_keeps_the_logits_of_its_last_token_and_ways_that_take_more_memory_are_told_apart(tmp_path, capsys):
+    words = ["run", "prefill_systems", "--scale", "paper", "--dry-run", "--store", str(tmp_path)]
+    assert main([*words, "--json"]) == 0
+    most = max(json.loads(capsys.readouterr().out)["measuring_bytes"].values())
+    assert most < 30 * 2**30, "of 64 prompts of 16K"
+    assert main(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "prefill_systems/lengths, 64 sequences 1536.00 GiB;" in shown
+    assert "Where it does not fit, that arm is left out by name." in shown
+    model = GPT(preset("tiny", max_length=8, vocab_size=32))
+    assert LastToken(model)(torch.zeros(2, 8, dtype=torch.long)).shape == (2, 1, 32)
 
 
 def test_a_limit_of_its_own_is_never_exceeded_and_more_pairs_take_longer():

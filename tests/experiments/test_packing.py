@@ -1,7 +1,9 @@
+import json
 from dataclasses import replace
 
 import pytest
 
+from saf.cli import main
 from saf.errors import InputError
 from saf.experiments.packing import RESERVE, Packing, all_lost, length, packing_table
 from saf.experiments.plan import plan
@@ -173,3 +175,14 @@ def test_named_rates_take_the_place_of_the_scales():
     assert Measured().applied(rates, flops_per_token=3e8) is rates
     named = Measured(tokens_per_second=1e6, start_seconds=3.0).applied(rates, flops_per_token=3e8)
     assert named == replace(rates, flops=3e14, start=3.0, source="flops, start as named")
+
+
+def test_a_plan_counts_parents_that_are_trained_again_beside_its_runs(tmp_path, capsys):
+    words = ["run", "later_intervention", "--dry-run", "--store", str(tmp_path), "--budget-minutes", "20"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    trained = [key for stay in told["budgets"] for command in stay for key, _ in command]
+    assert told["runs"] == len(set(trained)) < len(trained) == told["runs"] + told["again"]
+    assert main(words) == 0
+    shown, runs = " ".join(capsys.readouterr().out.split()), told["runs"]
+    assert f"{runs} of {runs} runs, and {told['again']} parents again for their checkpoints, to train, 0 done;" in shown

@@ -55,10 +55,30 @@ def test_what_is_there_is_not_made_again_and_is_listed(made, capsys):
     assert "training" not in shown.err
     assert "measuring" not in shown.err
     assert "at 50%" in shown.out
-    assert main(["run", *SEED, "--store", str(store), "--data", str(store / "data")]) == 0
-    listed = capsys.readouterr().out
-    assert re.search(r"timing.*3 │ +3", listed)
-    assert "`saf run NAME --scale smoke` trains" in listed
+    for data in ([], ["--data", str(store / "data")]):
+        assert main(["run", *SEED, "--store", str(store), *data]) == 0
+        listed = capsys.readouterr().out
+        assert re.search(r"timing.*3 │ +3", listed)
+        assert "`saf run NAME --scale smoke` trains" in listed
+        assert "Name --data" not in listed
+    assert main(["run", *SEED, "--store", str(store), "--json"]) == 0
+    done = {name: (each["runs"], each["done"]) for name, each in json.loads(capsys.readouterr().out).items()}
+    assert done["timing"] == (3, 3)
+    assert done["downstream"] == 2 * (done["downstream"][0],), "finetuned ones, too"
+
+
+def test_a_smoke_plan_knows_its_own_data_and_examples(made, tmp_path, capsys):
+    for store, done in ((made[0] / "store", True), (tmp_path / "none", False)):
+        words = ["run", "downstream", *SEED, "--store", str(store), "--dry-run", "--json"]
+        assert main(words) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["runs"] == 0) is done
+    assert not (tmp_path / "none").exists()
+    assert told["seconds"] < 60, "of 64 examples of a task, not of 67,349"
+    assert main([word for word in words if word != "--json"]) == 0
+    assert "Without --data" not in capsys.readouterr().out
+    assert main(["run", "--scale", "smoke", "--store", str(tmp_path / "none"), "--json"]) == 0
+    assert {each["done"] for each in json.loads(capsys.readouterr().out).values() if each["runs"]} == {0}
 
 
 def test_what_can_be_measured_is_measured_before_further_runs(made, tmp_path, capsys):

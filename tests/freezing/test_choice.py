@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,9 +103,29 @@ def test_only_heads_of_a_list_and_below_a_score_are_chosen():
     assert list(below.heads) == [order[1]]
     only = saf.freeze_(make(), [ids], saf.FreezeConfig(count=2, only=(order[5], order[3], order[8]), max_fit_kl=9))
     assert set(only.heads) == {order[3], order[5]}
-    with pytest.warns(SafWarning, match="0 of 2 heads could be frozen: no other may be frozen"):
-        nothing = saf.freeze_(make(), [ids], saf.FreezeConfig(count=2, below=-1.0))
+
+
+@pytest.mark.parametrize("operation", ["freeze", "prune"])
+def test_a_limit_of_scores_that_no_head_is_below_is_refused_with_the_lowest(operation):
+    model, ids = make(), tokens()
+    scores = saf.score(saf.calibrate(model, [ids]), "variance")
+    lowest = float(scores[1:].min())
+    config = saf.FreezeConfig(count=2, operation=operation, below=lowest, exclude=[(0, head) for head in range(4)])
+    done = {"freeze": "frozen", "prune": "pruned"}[operation]
+    words = rf"no head that may be {done} scores below {lowest:g} by variance .*: the lowest score is {lowest:.6g}\."
+    with pytest.raises(SelectionError, match=words.replace("+", r"\+")):
+        saf.freeze_(model, [ids], config)
+    with pytest.warns(SafWarning, match=f"0 of 2 heads could be {done}: no other may be {done}"):
+        nothing = saf.freeze_(model, [ids], config, may_be_none=True)
     assert (len(nothing.heads), nothing.patterns) == (0, None)
+
+
+def test_pruned_heads_too_are_as_many_as_asked_in_strict_mode():
+    config = saf.FreezeConfig(operation="prune", count=4, max_per_layer=1, strict=True)
+    with pytest.raises(SelectionError, match="the event asks for 4 heads; 3 can be pruned"):
+        saf.freeze_(make(), [tokens()], config)
+    with pytest.warns(SafWarning, match="only 3 of 4 heads could be pruned"):
+        saf.freeze_(make(), [tokens()], replace(config, strict=False))
 
 
 def test_the_first_of_the_heads_chosen_are_frozen_and_the_others_named():

@@ -37,6 +37,10 @@ def test_a_later_event_tells_how_many_more_and_in_all(tmp_path):
     assert "3 more of 12 heads frozen by variance, 8 in all" in str(last)
     assert sum(block.attention.layout.num_frozen for block in model.blocks) == 8
     assert [report.to_dict()["frozen_in_all"] for report in (first, named, last)] == [3, 5, 8]
+    pruned = saf.freeze_(model, [ids], saf.FreezeConfig(count=1, operation="prune"))
+    assert pruned.summary == "1 of 12 heads pruned by variance, 8 frozen and 1 pruned in all"
+    again = saf.freeze_(model, [ids], saf.FreezeConfig(count=2, operation="prune"))
+    assert again.summary == "2 more of 12 heads pruned by variance, 8 frozen and 3 pruned in all"
 
 
 def floored_mean(found, head) -> torch.Tensor:

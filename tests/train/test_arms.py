@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from saf.cli.training import result_table
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.evaluate.compare import differences
 from saf.evaluate.perplexity import read_evaluation
@@ -77,7 +78,9 @@ def test_an_arm_that_freezes_nothing_is_the_ordinary_run(settings, outcome):
     ordinary, arm = outcome(settings("ordinary").out), outcome(settings("zero").out)
     for name in ("model.safetensors", "optimizer.safetensors", "metrics", "report_loss"):
         assert arm[name] == ordinary[name], name
-    assert zero["arm"] == "frozen"
+    assert zero["arm"] == "ordinary"
+    rows = {row[0]: str(row[1]) for row in map(tuple, result_table(zero).rows)}
+    assert rows["heads frozen or pruned"] == "none by the event after update 6"
     assert zero["intervention"]["heads"] == []
     assert zero["intervention"]["loss_before"] == zero["intervention"]["loss_after"]
 

@@ -127,6 +127,19 @@ def test_one_flipped_bit_is_refused_by_name_and_the_previous_offered(tmp_path, m
     assert open_checkpoint(good).update == 1
 
 
+def test_a_checkpoint_that_lost_its_manifest_leads_to_the_nearest_earlier_one(tmp_path, model, optimizer):
+    for update in (1, 2, 3, 10):
+        write(tmp_path, update, model, optimizer)
+    for update, words in (
+        (3, f"The previous checkpoint {tmp_path / 'step-2'} is whole."),
+        (1, "it has no manifest.json."),
+    ):
+        (tmp_path / f"step-{update}" / "manifest.json").unlink()
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(tmp_path / f"step-{update}")
+        assert str(caught.value).endswith(words)
+
+
 def test_messages_speak_of_earlier_checkpoints_only_where_there_are_some(tmp_path, model, optimizer, monkeypatch):
     def refused(path):
         with pytest.raises(CheckpointError) as caught:

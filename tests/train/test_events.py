@@ -1,14 +1,14 @@
 """Runs of several events, and what undoes or refuses one."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 import saf.train.loop as loop
-from saf.errors import InputError
+from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, write_json
@@ -207,3 +207,12 @@ def test_only_the_first_process_writes(settings, monkeypatch):
     assert run.controller_loss("periodic") > 0
     run.close()
     assert not Path(config.out).exists()
+
+
+def test_an_event_whose_own_limit_no_head_is_below_changes_nothing_and_leaves_an_ordinary_arm(settings):
+    listed = Listed(((6, Freeze(count=2, below=-1.0, reason="none is below")),))
+    with pytest.warns(SafWarning, match="only 0 of 2 heads could be frozen: no other may be frozen"):
+        result = pretrain(settings("none", freeze=FREEZE, schedule=listed))
+    assert (result["arm"], result["intervention"]["heads"]) == ("ordinary", [])
+    with pytest.raises(SelectionError, match="no head that may be frozen scores below -1 by variance"):
+        pretrain(settings("refused", freeze=replace(FREEZE, below=-1.0)))

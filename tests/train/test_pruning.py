@@ -12,6 +12,7 @@ import saf.train.loop as loop
 from saf.adapters import adapter_for
 from saf.cli import main
 from saf.cli.command import read_heads
+from saf.cli.training import result_table
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.events import heads_in_force, read_events
@@ -99,9 +100,30 @@ def test_the_page_and_the_tables_speak_of_pruned_heads(settings, finished, tmp_p
     assert main(["compare", *map(str, runs)]) == 0
     assert main(["inspect", str(runs[1])]) == 0
     assert "0 of 8 frozen; 4 pruned: " in " ".join(capsys.readouterr().out.split())
-    mixed = RecordedRun.open(runs[1])
-    mixed.result["provenance"]["heads"] = [[0, 0]]
-    assert mixed.heads_in_words == "1 frozen, 4 pruned"
+
+
+def test_a_run_that_prunes_heads_of_a_frozen_parent_tells_how_many_are_what(settings, finished, tmp_path, capsys):
+    ordinary, parent = finished(settings(), "ordinary"), finished(settings(freeze=FREEZE, keep=0), "frozen")
+    freeze, out = replace(PRUNE, count=2), settings("mixed").out
+    arm = continue_from(parent / "checkpoints" / "step-9", out=out, freeze=freeze, schedule=OneTime(at=10))
+    result = pretrain(replace(arm, quiet=False))
+    assert "2 of 8 heads pruned by variance, 4 frozen and 2 pruned in all; took" in capsys.readouterr().err
+    assert {"frozen_in_all": 4, "pruned_in_all": 2}.items() <= read_events(out)[0].values.items()
+    assert result["arm"] == "frozen and pruned"
+    rows = {row[0]: str(row[1]) for row in map(tuple, result_table(result).rows)}
+    assert rows["heads pruned"] == "2 after update 10, 4 frozen and 2 pruned in all"
+    result["arm"] = "frozen"  # as earlier versions recorded it
+    assert replace(RecordedRun.open(out), result=result).arm == "frozen and pruned"
+    page = write_report([ordinary, out], tmp_path).read_text()
+    for words in (
+        "4 frozen and 2 pruned of 8 attention heads",
+        ">4 frozen and 2 pruned of 8<",
+        '"told_earlier":"4 frozen"',
+    ):
+        assert words in page, words
+    drawn = write_picture([ordinary, out], tmp_path / "mixed.svg").read_text()
+    for words in ("2 of 8 heads pruned, those of lowest variance; 4 frozen and 2 pruned in all", "heads pruned at 10"):
+        assert words in drawn, words
 
 
 @pytest.mark.parametrize("score", ["gate_taylor", "random"])

@@ -156,8 +156,24 @@ def test_an_arm_goes_on_from_a_parent_at_the_updates_of_the_whole_schedule(setti
     arm = continue_from(parent, out=settings("arm").out, freeze=FREEZE, schedule=Gradual(begin=0.5, end=0.75, groups=2))
     pretrain(arm)
     assert [event.update for event in read_events(arm.out)] == [6, 9]
-    with pytest.raises(InputError, match="freezes after update 3, before the parent's 6"):
-        continue_from(parent, out="x", freeze=FREEZE, schedule=GRADUAL)
+
+
+@pytest.mark.parametrize(
+    ("early", "now", "name"),
+    [
+        (OneTime(at=0.25), OneTime(at=6), "freeze_at"),
+        (GRADUAL, Gradual(begin=6, end=9, groups=2), "schedule.gradual.begin"),
+        (ValidationBudget(begin=0.25), ValidationBudget(begin=6), "schedule.validation_budget.begin"),
+    ],
+)
+def test_a_first_moment_that_is_over_is_told_with_the_schedules_own_setting(settings, finished, early, now, name):
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    with pytest.raises(InputError, match=rf"begins after update 3, before the parent's 6; .* moment \({name}\)"):
+        continue_from(parent, out="x", freeze=FREEZE, schedule=early)
+    freeze = FreezeConfig(score="qk_gradient")
+    arm = continue_from(parent, out=settings("arm").out, freeze=freeze, schedule=now)
+    with pytest.raises(InputError, match=rf"freeze after some updates of this one \({name} above 6\)"):
+        pretrain(arm)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ function detail(state) {
   const fitted = freeze.patterns && freeze.patterns.curves[key(l, h)];
   const host = document.getElementById('detail');
   const parts = [
-    el('h3', {}, [el('span', { text: `Layer ${l}, head ${h}` }), el('span', { class: `badge ${kind.split(' ')[0]}`, text: kind === 'rejected' ? 'fit rejected' : inWords(freeze, kind) })]),
+    el('h3', {}, [el('span', { text: `Layer ${l}, head ${h}` }), el('span', { class: `badge ${kind.split(' ')[0]}`, text: kind === 'rejected' ? 'fit rejected' : inWords(freeze, kind, l, h) })]),
     numbers(state, l, h),
   ];
   const charts = el('div', { class: 'curves' });
@@ -21,12 +21,12 @@ function detail(state) {
     charts.append(box);
     lineChart(box, [chart.series], chart.options);
   }
-  if (!fitted && (kind !== 'frozen' || freeze.marginals)) host.append(el('p', { class: 'aside', text: WITHOUT_PATTERN[inWords(freeze, kind)] + (freeze.marginals ? ' Shown is its mean attention over the calibration text.' : '') }));
+  if (!fitted && (kind !== 'frozen' || freeze.marginals)) host.append(el('p', { class: 'aside', text: WITHOUT_PATTERN[inWords(freeze, kind, l, h)] + (freeze.marginals ? ' Shown is its mean attention over the calibration text.' : '') }));
 }
 
 const WITHOUT_PATTERN = {
   pruned: 'This head is pruned: it is not computed any more.',
-  'pruned earlier': 'This head was pruned or frozen before this event.',
+  'pruned earlier': 'This head was pruned before this event.',
   frozen: 'This head is frozen, but its pattern was not kept in the folder of this run.',
   'frozen earlier': 'This head was frozen before this event, so its pattern is not among those chosen here.',
   rejected: 'No compact pattern describes this head closely enough, so it goes on computing attention.',

@@ -31,8 +31,8 @@ function headMap(freeze) {
   repaint = () => { colour(state); detail(state); };
 }
 
-// A state of heads in the words of what was done to them; the names of styles stay.
-const inWords = (freeze, state) => (freeze.kind === 'pruned' ? state.replace('frozen', 'pruned') : state);
+// A state of a head in the words of what was done to it; the names of styles stay.
+const inWords = (freeze, state, l, h) => (freeze.pruned.some(([layer, head]) => layer === l && head === h) ? state.replace('frozen', 'pruned') : state);
 
 function introduction(f) {
   const lowest = scoreName(f.score_name).toLowerCase();
@@ -41,10 +41,16 @@ function introduction(f) {
   const limit = f.config.max_fit_kl ? ` (more than ${f.config.max_fit_kl} nats)` : '';
   const turned = refused ? ` ${refused === 1 ? 'One head' : `${refused} heads`} scored low enough but fitted too badly${limit} and stayed live.` : '';
   const before = f.scores[f.score_name].flat().filter((value) => value === null).length;
-  const earlier = before ? ` ${before === 1 ? 'One head was' : `${before} heads were`} ${inWords(f, 'frozen')} earlier.` : '';
+  const kinds = Object.keys(f.earlier).filter((kind) => f.earlier[kind]);
+  const ofOne = `${before === 1 ? 'One head was' : `${before} heads were`} ${kinds[0]} earlier.`;
+  const earlier = before ? ` ${kinds.length > 1 ? `The model had ${f.told_earlier} heads before.` : ofOne}` : '';
   if (f.kind === 'pruned') {
     return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${before ? ' among those still live' : ''}${measured}, were removed: `
       + `from then on the model does without them.${earlier} Choose a square to see that head.`;
+  }
+  if (f.counts.pruned) {
+    return `Each square is one head of the model. Of its ${f.layers * f.heads} heads those with the lowest ${lowest} among the live ones${measured}, are ${f.told}: `
+      + `frozen heads use one fixed pattern from then on, and pruned ones were removed.${turned}${earlier} Choose a square to see that head.`;
   }
   return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${before ? ' among those still live' : ''}${measured}, attend almost the same way whatever they read; `
     + `from then on they use one fixed pattern.${turned}${earlier}${f.patterns ? '' : ' The patterns themselves were not kept beside this run.'} Choose a square to see that head.`;
@@ -81,7 +87,7 @@ function grid(state) {
   });
   const labels = [
     svg('text', { class: 'x-title', x: left, y: 11, text: 'head →, layer ↓' }),
-    svg('text', { class: 'x-title', x: width, y: 11, 'text-anchor': 'end', text: inWords(freeze, 'frozen') }),
+    svg('text', { class: 'x-title', x: width, y: 11, 'text-anchor': 'end', text: freeze.kind }),
   ];
   const frame = svg('svg', { class: 'headmap', viewBox: `0 0 ${width} ${height}`, role: 'grid', 'aria-label': 'Heads, a row for each layer. Arrow keys move between heads.', style: `max-width:${width * 1.3}px` },
     [svg('g', { 'aria-hidden': true }, [...labels, ...head]), ...rows]);
@@ -129,7 +135,7 @@ function colour(state) {
     cell.querySelector('.body').style.fill = rgb ? css(rgb) : 'transparent';
     cell.querySelectorAll('.flake').forEach((line) => { line.style.stroke = rgb && luminance(rgb) < 0.5 ? '#fff' : '#08222f'; });
     const rank = value === null ? '' : `, rank ${state.ranks[state.score][key(l, h)]} of ${state.freeze.layers * state.freeze.heads}`;
-    cell.setAttribute('aria-label', `Layer ${l}, head ${h}: ${inWords(state.freeze, headState(state, l, h))}, ${scoreName(state.score)} ${short(value)}${rank}`);
+    cell.setAttribute('aria-label', `Layer ${l}, head ${h}: ${inWords(state.freeze, headState(state, l, h), l, h)}, ${scoreName(state.score)} ${short(value)}${rank}`);
   }));
   legend(state, stops, low, high, kind);
   rankPlot(state, kind);
@@ -137,7 +143,7 @@ function colour(state) {
 
 function legend(state, stops, low, high, kind) {
   const bar = el('span', { class: 'bar', style: `background:linear-gradient(90deg,${stops.map(css).join(',')})` });
-  const kinds = [['frozen', inWords(state.freeze, 'frozen')], ...(Object.keys(state.freeze.rejected).length ? [['rejected', 'fit rejected, stayed live']] : []), ['live', 'live']];
+  const kinds = [['frozen', state.freeze.kind], ...(Object.keys(state.freeze.rejected).length ? [['rejected', 'fit rejected, stayed live']] : []), ['live', 'live']];
   document.getElementById('map-legend').replaceChildren(
     el('div', { class: 'ramp' }, [el('span', { text: short(low, 2) }), bar, el('span', { text: short(high, 2) })]),
     el('p', { class: 'ramp-name', text: `${scoreName(state.score)}${kind === 'log' ? ', log scale' : ''}: steady on the left, changing with the text on the right` }),
@@ -171,7 +177,7 @@ function headTable(state) {
   const order = freeze.scores[names[0]].flatMap((row, l) => row.map((_, h) => [l, h]))
     .sort((a, b) => (state.ranks[names[0]][key(...a)] || 0) - (state.ranks[names[0]][key(...b)] || 0));
   const rows = order.map(([l, h]) => el('tr', {}, [
-    el('th', { scope: 'row', text: `layer ${l}, head ${h}` }), el('td', { text: headState(state, l, h) }),
+    el('th', { scope: 'row', text: `layer ${l}, head ${h}` }), el('td', { text: inWords(freeze, headState(state, l, h), l, h) }),
     ...names.map((name) => el('td', { text: short(freeze.scores[name][l][h]) })),
     el('td', { text: state.ranks[names[0]][key(l, h)] ?? '–' }),
     el('td', { text: short(freeze.fit_kl[key(l, h)] ?? freeze.rejected[key(l, h)]) }),

@@ -43,7 +43,7 @@ function eventMarkers(arms) {
     for (const e of a.events) told.set(e.update, [...(told.get(e.update) || []), `${arms.length > 1 ? `${a.name}: ` : ''}${e.told}`]);
   }
   return [...told].sort((one, other) => one[0] - other[0])
-    .map(([x, lines], i) => ({ x, label: i ? '' : `heads ${arms.some((a) => a.kind !== 'pruned' && a.events.length) ? 'frozen' : 'pruned'}`, title: [`Update ${whole(x)}`, ...lines].join('\n') }));
+    .map(([x, lines], i) => ({ x, label: i ? '' : `heads ${arms.some((a) => a.made !== 'pruned' && a.events.length) ? 'frozen' : 'pruned'}`, title: [`Update ${whole(x)}`, ...lines].join('\n') }));
 }
 
 function gapChart() {

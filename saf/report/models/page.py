@@ -17,8 +17,9 @@ from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.compare import compare_evaluations
 from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
+from saf.heads import EDITED
 from saf.inspection import inspect
-from saf.records.events import read_events
+from saf.records.events import heads_in_words, read_events
 from saf.records.files import read_json, write_atomically
 from saf.records.quantities import number, signed
 from saf.records.run import RecordedRun
@@ -68,7 +69,7 @@ def _render(folder: Path, found: dict[str, Any], change: dict[str, Any] | None, 
     edited, total = found["frozen"] + found["pruned"], found["num_heads"]
     events = (read_json(folder / "config.json").get("saf") or {}).get("events", [])
     freeze = _freeze(folder, found)
-    kinds = [f"{len(found[kind])} {kind}" for kind in ("frozen", "pruned") if found[kind]]
+    kinds = heads_in_words({kind: len(found[kind]) for kind in EDITED})
     cost = f": perplexity <em>{signed(change['delta_ppl_percent'])}</em>" if change else ""
     parts = [section("heads", "Which heads, and into what", _heads(folder, freeze)), _fits(found, events)]
     parts.append(section("quality", "What freezing cost", _quality(folder, events, change)))
@@ -79,7 +80,7 @@ def _render(folder: Path, found: dict[str, Any], change: dict[str, Any] | None, 
     parts.append(section("provenance", "Provenance", _provenance(folder, found, change)))
     return page(
         kicker=folder.name,
-        headline=f"{' and '.join(kinds)} of {total} attention heads of a {text(found['architecture'])}{cost}",
+        headline=f"{kinds} of {total} attention heads of a {text(found['architecture'])}{cost}",
         dek=f"A model of transformers, in {text(folder)}.",
         warning="",
         key_figures=_key_figures(len(edited) / total, kinds, total, events, change),
@@ -158,15 +159,11 @@ def _quality(folder: Path, events: Sequence[dict[str, Any]], change: dict[str, A
 
 
 def _key_figures(
-    share: float, kinds: Sequence[str], total: int, events: Sequence[dict[str, Any]], change: dict[str, Any] | None
+    share: float, kinds: str, total: int, events: Sequence[dict[str, Any]], change: dict[str, Any] | None
 ) -> list[str]:
     """Return the share of heads, the change in perplexity, and the fits."""
     words = f"{100 * share:.0f}% of the heads"
-    figures = [
-        key_figure(
-            "Heads", f"{100 * share:.0f}%", f"{' and '.join(kinds)} of {total}", shares_of([(share, _COLOUR)], words)
-        )
-    ]
+    figures = [key_figure("Heads", f"{100 * share:.0f}%", f"{kinds} of {total}", shares_of([(share, _COLOUR)], words))]
     if change:
         low, high = change["ci95"]
         value, label = change["delta_ppl_percent"], "change in perplexity with its interval"

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saf.heads import EDITED
 from saf.patterns import CompactPattern
-from saf.records.events import EventRecord
+from saf.records.events import EventRecord, arm, heads_in_force, heads_in_words
 from saf.records.run import RecordedRun
 
 # About as many as the page has pixels to show them in; a page with every point would have megabytes.
@@ -34,6 +35,7 @@ def arm_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any]:
         "probes": {"x": [p["update"] for p in probes], "y": rounded([p["loss"] for p in probes])},
         "updates": [run.metrics[0]["update"], run.metrics[-1]["update"]] if run.metrics else None,
         "freeze_update": run.freeze_update,
+        "made": run.events[0].made if run.events else run.arm,
         "events": [_event_data(event) for event in run.events if event.update is not None],
     }
 
@@ -75,6 +77,9 @@ def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | No
     scores = {str(freeze["score_name"]): rounded(freeze["scores"])}
     scores |= {key: rounded(tensors[key].tolist()) for key in _SCORES if key in tensors and key not in scores}
     heads = [tuple(head) for head in freeze["heads"]]
+    own = {kind: heads_in_force(run.kept_freezes, kind) for kind in EDITED}
+    counts = {kind: len(found) for kind, found in own.items()}
+    earlier = _earlier(run, freeze, counts)
     seconds: dict[str, float] = {}
     for event in run.events:
         seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
@@ -82,7 +87,12 @@ def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | No
         "name": name,
         "colour": colour,
         "update": freeze.get("update"),
-        "kind": run.arm,
+        "kind": arm(**own, events=run.events),
+        "counts": counts,
+        "earlier": earlier,
+        "told": heads_in_words(counts),
+        "told_earlier": heads_in_words(earlier),
+        "pruned": [*own["pruned"], *(head for head in run.pruned_heads if head not in own["pruned"])],
         "layers": len(freeze["scores"]),
         "heads": len(freeze["scores"][0]),
         "length": freeze.get("length"),
@@ -99,6 +109,18 @@ def freeze_data(run: RecordedRun, name: str, colour: str) -> dict[str, Any] | No
         "patterns": _pattern_curves(tensors, heads),
         "marginals": _marginal_curves(tensors),
     }
+
+
+def _earlier(run: RecordedRun, freeze: dict[str, Any], own: dict[str, int]) -> dict[str, int]:
+    """Return how many heads were frozen and pruned before a run's `own`: of those without a score, by kind.
+
+    Those of a parent whose kind is not known, before the run ends, count as what its own events made.
+    """
+    count = sum(value is None for row in freeze["scores"] for value in row)
+    known = {kind: run.head_counts[kind] - own[kind] for kind in EDITED}
+    if sum(known.values()) == count:
+        return known
+    return dict.fromkeys(EDITED, 0) | {max(EDITED, key=lambda kind: own[kind]): count}
 
 
 def smoothing_window(run: RecordedRun, share: float) -> int:

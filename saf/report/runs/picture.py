@@ -9,6 +9,7 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.evaluate.side_by_side import arm_colours, arm_names, compare_all
+from saf.records.events import beside_earlier
 from saf.records.files import write_atomically
 from saf.records.quantities import number
 from saf.records.run import RecordedRun
@@ -90,10 +91,12 @@ def _map(freeze: dict[str, Any], run: str) -> str:
     known = [value for row in scores for value in row if value is not None]
     scale = Scale(min(known), max(known), "log" if min(known) > 0 else "linear")
     frozen = {tuple(head) for head in freeze["frozen"]}
-    earlier = sum(value is None for row in scores for value in row)
-    more, in_all = (" more", f"; {earlier + len(frozen)} in all") if earlier else ("", "")
-    score = name.replace("_", " ")
-    told = f"{len(frozen)}{more} of {layers * heads} heads {freeze['kind']}, those of lowest {score}{in_all}"
+    counts, earlier = freeze["counts"], freeze["earlier"]
+    more, in_all = beside_earlier(counts, {kind: count + earlier[kind] for kind, count in counts.items()})
+    several = min(counts.values()) > 0
+    what = f"of {layers * heads} heads" + ("" if several else f" {freeze['kind']}")
+    told = " ".join(filter(None, [freeze["told"] if several else str(len(frozen)), more, what]))
+    told = "; ".join(filter(None, [f"{told}, those of lowest {name.replace('_', ' ')}", in_all]))
     parts = [
         label(0, 62, f"{run}: {told}" if run else told, css="name"),
         label(0, 82, "rows are layers; blue: steady, orange: changing with the text", css="small"),
@@ -156,7 +159,7 @@ def _events(curves: Sequence[dict[str, Any]], panel: Panel) -> list[str]:
         x, top = panel.at((update, panel.upward.low))[0], panel.y
         parts.append(f'<line class="event" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + panel.height}"/>')
         if update in first:
-            pruned = all(c["kind"] == "pruned" for c in curves if c.get("freeze_update") == update)
+            pruned = all(c["made"] == "pruned" for c in curves if c.get("freeze_update") == update)
             done = "pruned" if pruned else "frozen"
             parts.append(label(x + 6, top + 14, f"heads {done} at {update:,}", css="small name"))
     return parts

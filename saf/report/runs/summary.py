@@ -42,7 +42,7 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
     colours = {id(run): colour for run, colour in zip(runs, arm_colours(runs), strict=True)}
     done = [(c.record, colours[id(c.frozen)]) for c in comparisons if c.record]
     if len(done) > 1:
-        return _several(done, runs)
+        return _several(done, runs, [c.frozen for c in comparisons if c.record])
     if done:
         ((record, _),) = done
         cost = f"<em>{_cost_words(record)}</em>"
@@ -50,8 +50,12 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
         speed = f" and made updates <em>{_speed_words(ratio)}</em>" if not speed_caveat(record) else ""
         comma = "," if "," in cost and speed else ""
         speed = f"; {BUSY}" if was_busy(record) else speed
+        (run,) = (c.frozen for c in comparisons if c.record)
         which = f"{record['heads']} of {record['num_heads']} attention heads"
-        return f"{doing(runs).capitalize()} {which} {cost}{comma}{speed}"
+        what = f"{doing(runs).capitalize()} {which}"
+        if _is_mixed(run):
+            what = f"{run.heads_in_words} of {record['num_heads']} attention heads"
+        return f"{what} {cost}{comma}{speed}"
     run = next((run for run in runs if run.arm != "ordinary"), runs[0])
     result = run.result or {}
     perplexity = result.get("report_perplexity")
@@ -59,12 +63,21 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
     reached = f"held-out perplexity <em>{number(perplexity)}</em> {after}" if perplexity else f"training {after}"
     if not run.edited_heads:
         return reached[0].upper() + reached[1:]
+    if _is_mixed(run):
+        return f"{run.heads_in_words} of {run.num_heads} attention heads: {reached}"
     return f"{len(run.edited_heads)} of {run.num_heads} attention heads {_done([run])}: {reached}"
 
 
-def _several(done: Sequence[Told], runs: Sequence[RecordedRun]) -> str:
-    """Return the opening words about several arms: heads, cost in perplexity, and speed where it is clear."""
+def _is_mixed(run: RecordedRun) -> bool:
+    """Return whether some heads of a run are frozen and others pruned."""
+    return min(run.head_counts.values()) > 0
+
+
+def _several(done: Sequence[Told], runs: Sequence[RecordedRun], edited: Sequence[RecordedRun]) -> str:
+    """Return the opening words about several `edited` arms: heads, cost in perplexity, and speed where it is clear."""
     heads, totals = ([str(record[name]) for record, _ in done] for name in ("heads", "num_heads"))
+    if any(map(_is_mixed, edited)):
+        heads = [f"({run.heads_in_words})" for run in edited]
     # Arms of one model at different rates are told apart by their heads, others by their order alone.
     frozen = heads if len(set(heads)) == len(heads) else list(dict.fromkeys(heads))
     which = f"{_listed(frozen)} of {totals[0]} attention heads" if len(set(totals)) == 1 else "attention heads"
@@ -216,7 +229,8 @@ def _heads(arms: Sequence[tuple[RecordedRun, str]]) -> str:
         return ""
     freeze = arms[0][0].freeze or {}
     shares = [(len(run.edited_heads) / run.num_heads, colour) for run, colour in arms]
-    note = f"{_listed([str(len(run.edited_heads)) for run, _ in arms])} of {arms[0][0].num_heads}"
+    counts = [run.heads_in_words if _is_mixed(run) else str(len(run.edited_heads)) for run, _ in arms]
+    note = f"{_listed(counts)} of {arms[0][0].num_heads}"
     if freeze.get("score_name"):
         note += f", lowest {text(freeze['score_name']).replace('_', ' ')} first"
     if freeze.get("num_sequences"):
