@@ -35,6 +35,7 @@ from saf.adapters.transformers_attention import (
     state_of,
 )
 from saf.adapters.transformers_cache import mask_for_generation
+from saf.adapters.transformers_entrance import watch_entrance
 from saf.adapters.transformers_folder import (
     UPLOAD,
     mark_,
@@ -280,6 +281,10 @@ class TransformersAdapter(TransformersModel, Adapter):
         Other models may share its configuration, which names the function: it gets one of its own, and keeps it.
         """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
+        lengths = [state.frozen.max_length for state in states if state.frozen is not None]
+        for part in self._saved():
+            if part.base_model is part:
+                watch_entrance(part, min(lengths, default=None))
         before = next((state.before for state in states if state.before is not None), None)
         if not all(state.layout.ordinary for state in states):
             if before is None:

@@ -97,12 +97,12 @@ def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, 
     return torch.nn.functional.pad(attention_mask, (0, places - attention_mask.shape[1]))
 
 
-def make_room(past_key_values: Any, index: int, layout: HeadLayout, longest: int | None) -> None:
+def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
     """Let a cache of fixed size hold what a layer keeps: key heads of live heads alone, values in `cached_order`.
 
-    Nothing for caches that grow, and for layers with a key for every value. Raises InputError for a cache with more
-    places than the `longest` positions of the frozen heads' patterns, UnsupportedError for one with sliding windows, or
-    that was filled, or made room in, for other heads; for a quantised one of a layer that keeps no keys.
+    Nothing for caches that grow, and for layers with a key for every value. Raises UnsupportedError for one with
+    sliding windows, or that was filled, or made room in, for other heads; for a quantised one of a layer that keeps no
+    keys.
     """
     layers: Any = getattr(past_key_values, "layers", ())
     if index < len(layers) and is_quantised(layers[index]) and not layout.num_live:
@@ -112,11 +112,6 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout, longest: int
     if any(past_key_values.is_sliding):
         raise UnsupportedError(NO_WINDOWS)
     layer, keys, values = layers[index], layout.rows["key"], layout.rows["value"]
-    if longest is not None and layer.max_cache_len > longest:
-        raise InputError(
-            f"the cache of fixed size has {layer.max_cache_len} places, the frozen heads' patterns cover {longest}: "
-            f"make it with max_cache_len={longest} at most, or calibrate and freeze at the longer length"
-        )
     # Its class is not asked for where code is compiled: a cache that was filled has its rooms.
     if (made_for := getattr(layer, "layout", None)) is not None:
         if made_for is not layout and made_for != layout:
