@@ -52,14 +52,7 @@ def left_padded(attention_mask: Tensor) -> Tensor | None:
 
     It is looked at once a pass: it waits for the device.
     """
-    try:
-        return None if left_padding(attention_mask) is None else attention_mask
-    except InputError as error:
-        raise InputError(
-            f"{error}. Where it is given none, generate makes a mask of which tokens are pad_token_id, and so it does "
-            "for an assistant_model, in some versions whatever mask it is given: where such tokens stand between "
-            "others, pass pad_token_id=eos_token_id to generate, by which it makes none"
-        ) from error
+    return None if left_padding(attention_mask) is None else attention_mask
 
 
 def fixed_places(
@@ -95,6 +88,25 @@ def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, 
         return attention_mask
     places = past_key_values.get_mask_sizes(attention_mask.shape[1], 0)[0]
     return torch.nn.functional.pad(attention_mask, (0, places - attention_mask.shape[1]))
+
+
+def mask_of_pad_tokens(model: Any, *inputs: Any, **options: Any) -> Tensor:
+    """Return the mask that `generate` makes of which tokens are padding, where it is given none.
+
+    Raises InputError before anything is computed where frozen heads cannot go on after it. It waits for the device.
+    """
+    mask = type(model)._prepare_attention_mask_for_generation(model, *inputs, **options)
+    try:
+        left_padding(mask)
+        left_padding(torch.nn.functional.pad(mask, (0, 1), value=1))  # with the token that comes next
+    except InputError as error:
+        raise InputError(
+            "generate was given no attention_mask and made one of which tokens are pad_token_id, as some versions do "
+            "for an assistant_model whatever mask they are given. Such tokens stand behind or between others here, and "
+            "frozen heads know padding on the left alone: pad there, or, where they are real tokens, pass "
+            "pad_token_id=eos_token_id to generate, by which it makes no mask"
+        ) from error
+    return mask
 
 
 def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
