@@ -23,6 +23,7 @@ from saf.adapters.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from saf.adapters.phi3 import PHI3
 from saf.adapters.transformers_attention import (
     NAME,
+    HeadState,
     attach_state,
     check_generation,
     choose_forward,
@@ -283,10 +284,7 @@ class TransformersAdapter(TransformersModel, Adapter):
         Other models may share its configuration, which names the function: it gets one of its own, and keeps it.
         """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
-        lengths = [state.frozen.max_length for state in states if state.frozen is not None]
-        for part in self._saved():
-            if part.base_model is part:
-                watch_entrance(part, min(lengths, default=None))
+        self._watch_entrances(states)
         before = next((state.before for state in states if state.before is not None), None)
         if not all(state.layout.ordinary for state in states):
             if before is None:
@@ -314,6 +312,13 @@ class TransformersAdapter(TransformersModel, Adapter):
                     vars(part).pop(name, None)
                 unmark_(part.config)
                 watch_owners(part, False)
+
+    def _watch_entrances(self, states: list[HeadState]) -> None:
+        """Let the decoder refuse what is longer than the patterns of some layer, before any of them computes."""
+        lengths = [state.frozen.max_length for state in states if state.frozen is not None]
+        for part in self._saved():
+            if part.base_model is part:
+                watch_entrance(part, min(lengths, default=None))
 
     def remember(self, event: dict[str, Any]) -> None:
         """Keep what is known of an event with the configuration, for the model card."""

@@ -142,5 +142,6 @@ def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None
     elif not counts.all():
         raise UnsupportedError(
             "position_ids start again within a row, or leave places out, which tells of packed documents where neither "
-            f"attention_mask nor a cache is given: leave attention_mask out and pass use_cache=False, or {_APART}"
+            f"attention_mask nor a cache is given: leave attention_mask out and pass use_cache=False (in a Trainer it "
+            f"is model.config.use_cache), or {_APART}"
         )

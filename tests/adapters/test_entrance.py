@@ -104,6 +104,6 @@ def test_compiled_whole_passes_are_those_of_calls_and_long_ones_are_refused():
     with torch.no_grad():
         found = compiled(ids[:, 1:], use_cache=False).logits
         torch.testing.assert_close(found, model(ids[:, 1:], use_cache=False).logits)
-        with pytest.raises((InputError, torch._dynamo.exc.Unsupported), match="patterns cover|InputError"):
+        with pytest.raises((InputError, torch._dynamo.exc.Unsupported), match=r"patterns cover|InputError"):
             compiled(ids, use_cache=False)
     torch._dynamo.reset()

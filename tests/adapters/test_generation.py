@@ -219,7 +219,7 @@ def test_pad_tokens_within_a_prompt_or_behind_it_are_refused_where_they_make_a_m
             generate(model, some, None, do_sample=False)
     watched.remove()
     assert not passes
-    with pytest.raises(InputError, match="between real ones; to go on after a prompt, pad on the left$"):
+    with pytest.raises(InputError, match=r"between real ones; to go on after a prompt, pad on the left$"):
         model(ids, attention_mask=(ids > 0).long())
     if MASKS_FOR_ASSISTANTS:
         with pytest.raises(InputError, match=refused):
