@@ -113,13 +113,16 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
     """Let a cache of fixed size hold what a layer keeps: key heads of live heads alone, values in `cached_order`.
 
     Nothing for caches that grow, and for layers with a key for every value. Raises UnsupportedError for one with
-    sliding windows, or that was filled, or made room in, for other heads; for a quantised one of a layer that keeps no
-    keys.
+    sliding windows; for any that was filled, or made room in, for other heads; for a quantised one of a layer that
+    keeps no keys.
     """
     layers: Any = getattr(past_key_values, "layers", ())
     if index < len(layers) and is_quantised(layers[index]) and not layout.num_live:
         raise UnsupportedError(NOT_QUANTISED)
-    if index >= len(layers) or not hasattr(layers[index], "max_cache_len"):
+    if index >= len(layers):
+        return
+    if not hasattr(layers[index], "max_cache_len"):
+        _check_heads(layers[index], index, layout)
         return
     if any(past_key_values.is_sliding):
         raise UnsupportedError(NO_WINDOWS)
@@ -135,6 +138,21 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
                 "early_initialization and prefill_chunk_size out"
             )
         layers[index] = _room_class()(layer.max_cache_len, layout)
+
+
+def _check_heads(layer: Any, index: int, layout: HeadLayout) -> None:
+    """Raise UnsupportedError where a layer of a growing cache holds other numbers of heads than the model's keeps."""
+    states = (getattr(layer, name, None) for name in ("keys", "values"))
+    held = [each.shape[1] for each in states if each is not None and each.dim() == 4]
+    keys, values = len(layout.rows["key"]), len(layout.rows["value"])
+    # A layer without live heads keeps values in the place of keys, of no heads one number a token.
+    kept = [keys, values] if layout.num_live else [values or 1, 0]
+    if len(held) == 2 and held != kept:
+        raise UnsupportedError(
+            f"the cache holds {held[0]} heads of keys and {held[1]} of values for layer {index}, which keeps {kept[0]} "
+            f"and {kept[1]}: it was filled by a model with other heads, or by prefix tuning (peft), which counts them "
+            "by the configuration; make a new one, or tune by LoRA or prompts"
+        )
 
 
 def check_offloading(device: torch.device) -> None:

@@ -354,6 +354,11 @@ def test_a_cache_that_cannot_be_right_is_refused(frozen):
     other(ids, past_key_values=cache)
     with pytest.raises(UnsupportedError, match="made for other frozen heads"):
         model(ids, past_key_values=cache)
+    grown = DynamicCache(config=other.config)
+    other(ids, past_key_values=grown)
+    with pytest.raises(UnsupportedError, match=r"the cache holds .* for layer 0, which keeps .*: .* make a new one"):
+        model(ids, past_key_values=grown)
+    assert grown.get_seq_length() == ids.shape[1]
     trained = make(family)
     patterns = synthetic_patterns(len(FROZEN), LENGTH, torch.Generator().manual_seed(4))
     saf.install_(trained, FROZEN, patterns, trainable=True)
