@@ -8,7 +8,7 @@ with such a callback or without.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
@@ -245,11 +245,34 @@ def _caches(trainer: Any) -> bool:
     """Return whether passes of training, or of an evaluation that comes during it, make a cache that nobody reads."""
     if not getattr(getattr(trainer.model, "config", None), "use_cache", False):
         return False
-    strategy = trainer.args.eval_strategy
-    evaluates = getattr(strategy, "value", strategy) != "no" or trainer.args.eval_on_start
     # With it transformers leaves caches out of training.
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
-    return evaluates or not checkpointing
+    return _evaluates(trainer) or not checkpointing
+
+
+def _evaluates(trainer: Any) -> bool:
+    """Return whether an evaluation comes during training."""
+    strategy = trainer.args.eval_strategy
+    return getattr(strategy, "value", strategy) != "no" or trainer.args.eval_on_start
+
+
+def check_evaluation(trainer: Any, longest: int | None) -> None:
+    """Raise InputError where an evaluation during training has a first row of more than `longest` tokens.
+
+    Lists and data sets are looked at, in front of a collator of transformers, which leaves rows as long as they are;
+    others are refused when they come.
+    """
+    collator, given = trainer.data_collator, trainer.eval_dataset
+    origin = getattr(collator, "__module__", type(collator).__module__)
+    if longest is None or not _evaluates(trainer) or origin.partition(".")[0] != "transformers":
+        return
+    for rows in given.values() if isinstance(given, dict) else [given]:
+        indexed = isinstance(rows, list) or (hasattr(rows, "column_names") and hasattr(rows, "__getitem__"))
+        first = rows[0] if indexed and len(rows) else None
+        if not isinstance(first, Mapping) or "position_ids" in first:  # packed beforehand, of shorter documents
+            continue
+        if (length := len(first.get("input_ids", ()))) > longest:
+            raise InputError(f"in evaluations {_longer('rows', length, longest)}")
 
 
 def _document_lengths(trainer: Any) -> list[int]:
@@ -289,17 +312,21 @@ def _watched(trainer: Any) -> Iterator[None]:
         if positions is not None and mask is None:
             length, what = longest_document(positions), "documents"
         if length > longest:
-            raise InputError(
-                f"{what} of {length:,} tokens are longer than those of the calibration, {longest:,}, which the "
-                f"patterns of frozen heads will cover: calibrate on sequences as long as the {what}, or train on "
-                "shorter ones"
-            )
+            raise InputError(_longer(what, length, longest))
 
     hook = trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
+
+
+def _longer(what: str, length: int, longest: int) -> str:
+    """Say that rows, or documents, are longer than the patterns that are to be fitted."""
+    return (
+        f"{what} of {length:,} tokens are longer than those of the calibration, {longest:,}, which the patterns of "
+        f"frozen heads will cover: calibrate on sequences as long as the {what}, or give shorter ones"
+    )
 
 
 def rewrap_(trainer: Any) -> None:
