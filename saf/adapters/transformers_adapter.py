@@ -23,6 +23,7 @@ from saf.adapters.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from saf.adapters.phi3 import PHI3
 from saf.adapters.transformers_attention import (
     NAME,
+    HeadState,
     attach_state,
     check_generation,
     choose_forward,
@@ -34,7 +35,8 @@ from saf.adapters.transformers_attention import (
     replaced_forward,
     state_of,
 )
-from saf.adapters.transformers_cache import mask_for_generation
+from saf.adapters.transformers_cache import mask_for_generation, mask_of_pad_tokens
+from saf.adapters.transformers_entrance import watch_entrance
 from saf.adapters.transformers_folder import (
     UPLOAD,
     mark_,
@@ -57,6 +59,8 @@ GENERATED_LENGTH = "_validate_generated_length"
 """What `generate` calls once it knows how long its output may become, before the first token."""
 GENERATED_MASK = "create_masks_for_generate"
 """What `generate` calls for the mask of a pass with a cache of fixed size."""
+GENERATED_PADDING = "_prepare_attention_mask_for_generation"
+"""What `generate` calls for a mask of the prompts where it is given none."""
 SAVE = "save_pretrained"
 """What writes the model's folder, also for a `Trainer` and for `push_to_hub`."""
 
@@ -280,6 +284,7 @@ class TransformersAdapter(TransformersModel, Adapter):
         Other models may share its configuration, which names the function: it gets one of its own, and keeps it.
         """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
+        self._watch_entrances(states)
         before = next((state.before for state in states if state.before is not None), None)
         if not all(state.layout.ordinary for state in states):
             if before is None:
@@ -290,6 +295,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             if hasattr(type(self.model), GENERATED_LENGTH):
                 setattr(self.model, GENERATED_LENGTH, partial(check_generation, self.model))
                 setattr(self.model, GENERATED_MASK, mask_for_generation)
+                setattr(self.model, GENERATED_PADDING, partial(mask_of_pad_tokens, self.model))
             for part in self._saved():
                 setattr(
                     part, SAVE, partial(save_with_heads, self if part is self.model else type(self)(part, self.known))
@@ -302,10 +308,17 @@ class TransformersAdapter(TransformersModel, Adapter):
                 state.before = None
             self._attend_by(before)
             for part in self._saved():
-                for name in (GENERATED_LENGTH, GENERATED_MASK, SAVE, UPLOAD):
+                for name in (GENERATED_LENGTH, GENERATED_MASK, GENERATED_PADDING, SAVE, UPLOAD):
                     vars(part).pop(name, None)
                 unmark_(part.config)
                 watch_owners(part, False)
+
+    def _watch_entrances(self, states: list[HeadState]) -> None:
+        """Let the decoder refuse what is longer than the patterns of some layer, before any of them computes."""
+        lengths = [state.frozen.max_length for state in states if state.frozen is not None]
+        for part in self._saved():
+            if part.base_model is part:
+                watch_entrance(part, min(lengths, default=None))
 
     def remember(self, event: dict[str, Any]) -> None:
         """Keep what is known of an event with the configuration, for the model card."""

@@ -119,8 +119,7 @@ def before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
     if (cache := options.get("past_key_values")) is not None:
         if getattr(cache, "offloading", False):
             check_offloading(next(module.parameters()).device)
-        frozen = module.saf.frozen
-        make_room(cache, module.layer_idx, module.saf.layout, None if frozen is None else frozen.max_length)
+        make_room(cache, module.layer_idx, module.saf.layout)
 
 
 def check_layout(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -52,14 +52,7 @@ def left_padded(attention_mask: Tensor) -> Tensor | None:
 
     It is looked at once a pass: it waits for the device.
     """
-    try:
-        return None if left_padding(attention_mask) is None else attention_mask
-    except InputError as error:
-        raise InputError(
-            f"{error}. Where it is given none, generate makes a mask of which tokens are pad_token_id, and so it does "
-            "for an assistant_model, in some versions whatever mask it is given: where such tokens stand between "
-            "others, pass pad_token_id=eos_token_id to generate, by which it makes none"
-        ) from error
+    return None if left_padding(attention_mask) is None else attention_mask
 
 
 def fixed_places(
@@ -97,26 +90,43 @@ def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, 
     return torch.nn.functional.pad(attention_mask, (0, places - attention_mask.shape[1]))
 
 
-def make_room(past_key_values: Any, index: int, layout: HeadLayout, longest: int | None) -> None:
+def mask_of_pad_tokens(model: Any, *inputs: Any, **options: Any) -> Tensor:
+    """Return the mask that `generate` makes of which tokens are padding, where it is given none.
+
+    Raises InputError before anything is computed where frozen heads cannot go on after it. It waits for the device.
+    """
+    mask = type(model)._prepare_attention_mask_for_generation(model, *inputs, **options)
+    try:
+        left_padding(mask)
+        left_padding(torch.nn.functional.pad(mask, (0, 1), value=1))  # with the token that comes next
+    except InputError as error:
+        raise InputError(
+            "generate was given no attention_mask and made one of which tokens are pad_token_id, as some versions do "
+            "for an assistant_model whatever mask they are given. Such tokens stand behind or between others here, and "
+            "frozen heads know padding on the left alone: pad there, or, where they are real tokens, pass "
+            "pad_token_id=eos_token_id to generate, by which it makes no mask"
+        ) from error
+    return mask
+
+
+def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
     """Let a cache of fixed size hold what a layer keeps: key heads of live heads alone, values in `cached_order`.
 
-    Nothing for caches that grow, and for layers with a key for every value. Raises InputError for a cache with more
-    places than the `longest` positions of the frozen heads' patterns, UnsupportedError for one with sliding windows, or
-    that was filled, or made room in, for other heads; for a quantised one of a layer that keeps no keys.
+    Nothing for caches that grow, and for layers with a key for every value. Raises UnsupportedError for one with
+    sliding windows; for any that was filled, or made room in, for other heads; for a quantised one of a layer that
+    keeps no keys.
     """
     layers: Any = getattr(past_key_values, "layers", ())
     if index < len(layers) and is_quantised(layers[index]) and not layout.num_live:
         raise UnsupportedError(NOT_QUANTISED)
-    if index >= len(layers) or not hasattr(layers[index], "max_cache_len"):
+    if index >= len(layers):
+        return
+    if not hasattr(layers[index], "max_cache_len"):
+        _check_heads(layers[index], index, layout)
         return
     if any(past_key_values.is_sliding):
         raise UnsupportedError(NO_WINDOWS)
     layer, keys, values = layers[index], layout.rows["key"], layout.rows["value"]
-    if longest is not None and layer.max_cache_len > longest:
-        raise InputError(
-            f"the cache of fixed size has {layer.max_cache_len} places, the frozen heads' patterns cover {longest}: "
-            f"make it with max_cache_len={longest} at most, or calibrate and freeze at the longer length"
-        )
     # Its class is not asked for where code is compiled: a cache that was filled has its rooms.
     if (made_for := getattr(layer, "layout", None)) is not None:
         if made_for is not layout and made_for != layout:
@@ -128,6 +138,21 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout, longest: int
                 "early_initialization and prefill_chunk_size out"
             )
         layers[index] = _room_class()(layer.max_cache_len, layout)
+
+
+def _check_heads(layer: Any, index: int, layout: HeadLayout) -> None:
+    """Raise UnsupportedError where a layer of a growing cache holds other numbers of heads than the model's keeps."""
+    states = (getattr(layer, name, None) for name in ("keys", "values"))
+    held = [each.shape[1] for each in states if each is not None and each.dim() == 4]
+    keys, values = len(layout.rows["key"]), len(layout.rows["value"])
+    # A layer without live heads keeps values in the place of keys, of no heads one number a token.
+    kept = [keys, values] if layout.num_live else [values or 1, 0]
+    if len(held) == 2 and held != kept:
+        raise UnsupportedError(
+            f"the cache holds {held[0]} heads of keys and {held[1]} of values for layer {index}, which keeps {kept[0]} "
+            f"and {kept[1]}: it was filled by a model with other heads, or by prefix tuning (peft), which counts them "
+            "by the configuration; make a new one, or tune by LoRA or prompts"
+        )
 
 
 def check_offloading(device: torch.device) -> None:

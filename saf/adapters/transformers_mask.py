@@ -109,12 +109,15 @@ def check_documents(position_ids: Tensor, window: int) -> None:
 
     It waits for the device.
     """
-    begins = position_ids.diff(dim=-1) != 1
-    if begins.any():
-        document = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
-        longest = max(int(row.bincount().max()) for row in document)
-        if longest > window:
-            raise UnsupportedError(beyond_window(longest, window))
+    longest = longest_document(position_ids)
+    if longest > window and (position_ids.diff(dim=-1) != 1).any():
+        raise UnsupportedError(beyond_window(longest, window))
+
+
+def longest_document(position_ids: Tensor) -> int:
+    """Return the tokens of the longest document that positions `[B, T]` tell of; it waits for the device."""
+    document = torch.nn.functional.pad((position_ids.diff(dim=-1) != 1).cumsum(-1), (1, 0))
+    return max(int(row.bincount().max()) for row in document)
 
 
 def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
@@ -139,5 +142,6 @@ def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None
     elif not counts.all():
         raise UnsupportedError(
             "position_ids start again within a row, or leave places out, which tells of packed documents where neither "
-            f"attention_mask nor a cache is given: leave attention_mask out and pass use_cache=False, or {_APART}"
+            f"attention_mask nor a cache is given: leave attention_mask out and pass use_cache=False (in a Trainer it "
+            f"is model.config.use_cache), or {_APART}"
         )

@@ -162,10 +162,7 @@ class FrozenHeads(PreparedHeads):
             )
         length = value.shape[-2]
         if length > self.max_length:
-            raise InputError(
-                f"input has {length} positions, the frozen heads' patterns cover {self.max_length}; "
-                "shorten the input or calibrate and freeze at the longer length"
-            )
+            raise InputError(beyond_patterns(length, self.max_length))
         # Of tables on "meta" operators would return anything; a backend without tables runs anywhere.
         if (here := self._place()) is not None and value.device != here:
             raise InputError(
@@ -234,6 +231,14 @@ class FrozenHeads(PreparedHeads):
             tables = self.tables(dtype)
             twin._add_tables(dtype, {k: t.clone() if isinstance(t, Tensor) else t for k, t in tables.items()})
         return twin.train(self.training)
+
+
+def beyond_patterns(length: int, longest: int) -> str:
+    """Say that an input is longer than the patterns of frozen heads."""
+    return (
+        f"input has {length} positions, the frozen heads' patterns cover {longest}; shorten the input or calibrate and "
+        "freeze at the longer length"
+    )
 
 
 @contextmanager

@@ -79,6 +79,16 @@ def test_each_document_is_computed_as_it_is_alone(family, operation):
         torch.testing.assert_close(logits, alone(model, ids), rtol=1e-10, atol=1e-10)
 
 
+def test_with_a_cache_transformers_itself_takes_packed_documents_for_one_sequence(family):
+    """So that passes with a cache are refused: there is no ordinary model that they would be compared with."""
+    model, (ids, positions) = make(family, max_position_embeddings=64).double(), packed()
+    with torch.no_grad():
+        apart = alone(model, ids)
+        torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, apart)
+        mixed = model(ids, position_ids=positions, use_cache=True).logits
+    assert (mixed - apart).abs().max() > 0.1
+
+
 def test_gradients_are_those_of_the_documents_alone(family):
     model, (ids, positions) = make(family).double(), packed()
     freeze(model, WHOLE_LAYER)

@@ -202,7 +202,7 @@ def test_assisted_tokens_are_the_greedy_ones(frozen, helper):
     assert torch.equal(generate(model, ids, torch.ones_like(ids), do_sample=False, **options), again)
 
 
-def test_pad_tokens_within_a_prompt_are_refused_where_they_make_a_mask(frozen):
+def test_pad_tokens_within_a_prompt_or_behind_it_are_refused_where_they_make_a_mask(frozen):
     family, model = frozen
     ids = tokens(1, 9, seed=6)
     ids[0, 3] = model.generation_config.pad_token_id
@@ -210,9 +210,17 @@ def test_pad_tokens_within_a_prompt_are_refused_where_they_make_a_mask(frozen):
     freeze(assistant, HeadSet([(0, 0), (0, 1), (2, 2)]))
     given, options = torch.ones_like(ids), {"do_sample": False, "assistant_model": assistant}
     greedy = generate(model, ids, given, do_sample=False)
-    refused = r"for an assistant_model, .* pass pad_token_id=eos_token_id to generate"
-    with pytest.raises(InputError, match=refused):
-        generate(model, ids, None, do_sample=False)
+    refused = r"for an assistant_model .* pass pad_token_id=eos_token_id to generate"
+    behind = torch.cat([tokens(1, 9, seed=6), torch.zeros(1, 2, dtype=torch.long)], 1)
+    passes = []
+    watched = model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
+    for some in (ids, behind, behind[:, -1:]):
+        with pytest.raises(InputError, match=refused):
+            generate(model, some, None, do_sample=False)
+    watched.remove()
+    assert not passes
+    with pytest.raises(InputError, match=r"between real ones; to go on after a prompt, pad on the left$"):
+        model(ids, attention_mask=(ids > 0).long())
     if MASKS_FOR_ASSISTANTS:
         with pytest.raises(InputError, match=refused):
             generate(model, ids, given, **options)
@@ -346,6 +354,11 @@ def test_a_cache_that_cannot_be_right_is_refused(frozen):
     other(ids, past_key_values=cache)
     with pytest.raises(UnsupportedError, match="made for other frozen heads"):
         model(ids, past_key_values=cache)
+    grown = DynamicCache(config=other.config)
+    other(ids, past_key_values=grown)
+    with pytest.raises(UnsupportedError, match=r"the cache holds .* for layer 0, which keeps .*: .* make a new one"):
+        model(ids, past_key_values=grown)
+    assert grown.get_seq_length() == ids.shape[1]
     trained = make(family)
     patterns = synthetic_patterns(len(FROZEN), LENGTH, torch.Generator().manual_seed(4))
     saf.install_(trained, FROZEN, patterns, trainable=True)

@@ -138,3 +138,18 @@ def test_quantised_weights_are_neither_edited_nor_saved_by_heads(tmp_path):
             refused()
     assert torch.equal(logits(model), before)
     assert not any(tmp_path.iterdir())
+
+
+def test_prefix_tuning_is_refused_by_name_and_prompt_tuning_computes():
+    peft = pytest.importorskip("peft")
+    model, ids = make("llama"), tokens(2, 9)
+    freeze(model)
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    prefix = peft.get_peft_model(model, peft.PrefixTuningConfig(**options))
+    with pytest.raises(UnsupportedError, match=r"or by prefix tuning \(peft\), .* tune by LoRA or prompts"):
+        prefix(ids, attention_mask=torch.ones_like(ids))
+    prompts = peft.get_peft_model(model, peft.PromptTuningConfig(**options))
+    found = prompts(ids, attention_mask=torch.ones_like(ids)).logits
+    assert found.shape[1] == 9 + 4
+    found.sum().backward()
+    assert prompts.prompt_encoder.default.embedding.weight.grad.abs().sum() > 0

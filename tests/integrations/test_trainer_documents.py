@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from tests.integrations.test_trainer import callback, frozen, trainer
 from tests.transformers_models import LENGTH, WINDOW, make, tokens
 
@@ -124,3 +124,69 @@ def test_a_document_longer_than_the_window_trains_in_a_row_of_its_own(hf, tmp_pa
     run.data_collator = transformers.DataCollatorWithFlattening()
     run.train()
     assert len(frozen(run.model)) == 4
+
+
+class Pieces(torch.utils.data.Dataset):
+    """Rows packed beforehand, of documents of some sizes, as collators that know nothing of packing take them."""
+
+    def __init__(self, sizes, **more):
+        ids = tokens(1, sum(sizes), seed=5)[0]
+        self.row = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(size) for size in sizes])}
+        self.row |= more
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.row
+
+
+def refused(hf, folder, rows, kind, match, collator=None, **options):
+    """Train and see it refused before any layer computes."""
+    options = {"remove_unused_columns": False, "save_strategy": "no"} | options
+    run = trainer(hf, folder, callback(), rows=rows, **options)
+    run.eval_dataset = rows
+    run.data_collator = collator or transformers.default_data_collator
+    reached = []
+    run.model.model.layers[0].register_forward_pre_hook(lambda *_: reached.append(1))
+    with pytest.raises(kind, match=match):
+        run.train()
+    assert not reached
+    assert not run.state.global_step
+
+
+CHECKPOINTING = {"gradient_checkpointing": True, "use_cache": True, "eval_steps": 2}
+
+
+@pytest.mark.parametrize("options", [{"use_cache": True}, CHECKPOINTING | {"eval_strategy": "steps"}])
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_packed_documents_beside_a_cache_are_refused_before_the_first_batch(hf, tmp_path, collator, options):
+    made = COLLATORS[collator]()
+    match = "for one sequence: leave use_cache out of the TrainingArguments"
+    refused(hf, tmp_path, Documents(), UnsupportedError, match, made, **options)
+
+
+@pytest.mark.parametrize("options", [{"use_cache": True}, CHECKPOINTING | {"eval_strategy": "steps"}])
+def test_rows_packed_beforehand_beside_a_cache_or_a_mask_are_refused_at_the_first_batch(hf, tmp_path, options):
+    match = r"pass use_cache=False \(in a Trainer it is model.config.use_cache\)"
+    refused(hf, tmp_path, Pieces((9, 7)), UnsupportedError, match, **options)
+    mask = torch.ones(16, dtype=torch.long)
+    refused(hf, tmp_path, Pieces((9, 7), attention_mask=mask), UnsupportedError, match, eval_strategy="no")
+
+
+def test_documents_longer_than_the_calibration_are_refused_at_the_first_batch(hf, tmp_path):
+    match = f"documents of {LENGTH + 1} tokens are longer than those of the calibration, {LENGTH}"
+    refused(hf, tmp_path, Pieces((9, LENGTH + 1)), InputError, match)
+
+
+@pytest.mark.parametrize("options", [{"eval_strategy": "steps", "eval_steps": 2}, CHECKPOINTING])
+def test_packed_documents_are_evaluated_and_trained_where_no_pass_makes_a_cache(hf, tmp_path, options):
+    """Rows of more tokens than the calibration, of shorter documents; weights stay, and so do losses between events."""
+    options = {"remove_unused_columns": False, "save_strategy": "no"} | options
+    run = trainer(hf, tmp_path, callback(), rows=Pieces((LENGTH, 9, LENGTH - 1)), learning_rate=0.0, **options)
+    run.eval_dataset, run.data_collator = run.train_dataset, transformers.default_data_collator
+    run.train()
+    assert len(frozen(run.model)) == 4
+    losses = [each["eval_loss"] for each in run.state.log_history if "eval_loss" in each]
+    assert len(losses) == (4 if "eval_strategy" in options else 0)
+    assert losses[::2] == losses[1::2]

@@ -12,7 +12,7 @@ from saf.adapters import adapter_for
 from saf.errors import InputError
 from tests.integrations.test_trainer import CONFIG, UPDATES, FreezeCallback, Killed, callback, frozen, trainer
 from tests.train.group import together
-from tests.transformers_models import make, tokens
+from tests.transformers_models import LENGTH, make, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -244,3 +244,19 @@ def test_rows_longer_than_the_calibration_are_refused_in_the_first_pass(hf, tmp_
     assert made.state.global_step == 0
     pruned = saf.FreezeConfig(count=4, operation="prune")
     trainer(hf, tmp_path / "pruned", FreezeCallback(pruned, [tokens()[:, :7]], saf.OneTime(0.5))).train()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_longer_rows_of_evaluations_are_refused_before_training_where_they_can_be_seen(hf, tmp_path, named):
+    rows = [{"input_ids": tokens(1, LENGTH, seed=seed)[0], "labels": tokens(1, LENGTH)[0]} for seed in range(4)]
+    given = {"short": [{"input_ids": tokens(1, 7)[0]}], "long": rows} if named else rows
+    options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no"}
+    made = FreezeCallback(CONFIG, [tokens(length=7)], saf.OneTime(0.5))
+    run = trainer(hf, tmp_path, made, rows=[{name: each[:7] for name, each in row.items()} for row in rows], **options)
+    run.eval_dataset = given
+    with pytest.raises(InputError, match=rf"^in evaluations rows of {LENGTH} tokens are longer .* the calibration, 7,"):
+        run.train()
+    assert not run.state.global_step
+    run.args.eval_strategy = "no"
+    run.train()
+    assert len(frozen(run.model)) == 4

@@ -25,6 +25,7 @@ from saf.integrations.transformers.sequences import sequences
 from saf.integrations.transformers.trainer import (
     Editing,
     check_arguments,
+    check_evaluation,
     check_packing,
     check_wrappers,
     join_trainers,
@@ -220,6 +221,7 @@ class FreezeCallback(Editing, ExportableState):
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
         self.config.check_length(task.batches[0].shape[-1])
         self.longest = task.batches[0].shape[-1] if self.config.operation == "freeze" else None
+        check_evaluation(self.trainer, self.longest)
         stored = stored_in(state, type(self).__name__) if state.global_step else None
         updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
         layouts = [site.layout for site in adapter_for(model).sites()]

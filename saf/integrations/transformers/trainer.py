@@ -8,7 +8,7 @@ with such a callback or without.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
@@ -32,7 +32,13 @@ from saf.adapters.transformers_folder import (
     section_of,
     with_section,
 )
-from saf.adapters.transformers_mask import beyond_window, check_documents, window_of
+from saf.adapters.transformers_mask import (
+    beyond_window,
+    check_documents,
+    check_one_sequence_a_row,
+    longest_document,
+    window_of,
+)
 from saf.errors import InputError, UnsupportedError
 from saf.machine.processes import group_place
 from saf.records.files import write_atomically
@@ -211,7 +217,8 @@ _SHARES = (
 def check_packing(trainer: Any) -> None:
     """Raise UnsupportedError where models with frozen heads are to get packed documents that they would refuse.
 
-    These are any in compiled code, and some longer than a layer's window, where the rows of the data tell it at once.
+    These are any in compiled code or in passes with a cache, of evaluations too, and some longer than a layer's window,
+    where the rows of the data tell it at once.
     """
     collator = trainer.data_collator
     # TRL's collators say so themselves.
@@ -222,10 +229,50 @@ def check_packing(trainer: Any) -> None:
             f"{type(collator).__name__} packs documents into one row, and with frozen heads compiled code attends to "
             "one sequence a row: leave torch_compile out, or pad each document in a row of its own"
         )
+    if _caches(trainer):
+        raise UnsupportedError(
+            f"{type(collator).__name__} packs documents into one row, and in passes with a cache, which use_cache=True "
+            "of the model's configuration asks for, transformers takes such a row for one sequence: leave use_cache "
+            "out of the TrainingArguments, or set model.config.use_cache = False once the Trainer is made"
+        )
     lengths, window = _document_lengths(trainer), window_of(getattr(trainer.model, "config", None))
     several = trainer.args.per_device_train_batch_size > 1
     if window is not None and several and lengths and max(lengths) > window:
         raise UnsupportedError(beyond_window(max(lengths), window))
+
+
+def _caches(trainer: Any) -> bool:
+    """Return whether passes of training, or of an evaluation that comes during it, make a cache that nobody reads."""
+    if not getattr(getattr(trainer.model, "config", None), "use_cache", False):
+        return False
+    # With it transformers leaves caches out of training.
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+    return _evaluates(trainer) or not checkpointing
+
+
+def _evaluates(trainer: Any) -> bool:
+    """Return whether an evaluation comes during training."""
+    strategy = trainer.args.eval_strategy
+    return getattr(strategy, "value", strategy) != "no" or trainer.args.eval_on_start
+
+
+def check_evaluation(trainer: Any, longest: int | None) -> None:
+    """Raise InputError where an evaluation during training has a first row of more than `longest` tokens.
+
+    Lists and data sets are looked at, in front of a collator of transformers, which leaves rows as long as they are;
+    others are refused when they come.
+    """
+    collator, given = trainer.data_collator, trainer.eval_dataset
+    origin = getattr(collator, "__module__", type(collator).__module__)
+    if longest is None or not _evaluates(trainer) or origin.partition(".")[0] != "transformers":
+        return
+    for rows in given.values() if isinstance(given, dict) else [given]:
+        indexed = isinstance(rows, list) or (hasattr(rows, "column_names") and hasattr(rows, "__getitem__"))
+        first = rows[0] if indexed and len(rows) else None
+        if not isinstance(first, Mapping) or "position_ids" in first:  # packed beforehand, of shorter documents
+            continue
+        if (length := len(first.get("input_ids", ()))) > longest:
+            raise InputError(f"in evaluations {_longer('rows', length, longest)}")
 
 
 def _document_lengths(trainer: Any) -> list[int]:
@@ -242,7 +289,8 @@ def _document_lengths(trainer: Any) -> list[int]:
 def _watched(trainer: Any) -> Iterator[None]:
     """Refuse rows that frozen heads will not take from the first pass on, while heads are still ordinary.
 
-    These are packed documents longer than a layer's window, and rows longer than the patterns that are to be fitted.
+    These are packed documents longer than a layer's window, or beside a mask or a cache, and rows and documents longer
+    than the patterns that are to be fitted.
     """
     window, editing = window_of(getattr(trainer.model, "config", None)), _editing(trainer)
     if trainer.args.torch_compile or not editing:
@@ -251,23 +299,34 @@ def _watched(trainer: Any) -> Iterator[None]:
 
     def look(_: Any, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at the tokens and positions of a pass."""
-        if given.get("position_ids") is not None and given.get("attention_mask") is None:
-            if window is not None:
-                check_documents(given["position_ids"], window)
-            return
         rows = given.get("input_ids", positional[0] if positional else None)
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        length, what = 0 if rows is None else rows.shape[-1], "rows"
+        if positions is not None and (mask is not None or _caches(trainer)):
+            check_one_sequence_a_row(positions, mask, positions.shape[-1])
+        elif positions is not None and window is not None:
+            check_documents(positions, window)
         longest = min((callback.longest for callback in editing if callback.longest is not None), default=None)
-        if rows is not None and longest is not None and rows.shape[-1] > longest:
-            raise InputError(
-                f"rows of {rows.shape[-1]:,} tokens are longer than those of the calibration, {longest:,}, which the "
-                "patterns of frozen heads will cover: calibrate on sequences as long as the rows, or train on shorter"
-            )
+        if longest is None or length <= longest:
+            return
+        if positions is not None and mask is None:
+            length, what = longest_document(positions), "documents"
+        if length > longest:
+            raise InputError(_longer(what, length, longest))
 
     hook = trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
+
+
+def _longer(what: str, length: int, longest: int) -> str:
+    """Say that rows, or documents, are longer than the patterns that are to be fitted."""
+    return (
+        f"{what} of {length:,} tokens are longer than those of the calibration, {longest:,}, which the patterns of "
+        f"frozen heads will cover: calibrate on sequences as long as the {what}, or give shorter ones"
+    )
 
 
 def rewrap_(trainer: Any) -> None:
