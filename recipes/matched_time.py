@@ -3,6 +3,9 @@
 Every arm, the ordinary one too, restarts from the reference's checkpoint halfway and gets the time that it had left, on
 the clock that charges all but training as seconds of the paper's 187.65 minutes. Beside each stand the same arm
 at matched tokens and, at 25 and 50%, on the raw clock. One more ordinary run has a few percent more tokens.
+
+Where a run is short, compiling takes longer on the raw clock than it saves: there its arms and their reference run
+uncompiled.
 """
 
 from typing import Any
@@ -19,6 +22,8 @@ ASKED = (0.25, 0.5)
 """The rates that the question is of; others come last."""
 # At the paper's scale, as its controls: every one of the lowest heads must fit, none is substituted.
 STRICT = {"freeze.strict": True}
+UNCOMPILED = {"small": {"compile": "off"}}
+"""Of the raw clock: half a run of the small scale is 36 s, of which compiling took 20 to 35 (docs/log.md)."""
 RANDOM = {"freeze.score": "random", "freeze.match": "variance"}
 NUMBERS = ("perplexity", "delta", "difference", "updates", "minutes")
 PAPER = {
@@ -50,6 +55,7 @@ def _quoted(title: str) -> dict[str, str]:
 
 def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
     reference, ordinary, more = f"{name} reference", f"{name} ordinary", f"{name} ordinary, 3% more tokens"
+    raw_reference, raw_ordinary = f"{reference}, raw clock", f"{ordinary}, raw clock"
     smallest = context == min(CONTEXTS)
 
     def arm(title: str, settings: dict, *, compared: str | None = ordinary, smoke: bool = True, **others: Any) -> Arm:
@@ -72,8 +78,9 @@ def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
         found["tokens"] = Arm(name=titles["tokens"], reference=reference, **plain)
         if raw:
             # On the raw clock loading alone is longer than what the smoke scale has left.
-            raw_clock = {**plain, "match": reference, "settings": {**OWN_CLOCK, **settings}, "smoke": False}
-            found["raw"] = Arm(name=titles["raw"], reference=f"{ordinary}, raw clock", **raw_clock)
+            raw_clock = {**plain, "parent": raw_reference, "match": raw_reference, "smoke": False}
+            raw_clock["settings"] = {**OWN_CLOCK, **settings}
+            found["raw"] = Arm(name=titles["raw"], reference=raw_ordinary, **raw_clock)
         return found
 
     def named(operation: str, rate: float) -> str:
@@ -109,8 +116,9 @@ def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
         arm(f"{name} ordinary, other order", {}, reseed=ANOTHER),
         *(of["scaled"] for of in further),
         *(of["tokens"] for of in further),
+        Arm(name=raw_reference, context=context, scaled=UNCOMPILED, reference=None, row=False, smoke=False),
         Arm(
-            **{"name": f"{ordinary}, raw clock", "context": context, "parent": reference, "match": reference},
+            **{"name": raw_ordinary, "context": context, "parent": raw_reference, "match": raw_reference},
             **{"settings": OWN_CLOCK, "reference": None, "smoke": False},
         ),
         *(of["raw"] for kind in asked.values() for of in kind),

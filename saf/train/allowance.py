@@ -13,6 +13,7 @@ from typing import Any
 from saf.errors import CheckpointError, InputError
 from saf.records.files import read_lines
 from saf.records.run import RecordedRun
+from saf.schedules import setting_of_moment
 from saf.train.checkpoint import Checkpoint
 from saf.train.clock import LOG, OFF_CLOCK, PARTS, UNTOLD, seconds_until
 from saf.train.config import TrainConfig
@@ -123,11 +124,14 @@ def _check_reference(reference: RecordedRun, config: TrainConfig) -> None:
 def _check_moment(config: TrainConfig, *, start: int, updates: int) -> None:
     """Raise InputError where so many `updates` from `start` on end before the first event, or with it."""
     moment, last = config.freeze_update, start + updates
-    if config.freeze is not None and moment is not None and moment >= last:
+    if config.freeze is None or config.schedule is None or moment is None:
+        return
+    if moment >= last:
         raise InputError(
             f"at match_speed={config.match_speed:g} the arm does {updates} updates from {start} on and ends after "
             f"update {last}, and its first event would come after update {moment}, since moments are shares of "
-            f"updates={config.updates}: nothing would train on behind it. Choose one before update {last} (freeze_at)"
+            f"updates={config.updates}: nothing would train on behind it. Choose one before update {last} "
+            f"({setting_of_moment(config.schedule)})"
         )
 
 

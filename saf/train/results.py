@@ -17,6 +17,7 @@ from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
 from saf.records.result import result_header
 from saf.records.run import RECORDS
+from saf.schedules import setting_of_moment
 from saf.surgery import pattern_parameters
 from saf.train.checkpoint import checkpoint_hash, latest, step_name
 from saf.train.clock import AFTERWARDS, lost_seconds
@@ -153,8 +154,8 @@ def _check_time(run: Run, final: Path | None) -> None:
     if budget is None and run.heads_changed is None and _events_to_come(run):
         raise InputError(
             f"{_ended_before_freezing(run)}. Beside {run.config.match_time} it is no arm of its own. {kept}: freeze "
-            f"earlier (freeze_at counts shares of updates={run.config.updates}, not of the time), {less}, in another "
-            "folder"
+            f"earlier ({_moment(run)} counts shares of updates={run.config.updates}, not of the time), {less}, in "
+            "another folder"
         )
 
 
@@ -207,7 +208,13 @@ def _why_nothing_froze(run: Run) -> str:
             f"the run ended after update {run.update} without an event: its schedule found no moment for one, and no "
             "heads were frozen"
         )
-    return f"{_ended_before_freezing(run)}. Allow more time, or freeze earlier (freeze_at)"
+    return f"{_ended_before_freezing(run)}. Allow more time, or freeze earlier ({_moment(run)})"
+
+
+def _moment(run: Run) -> str:
+    """Name the setting that says when the first event comes."""
+    assert run.config.schedule is not None
+    return setting_of_moment(run.config.schedule)
 
 
 def _ended_before_freezing(run: Run) -> str:
