@@ -5,6 +5,7 @@ import re
 import pytest
 
 from saf.records import paper
+from tests.paper_source import environment
 
 
 @pytest.fixture(scope="module")
@@ -13,12 +14,6 @@ def text(shared) -> str:
     if found is None or "Statically" not in (source := found.read_text()):
         pytest.skip("no source of the paper in ../shared/seeds")
     return source
-
-
-def environment(text: str, label: str) -> str:
-    """Return the table that holds a label."""
-    at = text.index(f"\\label{{{label}}}")
-    return text[text.rindex("\\begin{table", 0, at) : text.index("\\end{table", at)]
 
 
 def rows(text: str, label: str) -> list[list[str]]:
