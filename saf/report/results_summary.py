@@ -38,6 +38,8 @@ class Finding:
     date: str
     source: Cell
     """Names its file or folder."""
+    note: str = ""
+    """What a reader must know to set both numbers side by side: it stands below the table, once."""
 
 
 def summary_table(
@@ -70,6 +72,7 @@ def summary_table(
     for rate in RATES:
         head += [f"{percent(rate)} frozen", f"paper, {percent(rate)}"]
     notes = [f"Points that the paper has no number of, {elsewhere} more, stand in the sections."] if elsewhere else []
+    notes += dict.fromkeys(finding.note for finding in found if finding.note)
     return Table.of("", [*head, "in"], [_row(*key, newest[key]) for key in order], notes)
 
 
