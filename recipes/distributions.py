@@ -36,5 +36,5 @@ RECIPE = Recipe(
             smoke=False,
         ),
     ),
-    notes=("The projection needs umap-learn, the extra `analysis`.",),
+    notes=("The projection needs umap-learn, the extra named analysis.",),
 )

@@ -17,13 +17,13 @@ def _of_score(score: str, spearman: str, quarter: str, half: str) -> tuple[Numbe
     )
 
 
-def _profile(title: str, name: str, *paper: str | None) -> tuple[Number, ...]:
-    """Selected heads, then unselected ones of the same layers, %."""
+def _profile(title: str, name: str, *paper: str | None, places: int) -> tuple[Number, ...]:
+    """Selected heads, then unselected ones of the same layers; a title tells where it is %."""
     sides = zip(("selected", "others of their layers"), paper, (0, 1), strict=True)
+    scale = 100.0 if title.endswith("%") else 1.0
     return tuple(
         Number(title=f"{title}, {side}", path=("matched", name, place), paper=number, scale=scale, places=places)
         for side, number, place in sides
-        for scale, places in ((1.0, 3) if name == "entropy" else (100.0, 3),)
     )
 
 
@@ -56,9 +56,9 @@ RECIPE = Recipe(
             settings={"selected": RunOf("25%"), "windows": 128},
             scaled={"smoke": {"windows": 2}},
             numbers=(
-                *_profile("normalised entropy", "entropy", "0.837", "0.678"),
-                *_profile("mass of the 64 latest tokens, %", "local_mass", "19.0", "40.7"),
-                *_profile("mass of the first token, %", "first_token", "0.023", None),
+                *_profile("normalised entropy", "entropy", "0.837", "0.678", places=3),
+                *_profile("mass of the 64 latest tokens, %", "local_mass", "19.0", "40.7", places=1),
+                *_profile("mass of the first token, %", "first_token", "0.023", None, places=3),
             ),
             source=SELECTION_TEXT,
         ),
@@ -73,6 +73,7 @@ RECIPE = Recipe(
                         title=f"variance and cost, {words}",
                         path=("correlations", "variance", name),
                         paper=PARTIAL[name],
+                        signed=True,
                     )
                     for name, words in WORDS.items()
                 ),
@@ -80,6 +81,7 @@ RECIPE = Recipe(
                     title="variance and entropy",
                     path=("correlations", "variance", "with_entropy"),
                     paper=PARTIAL["with_entropy"],
+                    signed=True,
                 ),
             ),
             source=SELECTION_TEXT,

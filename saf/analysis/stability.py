@@ -68,7 +68,7 @@ def tables(record: Record) -> list[Part]:
     ]
     return [
         f"Stability of the selection: {record['first']} and {record['second']} heads.",
-        Table.of("", ["", "ours", "paper"], rows, notes=paper.notes(paper.SELECTION_TEXT)),
+        Table.of("", ["", "ours", "paper, 25% and 50% of training"], rows, notes=paper.notes(paper.SELECTION_TEXT)),
     ]
 
 

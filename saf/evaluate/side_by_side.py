@@ -118,10 +118,12 @@ def arms_table(
     """Return one row a run: loss, perplexity and its change, update time, memory, cost of freezing, and the paper's.
 
     A ratio behind an update time is ordinary / frozen: above 1 the frozen arm is faster. The paper's columns are there
-    where it has numbers of the same model and shape. `brief`, for a terminal, leaves out what would break its lines.
+    where it has numbers of the same model and shape, its changes where a run has some of its own. `brief`, for a
+    terminal, leaves out what would break its lines.
     """
     by_name = {comparison.name: comparison for comparison in comparisons}
-    quoted = [_papers(run) for run in runs]
+    beside_ordinary = {comparison.name for comparison in comparisons if comparison.record is not None}
+    quoted = [_papers(run, changes=name in beside_ordinary) for run, name in zip(runs, names, strict=True)]
     rows = []
     for run, name, claims, colour in zip(runs, names, quoted, arm_colours(runs), strict=True):
         result, record = run.result or {}, by_name[name].record if name in by_name else None
@@ -161,16 +163,20 @@ def _heads(run: RecordedRun) -> str:
     return f"{len(run.edited_heads)} of {run.num_heads}{' pruned' if run.arm == 'pruned' else ''}"
 
 
-def _papers(run: RecordedRun) -> tuple[Quoted | None, Quoted | None, Quoted | None]:
-    """Return the paper's change of perplexity, memory and seconds of freezing for a run's model, shape and rate."""
+def _papers(run: RecordedRun, *, changes: bool) -> tuple[Quoted | None, Quoted | None, Quoted | None]:
+    """Return the paper's change of perplexity, memory and seconds of freezing for a run's model, shape and rate.
+
+    Without `changes` those are left out that are changes from ordinary attention.
+    """
     settings, train = run.config.get("settings") or {}, run.config.get("train") or {}
     model, length, sequences = settings.get("model"), train.get("length"), train.get("batch_size")
     if run.pruned_heads:
         return None, None, None  # what is quoted is of frozen heads
     rate = len(run.frozen_heads) / run.num_heads if run.num_heads else 0.0
+    changes |= rate == 0
     return (
-        paper.perplexity(model, length, rate),
-        paper.update_memory((model or "", length or 0, sequences or 0), rate),
+        paper.perplexity(model, length, rate) if changes else None,
+        paper.update_memory((model or "", length or 0, sequences or 0), rate) if changes else None,
         paper.intervention(model, length, rate, sequences=(run.freeze or {}).get("num_sequences")),
     )
 

@@ -43,6 +43,10 @@ FINETUNING = Source(
     f"124M, {_FLASH}, QuALITY at 16K in four micro-batches; mean ± SE of three batch orders; peak memory of the same",
 )
 ONE_B = Source("tab:scale-up-systems", f"1B, one {_FLASH}, 131,072 tokens an update; medians of pairs")
+FOUR_GPUS = Source(
+    "tab:scale-up-systems",
+    "1B, four GH200, B=2, eight micro-batches each, communication included; mean of four pairs ± SE",
+)
 ONE_B_TEXT = Source("sec:scale-up-results", "1B, one seed, 19.667B tokens, frozen halfway")
 PREFILL = Source(
     "tab:prefill-latency", f"124M trained at 16K, {_FLASH}, no graph replay; medians of fresh-process pairs"
@@ -88,6 +92,8 @@ _UPDATES: dict[Point, dict[float, tuple[str, str, Source]]] = {
     ("1b", 8192, 1): {0.25: ("1.067", "−0.57%", ONE_B), 0.5: ("1.163", "−2.31%", ONE_B)},
     ("1b", 8192, 2): {0.25: ("1.066", "−1.83%", ONE_B), 0.5: ("1.165", "−3.99%", ONE_B)},
 }
+_SHARED_UPDATES: dict[Point, dict[float, str]] = {("1b", 8192, 2): {0.25: "1.0682 ± 0.0005", 0.5: "1.1667 ± 0.0003"}}
+"""Of four GPUs together."""
 ORDINARY_PEAK = {("124m", 4096, 8): Quoted("32.21 GiB", RATES)}
 NATIVE_TIMES: dict[Point, dict[float, tuple[float, float, str]]] = {
     ("124m", 4096, 20): {0.25: (2172.80, 2057.35, "−2.15%"), 0.5: (2173.12, 1929.10, "−3.34%")},
@@ -204,8 +210,14 @@ GEOMETRY_CORRELATIONS = {
 }
 
 
-def update_speed(point: Point, rate: float, *, pruned: bool = False) -> Quoted | None:
-    """Return the paper's speedup of an optimiser update, whatever its number of micro-batches."""
+def update_speed(point: Point, rate: float, *, pruned: bool = False, together: bool = False) -> Quoted | None:
+    """Return the paper's speedup of an optimiser update, whatever its number of micro-batches.
+
+    `together` is that of several GPUs that share it, of which the paper has four.
+    """
+    if together:
+        shared = None if pruned else _SHARED_UPDATES.get(point, {}).get(rate)
+        return None if shared is None else Quoted(f"{shared}×", FOUR_GPUS)
     if pruned:
         times = PRUNED_TIMES.get(point, {}).get(rate)
         return None if times is None else Quoted(f"{times[0] / times[1]:.3f}×", NATIVE)

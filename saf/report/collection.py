@@ -34,11 +34,11 @@ class File:
 
     @property
     def section(self) -> str:
-        """Return its section: the kind of a benchmark, "memory" when it timed nothing, "analysis", "other"."""
+        """Return its section: the kind of a benchmark, with " memory" when it timed nothing, "analysis", "other"."""
         if self.record.get("kind") in ANALYSES:
             return "analysis"
         if compares_arms(self.record) and not self.record["rows"]:
-            return "memory"
+            return f"{self.record['kind']} memory"
         return str(self.record.get("kind", "other"))
 
     @property

@@ -12,12 +12,17 @@ from saf.records.table import Part, Table, markdown_of
 
 TITLES = {
     UpdateKind.name: UpdateKind.title,
-    "memory": UpdateKind.memory_title,
+    f"{UpdateKind.name} memory": UpdateKind.memory_title,
     "trainer": "In a Trainer of transformers",
-    **{name: kind.title for name, kind in KINDS.items()},
+    **{
+        section: title
+        for name, kind in KINDS.items()
+        if name != UpdateKind.name
+        for section, title in ((name, kind.title), (f"{name} memory", f"{kind.title}: peak memory"))
+    },
     "analysis": "Analyses",
 }
-"""Of the kinds of records, in their order."""
+"""Of the sections of records, in their order: a kind each, and what it measured of memory alone."""
 _SAID_ELSEWHERE = ("schema", "kind", "provenance", "settings", "finished", "left_out", "kernels")
 """Entries that the rest of a document says."""
 _MOST_ROWS = 40

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saf.bench.freezing.model import SYNTHETIC
 from saf.bench.harness.measured import kernel_name, shape
 from saf.bench.kinds import SPEED_KINDS, compares_arms
 from saf.evaluate.side_by_side import arm_names, compare_all
@@ -38,6 +39,8 @@ class Finding:
     date: str
     source: Cell
     """Names its file or folder."""
+    note: str = ""
+    """What a reader must know to set both numbers side by side: it stands below the table, once."""
 
 
 def summary_table(
@@ -70,6 +73,7 @@ def summary_table(
     for rate in RATES:
         head += [f"{percent(rate)} frozen", f"paper, {percent(rate)}"]
     notes = [f"Points that the paper has no number of, {elsewhere} more, stand in the sections."] if elsewhere else []
+    notes += dict.fromkeys(finding.note for finding in found if finding.note)
     return Table.of("", [*head, "in"], [_row(*key, newest[key]) for key in order], notes)
 
 
@@ -142,8 +146,9 @@ def _of_interventions(source: Cell, record: Record) -> Iterator[Finding]:
         if row["part"] != "intervention":
             continue
         model, point = row["model"], row["point"]
+        untrained = ", weights not trained" if row.get("weights") == SYNTHETIC else ""
         yield Finding(
-            what=f"freezing, warm: {Path(model).name}",
+            what=f"freezing, warm{untrained}: {Path(model).name}",
             where=f"{point['length']}x{point['batch_size']}",
             rate=row["rate"],
             ours=seconds(row["seconds"]),

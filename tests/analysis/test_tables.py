@@ -59,7 +59,7 @@ def test_joint_cost_and_stability():
     stable = selection_stability(*sets, num_heads=4)
     cells = tables(rendered(analysis("stability", of=["a", "b"], **asdict(stable))))[0]
     assert [row["ours"] for row in cells] == ["1", f"{0.25:.2f} ± {stable.standard_deviation:.2f}", "–"]
-    assert cells[0]["paper"] == "30 to 31 of 36"
+    assert cells[0]["paper, 25% and 50% of training"] == "30 to 31 of 36"
 
 
 def test_profiles_geometry_and_partial_correlations():

@@ -1,139 +1,98 @@
-"""Numbers of the paper stand beside the arms that they are of: each is read from its row and column of the table."""
+"""Numbers of the paper stand beside the arms and measurements that they are of, each where its text has it."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from saf.experiments.columns import COLUMNS
 from saf.experiments.recipe import open_recipes
+from tests.experiments.paper_arms import ARMS
+from tests.experiments.paper_measurements import MEASUREMENTS
+from tests.paper_source import NUMBER, cells, quoted_in, read, table
 
 RECIPES = open_recipes()
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?: ± \d+(?:\.\d+)?)?")
-RATES, CONTEXTS = ("25%", "50%"), ("4K", "8K", "16K")
-WAYS = {"mean + variance": "Mean + variance", "pruning + variance": "Pruning + variance"}
-Places = dict[str, tuple[str, dict[str, int]]]
-"""By arm: what its row of the table begins with, and which cell, counted from 0, each of its numbers is."""
+PLOTTED = "plotted"
+"""What stands for a number of a figure, which is not written anywhere."""
+MEASURED = {"qwen_zeroshot": 59, "qwen_prefill": 60, "implementation": 35, "pruning_costs": 40, "training_systems": 21}
+MEASURED |= {"one_head": 24, "downstream": 21, "rates_and_patterns": 20, "prefill_systems": 24, "scale_up_systems": 10}
+MEASURED |= {"recovery": 6, "stability": 5, "joint_cost": 3, "distributions": 3, "representation": 2}
+"""How many numbers of the paper stand beside a recipe's measurements."""
+BASELINES = ("1.000", "0.00")
+"""What tables say of ordinary attention beside itself."""
+MEANS = {"heads in both, at 25% and at 50%"}
+"""Counts whose mean over seeds we give, to a digit that the paper's range has not."""
 
 
-def matched_time() -> Places:
-    cells = {"perplexity": 2, "updates": 3, "minutes": 4}
-    rows = {f"4K {way} ({rate})": f"{row} & {rate}" for way, row in WAYS.items() for rate in RATES}
-    rows |= {f"4K mean + random ({rate})": f"Mean + random heads & {rate}" for rate in RATES}
-    return {arm: (row, cells) for arm, row in {**rows, "4K ordinary": "Ordinary attention"}.items()}
-
-
-def fixed_token_controls() -> Places:
-    cells = {"perplexity": 1, "minutes": 2, "intervention": 3, "difference": 4, "time_difference": 5}
-    rows = {
-        f"{way} ({rate})": f"{row} ({rate})"
-        for way, row in {**WAYS, "mean + random": "Mean + random"}.items()
-        for rate in RATES
-    }
-    rows |= {"ordinary": "Ordinary attention", "mean + variance (25%, early)": r"\shortstack[l]{Mean + variance"}
-    return {arm: (row, cells) for arm, row in rows.items()}
-
-
-def selectors() -> Places:
-    places: Places = {}
-    for context in CONTEXTS:
-        for rate in RATES:
-            row = f"{context} & {rate}"
-            places[f"{context} variance {rate}"] = row, {"delta": 2}
-            places[f"{context} forward_kl {rate}"] = row, {"delta": 3, "difference": 4}
-    return places
-
-
-def timing() -> Places:
-    return {
-        f"at {share}": (share, {"remaining": 1, "delta": 2}) for share in ("25%", "40%", "50%", "60%", "75%", "100%")
-    }
-
-
-def schedules() -> Places:
-    rows = {f"one time, {rate}": f"one replacement & {rate[:2]}.00" for rate in RATES}
-    rows |= {f"gradual, {rate}": f"gradual, five groups & {rate[:2]}.00" for rate in RATES}
-    rows |= {f"validation budget {limit}": f"validation budget {limit}" for limit in ("1%", "2%")}
-    rows |= {f"train loss, z = {z}": f"train-loss triggered, $z={z}$" for z in ("3.0", "1.5")}
-    return {arm: (row, {"delta": 3}) for arm, row in rows.items()}
-
-
-def schedule_confirmation() -> Places:
-    triggered = {"delta": 2, "difference": 3, "time_ratio": 4}
-    places: Places = {f"one time, {rate}": (f"{rate} &", {"delta": 1}) for rate in RATES}
-    return places | {f"train loss, up to {rate}": (f"{rate} &", triggered) for rate in RATES}
-
-
-def trainability() -> Places:
-    cells = {"perplexity": 1, "continuation": 3, "peak": 4}
-    return {"frozen": ("Frozen mean", cells), "trainable": ("Trainable mean", cells)}
-
-
-def intervention_costs() -> Places:
-    cells = {"capture": 2, "fit": 3, "intervention": 4}
-    return {rate: (f"124M, 4K & {rate}", cells) for rate in RATES}
-
-
-def representation() -> Places:
-    rows, cells = {"learned": "Absolute", "rope": "RoPE &"}, {"ordinary": 1, "dense": 2, "compact": 3}
-    return {f"{arm}, {how}": (row, {"perplexity": cell}) for arm, row in rows.items() for how, cell in cells.items()}
-
-
-def contexts() -> Places:
-    places: Places = {}
-    for context, size in zip(CONTEXTS, (8, 4, 2), strict=True):
-        rows = {rate: f"{context} ({size}) & {rate}" for rate in RATES}
-        places |= {f"{context} {rate}": (row, {"perplexity": 3, "delta": 4}) for rate, row in rows.items()}
-        places[f"{context} ordinary"] = rows["25%"], {"perplexity": 2}
-    return places
-
-
-def later_intervention() -> Places:
-    rows = {"ordinary": "Ordinary attention", "mean + variance": r"\ourapproach{} + variance"}
-    rows |= {f"pruning + {score}": f"Pruning + {score}" for score in ("variance", "gate-Taylor")}
-    places: Places = {arm: (row, {"perplexity": 1}) for arm, row in rows.items()}
-    return places | {f"{arm}, matched time": (row, {"perplexity": 2}) for arm, row in rows.items()}
-
-
-TABLES = {
-    matched_time: "tab:equal-time-controls",
-    fixed_token_controls: "tab:fixed-token-controls-full",
-    selectors: "tab:kl-continuation-selector",
-    timing: "tab:timing-main",
-    schedules: "tab:schedule-details",
-    schedule_confirmation: "tab:schedule-confirmation",
-    trainability: "tab:pattern-controls",
-    intervention_costs: "tab:intervention-costs",
-    representation: "tab:representation-details",
-    contexts: "tab:main-results",
-    later_intervention: "tab:pruning-additional-training",
-}
-
-
-def plain(text: str) -> str:
-    """Return a row or a number without what typesetting adds."""
-    for sign, written in (("\u2212", "-"), (r"\pm", " ± "), (r"\%", "%"), ("$", ""), ("~", " ")):
-        text = text.replace(sign, written)
-    return re.sub(r"\s+", " ", text).strip()
-
-
-def number_in(cell: str) -> str:
-    found = NUMBER.search(plain(re.sub(r"\\(textbf|qdegrade|qimprove|times)", "", cell)).replace("+", ""))
-    assert found is not None, cell
-    return found.group()
-
-
-@pytest.mark.parametrize(("places", "label"), TABLES.items(), ids=lambda each: getattr(each, "__name__", ""))
-def test_an_arm_has_the_numbers_of_its_row(places, label, shared):
+@pytest.fixture(scope="module")
+def text(shared) -> str:
     (paper,) = (shared / "seeds").glob("*.txt")
-    body = paper.read_text().partition(f"\\label{{{label}}}")[2].partition("\\end{table")[0]
-    rows = [line.strip().removesuffix(r"\\") for line in body.splitlines() if line.count("&") > 1]
-    quoted = {arm.name: arm.paper for arm in RECIPES[places.__name__].arms if arm.paper}
-    checked = 0
-    for arm, (begins, cells) in places().items():
-        found = [row for row in rows if plain(begins) in plain(row)]
-        assert found, f"{label} has no row {begins!r}"
-        for column, cell in cells.items():
-            if column not in quoted[arm]:
-                continue  # of some arms the table has no number there
-            assert number_in(quoted[arm][column]) == number_in(found[0].split("&")[cell]), (arm, column)
-            checked += 1
-    assert checked >= len(places())
+    return paper.read_text()
+
+
+def arms_of(name):
+    return {(arm.name, column): quoted for arm in RECIPES[name].arms for column, quoted in arm.paper.items()}
+
+
+def measured_of(name):
+    return [
+        (each, number)
+        for each in RECIPES[name].measurements
+        for number in each.numbers
+        if number.paper is not None and number.paper != PLOTTED
+    ]
+
+
+def test_every_number_has_a_place():
+    for name in RECIPES:
+        assert set(arms_of(name)) == set(ARMS[name]() if name in ARMS else {}), name
+        assert len(measured_of(name)) == MEASURED.get(name, 0), name
+    assert MEASURED.keys() == MEASUREMENTS.keys()
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_has_the_numbers_of_its_row(name, text):
+    places = ARMS[name]()
+    for key, quoted in arms_of(name).items():
+        assert quoted_in(quoted) == read(places[key], text), key
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_a_measurement_has_the_numbers_of_what_it_reads(name, text):
+    for each, number in measured_of(name):
+        assert quoted_in(number.paper) == read(MEASUREMENTS[name](each, number), text), (each.name, number.title)
+
+
+def test_a_column_is_quoted_in_all_its_rows(text):
+    placed = cells(
+        [
+            *(place for places in ARMS.values() for place in places().values()),
+            *(MEASUREMENTS[name](each, number) for name in MEASUREMENTS for each, number in measured_of(name)),
+        ]
+    )
+    quoted = {replace(cell, thousand=False).read(text).partition(" ")[0] for cell in placed}
+    for label, column in {(cell.label, cell.column) for cell in placed}:
+        for row in table(text, label):
+            if len(row) <= column or "multicolumn" in " ".join(row):
+                continue
+            for number in NUMBER.findall(row[column]):
+                number = number.partition(" ")[0].removeprefix("+")
+                assert "." not in number or number in (*quoted, *BASELINES), f"no recipe has {number} of {label}"
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_the_papers_changes_have_a_sign_and_nothing_else_has(name):
+    for (arm, column), quoted in arms_of(name).items():
+        assert COLUMNS[column].signed == (quoted[0] in "+\u2212"), (arm, column, quoted)
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_ours_are_written_with_the_sign_and_the_digits_of_the_papers(name):
+    """Speedups have three digits throughout, where the paper has two to four."""
+    for _, number in measured_of(name):
+        if not number.path or number.scientific:
+            continue  # the paper's alone; or three digits of any size
+        assert number.signed or number.paper[0] not in "+-\u2212", number.title
+        digits = max(len(decimals) for decimals in re.findall(r"\d(?:\.(\d+))?(?!\d)", number.paper))
+        expected = 3 if number.path[-1] == "ratio" else digits + (number.title in MEANS)
+        assert number.places == expected, number.title

@@ -160,6 +160,7 @@ def test_such_arms_share_a_gpu_and_stand_in_a_table_of_their_own(matched, speeds
         ("perplexity, %, matched time", True, False),
         ("perplexity, %, matched time, these heads pruned", True, False),
     ]
+    assert text.count("Rows of a scale other than the paper's are of a small model") == 1, "the summary says it once"
     assert f"--scale smoke --store results/store --data DATA --seeds 1 --match-speed {tmp_path / 'speeds.json'}" in text
 
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from saf.records import paper
+from tests.paper_source import environment
 
 
 @pytest.fixture(scope="module")
@@ -13,12 +14,6 @@ def text(shared) -> str:
     if found is None or "Statically" not in (source := found.read_text()):
         pytest.skip("no source of the paper in ../shared/seeds")
     return source
-
-
-def environment(text: str, label: str) -> str:
-    """Return the table that holds a label."""
-    at = text.index(f"\\label{{{label}}}")
-    return text[text.rindex("\\begin{table", 0, at) : text.index("\\end{table", at)]
 
 
 def rows(text: str, label: str) -> list[list[str]]:
@@ -92,6 +87,10 @@ def test_the_larger_model(text):
             cells = next(c for c in printed_rows if c[0].endswith(f"1 / {sequences}") and c[1] == f"{100 * rate:g}%")
             assert paper.update_speed(("1b", 8192, sequences), rate).text == cells[4] + "×"
             assert paper.update_memory(("1b", 8192, sequences), rate).text == number(cells[5]) + "%"
+    for rate in (0.25, 0.5):
+        cells = next(c for c in printed_rows if c[0].endswith("4 / 2") and c[1] == f"{100 * rate:g}%")
+        assert paper.update_speed(("1b", 8192, 2), rate, together=True).text == number(cells[4]) + "×"
+        assert paper.update_speed(("1b", 8192, 1), rate, together=True) is None
     assert "25% replacement increases perplexity by 0.507%" in text.replace("\\%", "%")
     assert "At 50%, perplexity increases by 2.027%" in text.replace("\\%", "%")
     assert (paper.perplexity("1b", 8192, 0.25).text, paper.perplexity("1b", 8192, 0.5).text) == ("+0.507%", "+2.027%")

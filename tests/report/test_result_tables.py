@@ -7,6 +7,7 @@ from saf.bench.accuracy.errors import ErrorSettings
 from saf.bench.freezing.settings import CalibrationSettings
 from saf.records.files import to_json
 from saf.report.record_parts import body_of
+from saf.report.results_summary import summary_table
 from tests.report.test_results import tables
 
 
@@ -41,6 +42,17 @@ def test_the_papers_interventions_stand_beside_the_same_case_alone(intervention)
     assert (quoted["whole"], quoted["install"]) == ("54.86 ± 6.04 s", "–")
     fewer = [row | {"point": {"length": 4096, "batch_size": 16}} for row in rows]
     assert {row["paper"] for row in tables(rendered(intervention | {"rows": fewer}))[0]} == {"–"}
+
+
+def test_the_summary_says_that_weights_were_not_trained(intervention):
+    rows = [row | {"model": "124m", "point": {"length": 4096, "batch_size": 32}} for row in intervention["rows"]]
+    for weights, what in (
+        ({}, "freezing, warm, weights not trained: 124m"),
+        ({"weights": "of a run"}, "freezing, warm: 124m"),
+    ):
+        record = intervention | {"rows": [row | weights for row in rows]}
+        (found,) = summary_table([], [("calibration", record)]).rows
+        assert (found[0], found[3]) == (what, "54.86 ± 6.04 s")
 
 
 def test_disagreeing_collections_have_no_ratio(intervention):

@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from saf.bench.harness.settings import Point
+from saf.bench.model.prefill import PrefillSettings
 from saf.errors import InputError
 from saf.experiments.document import write_document
 from saf.report.results import render_results
@@ -68,6 +70,35 @@ def test_a_section_has_the_points_of_all_its_files_with_device_versions_commands
     assert "- Paper, tab:main-results: 124M, GH200, bfloat16, ordinary heads on flash attention" in text
     assert made["images/bench-update.svg"].startswith("<svg")
     assert "(images/bench-update.svg)" in text
+
+
+def test_peak_memory_of_prompts_stands_apart_from_that_of_updates(tmp_path):
+    """Each by its own kind, which knows what the paper has of it: of a prompt of 4096x8 it has no memory."""
+    peaks, settings = {0.0: 2**34, 0.25: 15 * 2**30}, PrefillSettings(pairs=4, device="cpu")
+    prompts = record(settings=settings, points=[Point(4096, 8, precision="fp32")], memory=peaks)
+    for name, made in (("update", record(memory=peaks)), ("prefill", prompts)):
+        put(tmp_path, f"bench/{name}.json", made | {"rows": []})
+    text = render_results(tmp_path, tmp_path)["results.md"]
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == ["Summary", "Updates: peak memory", "Prefill: peak memory"]
+    updates, prompts = (found for found in tables(text) if "peak memory" in found[0])
+    assert updates[1]["paper"] == "−1.96%"
+    assert "paper" not in prompts[1]
+
+
+def test_what_several_processes_share_stands_beside_what_the_papers_gpus_shared(tmp_path):
+    shared = record(points=[Point(8192, 2, 8)])
+    for row in shared["rows"]:
+        row["model"] = "1b"
+    for processes in (1, 2):
+        shared["provenance"]["processes"] = processes
+        put(tmp_path, f"{processes}/bench/update.json", shared)
+    alone, together = (
+        [row["paper"] for row in tables(render_results(folder, folder)["results.md"])[1]]
+        for folder in (tmp_path / "1", tmp_path / "2")
+    )
+    assert alone == ["1.066×", "1.165×"]
+    assert together == ["1.0682 ± 0.0005×", "1.1667 ± 0.0003×"]
 
 
 def test_refusals_left_out_arms_and_early_ends_are_told(tmp_path):
@@ -146,6 +177,17 @@ def test_training_runs_stand_side_by_side(tmp_path):
     assert "cpu, saf 0.1.0, torch 2.13.0; commit 0123abc" in text
     assert "saf pretrain --preset tiny" in text
     assert "40 paired windows" in text
+
+
+def test_the_papers_changes_stand_beside_changes_alone(tmp_path):
+    write_pair(tmp_path / "small", Shape(updates=60))
+    for arm in ("ordinary", "frozen"):
+        edit(tmp_path / "small" / arm / "config.json", settings={"model": "124m"}, train__length=4096)
+    shutil.rmtree(tmp_path / "small" / "ordinary")
+    text = render_results(tmp_path, tmp_path)["results.md"]
+    (frozen,) = next(found for found in tables(text) if "arm" in found[0])
+    assert frozen["paper's freezing"] == "54.86 ± 6.04 s"
+    assert "paper's change" not in frozen
 
 
 def test_runs_that_differ_in_more_than_the_freezing_say_so(tmp_path):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from saf.bench.harness.arms import FREE, PRUNED, Arm, Comparison
 from saf.bench.harness.kernels import kernels_of
-from saf.bench.harness.measured import Record, model_of
+from saf.bench.harness.measured import Group, Record, groups_of, model_of
 from saf.bench.harness.runner import Subject
 from saf.bench.harness.settings import Point
 from saf.bench.harness.shape import ModelShape
@@ -244,12 +245,17 @@ class UpdateKind(ModelKind[UpdateSettings]):
             free=arm.backend == FREE,
         )
 
-    def quoted(self, row: Record) -> Quoted | None:
+    def groups(self, record: Record, *, file: str = "") -> list[Group]:
+        """Return a record's rows in groups; what several processes shared stands beside what the paper's GPUs did."""
+        quoted = partial(self.quoted, together=record["provenance"].get("processes", 1) > 1)
+        return groups_of(record, quoted=quoted, apart=self.apart, unusual=self.unusual(record), file=file)
+
+    def quoted(self, row: Record, *, together: bool = False) -> Quoted | None:
         """Return the paper's speedup of an update at the shape of a row; it replayed none as CUDA graphs."""
         if parted(row["variant"])[1] == GRAPH:
             return None
         point = (row["model"], row["point"]["length"], row["point"]["batch_size"])
-        return paper.update_speed(point, row["rate"], pruned=row["backend"] == PRUNED)
+        return paper.update_speed(point, row["rate"], pruned=row["backend"] == PRUNED, together=together)
 
     def quoted_memory(self, record: Record, entry: Record) -> Quoted | None:
         """Return the paper's peak memory of an update at the shape of an entry."""
