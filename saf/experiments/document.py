@@ -175,7 +175,7 @@ def _findings(rendered: Rendered, source: Cell) -> Iterator[Finding]:
                 rate=rate,
                 ours=str(shown(COLUMNS[column], value)),
                 quoted=Quoted(quoted, rendered.recipe.source) if quoted else None,
-                date="",
+                date=rendered.date,
                 source=source,
                 note="" if at.partition("-")[0] == "paper" else _ELSEWHERE,
             )

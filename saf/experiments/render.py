@@ -47,6 +47,8 @@ class Rendered:
     name: str
     recipe: Recipe
     scale: str
+    date: str
+    """When the last of its runs ended, as its record has it; "" without runs."""
     values: Values
     """By arm and column; an arm without a record is absent."""
     measured: Mapping[str, Mapping[int | None, Mapping[str, Any]]]
@@ -280,6 +282,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
         name=name,
         recipe=recipe,
         scale=plan.scale.name,
+        date=max((str(record["provenance"]["date"]) for record in runs), default=""),
         values=values,
         measured=measured,
         lacking=frozenset(rows.lacking),

@@ -60,6 +60,7 @@ class Trainer:
         self.losses: dict[str, list[float]] = {}
         self.updates: dict[str, int] = {}
         self.heads: list[list[int]] = []
+        self.date: dict[str, str] = {}
 
     def __call__(
         self, words: Sequence[str], log: Path, device: str | None, stop: object, *, compiles_anew: bool = False
@@ -91,7 +92,7 @@ class Trainer:
         log_probs = -losses[:, None].expand(-1, 4).contiguous()
         header = result_header("run", {}, device="cpu")
         header["provenance"] |= {"heads": [], "commit": "0" * 40, "checkpoints": {"final": f"{len(self.calls)}-8"}}
-        header["provenance"]["data"] = {"train": "data"}
+        header["provenance"] |= {"data": {"train": "data"}, **self.date}
         loss = float(-log_probs.mean(dtype=torch.float64))
         numbers = {
             "report_loss": loss,

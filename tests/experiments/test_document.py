@@ -90,3 +90,23 @@ def test_a_parent_alone_is_no_table(recipe, make_plan, trainer, tmp_path):
     assert "### made_up, smoke" in text
     assert "### another" not in text
     assert "### lesser" not in text
+
+
+def test_the_summary_has_the_newer_of_two_trainings_at_matched_time(trainer, tmp_path):
+    """The newer one lies in the folder that comes first."""
+    plain = {"parent": "reference", "match": "reference"}
+    arms = (
+        Arm(name="reference", reference=None),
+        Arm(name="ordinary", reference=None, **plain),
+        Arm(name="a", settings={"freeze.rate": 0.25}, **plain),
+    )
+    recipe = Recipe(title="Made up", source=SOURCE, arms=arms, columns=("delta",), headline=("delta",))
+    made = plan({"made_up": recipe}, SCALES["smoke"], data="data", seeds=(1,))
+    for name, date, loss in (("last", "2026-01-01", 3.2), ("first", "2026-02-02", 3.1)):
+        trainer.date = {"date": f"{date}T00:00:00+00:00"}
+        trainer.losses = {made.arms["made_up", "a", 1]: [loss, loss]}
+        store = Store(tmp_path / "results" / name).open(write=True)
+        execute(made, store, store.folder, say=lambda text: None, launch=trainer)
+    text = render_document(tmp_path / "results", tmp_path / "docs", recipes={"made_up": recipe})["results.md"]
+    (row,) = [line for line in text.splitlines() if line.startswith("| perplexity, %, matched time |")]
+    assert row.endswith("| [first](../results/first) |"), row
