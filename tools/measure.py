@@ -168,8 +168,18 @@ ENTRIES = {
         # Two layers of the same heads differ by 3% there, pair after pair, whatever the cause (docs/log.md).
         f"{QWEN_OP} --points 8192x8 --rates 0.1 0.2 0.3 0.5 0.75 --others flash --tolerance 0.035",
     ),
+    # A layer of so few tokens takes the host longer than the device, unless it is replayed.
+    "op-qwen3-graphs": Entry(
+        150,
+        f"{QWEN_OP.replace('--graphs off', '--graphs on')} --points 2048x4 2048x8 --rates 0.1 0.3 0.5 0.75 --others",
+    ),
     "update-native-long": Entry(
         320, f"saf bench update --points 8192x10x2 16384x5x2 --warmup 3 --pairs 5 --no-free --pruned {PAIRED}"
+    ),
+    # Programs compiled side by side do not fit beside batches that fill the device.
+    "update-native-16k": Entry(
+        270,
+        f"saf bench update --points 16384x5x2 --warmup 3 --pairs 5 --no-free --pruned {QUARTERS} --no-profile",
     ),
     # With PyTorch's choice of kernel, as users call: heads pinned to one never take the launch of few tokens.
     "prefill-few": Entry(240, f"saf bench prefill --points 4096x2 4096x4 --graphs both {SHORT}"),
@@ -278,7 +288,9 @@ REHEARSALS = {
         " --accumulation 1 --orders 1 2"
     ),
     "saf bench op": f"{_ONCE} --points 32x1 --num-heads 4 --graphs off --kernels auto --others",
-    "saf bench op --shape qwen3-4b": f"{_ONCE} --points 32x1 --num-heads 4 --num-kv-heads 2 --kernels auto --others",
+    "saf bench op --shape qwen3-4b": (
+        f"{_ONCE} --points 32x1 --num-heads 4 --num-kv-heads 2 --graphs off --kernels auto --others"
+    ),
     "saf bench calibration": "--device cpu --model tiny --points 64x4 --repeats 3 --dense-layers 1",
     "saf bench errors": "--device cpu --transitions 2",
     "python": f"{_SMALL} --model tiny --points 32x2x1 --repeats 1",
