@@ -196,11 +196,10 @@ class Store:
         """
         if self.done(run.key) is not None:
             return {}
-        found = {run.parent: self.lacks_parent(run)}
-        found |= {key: self.lacks_result(key) for key in (run.match, run.like) if key}
-        if why := self.lacks_heads(run):
-            found[run.heads] = why
-        return {key: why for key, why in found.items() if key and why}
+        found = [(key, self.lacks_result(key)) for key in (run.match, run.like) if key]
+        # One run may be the parent, the reference and what gives the heads: what lacks of it is told once.
+        found += [(run.heads, self.lacks_heads(run)), (run.parent, self.lacks_parent(run))]
+        return {key: why for key, why in found if key and why}
 
     def lacks_parent(self, run: PlannedRun) -> str | None:
         """Return why the checkpoint that a run goes on from cannot be used; None when it can, or is not needed."""

@@ -210,6 +210,24 @@ def test_a_lost_parent_is_trained_again_for_an_arm_that_needs_it(make_plan, stor
     assert len(trainer.calls) == 4
 
 
+@pytest.mark.parametrize("harm", ["thinned", "damaged"])
+def test_a_damaged_parent_that_is_the_reference_at_matched_time_too_is_trained_again(
+    recipe, make_plan, store, trainer, harm
+):
+    matched = Arm(name="matched", parent="ordinary", match="ordinary", settings={"freeze.rate": 0.5})
+    recipe = Recipe(title="x", source=recipe.source, arms=(recipe.arms[0], matched), columns=())
+    carry_out(make_plan(made_up=recipe, arms=("ordinary",)), store, trainer)
+    made = make_plan(made_up=recipe)
+    step = store.run_folder(made.arms["made_up", "ordinary", 1]) / "checkpoints" / "step-4"
+    if harm == "thinned":
+        shutil.rmtree(step)
+    else:
+        (step / "state.json").write_text("{}")
+    outcome, said = carry_out(made, store, trainer)
+    assert "is trained again for made_up/matched" in said[0]
+    assert (len(outcome.ended), outcome.failed) == (2, {})
+
+
 def test_a_lost_parent_that_nobody_needs_stays_lost(make_plan, store, trainer):
     made = make_plan()
     carry_out(made, store, trainer)
