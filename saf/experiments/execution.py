@@ -317,12 +317,17 @@ def _to_train(
             reasons[key] = f"{plan.runs[key].title} is trained again for {run.title}: {why[key]}"
         return why
 
-    for key in reasons:
-        store.forget_(key)
-    runs = required([plan.runs[key] for key in asked | set(reasons)], plan, lacks)
-    for key, reason in reasons.items():
+    forgotten: set[str] = set()
+    # What is trained again will be another training, so that of others that go on from it more may be lost.
+    while True:
+        for key in reasons.keys() - forgotten:
+            store.forget_(key)
+        forgotten = {*reasons}
+        runs = required([plan.runs[key] for key in asked | forgotten], plan, lacks)
+        if reasons.keys() == forgotten:
+            break
+    for reason in reasons.values():
         say(reason)
-        store.forget_(key)
     return runs
 
 

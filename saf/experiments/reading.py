@@ -1,7 +1,7 @@
 """How a table of a recipe is to be read, said beside it.
 
-What its errors and intervals are of, which options its seeds recommend, what is not to be read from it, and where its
-runs come from.
+What its errors and intervals are of, which options its seeds recommend, what is not to be read from it, what its runs
+lack, and where they come from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from scipy import stats
 from saf.experiments.columns import COLUMNS, Record
 from saf.experiments.plan import Plan
 from saf.experiments.recipe import Recipe
-from saf.experiments.rows import Value, sample_of
+from saf.experiments.rows import Records, Value, sample_of
 
 Values = Mapping[str, Mapping[str, Value | None]]
 """By arm and column; an arm without a record is absent."""
@@ -94,6 +94,15 @@ def fewer_seeds(name: str, recipe: Recipe, plan: Plan, values: Values) -> list[s
         least = min((value.seeds for value in values.get(arm.name, {}).values() if value is not None), default=planned)
         told += [f"{arm.name} ({least} of {planned})"] if arm.row and least < planned else []
     return [f"Over fewer seeds than planned, and not to be set beside the others: {', '.join(told)}."] if told else []
+
+
+def incomplete(records: Records) -> list[str]:
+    """Return notes about what runs lack, such as events that never came, each once with the arms that lack it."""
+    arms: dict[str, dict[str, None]] = {}
+    for arm, by_seed in records.items():
+        for what in (what for found in by_seed.values() for record in found for what in record.get("lacks", [])):
+            arms.setdefault(what, {})[arm] = None
+    return [f"Lacking in {', '.join(names)}: {what}." for what, names in arms.items()]
 
 
 def origin(records: Sequence[Record]) -> list[str]:

@@ -24,6 +24,7 @@ from saf.experiments.reading import (
     drafts,
     errors_and_intervals,
     fewer_seeds,
+    incomplete,
     origin,
     overtrained_arms,
     recommended,
@@ -293,6 +294,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
             *recommended(recipe, values),
             *errors_and_intervals(values, runs),
             *fewer_seeds(name, recipe, plan, values),
+            *incomplete(records),
         ),
         origin=(*filter(None, [speeds]), *rows.apart(), *rows.other_heads(), *rows.busy(), *origin(runs)),
     )

@@ -48,7 +48,7 @@ class Store:
         """Return the store; raise InputError when another version wrote it. With `write` a new one is begun."""
         mark = self.folder / "store.json"
         if mark.exists():
-            schema = read_json(mark).get("schema")
+            schema = read_json(mark, advice="restore it, or name another folder").get("schema")
             if schema != SCHEMA:
                 raise InputError(
                     f"{mark} tells of a store of version {schema!r}; this one writes {SCHEMA!r}: name another folder"
@@ -196,11 +196,11 @@ class Store:
         """
         if self.done(run.key) is not None:
             return {}
-        found = {run.parent: self.lacks_parent(run)}
-        found |= {key: self.lacks_result(key) for key in (run.match, run.like) if key}
-        if why := self.lacks_heads(run):
-            found[run.heads] = why
-        return {key: why for key, why in found.items() if key and why}
+        found = [(key, self.lacks_result(key)) for key in (run.match, run.like) if key]
+        parent = self.lacks_parent(run)
+        # One run may be the parent, the reference and what gives the heads: what lacks of it is told once.
+        found += [(run.heads, self.lacks_heads(run, again=parent is not None)), (run.parent, parent)]
+        return {key: why for key, why in found if key and why}
 
     def lacks_parent(self, run: PlannedRun) -> str | None:
         """Return why the checkpoint that a run goes on from cannot be used; None when it can, or is not needed."""
@@ -220,18 +220,18 @@ class Store:
         folder = self.run_folder(key)
         return None if (folder / "result.json").is_file() else f"{folder} has no result"
 
-    def heads(self, run: PlannedRun) -> list[list[int]]:
+    def heads(self, run: PlannedRun, *, again: bool = False) -> list[list[int]]:
         """Return the heads that a run has of the one that it names; none where no such heads are recorded.
 
         Where both go on from one parent, they are those of a training that began at this run's own checkpoint: another
-        training of the parent chooses other heads.
+        training of the parent chooses other heads, so that there are none where it is to be trained `again`.
         """
         if run.heads is None:
             return []
         found = [one for one in self.records(run.heads) if (one.get("intervention") or {}).get("heads")]
         start = self.checkpoint(run)
         if start is not None:
-            began = checkpoint_hash(start) if start.is_dir() else None  # one that is trained again will be another
+            began = checkpoint_hash(start) if start.is_dir() and not again else None
             beside = {"parent": run.parent, "step": run.step}
             found = [
                 one
@@ -240,9 +240,12 @@ class Store:
             ]
         return found[0]["intervention"]["heads"] if found else []
 
-    def lacks_heads(self, run: PlannedRun) -> str | None:
-        """Return why the heads of the run whose heads a run has are not known; None when they are, or are its own."""
-        if run.heads is None or self.heads(run):
+    def lacks_heads(self, run: PlannedRun, *, again: bool = False) -> str | None:
+        """Return why the heads of the run whose heads a run has are not known; None when they are, or are its own.
+
+        Where the parent is to be trained `again`, they are not.
+        """
+        if run.heads is None or self.heads(run, again=again):
             return None
         if self.heads(replace(run, parent=None)):
             return f"{self.record_file(run.heads)} tells of heads frozen or pruned in another training of their parent"

@@ -53,7 +53,7 @@ def finish(run: Run) -> dict[str, Any]:
 
     Raises:
         InputError: The time was over before the first update, or the run used more of it than `REFUSED`; at matched
-            time by its own clock, it was over before the freezing point.
+            time by its own clock, it was over before the freezing point, or right behind the first event.
     """
     folder = run.folder
     final = done_once(lambda: latest(run.checkpoints))
@@ -109,8 +109,8 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "time": run.clock.record(lost=lost_seconds(folder)),
         "lacks": [
             *run.clock.lacks,
-            *_overspent(run),
-            *_events_to_come(run),
+            *_time_told(run, metrics),
+            *_events_told(run),
             *(f"reports: none after update {each}" for each in run.config.report_at if str(each) not in reports),
             *missing_updates(metrics, run.start, run.update),
             *missing_evaluations(
@@ -133,17 +133,17 @@ def _check_time(run: Run, final: Path | None) -> None:
     if allowance is None:
         return
     given = f"what {run.config.match_time} had left" if budget is None else f"time_budget_seconds={budget:g}"
+    less = "or match by a measured speed (match_speed), whose updates are known before"
+    advice = "allow more time" if budget is not None else f"start from an earlier checkpoint, {less}"
     # An event alone leaves a checkpoint, too.
     if final is None or run.update == run.start:
         raise InputError(
             f"{given} was over before the first update ({sum(run.clock.parts.values()):.1f} s went into setting the "
-            "run up and into freezing); allow more time, in another folder"
+            f"run up and into freezing); {advice}, in another folder"
         )
     if allowance.seconds is None:
         return
     kept = f"There is no result; the run's last checkpoint, {final}, is kept"
-    less = "or match by a measured speed (match_speed), whose updates are known before"
-    advice = "allow more time" if budget is not None else f"start from an earlier checkpoint, {less}"
     if run.updater.parallel.first(run.overspent) > REFUSED * allowance.seconds:
         took = sorted(allowance.weighted(run.clock.parts).items(), key=lambda part: -part[1])
         parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in took if seconds > 0)
@@ -151,22 +151,48 @@ def _check_time(run: Run, final: Path | None) -> None:
             f"{given} allowed {allowance.seconds:.2f} s, and the run used {allowance.seconds + run.overspent:.2f} s: "
             f"{parts}. An update, an event or compiling took longer than was left. {kept}: {advice}, in another folder"
         )
-    if budget is None and run.heads_changed is None and _events_to_come(run):
+    first = done_once(lambda: min((event.update or 0 for event in run.events), default=None))
+    never = run.heads_changed is None and bool(_events_to_come(run))
+    last = first == run.update and run.config.freeze_update is not None
+    if budget is None and (never or last):
+        what = _ended_before_freezing(run) if never else f"{_ended_with_event(run)}, its first one"
         raise InputError(
-            f"{_ended_before_freezing(run)}. Beside {run.config.match_time} it is no arm of its own. {kept}: freeze "
-            f"earlier ({_moment(run)} counts shares of updates={run.config.updates}, not of the time), {less}, in "
-            "another folder"
+            f"{what}. Beside {run.config.match_time} it is no arm of its own. {kept}: freeze earlier "
+            f"({_moment(run)} counts shares of updates={run.config.updates}, not of the time), {less}, in another "
+            "folder"
         )
 
 
-def _overspent(run: Run) -> list[str]:
-    """Say by how much a run exceeded its time, where that is more than an update's seconds may vary by."""
-    if run.allowance is None or run.allowance.seconds is None or run.overspent <= TOLD * run.allowance.seconds:
+def _time_told(run: Run, metrics: list[dict[str, Any]]) -> list[str]:
+    """Say by how much a run exceeded its time, or left it unused, where that is more than updates vary by.
+
+    Less than one update is always left.
+    """
+    if run.allowance is None or run.allowance.seconds is None:
         return []
-    return [
-        f"time: {run.allowance.seconds:.2f} s were allowed, and {run.overspent:.2f} s more were used: what its last "
-        "update or event took was not foreseen"
-    ]
+    seconds, left = run.allowance.seconds, run.allowance.seconds - run.allowance.spent(run.clock.parts)
+    one = (update_seconds(metrics, run.timed_from) or {"median": 0.0})["median"]
+    if -left > TOLD * seconds:
+        return [
+            f"time: {seconds:.2f} s were allowed, and {-left:.2f} s more were used: what its last update or event took "
+            "was not foreseen"
+        ]
+    if left > REFUSED * seconds + one:
+        return [
+            f"time: {seconds:.2f} s were allowed, and {left:.2f} s of them were not used: losses, checkpoints or "
+            "loading after the last update left no room for another, or a longer one was expected"
+        ]
+    return []
+
+
+def _events_told(run: Run) -> list[str]:
+    """Say which events of a run were without effect on its training.
+
+    Some had not come when it ended, which is not said of those that come when the loss decides; or it had no time left
+    behind the last one.
+    """
+    behind = [f"events: {_ended_with_event(run)}"] if run.allowance is not None and run.changed else []
+    return behind + _events_to_come(run)
 
 
 def _events_to_come(run: Run) -> list[str]:
@@ -222,6 +248,10 @@ def _ended_before_freezing(run: Run) -> str:
         f"the run ended after update {run.update}, before its freezing point at update {run.config.freeze_update}: no "
         "heads were frozen"
     )
+
+
+def _ended_with_event(run: Run) -> str:
+    return f"the run ended after update {run.update}, and nothing trained on behind the event that came there"
 
 
 def missing_updates(metrics: list[dict[str, Any]], start: int, end: int) -> list[str]:

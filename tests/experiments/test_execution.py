@@ -210,6 +210,43 @@ def test_a_lost_parent_is_trained_again_for_an_arm_that_needs_it(make_plan, stor
     assert len(trainer.calls) == 4
 
 
+@pytest.mark.parametrize("harm", ["thinned", "damaged"])
+def test_a_damaged_parent_that_is_the_reference_at_matched_time_too_is_trained_again(
+    recipe, make_plan, store, trainer, harm
+):
+    matched = Arm(name="matched", parent="ordinary", match="ordinary", settings={"freeze.rate": 0.5})
+    recipe = Recipe(title="x", source=recipe.source, arms=(recipe.arms[0], matched), columns=())
+    carry_out(make_plan(made_up=recipe, arms=("ordinary",)), store, trainer)
+    made = make_plan(made_up=recipe)
+    step = store.run_folder(made.arms["made_up", "ordinary", 1]) / "checkpoints" / "step-4"
+    if harm == "thinned":
+        shutil.rmtree(step)
+    else:
+        (step / "state.json").write_text("{}")
+    outcome, said = carry_out(made, store, trainer)
+    assert "is trained again for made_up/matched" in said[0]
+    assert (len(outcome.ended), outcome.failed) == (2, {})
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_heads_of_another_training_of_a_damaged_parent_are_chosen_again(recipe, make_plan, store, trainer, step):
+    """The parent is trained again for the pruned arm itself, or, by another checkpoint, for an arm beside it."""
+    trainer.heads = [[0, 0]]
+    pruned = Arm(name="pruned", parent="ordinary", heads="a", settings={"freeze.operation": "prune"})
+    late = Arm(name="late", parent="ordinary", at=1.0, more=0.5, settings={"freeze.rate": 0.5})
+    recipe = Recipe(title="x", source=recipe.source, arms=(*recipe.arms[:2], pruned, late), columns=())
+    carry_out(make_plan(made_up=recipe, arms=("a",)), store, trainer)
+    made = make_plan(made_up=recipe)
+    parent = store.run_folder(made.arms["made_up", "ordinary", 1])
+    (parent / "checkpoints" / f"step-{step}" / "state.json").write_text("{}")
+    outcome, said = carry_out(made, store, trainer)
+    assert {line.split(" is trained again ")[0] for line in said[:2]} == {
+        "made_up/ordinary, seed 1",
+        "made_up/a, seed 1",
+    }
+    assert (len(outcome.ended), outcome.failed) == (4, {})
+
+
 def test_a_lost_parent_that_nobody_needs_stays_lost(make_plan, store, trainer):
     made = make_plan()
     carry_out(made, store, trainer)
@@ -227,6 +264,9 @@ def test_a_store_of_another_version_or_something_else_is_refused(tmp_path):
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="holds something else"):
         Store(tmp_path / "other").open(write=True)
+    (folder / "store.json").write_text("{")
+    with pytest.raises(InputError, match=r"not valid JSON.*; restore it, or name another folder"):
+        Store(folder).open(write=True)
 
 
 def test_a_record_of_another_run_is_refused(make_plan, store, trainer):

@@ -75,6 +75,19 @@ def test_every_form_holds_the_numbers_beside_the_papers(recipe, make_plan, store
     assert read_json(files[".json"])["arms"]["a"]["delta"]["seeds"] == 1
 
 
+def test_a_table_says_what_its_runs_lack(recipe, make_plan, store, trainer):
+    made = make_plan(seeds=(1, 2))
+    carry_out(made, store, trainer)
+    assert "Lacking" not in render("made_up", recipe, made, store).latex()
+    for seed in (1, 2):
+        path = store.record_file(made.arms["made_up", "a", seed])
+        write_json(path, {**read_json(path), "lacks": ["events: the run ended before all events had come"]})
+    table = render("made_up", recipe, made, store)
+    told = "Lacking in a: events: the run ended before all events had come."
+    assert table.tables()[0].notes.count(told) == 1
+    assert told in table.latex()
+
+
 def test_the_page_draws_what_was_run_and_lists_what_was_not(recipe, make_plan, store, trainer):
     made = make_plan(arms=("a",))
     carry_out(made, store, trainer)

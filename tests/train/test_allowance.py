@@ -112,7 +112,9 @@ def test_nor_by_what_is_saved_or_measured_on_the_way(reference, now, every, upda
     assert spent(result) <= 12.0
     assert sum(result["time"]["parts"].values()) == pytest.approx(now.value - began), "every second, once"
     assert result["updates"] > 6 + 1
-    assert result["lacks"] == []
+    # A loss or a checkpoint after the last update may have left no room for one more, which is told.
+    unused = 12.0 - spent(result)
+    assert [line[:5] for line in result["lacks"]] == ["time:"] * (unused > 0.12 + update)
 
 
 def test_nothing_after_the_last_update_is_on_a_clock(reference, now, monkeypatch):
@@ -151,7 +153,10 @@ def test_a_resumed_run_whose_loading_leaves_no_room_ends_with_what_it_has(refere
     now.loading = 100.0
     result = pretrain(config, resume=True)
     assert (result["updates"], spent(result)) == (6 + 2, 2 * 2.0 + 1.0)
-    assert result["lacks"] == []
+    (told,) = result["lacks"]
+    assert told.startswith(
+        "time: 12.00 s were allowed, and 7.00 s of them were not used: losses, checkpoints or loading"
+    )
 
 
 def test_the_longest_of_a_few_updates_is_expected(reference, now):
@@ -201,7 +206,8 @@ def test_a_run_that_used_more_than_it_may_is_refused_and_a_little_is_told(settin
         pretrain(late)
     now.event = 3.1
     result = pretrain(settings("hardly", time_budget_seconds=16.0, freeze=FREEZE, **asked))
-    (told,) = result["lacks"]
+    told, behind = result["lacks"]
+    assert behind.startswith("events: the run ended after update 6, and nothing trained on behind the event")
     assert told.startswith("time: 16.00 s were allowed, and 0.10 s more were used")
 
 
@@ -226,6 +232,19 @@ def test_moments_of_an_arm_by_its_own_clock(reference, now):
     # Where the last update and the event's moment are one, nothing would train on behind it.
     with pytest.raises(InputError, match="before its freezing point at update 9"):
         pretrain(arm(reference, "last", freeze=FREEZE, schedule=OneTime(at=9)))
+    now.update = 2.0
+    now.event = 3.0
+    with pytest.raises(
+        InputError, match=r"after update 10, and nothing trained on behind the event .* its first one\. B"
+    ):
+        pretrain(arm(reference, "behind", freeze=FREEZE, schedule=OneTime(at=10)))
+    now.update = 1.0
+    last = pretrain(arm(reference, "second", freeze=FREEZE, schedule=Gradual(begin=7, end=10, groups=2)))
+    assert last["updates"] == 10
+    assert last["lacks"] == [
+        "events: the run ended after update 10, and nothing trained on behind the event that came there"
+    ]
+    now.update = 4.0
     half = arm(reference, "half", freeze=FREEZE, schedule=Gradual(begin=7, end=12, groups=2))
     result = pretrain(half)
     assert result["intervention"]["events"] == 1
@@ -287,7 +306,10 @@ def test_a_reference_is_an_ordinary_run_of_as_many_updates(reference, settings, 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, r"had left was over before the first update \(.*and into freezing\)"),
+        (
+            {},
+            r"had left was over before the first update \(.*into freezing\); start from an earlier checkpoint, or",
+        ),
         (
             {"match_speed": 1.1, "match_speed_source": "x", "match_charge_seconds": PAPER_SECONDS / 2},
             r"buys no update: it had 6 left, and match_charge_seconds=.* cost 6\.0 of them; charge less",
