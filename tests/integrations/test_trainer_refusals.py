@@ -1,4 +1,4 @@
-"""A Trainer refuses what frozen heads would not take before it has trained, and nothing that ordinary heads alone meet."""
+"""A Trainer refuses before it trains what frozen heads would not take, and nothing that ordinary heads alone meet."""
 
 import pytest
 import torch

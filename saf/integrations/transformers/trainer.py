@@ -303,39 +303,42 @@ def _watched(trainer: Any) -> Iterator[None]:
     These are packed documents longer than a layer's window, or beside a mask or a cache, rows and documents longer than
     the patterns that are to be fitted, and masks of other things than padding at either end.
     """
-    window, editing = window_of(getattr(trainer.model, "config", None)), _editing(trainer)
-    if trainer.args.torch_compile or not editing:
+    if trainer.args.torch_compile or not _editing(trainer):
         yield
         return
 
     def look(_: Any, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """Look at the tokens, positions and mask of a pass, where such ones follow an edit."""
-        if not (_trains_on(trainer) if trainer.model.training else _evaluates(trainer)):
-            return
-        rows = given.get("input_ids", positional[0] if positional else None)
-        positions, mask = given.get("position_ids"), given.get("attention_mask")
-        length, what = 0 if rows is None else rows.shape[-1], "rows"
-        if isinstance(mask, Mapping):  # made by hand for each kind of layer; attention looks at them
-            return
-        if mask is not None:
-            check_padding(mask)
-        if positions is not None and (mask is not None or _caches(trainer)):
-            check_one_sequence_a_row(positions, mask, positions.shape[-1])
-        elif positions is not None and window is not None:
-            check_documents(positions, window)
-        longest = min((callback.longest for callback in editing if callback.longest is not None), default=None)
-        if longest is None or length <= longest:
-            return
-        if positions is not None and mask is None:
-            length, what = longest_document(positions), "documents"
-        if length > longest:
-            raise InputError(longer(what, length, longest))
+        """Look at a pass where such ones follow an edit."""
+        if _trains_on(trainer) if trainer.model.training else _evaluates(trainer):
+            _check_pass(trainer, given.get("input_ids", positional[0] if positional else None), given)
 
     hook = trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
+
+
+def _check_pass(trainer: Any, rows: Any, given: dict[str, Any]) -> None:
+    """Raise what `_watched` tells for the tokens `[B, T]` of a pass, its positions and its mask."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if isinstance(mask, Mapping):  # made by hand for each kind of layer; attention looks at them
+        return
+    if mask is not None:
+        check_padding(mask)
+    window = window_of(getattr(trainer.model, "config", None))
+    if positions is not None and (mask is not None or _caches(trainer)):
+        check_one_sequence_a_row(positions, mask, positions.shape[-1])
+    elif positions is not None and window is not None:
+        check_documents(positions, window)
+    limits = [callback.longest for callback in _editing(trainer) if callback.longest is not None]
+    length, what = 0 if rows is None else rows.shape[-1], "rows"
+    if not limits or length <= min(limits):
+        return
+    if positions is not None and mask is None:
+        length, what = longest_document(positions), "documents"
+    if length > min(limits):
+        raise InputError(longer(what, length, min(limits)))
 
 
 def longer(what: str, length: int, longest: int) -> str:
