@@ -35,7 +35,7 @@ from saf.adapters.transformers_attention import (
     replaced_forward,
     state_of,
 )
-from saf.adapters.transformers_cache import mask_for_generation, mask_of_pad_tokens
+from saf.adapters.transformers_cache import candidates_within, mask_for_generation, mask_of_pad_tokens
 from saf.adapters.transformers_entrance import watch_entrance
 from saf.adapters.transformers_folder import (
     UPLOAD,
@@ -61,6 +61,9 @@ GENERATED_MASK = "create_masks_for_generate"
 """What `generate` calls for the mask of a pass with a cache of fixed size."""
 GENERATED_PADDING = "_prepare_attention_mask_for_generation"
 """What `generate` calls for a mask of the prompts where it is given none."""
+GENERATED_CANDIDATES = "_get_candidate_generator"
+"""What `generate` calls for what proposes tokens, where another model or the prompt helps."""
+GENERATED = (GENERATED_LENGTH, GENERATED_MASK, GENERATED_PADDING, GENERATED_CANDIDATES)
 SAVE = "save_pretrained"
 """What writes the model's folder, also for a `Trainer` and for `push_to_hub`."""
 
@@ -296,6 +299,7 @@ class TransformersAdapter(TransformersModel, Adapter):
                 setattr(self.model, GENERATED_LENGTH, partial(check_generation, self.model))
                 setattr(self.model, GENERATED_MASK, mask_for_generation)
                 setattr(self.model, GENERATED_PADDING, partial(mask_of_pad_tokens, self.model))
+                setattr(self.model, GENERATED_CANDIDATES, partial(candidates_within, self.model))
             for part in self._saved():
                 setattr(
                     part, SAVE, partial(save_with_heads, self if part is self.model else type(self)(part, self.known))
@@ -308,7 +312,7 @@ class TransformersAdapter(TransformersModel, Adapter):
                 state.before = None
             self._attend_by(before)
             for part in self._saved():
-                for name in (GENERATED_LENGTH, GENERATED_MASK, GENERATED_PADDING, SAVE, UPLOAD):
+                for name in (*GENERATED, SAVE, UPLOAD):
                     vars(part).pop(name, None)
                 unmark_(part.config)
                 watch_owners(part, False)

@@ -20,7 +20,7 @@ from saf.adapters.transformers_cache import (
     filled,
     make_room,
 )
-from saf.adapters.transformers_mask import Mask, check_one_sequence_a_row, padding_mask
+from saf.adapters.transformers_mask import Mask, check_one_sequence_a_row, no_padding, padding_mask
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
@@ -186,7 +186,7 @@ def attend(
         sink(query, key)
     if not (attention_mask is None or documents or places or (mask is not None and mask.dim() == 2)):
         got = type(attention_mask).__name__ if mask is None else list(mask.shape)
-        raise UnsupportedError(f"frozen heads know no mask but of padding, [B, T]; got {got}, leave it out")
+        raise UnsupportedError(no_padding(got))
     if position_ids is not None and documents is None and (module.layer_idx == 0 or beyond):
         real, length = (mask, value.shape[-2]) if places is None else (places.real, query.shape[-2])
         check_one_sequence_a_row(position_ids, real, length)

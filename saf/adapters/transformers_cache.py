@@ -109,6 +109,24 @@ def mask_of_pad_tokens(model: Any, *inputs: Any, **options: Any) -> Tensor:
     return mask
 
 
+def candidates_within(model: Any, *, generation_config: Any, **options: Any) -> Any:
+    """Return what proposes tokens to `generate`, held to its `max_length`: the next token after them has to fit, too.
+
+    That which looks them up in the prompt proposes more near the end, which could be more than the patterns cover.
+    """
+    proposer = type(model)._get_candidate_generator(model, generation_config=generation_config, **options)
+    propose, most = proposer.get_candidates, generation_config.max_length - 1
+
+    def get_candidates(input_ids: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens `[1, T]` so far with those that are proposed, and the logits of these, if known."""
+        tokens, logits = propose(input_ids, *rest, **more)
+        tokens = tokens[:, : max(most, input_ids.shape[1])]
+        return tokens, None if logits is None else logits[:, : tokens.shape[1] - input_ids.shape[1]]
+
+    proposer.get_candidates = get_candidates
+    return proposer
+
+
 def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
     """Let a cache of fixed size hold what a layer keeps: key heads of live heads alone, values in `cached_order`.
 

@@ -58,7 +58,7 @@ def check_length(
     if positions is not None and not torch.compiler.is_compiling():
         if mask is None and cache is None:
             length = longest_document(positions)
-        elif mask is None or mask.dim() == 2:
+        elif mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
             check_one_sequence_a_row(positions, mask, length)
     if length > longest:
         raise InputError(beyond_patterns(length, longest))

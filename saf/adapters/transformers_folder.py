@@ -291,7 +291,7 @@ def section(adapter: Adapter) -> str:
     opens = "AutoModelForCausalLM" if own.endswith(CAUSAL) else own
     events = "".join(f"- {_told(event)}\n" for event in (mark_of(adapter.model.config) or {}).get("events", ()))
     return (
-        f"## Frozen attention heads\n\nOf the {total} attention heads {edited}, a share of "
+        f"## Frozen attention heads\n\nOf its {total} attention heads this model has {edited}, a share of "
         f"{(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
         f"```python\n{OPENS}  # without it, transformers refuses the shapes of the weights\n"
         f"from transformers import {opens}\n\nmodel = {opens}.from_pretrained(folder)\n```\n\n"

@@ -12,7 +12,7 @@ from torch import Tensor
 from saf.adapters.documents import Documents
 from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places, left_padded
 from saf.errors import UnsupportedError
-from saf.ops.positions import Places, assert_later
+from saf.ops.positions import Places, assert_later, left_padding
 from saf.ops.streams import captured
 
 Mask = Tensor | Documents | Places | Beginning | None
@@ -87,6 +87,21 @@ def _check_window(
     documents = Documents.of(mask_function, batch_size, length, torch.device(device or "cpu"), window=local_size)
     if documents is not None:
         raise UnsupportedError(beyond_window(documents.longest, local_size))
+
+
+def check_padding(attention_mask: Tensor) -> None:
+    """Raise UnsupportedError for a mask that is none of padding, `[B, T]`, InputError for padding between real tokens.
+
+    It waits for the device.
+    """
+    if attention_mask.dim() != 2:
+        raise UnsupportedError(no_padding(list(attention_mask.shape)))
+    left_padding(attention_mask)
+
+
+def no_padding(got: Any) -> str:
+    """Say that a mask, of which `got` tells, is none of padding."""
+    return f"frozen heads know no mask but of padding, [B, T]; got {got}, leave it out"
 
 
 def window_of(config: Any) -> int | None:

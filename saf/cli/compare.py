@@ -20,6 +20,7 @@ from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
+from saf.records.events import heads_in_words
 from saf.records.files import naming_unsealed, write_json
 from saf.records.paths import Kind, expect, kind_of
 from saf.records.run import RecordedRun
@@ -122,9 +123,11 @@ class Compare(Command):
                 f"and evaluate it again (`saf evaluate {folder}`)"
             )
         low, high = record["ci95"]
+        before = record["heads_by_kind"][0]
+        beside = f" with {heads_in_words(before)}" if any(before.values()) else ""
         tell_cost_(
             folder,
-            f"perplexity {record['ppl_ordinary']:.4f} before, {record['ppl_frozen']:.4f} after, a change of "
+            f"perplexity {record['ppl_ordinary']:.4f} before{beside}, {record['ppl_frozen']:.4f} after, a change of "
             f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f}), on {record['windows']:,} "
             f"windows of {record['length']:,} tokens, in {record['precision']}",
         )
@@ -132,9 +135,11 @@ class Compare(Command):
     def _perplexities(self, record: Mapping[str, Any]) -> Table:
         """Return the table of two perplexities."""
         low, high = record["ci95"]
+        counts = record["heads_by_kind"]
+        first, second = (heads_in_words(count) if any(count.values()) else "ordinary" for count in counts)
         rows = {
-            "perplexity, ordinary": f"{record['ppl_ordinary']:.4f}",
-            "perplexity, frozen": f"{record['ppl_frozen']:.4f}",
+            "perplexity before": f"{record['ppl_ordinary']:.4f} ({first})",
+            "perplexity after": f"{record['ppl_frozen']:.4f} ({second})",
             "change": f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})",
             "windows": f"{record['windows']:,}",
         }

@@ -16,6 +16,7 @@ from saf.errors import CompareError, InputError, SafWarning
 from saf.heads import EDITED
 from saf.machine.execution import resolve_precision
 from saf.ops import FrozenHeads
+from saf.records.events import heads_in_words
 
 PARENT = "parent"
 """How the roles of the checkpoints begin that a model was made from."""
@@ -71,12 +72,14 @@ def check_pair(
     """Return what two evaluations, the ordinary model's and the frozen one's, tell of being a pair.
 
     `differences` has a line for each that is not the freezing; `made_from` is whether the frozen model was made from
-    the ordinary one, or both from a third, None where no file tells.
+    the ordinary one, or both from a third, None where no file tells; `heads_by_kind` has how many heads of each are
+    frozen and pruned, none where their attention is not known.
 
     Raises CompareError for differences that are not allowed, and for a second model without frozen or pruned heads.
     """
     ordinary, frozen = (record.get("of") or {} for record in records)
-    edited = [sum(facts.get(kind, 0) for kind in EDITED) for facts in (ordinary, frozen)]
+    counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
+    edited = [sum(count.values()) for count in counts]
     if "heads_by_layer" in frozen and not edited[1]:
         swapped = f", and that of {folders[0]} has {edited[0]}: give them the other way round" if edited[0] else ""
         raise CompareError(
@@ -104,7 +107,7 @@ def check_pair(
             f"the models of {folders[0]} and {folders[1]} differ in more than the freezing:\n  {listed}\n"
             "Evaluate the model that heads were frozen in, or allow the differences explicitly (--allow-differences)"
         )
-    return {"differences": lines, "made_from": made_from}
+    return {"differences": lines, "made_from": made_from, "heads_by_kind": counts}
 
 
 def pair_words(told: Mapping[str, Any]) -> list[str]:
@@ -112,6 +115,10 @@ def pair_words(told: Mapping[str, Any]) -> list[str]:
     lines = [f"Difference of the models: {line}." for line in told["differences"]]
     if told["made_from"] is None:
         lines.append("No file tells whether the frozen model was made from the ordinary one.")
+    first = told.get("heads_by_kind", [{}])[0]  # which earlier records do not have
+    if any(first.values()):
+        before = heads_in_words(first)
+        lines.append(f"Of the first model {before} heads are so already: what these cost is not in the change.")
     return lines
 
 

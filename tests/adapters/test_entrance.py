@@ -107,3 +107,14 @@ def test_compiled_whole_passes_are_those_of_calls_and_long_ones_are_refused():
         with pytest.raises((InputError, torch._dynamo.exc.Unsupported), match=r"patterns cover|InputError"):
             compiled(ids, use_cache=False)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_long_rows_with_a_mask_for_each_kind_of_layer_or_of_pairs_are_refused_too(late):
+    model, passes = late
+    ids, positions = tokens(1, LENGTH + 1), torch.arange(LENGTH + 1)[None]
+    pairs = torch.ones(1, 1, LENGTH + 1, LENGTH + 1, dtype=torch.bool).tril()
+    for mask in ({"full_attention": None, "sliding_attention": None}, pairs):
+        with pytest.raises(InputError, match=TOO_LONG):
+            model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    assert not passes

@@ -202,6 +202,16 @@ def test_assisted_tokens_are_the_greedy_ones(frozen, helper):
     assert torch.equal(generate(model, ids, torch.ones_like(ids), do_sample=False, **options), again)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_tokens_looked_up_in_the_prompt_are_none_beyond_what_the_patterns_cover(family):
+    """The prompt repeats itself, so that each pass guesses four tokens more, also where fewer are left."""
+    model, ids = make(family), tokens(1, 3, seed=6).repeat(1, 10)
+    freeze(model, HeadSet([(0, 0), (0, 1), (2, 2)]))
+    mask, options = torch.ones_like(ids), SETTINGS | {"max_new_tokens": 3, "do_sample": False}
+    again = model.generate(ids, attention_mask=mask, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, attention_mask=mask, prompt_lookup_num_tokens=4, **options), again)
+
+
 def test_pad_tokens_within_a_prompt_or_behind_it_are_refused_where_they_make_a_mask(frozen):
     family, model = frozen
     ids = tokens(1, 9, seed=6)

@@ -29,6 +29,7 @@ from saf.integrations.transformers.trainer import (
     check_packing,
     check_wrappers,
     join_trainers,
+    longer,
     rewrap_,
 )
 from saf.machine.execution import Execution
@@ -202,7 +203,6 @@ class FreezeCallback(Editing, ExportableState):
         """Check the model and the settings, and start the schedule or take it up where the checkpoint has it."""
         model, optimizer = given["model"], given.get("optimizer")
         check_wrappers(self.trainer)
-        check_packing(self.trainer)
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
                 f"a Trainer's checkpoint of a {type(model).__name__} does not hold the weights that heads are rows of, "
@@ -220,11 +220,12 @@ class FreezeCallback(Editing, ExportableState):
         tokenizer = self._tokenizer or given.get("processing_class")
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
         self.config.check_length(task.batches[0].shape[-1])
-        self.longest = task.batches[0].shape[-1] if self.config.operation == "freeze" else None
-        check_evaluation(self.trainer, self.longest)
         stored = stored_in(state, type(self).__name__) if state.global_step else None
         updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
         layouts = [site.layout for site in adapter_for(model).sites()]
+        self._expect(updates, sum(layout.num_heads for layout in layouts), task)
+        check_packing(self.trainer)
+        check_evaluation(self.trainer, self.longest)
         left = None if stored is None else stored["schedule"]
         proposer = start_proposer(settings, layouts, updates=updates, state=left)
         assert proposer is not None
@@ -352,6 +353,18 @@ class FreezeCallback(Editing, ExportableState):
                 f"a {self.schedule.name} schedule reads the loss of every update from the log: set logging_steps=1 and "
                 "logging_strategy='steps'"
             )
+
+    def _expect(self, updates: int, heads: int, task: _Sequences) -> None:
+        """Say from when on, in `updates` updates, a model of so many heads takes what rows alone.
+
+        Raises InputError for held-out sequences whose loss could not be told then.
+        """
+        edits, length = self.config.requested(heads) > 0, task.batches[0].shape[-1]
+        self.first = (self.schedule.first_update(updates) or 0) if edits else None
+        self.longest = length if edits and self.config.operation == "freeze" else None
+        most = max((ids.shape[-1] for ids in task.held_out), default=0) - 1  # the last token is a target alone
+        if self.longest is not None and most > self.longest:
+            raise InputError(f"heldout: {longer('sequences', most, self.longest)}")
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings as plain values, by which a resumed run is known."""

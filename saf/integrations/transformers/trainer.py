@@ -36,6 +36,7 @@ from saf.adapters.transformers_mask import (
     beyond_window,
     check_documents,
     check_one_sequence_a_row,
+    check_padding,
     longest_document,
     window_of,
 )
@@ -53,6 +54,8 @@ class Editing(TrainerCallback):
     """Whether `train` was called and its loop has not begun yet; a loop that begins later starts over."""
     longest: int | None = None
     """Tokens of the longest rows that the model takes once heads were edited; None for no such limit."""
+    first: int | None = None
+    """After which update heads are edited at the earliest; None where none will be."""
 
     def start_over_(self, model: nn.Module, optimizer: Any = None) -> None:
         """Take back what events changed: the Trainer is about to start over, with what the model has learned."""
@@ -222,7 +225,8 @@ def check_packing(trainer: Any) -> None:
     """
     collator = trainer.data_collator
     # TRL's collators say so themselves.
-    if not (isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False) is True):
+    packs = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False) is True
+    if not packs or not (_trains_on(trainer) or _evaluates(trainer)):
         return
     if trainer.args.torch_compile:
         raise UnsupportedError(
@@ -242,22 +246,29 @@ def check_packing(trainer: Any) -> None:
 
 
 def _caches(trainer: Any) -> bool:
-    """Return whether passes of training, or of an evaluation that comes during it, make a cache that nobody reads."""
+    """Return whether passes of training, or of evaluations during it, make a cache once heads are edited."""
     if not getattr(getattr(trainer.model, "config", None), "use_cache", False):
         return False
     # With it transformers leaves caches out of training.
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
-    return _evaluates(trainer) or not checkpointing
+    return _evaluates(trainer) or (_trains_on(trainer) and not checkpointing)
+
+
+def _trains_on(trainer: Any) -> bool:
+    """Return whether an update follows the first edit of heads, which may come after the last one."""
+    firsts = [callback.first for callback in _editing(trainer) if callback.first is not None]
+    return min(firsts, default=trainer.state.max_steps) < trainer.state.max_steps
 
 
 def _evaluates(trainer: Any) -> bool:
-    """Return whether an evaluation comes during training."""
+    """Return whether an evaluation follows the first edit of heads: one comes at the end, if any but at the start."""
     strategy = trainer.args.eval_strategy
-    return getattr(strategy, "value", strategy) != "no" or trainer.args.eval_on_start
+    edits = any(callback.first is not None for callback in _editing(trainer))
+    return edits and getattr(strategy, "value", strategy) != "no"
 
 
 def check_evaluation(trainer: Any, longest: int | None) -> None:
-    """Raise InputError where an evaluation during training has a first row of more than `longest` tokens.
+    """Raise InputError where an evaluation that follows an edit has a first row of more than `longest` tokens.
 
     Lists and data sets are looked at, in front of a collator of transformers, which leaves rows as long as they are;
     others are refused when they come.
@@ -272,7 +283,7 @@ def check_evaluation(trainer: Any, longest: int | None) -> None:
         if not isinstance(first, Mapping) or "position_ids" in first:  # packed beforehand, of shorter documents
             continue
         if (length := len(first.get("input_ids", ()))) > longest:
-            raise InputError(f"in evaluations {_longer('rows', length, longest)}")
+            raise InputError(f"in evaluations {longer('rows', length, longest)}")
 
 
 def _document_lengths(trainer: Any) -> list[int]:
@@ -289,30 +300,17 @@ def _document_lengths(trainer: Any) -> list[int]:
 def _watched(trainer: Any) -> Iterator[None]:
     """Refuse rows that frozen heads will not take from the first pass on, while heads are still ordinary.
 
-    These are packed documents longer than a layer's window, or beside a mask or a cache, and rows and documents longer
-    than the patterns that are to be fitted.
+    These are packed documents longer than a layer's window, or beside a mask or a cache, rows and documents longer than
+    the patterns that are to be fitted, and masks of other things than padding at either end.
     """
-    window, editing = window_of(getattr(trainer.model, "config", None)), _editing(trainer)
-    if trainer.args.torch_compile or not editing:
+    if trainer.args.torch_compile or not _editing(trainer):
         yield
         return
 
     def look(_: Any, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """Look at the tokens and positions of a pass."""
-        rows = given.get("input_ids", positional[0] if positional else None)
-        positions, mask = given.get("position_ids"), given.get("attention_mask")
-        length, what = 0 if rows is None else rows.shape[-1], "rows"
-        if positions is not None and (mask is not None or _caches(trainer)):
-            check_one_sequence_a_row(positions, mask, positions.shape[-1])
-        elif positions is not None and window is not None:
-            check_documents(positions, window)
-        longest = min((callback.longest for callback in editing if callback.longest is not None), default=None)
-        if longest is None or length <= longest:
-            return
-        if positions is not None and mask is None:
-            length, what = longest_document(positions), "documents"
-        if length > longest:
-            raise InputError(_longer(what, length, longest))
+        """Look at a pass where such ones follow an edit."""
+        if _trains_on(trainer) if trainer.model.training else _evaluates(trainer):
+            _check_pass(trainer, given.get("input_ids", positional[0] if positional else None), given)
 
     hook = trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     try:
@@ -321,7 +319,29 @@ def _watched(trainer: Any) -> Iterator[None]:
         hook.remove()
 
 
-def _longer(what: str, length: int, longest: int) -> str:
+def _check_pass(trainer: Any, rows: Any, given: dict[str, Any]) -> None:
+    """Raise what `_watched` tells for the tokens `[B, T]` of a pass, its positions and its mask."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if isinstance(mask, Mapping):  # made by hand for each kind of layer; attention looks at them
+        return
+    if mask is not None:
+        check_padding(mask)
+    window = window_of(getattr(trainer.model, "config", None))
+    if positions is not None and (mask is not None or _caches(trainer)):
+        check_one_sequence_a_row(positions, mask, positions.shape[-1])
+    elif positions is not None and window is not None:
+        check_documents(positions, window)
+    limits = [callback.longest for callback in _editing(trainer) if callback.longest is not None]
+    length, what = 0 if rows is None else rows.shape[-1], "rows"
+    if not limits or length <= min(limits):
+        return
+    if positions is not None and mask is None:
+        length, what = longest_document(positions), "documents"
+    if length > min(limits):
+        raise InputError(longer(what, length, min(limits)))
+
+
+def longer(what: str, length: int, longest: int) -> str:
     """Say that rows, or documents, are longer than the patterns that are to be fitted."""
     return (
         f"{what} of {length:,} tokens are longer than those of the calibration, {longest:,}, which the patterns of "
