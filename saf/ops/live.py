@@ -76,7 +76,7 @@ KERNELS = {
     **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
 }
 SPLIT = "split"
-"""The kernel of few rows, frozen heads beside live ones (saf/ops/split.py); other passes take PyTorch's choice."""
+"""The kernel of few rows, frozen heads beside live ones (saf/ops/rows/split.py); other passes take PyTorch's choice."""
 SWITCHES = tuple(
     (backend, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
     for backend, name in (
