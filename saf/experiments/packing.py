@@ -89,6 +89,7 @@ class Packing:
         Raises:
             InputError: A run does not fit into a budget with those that it goes on from.
         """
+        lacks = _once(lacks)
         packed: list[list[PlannedRun]] = [[]]
         for group in _families(missing, plan):
             self._place(group, packed, plan, lacks)
@@ -198,6 +199,18 @@ def all_lost(run: PlannedRun) -> dict[str, str]:
     Records are kept, and with them the heads of a run.
     """
     return {key: "it is of another stay" for key in (run.parent, run.match, run.like) if key}
+
+
+def _once(lacks: Lacks) -> Lacks:
+    """Return the same answer for a run every time: sums of a checkpoint's files take seconds."""
+    known: dict[str, Mapping[str, str]] = {}
+
+    def answer(run: PlannedRun) -> Mapping[str, str]:
+        if run.key not in known:
+            known[run.key] = lacks(run)
+        return known[run.key]
+
+    return answer
 
 
 def runs_in_words(runs: int, of: int, again: int) -> str:
