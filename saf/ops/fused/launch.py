@@ -12,6 +12,7 @@ from saf.ops.fused.kernels import delta_kernel, fused_forward_kernel, key_block_
 from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
 from saf.ops.launch import MOST, PreparedLaunch, cdiv, launch
+from saf.ops.live import score_scale
 from saf.ops.operator import layout_of
 
 FEW_ROWS = 49_152
@@ -98,11 +99,6 @@ def choose_fused_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, 
 
 LOG2E = 1.4426950408889634
 """1 / log 2: the kernels' exponentials are powers of two."""
-
-
-def scores_scale(scale: float | None, dim: int) -> float:
-    """Return the scale of scores, by default 1 / sqrt(D)."""
-    return dim**-0.5 if scale is None else float(scale)
 
 
 def padded(dim: int) -> int:
@@ -280,7 +276,7 @@ def forward_arguments(
     few = few_programs(batch * heads * length, length)
     blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype, few=few)).forward
     numbers = (
-        heads, maps.counts[0], length, scores_scale(scale, dim) * LOG2E,
+        heads, maps.counts[0], length, score_scale(scale, dim) * LOG2E,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *result.stride()[:3], *pattern_strides(patterns),
     )  # fmt: skip
     constants = block_constants(blocks, length, dim, precision) | state_constants(maps)
@@ -344,7 +340,7 @@ def fused_backward(
         query, key, value, grad, lse, delta, dk, dv,
         maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads,
         patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
-        num_value_heads, live, length, scores_scale(scale, dim),
+        num_value_heads, live, length, score_scale(scale, dim),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3], *pattern_strides(patterns),
         **block_constants(blocks.keys, length, dim, precision), **state_constants(maps), GROUPED=maps.grouped,
@@ -354,7 +350,7 @@ def fused_backward(
         launch(
             query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)),
             query, key, value, grad, lse, delta, dq, maps.live, maps.key, maps.value,
-            live, length, scores_scale(scale, dim),
+            live, length, score_scale(scale, dim),
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
             **block_constants(blocks.queries, length, dim, precision, pad=False), **common,
         )  # fmt: skip

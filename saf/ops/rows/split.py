@@ -13,7 +13,7 @@ from torch import Tensor
 from saf.errors import UnsupportedError
 from saf.ops.backend import Call
 from saf.ops.heads import unit_stride
-from saf.ops.live import SPLIT
+from saf.ops.live import SPLIT, score_scale
 from saf.ops.operator import has_tangent, operator, product_precision, uses_triton
 from saf.ops.rows.frozen import CACHED, LIVE_OWN, LIVE_READERS, OWN, READERS, parts_of
 
@@ -76,7 +76,7 @@ def split(call: Call) -> tuple[Tensor, ...]:
     where = (None, value.shape[-2] - query.shape[-2], call.start)
     if places is not None:
         where = (places.first, 0, places.start)
-    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scale = score_scale(call.scale, query.shape[-1])
     sums, logs = split_rows(
         *map(unit_stride, (query, key, value)), own, live_readers, _group(call), read, tables.get(READERS), lowest,
         tables.get("distance"), tables.get("key_scale"), tables.get("row_scale"), *where, parts, scale,
