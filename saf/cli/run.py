@@ -16,9 +16,9 @@ from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError, SafError
 from saf.experiments.dry_run import dry_run
-from saf.experiments.examples import Examples, find_examples, is_of_files, smoke_examples, write_smoke_examples
+from saf.experiments.examples import Examples, find_examples, smoke_examples, write_smoke_examples
 from saf.experiments.execution import Outcome, execute
-from saf.experiments.foretelling import lacking_text
+from saf.experiments.inputs import check_inputs, lacking_text
 from saf.experiments.launching import Launch, Stop, in_a_process, last_line
 from saf.experiments.limits import Limits
 from saf.experiments.many_gpus import Interconnect
@@ -124,7 +124,7 @@ class Run(Command):
             told, tables = dry_run(made, measured, Store(self.store).open(write=False), self.limits, **where)
             show(told, *tables, as_json=self.json)
             return told
-        _check_inputs(made, measured, data)
+        check_inputs(made, measured, data)
         store = Store(self.store).open(write=True)
         with store.hold() as held:
             if scale.speeds is not None:
@@ -243,19 +243,6 @@ class Run(Command):
         told = f"`saf run NAME --scale {made.scale.base}{given}` trains what is missing."
         show(listed, table, told, as_json=self.json)
         return listed
-
-
-def _check_inputs(made: Plan, measured: Measurements, data: TokenData | None) -> None:
-    """Raise SafError where a plan lacks data or examples, or text held out, before anything is trained."""
-    if data is None and made.runs:
-        needed = f"needs --data, a folder made by `saf data prepare`: {made.scale.text}"
-        raise SafError(f"the scale {made.scale.name!r} {needed}")
-    asked = {run.task for run in made.runs.values() if run.task and is_of_files(run.task)}
-    asked |= {given.task for each in measured.planned.values() for given in each.reads if given.task and not given.path}
-    if lacking := ", ".join(sorted(asked - made.files.keys())):
-        raise SafError(f"examples of {lacking} are needed; name the folder that has them with --tasks")
-    if data and (lacking := lacking_text(made, measured, data)):
-        raise InputError(lacking)
 
 
 def in_this_process(

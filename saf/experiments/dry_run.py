@@ -15,6 +15,7 @@ from saf.experiments.packing import Stay, packing_table, runs_in_words
 from saf.experiments.plan import Plan
 from saf.experiments.rates import Rates
 from saf.experiments.store import Store
+from saf.records.quantities import gibibytes
 from saf.records.table import Table
 from saf.train.observer import duration
 
@@ -102,13 +103,8 @@ def _measurements(measured: Measurements, made: Plan, store: Store, rates: Rates
     if not unmade:
         return result, []
     rows = [
-        [each.title, f"saf {each.does}", f"{takes[each.key] / 60:.1f}", _gibibytes(holds[each.key])] for each in unmade
+        [each.title, f"saf {each.does}", f"{takes[each.key] / 60:.1f}", gibibytes(holds[each.key])] for each in unmade
     ]
     took = f"{duration(sum(takes.values()))} on one GPU, one after the other; the same rates."
     notes = [f"{len(rows)} to make, {took}", *memory_notes(unmade)]
     return result, [Table.of("Measurements, afterwards", ["", "command", "takes, min", "memory"], rows, notes)]
-
-
-def _gibibytes(found: float | None) -> str | None:
-    """Return a memory size as the table of runs has it; None where nothing is foretold."""
-    return None if found is None else f"{found / 2**30:.1f} GiB"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from saf.errors import InputError
 from saf.experiments.plan import Plan
 from saf.experiments.planned_run import PlannedRun
+from saf.records.quantities import gibibytes
 from saf.records.table import Table
 from saf.train.observer import duration
 
@@ -231,7 +232,7 @@ def packing_table(stays: Sequence[Stay], packing: Packing, plan: Plan) -> Table:
             for item in command:
                 told = "again, for its checkpoints" if item.run.key in of.again else None
                 told = "stops, goes on in the next command" if item.stops else told
-                memory = f"{item.run.predicted_bytes / 2**30:.1f} GiB"
+                memory = gibibytes(item.run.predicted_bytes)
                 times = [f"{item.begins / 60:.1f}", f"{item.seconds / 60:.1f}"]
                 rows.append([stay, number, item.lane, item.run.title, item.run.updates_to_do, *times, memory, told])
     heads = ["budget", "command", "GPU", "run", "updates", "begins, min", "takes, min", "memory", "note"]

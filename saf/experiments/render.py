@@ -291,7 +291,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
             *errors_and_intervals(values, runs),
             *fewer_seeds(name, recipe, plan, values),
         ),
-        origin=(*filter(None, [speeds]), *rows.apart(), *rows.other_heads(), *rows.busy(), *origin(runs)),
+        origin=(*filter(None, [speeds]), *rows.notes(), *origin(runs)),
     )
 
 
