@@ -160,7 +160,7 @@ def fused_rows() -> dict[str, Row]:
                 "few": (fused_forward_kernel, config.forward, states | {"HAS_DENSE": False}),
                 "queries": (query_block_kernel, config.queries, {}),
             }[name]
-            constants = block_constants(blocks, 4096, dim, "ieee", pad=name != "queries") | more
+            constants = block_constants(blocks, 4096, dim, pad=name != "queries") | more
             rows[f"fused {name} {NAMES[dtype]} D{dim}"] = Row(kernel, constants, dtype)
     return rows
 
