@@ -273,8 +273,8 @@ def training_differences(ordinary: RecordedRun, frozen: RecordedRun, *, without:
     return lines
 
 
-def answers_table(record: Mapping[str, Any]) -> Table:
-    """Return the table of what `compare_answers` found."""
+def answers_comparison_tables(record: Mapping[str, Any]) -> list[Table]:
+    """Return the one table of what `compare_answers` found."""
     choices = sorted(record["answers"], key=int)
     rows = []
     for place, name in enumerate(("ordinary", "frozen")):
@@ -295,4 +295,4 @@ def answers_table(record: Mapping[str, Any]) -> Table:
         *(f"Difference of the runs: {line}" for line in record["differences"]),
     ]
     columns = ("run", "heads frozen or pruned", "accuracy", "taken, by choice", "median update")
-    return Table.of(f"Answers to the same {record['questions']:,} questions", columns, rows, notes)
+    return [Table.of(f"Answers to the same {record['questions']:,} questions", columns, rows, notes)]
