@@ -15,11 +15,11 @@ from saf.ops.decoder.loss_kernel import softmax_gradient
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.fused.launch import choose_fused_config, fused_backward, fused_forward
 from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
-from saf.ops.split import merge_rows, split_rows
+from saf.ops.rows.frozen import OWN, READERS, frozen_rows, join_rows, row_tables
+from saf.ops.rows.split import merge_rows, split_rows
 from saf.ops.toeplitz.config import Config, make_tables
 from saf.ops.toeplitz.kernels import convolve
 from saf.ops.toeplitz.launch import toeplitz_matmul
-from saf.ops.toeplitz.rows import OWN, READERS, frozen_rows, join_rows, row_tables
 from saf.patterns import CompactPattern
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

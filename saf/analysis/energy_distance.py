@@ -77,7 +77,6 @@ def row_distances(
     fitted: int,
     rows: int = ROWS,
     splits: int = SPLITS,
-    sets: int = SETS,
     scale: float = SCALE,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
@@ -93,7 +92,6 @@ def row_distances(
         fitted: How many sequences the models are fitted to; the others are held out.
         rows: Most rows of each side in one estimate; fewer where there are fewer sequences.
         splits: Random splits of the fitted sequences.
-        sets: Generated sets to average over.
         scale: Of Dirichlet concentrations.
         seed: Of generated rows and splits.
         progress: Called after each head with how many are done.
@@ -114,13 +112,13 @@ def row_distances(
             others = measured[fitted:, at, : position + 1]
             generator = torch.Generator().manual_seed(seed)
             quartile[number, at] = split_quartile(distances(own, own), rows=size, splits=splits, generator=generator)
-            for run in range(sets):
+            for run in range(SETS):
                 chosen = others[torch.randperm(held, generator=generator)[:size]]
                 within = distances(chosen, chosen)
                 key = (*head, position, run)
                 for name, drawn in _generate(own, before, size, scale, seed, key).items():
                     apart = energy_distance(distances(drawn, chosen), distances(drawn, drawn), within)
-                    found[name][number, at] += apart / sets
+                    found[name][number, at] += apart / SETS
         if progress is not None:
             progress(number + 1)
     unit = torch.where(quartile > 0, quartile, torch.nan)

@@ -15,7 +15,7 @@ from saf.calibration import latter_half
 from saf.calibration.capture import Batch, evaluation_mode, read_batches
 from saf.errors import InputError
 from saf.heads import HEADS, Head, HeadSet
-from saf.ops.live import capped
+from saf.ops.live import capped, score_scale
 from saf.records import paper
 from saf.records.quantities import number
 from saf.records.table import Part, Table
@@ -132,7 +132,7 @@ def _profile(query: Tensor, key: Tensor, site: Site, rows: Sequence[int], local:
     """Return the profiles of one sequence summed over `rows`, `[4, live heads]` float64."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     with torch.autocast(query.device.type, enabled=False):
-        scale = query.shape[-1] ** -0.5 if site.scale is None else site.scale
+        scale = score_scale(site.scale, query.shape[-1])
         logits = capped(query[:, rows].to(wide) @ key[list(site.layout.key_head)].to(wide).mT * scale, site.soft_cap)
         last = torch.tensor(rows, device=query.device)[:, None]
         keys = torch.arange(key.shape[1], device=query.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops.live import capped
+from saf.ops.live import capped, score_scale
 from saf.ops.operator import TRITON_DTYPES, has_triton
 from saf.statistics import FLOOR
 
@@ -89,7 +89,7 @@ def measure_layer(
 
         return measure_by_kernel(query, key, kv_head=kv_head, scale=scale, lengths=lengths)
     count, heads, length, dim = query.shape
-    factor = dim**-0.5 if scale is None else scale
+    factor = score_scale(scale, dim)
     limit = strip_limit(query.device) if strip_elements is None else strip_elements
     rows, together = _cut(count, length, rows, limit)
     parts, spans = [], spans_of(lengths or [length] * count)

@@ -11,7 +11,7 @@ from saf.arguments import checked
 from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
 from saf.calibration.watch import Modules, Seen, modules_of, values_of, watch
 from saf.errors import InputError, UnsupportedError
-from saf.ops.live import capped
+from saf.ops.live import capped, score_scale
 from saf.scores.outputs import HeadOutputs
 from saf.statistics import AttentionStatistics
 
@@ -106,7 +106,7 @@ class _Layer:
 
     def _add(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
         """Add one sequence: contributions of every live head at the sampled rows, and their changes."""
-        scale = query.shape[-1] ** -0.5 if self.site.scale is None else self.site.scale
+        scale = score_scale(self.site.scale, query.shape[-1])
         logits = capped(query @ key.mT * scale, self.site.soft_cap)
         position = torch.arange(key.shape[1], device=key.device)
         future = position > torch.tensor(self.rows, device=key.device)[:, None]

@@ -14,7 +14,7 @@ from saf.calibration.capture import Sequences
 from saf.calibration.plan import lowered_dtype
 from saf.errors import CheckpointError
 from saf.heads import HeadSet
-from saf.ops.toeplitz.operator import float32_products
+from saf.ops.operator import product_precision
 from saf.records.files import check_file, file_hash, read_json, read_tensors, to_json, write_json, write_tensors
 from saf.records.folders import new_files, new_folder
 
@@ -100,7 +100,7 @@ def inputs_of(
         "positions": list(positions),
         "device": device.type,
         "autocast": None if lowered is None else str(lowered),
-        "float32_products": float32_products(),
+        "float32_products": product_precision(torch.float32),
     }
 
 

@@ -15,6 +15,7 @@ from saf.calibration.kernels import lse_kernel, tile_kernel
 from saf.calibration.layer import MAX_DIM, LayerStatistics, compared_rows, spans_of
 from saf.errors import InputError
 from saf.ops.launch import SHARED_MEMORY, launch, shared_memory
+from saf.ops.live import score_scale
 from saf.ops.operator import TRITON_DTYPES
 from saf.statistics import FLOOR
 
@@ -145,7 +146,7 @@ def measure_by_kernel(
     count, heads, length, dim = query.shape
     if config is None:
         config = choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
-    factor = dim**-0.5 if scale is None else scale
+    factor = score_scale(scale, dim)
     lengths = lengths or [length] * count
     loop = _Loop(query, key, kv_head, factor / math.log(2), config, lengths)
     size = config.block_m

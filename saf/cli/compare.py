@@ -13,12 +13,10 @@ from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
-from saf.evaluate.answers import answers_table, compare_answers, has_answers
 from saf.evaluate.compare import compare_evaluations, compare_runs
-from saf.evaluate.compare_recall import compare_recall, has_recall, recall_comparison_tables
 from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
 from saf.evaluate.paired import RESAMPLES
-from saf.evaluate.side_by_side import Comparison, arm_names, arms_table
+from saf.evaluate.side_by_side import JUDGED, Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
 from saf.records.events import heads_in_words
 from saf.records.files import naming_unsealed, write_json
@@ -72,18 +70,13 @@ class Compare(Command):
         if self.card is not None:
             raise InputError("--card is of evaluations of models of transformers; runs have no model card")
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
-        if any(map(has_answers, runs)):
-            return self._compare_answers(ordinary, frozen)
-        if any(map(has_recall, runs)):
-            return self._compare_recall(ordinary, frozen)
-        record = compare_runs(
-            ordinary,
-            frozen,
-            out=self.out or self.frozen,
-            allow_differences=self.allow_differences,
-            resamples=self.resamples,
-            seed=self.seed,
-        )
+        given = {"out": self.out or self.frozen, "allow_differences": self.allow_differences}
+        for judged in JUDGED.values():
+            if any(map(judged.has, runs)):
+                record = judged.compare(ordinary, frozen, **given)
+                show(record, *judged.tables(record), as_json=self.json)
+                return record
+        record = compare_runs(ordinary, frozen, **given, resamples=self.resamples, seed=self.seed)
         names = arm_names(runs)
         table = arms_table(runs, names, [Comparison(names[1], ordinary, frozen, record)], brief=True)
         show(record, table, as_json=self.json)
@@ -144,20 +137,6 @@ class Compare(Command):
             "windows": f"{record['windows']:,}",
         }
         return Table.facts(f"{self.frozen} against {self.ordinary}", rows, notes=pair_words(record))
-
-    def _compare_answers(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
-        """Compare two finetuned runs, write compare.json, show and return it."""
-        out = self.out or self.frozen
-        record = compare_answers(ordinary, frozen, out=out, allow_differences=self.allow_differences)
-        show(record, answers_table(record), as_json=self.json)
-        return record
-
-    def _compare_recall(self, ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
-        """Compare two runs of recall, write compare.json, show and return it."""
-        out = self.out or self.frozen
-        record = compare_recall(ordinary, frozen, out=out, allow_differences=self.allow_differences)
-        show(record, *recall_comparison_tables(record), as_json=self.json)
-        return record
 
 
 COMMAND = Compare

@@ -22,8 +22,8 @@ from saf.experiments.scales import Scale
 from saf.experiments.store import Store
 from saf.records.files import naming_unsealed
 from saf.records.paths import Kind, expect
-from saf.report.benchmarks.bars import write_bars
 from saf.report.benchmarks.page import read_records, write_bench_report
+from saf.report.benchmarks.picture import write_bars
 from saf.report.models.page import write_model_report
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture

@@ -2,29 +2,30 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from saf.arguments import above, at_least
+from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import say, show
 from saf.cli.scale import AtScale
 from saf.data import TokenData
 from saf.errors import InputError, SafError
-from saf.experiments.examples import Examples, find_examples, is_of_files, smoke_examples, write_smoke_examples
-from saf.experiments.execution import Lanes, Outcome, execute
-from saf.experiments.foretelling import foretell, foretell_bytes, lacking_text, memory_notes
+from saf.experiments.dry_run import dry_run
+from saf.experiments.examples import Examples, find_examples, smoke_examples, write_smoke_examples
+from saf.experiments.execution import Outcome, execute
+from saf.experiments.inputs import check_inputs, lacking_text
 from saf.experiments.launching import Launch, Stop, in_a_process, last_line
-from saf.experiments.many_gpus import Interconnect, scaling_table
+from saf.experiments.limits import Limits
+from saf.experiments.many_gpus import Interconnect
 from saf.experiments.measuring import Measurements, carry_out, lost_inputs, plan_measurements, ready
-from saf.experiments.packing import RESERVE, Lacks, Packing, check_command, packing_table, runs_in_words
+from saf.experiments.packing import RESERVE, runs_in_words
 from saf.experiments.plan import Plan, notes_of_data, plan
-from saf.experiments.planned_run import PlannedRun, events_of
-from saf.experiments.rates import Measured, Rates
+from saf.experiments.rates import Rates
 from saf.experiments.recipe import open_recipes
 from saf.experiments.render import render
 from saf.experiments.scales import Scale
@@ -65,23 +66,14 @@ class Run(Command):
     """Seeds instead of the scale's own, of which a recipe takes as many as the paper's table has."""
     dry_run: bool = False
     """Say what would run, when, how long and with how much memory, and stop."""
-    command_minutes: Annotated[float | None, above(0)] = None
-    """End this command within so many minutes: a run that would not end in time is left for the next one."""
-    budget_minutes: Annotated[float | None, above(0)] = None
-    """Minutes on this machine, counted from the first command that names them: parents are packed with their arms, and
-    only what fits is begun. Folders of runs may be lost after it, records are to be kept."""
+    limits: Annotated[Limits, FLAT] = field(default_factory=Limits)
+    """What the command may use."""
     gpus: Annotated[int | None, at_least(1)] = None
     """How many GPUs --dry-run counts with; those of this machine when not given."""
     nodes: Annotated[int | None, at_least(1)] = None
     """With --dry-run, foretell updates that are shared by --gpus GPUs on each of so many machines."""
     links: Annotated[Interconnect, FLAT] = field(default_factory=Interconnect)
     """What is assumed of those GPUs."""
-    jobs: Annotated[int, at_least(1)] = 1
-    """Runs at a time on one GPU, but for those whose time matters, which have it for themselves."""
-    quality_only: bool = False
-    """With --jobs, let runs share a GPU whose times a table would show: these times are left out."""
-    measured: Annotated[Measured, FLAT] = field(default_factory=Measured)
-    """What runs take, where it was measured."""
     folder: Path | None = None
     """Folder of recipes instead of the project's own."""
     out: Path | None = None
@@ -98,9 +90,6 @@ class Run(Command):
             raise InputError("nodes is for a dry run that counts with GPUs; add --dry-run and --gpus")
         if self.nodes is None and self.links != Interconnect():
             raise InputError("what is said of an interconnect has no effect without nodes; add --nodes")
-        check_command(None if self.command_minutes is None else 60 * self.command_minutes)
-        if self.quality_only and self.jobs == 1:
-            raise InputError("quality_only has no effect without jobs above 1, which lets runs share a GPU")
 
     def run(self) -> dict[str, Any]:
         """List, plan or carry out, and return what was shown.
@@ -131,15 +120,18 @@ class Run(Command):
             return self._list(made, measured, Store(self.store).open(write=False), known=known)
         if self.dry_run:
             made.notes += [lacking] if data and (lacking := lacking_text(made, measured, data)) else []
-            return self._foretell(made, measured, Store(self.store).open(write=False))
-        _check_inputs(made, measured, data)
+            where = {"gpus": self.gpus, "nodes": self.nodes, "links": self.links}
+            told, tables = dry_run(made, measured, Store(self.store).open(write=False), self.limits, **where)
+            show(told, *tables, as_json=self.json)
+            return told
+        check_inputs(made, measured, data)
         store = Store(self.store).open(write=True)
         with store.hold() as held:
             if scale.speeds is not None:
                 store.keep_speeds_(scale.speeds)
             for note in made.notes:
                 say(note)
-            launch = in_this_process if self._here(made) else partial(in_a_process, held=(held.fileno(),))
+            launch = in_this_process if self.limits.here(made) else partial(in_a_process, held=(held.fileno(),))
             outcome = self._carry_out(made, measured, store, data.folder if data else Path(), launch)
         tables = [render(name, recipe, made, store, measured) for name, recipe in recipes.items()]
         for table in tables if self.out else ():
@@ -156,22 +148,16 @@ class Run(Command):
 
         What an earlier command left to measure comes first: folders of runs may be lost before the others end.
         """
-        began, before = time.monotonic(), Outcome()
-        seconds = None if self.command_minutes is None else 60 * self.command_minutes
+        began, before, seconds = time.monotonic(), Outcome(), self.limits.command_seconds
         ends = None if seconds is None else began + seconds - RESERVE
         if carry_out(ready(measured, store), store, before, say=say, launch=launch, ends=ends):
             before.stopped = True
             return before
         lost = lost_inputs(measured, store)
-        rates, only, lanes = self._rates(made, store), None, self._lanes(made)
-        if self.budget_minutes is not None:
-            left = store.budget_left_(60 * self.budget_minutes)
-            packing = self._packing(made, store, rates, lanes=len(lanes.devices), left=left)
-            missing = _missing(made, store, lost)
-            stays = packing.stays(missing, made, _once(store.lacks))
-            only, again = ([run.key for run in stays[0].runs], len(stays[0].again)) if stays else ([], 0)
-            kept = runs_in_words(len(only) - again, len(missing), again)
-            say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
+        rates, only, lanes = self.limits.rates(made, store), None, self.limits.lanes(made)
+        if self.limits.budget_seconds is not None:
+            left = store.budget_left_(self.limits.budget_seconds)
+            only = self._fitting(made, store, rates, lanes=len(lanes.devices), left=left, lost=lost)
         if lanes.at_once < lanes.jobs:
             say(
                 f"--jobs {lanes.jobs}: a GPU's {lanes.memory / 1e9:.0f} GB hold {lanes.at_once} of the largest runs, "
@@ -190,7 +176,7 @@ class Run(Command):
             lost={key: why for key, why in lost.items() if only is None or key in only},
         )
         if only is not None:
-            beyond = {run.key for run in _missing(made, store, {})} - {*only, *outcome.failed}
+            beyond = {run.key for run in store.missing(made.runs.values())} - {*only, *outcome.failed}
             outcome.left += sorted(beyond - {*outcome.left})
         outcome.failed |= before.failed
         if not outcome.stopped:
@@ -198,6 +184,17 @@ class Run(Command):
         outcome.ended[:0] = before.ended
         outcome.found = [key for key in outcome.found if key not in before.ended]
         return outcome
+
+    def _fitting(
+        self, made: Plan, store: Store, rates: Rates, *, lanes: int, left: float, lost: Mapping[str, str]
+    ) -> list[str]:
+        """Return the keys of the runs that the `left` seconds of a budget hold, and say how many they are."""
+        missing = store.missing(made.runs.values(), lost)
+        stays = self.limits.packing(made, store, rates, lanes=lanes, left=left).stays(missing, made, store.lacks)
+        only, again = ([run.key for run in stays[0].runs], len(stays[0].again)) if stays else ([], 0)
+        kept = runs_in_words(len(only) - again, len(missing), again)
+        say(f"{duration(left)} of the budget are left: {kept} fit; after them a new budget begins")
+        return only
 
     def _data(self, scale: Scale, *, trains: bool) -> TokenData | None:
         """Return the data; the smoke scale's are made where there are none and something is trained."""
@@ -227,34 +224,6 @@ class Run(Command):
         """Return whether something is made, not only listed or foretold."""
         return bool(self.recipes) and not self.dry_run
 
-    def _here(self, made: Plan) -> bool:
-        """Return whether runs are made in this process, where starting one would take longer than the run."""
-        return made.scale.base == "smoke" and self.jobs == 1
-
-    def _lanes(self, made: Plan) -> Lanes:
-        """Return where runs are made: one at a time here, or on every GPU."""
-        alone = made.clocks | (set() if self.quality_only else made.shown_times)
-        return Lanes() if self._here(made) else Lanes.of_this_machine(self.jobs, alone, made.runs.values())
-
-    def _rates(self, made: Plan, store: Store) -> Rates:
-        """Return what runs take: as named, else as ended ordinary runs of the plan measured, else as the scale says."""
-        if not made.runs:
-            return made.scale.rates
-        shortest = min(made.runs.values(), key=lambda run: run.shape.max_length)
-        rates = _as_recorded(made, store) or made.scale.rates
-        return self.measured.applied(rates, flops_per_token=shortest.shape.flops_per_token(shortest.shape.max_length))
-
-    def _packing(self, made: Plan, store: Store, rates: Rates, *, lanes: int, left: float | None = None) -> Packing:
-        """Return the limits that were named, in seconds; `left` of the budget that is under way."""
-        done = {key: store.done(key) for key in made.runs}
-        return Packing(
-            seconds=lambda run: run.seconds(rates, done=done[run.key]),
-            lanes=lanes,
-            command=None if self.command_minutes is None else 60 * self.command_minutes,
-            budget=None if self.budget_minutes is None else 60 * self.budget_minutes,
-            left=left,
-        )
-
     def _list(self, made: Plan, measured: Measurements, store: Store, *, known: bool) -> dict[str, Any]:
         """Show every recipe with its number of runs, and how many are done where the data are known."""
         rows, listed = [], {}
@@ -274,111 +243,6 @@ class Run(Command):
         told = f"`saf run NAME --scale {made.scale.base}{given}` trains what is missing."
         show(listed, table, told, as_json=self.json)
         return listed
-
-    def _foretell(self, made: Plan, measured: Measurements, store: Store) -> dict[str, Any]:
-        """Show what is missing, packed into budgets and commands, with predicted minutes and memory."""
-        rates, missing = self._rates(made, store), _missing(made, store, lost_inputs(measured, store))
-        lanes = len(self._lanes(made).devices) if self.nodes or not self.gpus else self.gpus
-        packing = self._packing(made, store, rates, lanes=lanes)
-        stays = packing.stays(missing, made, _once(store.lacks))
-        runs, seconds = [run for stay in stays for run in stay.runs], sum(stay.seconds for stay in stays)
-        commands, again = sum(len(stay.commands) for stay in stays), sum(len(stay.again) for stay in stays)
-        disk = sum({run.key: run.kept_bytes for run in runs}.values())
-        within = [f"budgets of {self.budget_minutes:g} min: {len(stays)}"] if self.budget_minutes else []
-        within += [f"commands of {self.command_minutes:g} min: {commands}"] if self.command_minutes else []
-        notes = [
-            f"{runs_in_words(len(missing), len(made.runs), again)} to train, {len(made.runs) - len(missing)} done; "
-            f"{duration(seconds)} on {lanes} GPU{'s' * (lanes > 1)}" + "".join(f"; {each}" for each in within) + ".",
-            f"{rates.described()} All heads are counted as live. --tokens-per-second, --compile-seconds and "
-            "--start-seconds name others.",
-            *([f"Checkpoints of these runs take {disk / 1e9:.3g} GB of the disk in the end."] if runs else []),
-            *made.notes,
-            *([] if made.data or made.scale.base == "smoke" else ["Without --data nothing is known to be done."]),
-        ]
-        table = replace(packing_table(stays, packing, made), notes=tuple(notes))
-        unmade = [each for each in measured.planned.values() if store.measurement(each.key) is None]
-        takes = {each.key: foretell(each, made, rates) for each in unmade}
-        holds = {each.key: foretell_bytes(each, made) for each in unmade}
-        result = {
-            "runs": len(missing),
-            "again": again,
-            "measurements": len(unmade),
-            "seconds": seconds,
-            "measuring_seconds": takes,
-            "measuring_bytes": holds,
-            "bytes": max((run.predicted_bytes for run in runs), default=0),
-            "disk_bytes": disk,
-            "rates": vars(rates),
-            "budgets": [
-                [[(item.run.key, round(item.seconds)) for item in command] for command in stay.commands]
-                for stay in stays
-            ],
-        }
-        tables = [table] * bool(made.runs)
-        if self.nodes and self.gpus:
-            pretrained = [run for run in missing if run.work is None]
-            shared, told = scaling_table(pretrained, rates, gpus=self.gpus, nodes=self.nodes, links=self.links)
-            tables += [shared] * bool(pretrained)
-            result["many_gpus"] = {key: each.to_dict() for key, each in told.items()}
-        if unmade:
-            rows = [
-                [each.title, f"saf {each.does}", f"{takes[each.key] / 60:.1f}", _gibibytes(holds[each.key])]
-                for each in unmade
-            ]
-            took = f"{duration(sum(takes.values()))} on one GPU, one after the other; the same rates."
-            told = [f"{len(rows)} to make, {took}", *memory_notes(unmade)]
-            tables.append(Table.of("Measurements, afterwards", ["", "command", "takes, min", "memory"], rows, told))
-        show(result, *tables, as_json=self.json)
-        return result
-
-
-def _check_inputs(made: Plan, measured: Measurements, data: TokenData | None) -> None:
-    """Raise SafError where a plan lacks data or examples, or text held out, before anything is trained."""
-    if data is None and made.runs:
-        needed = f"needs --data, a folder made by `saf data prepare`: {made.scale.text}"
-        raise SafError(f"the scale {made.scale.name!r} {needed}")
-    asked = {run.task for run in made.runs.values() if run.task and is_of_files(run.task)}
-    asked |= {given.task for each in measured.planned.values() for given in each.reads if given.task and not given.path}
-    if lacking := ", ".join(sorted(asked - made.files.keys())):
-        raise SafError(f"examples of {lacking} are needed; name the folder that has them with --tasks")
-    if data and (lacking := lacking_text(made, measured, data)):
-        raise InputError(lacking)
-
-
-def _gibibytes(found: float | None) -> str | None:
-    """Return a memory size as the plan of runs has it; None where nothing is foretold."""
-    return None if found is None else f"{found / 2**30:.1f} GiB"
-
-
-def _missing(made: Plan, store: Store, lost: Mapping[str, str]) -> list[PlannedRun]:
-    """Return the runs of a plan that have no record, and those whose folder a measurement needs."""
-    return [run for run in made.runs.values() if run.key in lost or store.record(run.key) is None]
-
-
-def _once(lacks: Lacks) -> Lacks:
-    """Return the same answer for a run every time: sums of a checkpoint's files take seconds."""
-    known: dict[str, Mapping[str, str]] = {}
-
-    def answer(run: PlannedRun) -> Mapping[str, str]:
-        if run.key not in known:
-            known[run.key] = lacks(run)
-        return known[run.key]
-
-    return answer
-
-
-def _as_recorded(made: Plan, store: Store) -> Rates | None:
-    """Return the scale's rates with the speed of updates that ended ordinary runs recorded; None without any."""
-    records = [(run, store.record(run.key)) for run in made.runs.values() if not events_of(run.settings)]
-    found = sorted(
-        run.flops_per_update / record["update_seconds"]["median"]
-        for run, record in records
-        if record and record.get("update_seconds") and not record["shared"] and run.settings.get("compile") != "off"
-    )
-    if not found:
-        return None
-    told = f"updates as {len(found)} ordinary runs of this store measured, the rest {made.scale.rates.source}"
-    return replace(made.scale.rates, flops=found[len(found) // 2], source=told)
 
 
 def in_this_process(

@@ -1,19 +1,14 @@
 """Text in, a data folder out: read, tokenise, divide into partitions, shuffle, write, publish."""
 
 import platform
-import sys
-import time
 import warnings
-from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from saf.data.config import PrepareConfig
 from saf.data.documents import (
@@ -29,12 +24,13 @@ from saf.data.documents import (
     limited_texts,
 )
 from saf.data.encoding import EncodePool
+from saf.data.progress import ReadingProgress
 from saf.data.readers import Options
-from saf.data.shards import CHUNK_TOKENS, FileInfo, PartitionInfo, ShardWriter, chunks, token_dtype
+from saf.data.shards import FileInfo, PartitionInfo, ShardWriter, chunks, token_dtype
 from saf.data.sources import Source, resolve, write_left_out
+from saf.data.spool import Spool
 from saf.data.token_data import TOKENIZER_FILE, DataIndex, TokenizerInfo
 from saf.data.tokenizer import Tokenizer, choose_tokenizer
-from saf.data.utf8 import DIGEST_BYTES
 from saf.errors import DataError, InputError, SafWarning
 from saf.records.files import file_hash
 from saf.records.folders import locked_beside, new_folder, restore_replaced_
@@ -42,10 +38,6 @@ from saf.records.folders import locked_beside, new_folder, restore_replaced_
 Names = str | Path | Sequence[str | Path]
 # Names of foreign files that an error shows.
 _NAMES_SHOWN = 5
-# Seconds between two states of the progress display: people see no more of them.
-_BETWEEN_LINES = 0.1
-# Bytes of tokens that are written at once; a round number, and disks are not what preparing waits for.
-_SPOOL_BYTES = 2**20
 # Settings that say where things are or how fast to go, not what comes out.
 _NOT_RECORDED = ("workers", "heldout")
 
@@ -176,7 +168,7 @@ class Reading:
         self._counts = {"train": ReadingCounts(), "heldout": ReadingCounts()}
         self._read_from_disk = 0
 
-    def tokenise(self, folder: Path, tokenizer: Tokenizer, shown: "ReadingProgress") -> "Spool":
+    def tokenise(self, folder: Path, tokenizer: Tokenizer, shown: ReadingProgress) -> Spool:
         """Read every document, tokenise it and put it aside in reading order."""
         sizes = [source.size for source in (*self._train, *self._heldout)]
         total = None if None in sizes else sum(size for size in sizes if size)
@@ -268,7 +260,7 @@ def _with_left_out(sources: Sequence[Source], facts: Sequence[dict]) -> list[dic
 
 
 def _write_partitions(
-    folder: Path, spool: "Spool", tokenizer: Tokenizer, config: PrepareConfig
+    folder: Path, spool: Spool, tokenizer: Tokenizer, config: PrepareConfig
 ) -> tuple[dict[str, PartitionInfo], int]:
     """Write every partition; return what was written, and how many documents were left out as nearly held out."""
     partition = assign(
@@ -301,109 +293,3 @@ def _tell_of_little(partition: np.ndarray, tokens: np.ndarray, config: PrepareCo
             SafWarning,
             stacklevel=3,
         )
-
-
-class Spool:
-    """Keep token ids in one temporary file; what is known of each document in memory, some 66 bytes each."""
-
-    def __init__(self, path: Path, dtype: np.dtype, eot_id: int):
-        self._path, self._dtype = path, dtype
-        self._eot = np.array([eot_id], dtype=dtype).tobytes()
-        self._file = open(path, "wb", buffering=_SPOOL_BYTES)  # noqa: SIM115 (closed by close)
-        self._digests, self._loose = bytearray(), bytearray()
-        self._waiting = 0
-        self._keys, self._tokens, self._bytes, self._heldout = array("Q"), array("q"), array("q"), array("b")
-
-    def add(self, ids: np.ndarray):
-        """Append tokens of the document that ends next."""
-        self._file.write(ids.astype(self._dtype).tobytes())
-        self._waiting += len(ids)
-
-    def end(self, document: Document):
-        """End a document with an end-of-text token."""
-        self._file.write(self._eot)
-        self._digests += document.digest
-        self._loose += document.loose
-        self._keys.append(document.key)
-        self._tokens.append(self._waiting + 1)
-        self._waiting = 0
-        self._bytes.append(len(document.data))
-        self._heldout.append(document.heldout)
-
-    def close(self):
-        """Flush the file and make the columns arrays; nothing can be added after."""
-        self._file.close()
-        self.keys = np.array(self._keys, dtype=np.uint64)
-        self.tokens = np.array(self._tokens, dtype=np.int64)
-        self.bytes = np.array(self._bytes, dtype=np.int64)
-        self.heldout = np.array(self._heldout, dtype=bool)
-        self.digests, self.loose = (
-            np.frombuffer(bytes(kept), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-            for kept in (self._digests, self._loose)
-        )
-        self._ends = np.cumsum(self.tokens)
-
-    def parts(self, documents: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the tokens of documents in the order given, end-of-text included, a long one in parts.
-
-        They are read rather than mapped: what is mapped of a file of gigabytes would count as memory.
-        """
-        width = self._dtype.itemsize
-        with open(self._path, "rb", buffering=0) as file:
-            for index in documents:
-                end = int(self._ends[index])
-                for start in range(end - int(self.tokens[index]), end, CHUNK_TOKENS):
-                    file.seek(start * width)
-                    yield np.frombuffer(file.read(min(CHUNK_TOKENS, end - start) * width), dtype=self._dtype)
-
-    def remove(self):
-        """Delete the file."""
-        self._path.unlink()
-
-
-class ReadingProgress(AbstractContextManager):
-    """Show progress over text whose amount is known by bytes on disk or by a limit, or not at all."""
-
-    def __init__(self, show: bool | None):
-        """Show a bar if `show`; None means only when stderr is a terminal."""
-        self._shown = sys.stderr.isatty() if show is None else show
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not self._shown,
-        )
-
-    def __enter__(self) -> "ReadingProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *reason):
-        self._bar.stop()
-
-    def stage(self, name: str, total: float | None = None) -> "Stage":
-        """Begin a named stage; `total` is 1.0 when the share done will be known."""
-        for task in self._bar.tasks:
-            self._bar.update(task.id, total=1.0, completed=1.0, rate="")
-        return Stage(self._bar, self._bar.add_task(name, total=total, rate=""))
-
-
-class Stage:
-    """Show one line of the progress display."""
-
-    def __init__(self, bar: Progress, task):
-        self._bar, self._task = bar, task
-        self._start = self._last = time.monotonic()
-
-    def update(self, *, share: float | None, text_bytes: int, tokens: int):
-        """Show how far a stage is: share in [0, 1] if known, bytes of text and tokens so far."""
-        now = time.monotonic()
-        if now - self._last < _BETWEEN_LINES:
-            return
-        self._last, seconds = now, now - self._start
-        rate = f"{text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds / 1e6:.2f} M tokens/s"
-        completed = min(share, 1.0) if share is not None else 0.0
-        self._bar.update(self._task, completed=completed, rate=rate)

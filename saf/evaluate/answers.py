@@ -218,34 +218,45 @@ def compare_answers(
     pair = [read_answers(run) for run in (ordinary, frozen)]
     changes = paired_answers(*pair)
     found = training_differences(ordinary, frozen)
-    if found and not allow_differences:
-        listed = "\n  ".join(found)
-        raise CompareError(
-            f"these runs were finetuned differently:\n  {listed}\n"
-            "Finetune both with the same settings, or allow the differences explicitly (--allow-differences)"
-        )
+    check_alike(found, allow_differences=allow_differences)
     results = [run.finished_result() for run in (ordinary, frozen)]
-    names = ("ordinary", "frozen")
-    finals = {name: one["provenance"]["checkpoints"].get("final") for name, one in zip(names, results, strict=True)}
-    head = result_header("answers_comparison", {"allow_differences": allow_differences}, checkpoints=finals)
     record = {
-        **head,
-        "ordinary": str(ordinary.folder),
-        "frozen": str(frozen.folder),
-        "arms": [ordinary.arm, frozen.arm],
-        "heads": [len(run.edited_heads) for run in (ordinary, frozen)],
-        "heads_by_kind": [run.head_counts for run in (ordinary, frozen)],
+        **pair_header("answers_comparison", ordinary, frozen, allow_differences=allow_differences),
         "questions": len(pair[0]),
         "accuracy": [one["accuracy"] for one in results],
         "taken": [one["taken"] for one in results],
         "answers": results[0]["answers"],
         **changes,
-        "update_seconds": [(one["update_seconds"] or {}).get("median") for one in results],
         "differences": found,
     }
     if out is not None:
         write_json(Path(out) / "compare.json", record)
     return record
+
+
+def check_alike(differences: Sequence[str], *, allow_differences: bool) -> None:
+    """Raise CompareError, listing them, for runs of a task that differ in how they were trained, unless allowed."""
+    if differences and not allow_differences:
+        listed = "\n  ".join(differences)
+        raise CompareError(
+            f"these runs were trained differently:\n  {listed}\n"
+            "Train both with the same settings, or allow the differences explicitly (--allow-differences)"
+        )
+
+
+def pair_header(kind: str, ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> dict[str, Any]:
+    """Return what the record of a comparison tells of two runs of a task, whatever they were judged by."""
+    pair = {"ordinary": ordinary, "frozen": frozen}
+    results = {name: run.finished_result() for name, run in pair.items()}
+    finals = {name: one["provenance"]["checkpoints"].get("final") for name, one in results.items()}
+    return {
+        **result_header(kind, {"allow_differences": allow_differences}, checkpoints=finals),
+        **{name: str(run.folder) for name, run in pair.items()},
+        "arms": [run.arm for run in pair.values()],
+        "heads": [len(run.edited_heads) for run in pair.values()],
+        "heads_by_kind": [run.head_counts for run in pair.values()],
+        "update_seconds": [(one["update_seconds"] or {}).get("median") for one in results.values()],
+    }
 
 
 def training_differences(ordinary: RecordedRun, frozen: RecordedRun, *, without: Collection[str] = ()) -> list[str]:
@@ -262,8 +273,8 @@ def training_differences(ordinary: RecordedRun, frozen: RecordedRun, *, without:
     return lines
 
 
-def answers_table(record: Mapping[str, Any]) -> Table:
-    """Return the table of what `compare_answers` found."""
+def answers_comparison_tables(record: Mapping[str, Any]) -> list[Table]:
+    """Return the one table of what `compare_answers` found."""
     choices = sorted(record["answers"], key=int)
     rows = []
     for place, name in enumerate(("ordinary", "frozen")):
@@ -284,4 +295,4 @@ def answers_table(record: Mapping[str, Any]) -> Table:
         *(f"Difference of the runs: {line}" for line in record["differences"]),
     ]
     columns = ("run", "heads frozen or pruned", "accuracy", "taken, by choice", "median update")
-    return Table.of(f"Answers to the same {record['questions']:,} questions", columns, rows, notes)
+    return [Table.of(f"Answers to the same {record['questions']:,} questions", columns, rows, notes)]

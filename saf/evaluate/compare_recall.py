@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import CompareError, InputError
-from saf.evaluate.answers import paired_error, training_differences
+from saf.evaluate.answers import check_alike, pair_header, paired_error, training_differences
 from saf.evaluate.recall import RECALL, not_learnt
 from saf.records.events import heads_in_words
 from saf.records.files import read_json, write_json
-from saf.records.result import result_header
 from saf.records.run import RecordedRun
 from saf.records.table import Table
 
@@ -46,30 +45,17 @@ def compare_recall(
         if not has_recall(run):
             raise InputError(f"{run.folder} was not judged by recall; compare it with runs of its own task")
     found = _differences(ordinary, frozen)
-    if found and not allow_differences:
-        listed = "\n  ".join(found)
-        raise CompareError(
-            f"these runs of recall were trained differently:\n  {listed}\n"
-            "Train both with the same settings, or allow the differences explicitly (--allow-differences)"
-        )
+    check_alike(found, allow_differences=allow_differences)
     _check_queries(ordinary, frozen)
     answers = [_answers(run) for run in pair]
     tests = {update: paired_tests(answers[0][update], answers[1][update]) for update in answers[0].keys() & answers[1]}
-    names = ("ordinary", "frozen")
-    finals = {name: one["provenance"]["checkpoints"].get("final") for name, one in zip(names, results, strict=True)}
-    gates = [one["recall"] for one in results]
+    gates = {name: one["recall"] for name, one in zip(("ordinary", "frozen"), results, strict=True)}
     record = {
-        **result_header("recall_comparison", {"allow_differences": allow_differences}, checkpoints=finals),
-        "ordinary": str(ordinary.folder),
-        "frozen": str(frozen.folder),
-        "arms": [run.arm for run in pair],
-        "heads": [len(run.edited_heads) for run in pair],
-        "heads_by_kind": [run.head_counts for run in pair],
+        **pair_header("recall_comparison", ordinary, frozen, allow_differences=allow_differences),
         "tests": tests.pop(None),
         "reports": {str(update): tests[update] for update in sorted(tests, key=lambda each: each or 0)},
-        "not_learnt": {name: words for name, one in zip(names, gates, strict=True) if (words := not_learnt(one))},
+        "not_learnt": {name: words for name, one in gates.items() if (words := not_learnt(one))},
         "without_hits": [str(run.folder) for run in pair if not (run.folder / RECALL).is_file()],
-        "update_seconds": [(one["update_seconds"] or {}).get("median") for one in results],
         "differences": found,
     }
     if out is not None:

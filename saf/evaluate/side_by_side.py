@@ -5,14 +5,14 @@ A terminal, a page and the document of all results write this one table.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from saf.errors import SafError
-from saf.evaluate.answers import has_answers
+from saf.evaluate.answers import answers_comparison_tables, compare_answers, has_answers
 from saf.evaluate.compare import compare_runs, speed_caveat, was_busy
-from saf.evaluate.compare_recall import has_recall
+from saf.evaluate.compare_recall import compare_recall, has_recall, recall_comparison_tables
 from saf.records import paper
 from saf.records.paper import Quoted, footnotes
 from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
@@ -42,6 +42,24 @@ _WHOLE_RUN = (
 )
 
 
+class Judged(NamedTuple):
+    """Say how runs of a task are compared that are judged by something else than perplexity."""
+
+    has: Callable[[RecordedRun], bool]
+    """Whether a run was judged so."""
+    compare: Callable[..., dict[str, Any]]
+    """Compares two runs, as `compare_answers` does."""
+    tables: Callable[[Mapping[str, Any]], list[Table]]
+    """The tables of what it found."""
+
+
+JUDGED = {
+    "answers": Judged(has_answers, compare_answers, answers_comparison_tables),
+    "recall": Judged(has_recall, compare_recall, recall_comparison_tables),
+}
+"""By what runs of tasks are judged by."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Pair a frozen or pruned run with the report's ordinary run; `record` is None when they could not be compared."""
@@ -62,7 +80,7 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Compa
     for run, name in zip(runs, names, strict=True):
         if run.arm == "ordinary":
             continue
-        if all(map(has_answers, (ordinary, run))) or all(map(has_recall, (ordinary, run))):
+        if any(all(map(judged.has, (ordinary, run))) for judged in JUDGED.values()):
             found.append(Comparison(name, ordinary, run, None))  # a table of their answers is made elsewhere
             continue
         try:

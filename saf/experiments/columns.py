@@ -44,12 +44,12 @@ class Row:
         own, other = self.change(), self.change(AGAINST, of(AGAINST))
         return None if own is None or other is None else own - other
 
-    def points(self, role: str = OWN, other: str = REFERENCE) -> Tensor | None:
-        """Return by how many points of percent a run's accuracy is above another's; None of a run and itself."""
-        asked = all("accuracy" in self.runs[each] for each in (role, other))
-        if not asked or self.runs[role]["key"] == self.runs[other]["key"]:
+    def points(self) -> Tensor | None:
+        """Return by how many points of percent the accuracy is above the reference's; None of a run and itself."""
+        asked = all("accuracy" in self.runs[each] for each in (OWN, REFERENCE))
+        if not asked or self.runs[OWN]["key"] == self.runs[REFERENCE]["key"]:
             return None
-        return 100.0 * (self.judged[role] - self.judged[other])
+        return 100.0 * (self.judged[OWN] - self.judged[REFERENCE])
 
     def extra_tokens(self, role: str = OWN, other: str = REFERENCE) -> float | None:
         """Return how many percent more tokens a run trained on than another; None of a run and itself."""

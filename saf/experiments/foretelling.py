@@ -1,8 +1,7 @@
 """What a measurement takes, foretold from the rates of runs: benchmarks by their arms and pairs, analyses by passes.
 
 Its memory is that of the largest model that it holds, all heads live; an arm that would need more, as PyTorch's own way
-of attention does, is left out of it where that does not fit. The calibration text that a plan reads is known before
-anything is trained, too.
+of attention does, is left out of it where that does not fit.
 
 Constants were chosen by what the records of results/bench say that they took; they are within a third of most.
 """
@@ -12,22 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from saf.analysis import ANALYSES
-from saf.analysis.model import ModelSettings
 from saf.bench.harness.arms import Comparison, arms_of, default_backends, default_others
 from saf.bench.harness.arms import plan as compared
 from saf.bench.harness.settings import MICRO_BATCHES, QWEN_POINTS
 from saf.bench.harness.shape import ModelShape, shape_of
 from saf.bench.model.finetune import TIMED, FinetuneUpdateSettings
-from saf.data import TokenData
 from saf.experiments.examples import LAYOUTS
-from saf.experiments.measuring import Given, Measurements, PlannedMeasurement
+from saf.experiments.measuring import PlannedMeasurement
 from saf.experiments.plan import Plan
-from saf.experiments.planned_run import events_of, peak_bytes
+from saf.experiments.planned_run import peak_bytes
 from saf.experiments.rates import Rates
 from saf.models import preset
 from saf.models.config import GPTConfig
 from saf.records.quantities import gibibytes
-from saf.train.config import TrainConfig
 
 CACHED = 0.5
 """Of a compilation, what an arm takes of it that was compiled ahead: building, loading and its kernels' own choice."""
@@ -44,8 +40,6 @@ ERRORS_SECONDS = 10.0
 """Of a layer against float64, whose record says 6 s with 50 changes of heads left out."""
 RECORDS_SECONDS = 5.0
 """Of an analysis that runs no model."""
-NAMED = 3
-"""Of what lacks text, how many are named."""
 PROMPT_BYTES = 31
 """Of a forward pass, a token and a channel: 32,768 tokens more of Qwen3-4B took 2.4 GiB (memory-qwen3.json)."""
 WEIGHT_BYTES = {"bf16": 2, "autocast": 4, "fp32": 4}
@@ -74,8 +68,8 @@ def foretell_bytes(each: PlannedMeasurement, plan: Plan) -> float | None:
     """
     kind, settings = each.does.partition(" ")[2], each.settings
     if kind in ANALYSES:
-        read = [plan.runs[given.run].shape for given in each.reads if given.run in plan.runs]
-        return forward_bytes(ModelShape.of(read[0]), read[0].max_length) if read else None
+        read = each.runs_read(plan)
+        return forward_bytes(ModelShape.of(read[0].shape), read[0].shape.max_length) if read else None
     if kind not in ("update", "prefill"):
         return None
     whole = WHOLE in (settings.get("kernels") or ())
@@ -118,43 +112,6 @@ def _points(settings: Mapping[str, Any]) -> list[tuple[int, int]]:
 def _whole_bytes(shape: ModelShape, length: int, size: int) -> int:
     """Return the memory of one layer's attention over `size` sequences that is held whole."""
     return PATTERN_BYTES * size * shape.num_heads * length**2
-
-
-def lacking_text(plan: Plan, found: Measurements, data: TokenData) -> str | None:
-    """Say which runs, events and analyses ask for more text than there is, which each would find for itself; or None.
-
-    A run asks for one window of its context of each partition, an event for `calibration_sequences`, an analysis for
-    its `sequences`, of `length` tokens or of the context of the model that it reads.
-    """
-    asked: list[tuple[str, int, int, str]] = []
-    windows = {int(run.settings["length"]) + 1: run.title for run in plan.runs.values() if run.work is None}
-    for length, title in windows.items():
-        asked += [(title, 1, length, source) for source in ("train", "controller", "report")]
-    for run in plan.runs.values():
-        if run.work is None and events_of(run.settings):
-            count = run.settings.get("calibration_sequences", TrainConfig.calibration_sequences)
-            source = run.settings.get("calibration_source") or data.calibration_source
-            asked.append((run.title, int(count), int(run.settings["length"]), source))
-    for each in found.planned.values():
-        analysis = ANALYSES.get(each.does.partition(" ")[2])
-        read = [plan.runs[given.run] for given in each.reads if given.run in plan.runs]
-        if analysis and issubclass(analysis.settings, ModelSettings) and read and "data" not in each.settings:
-            count = each.settings.get("sequences", analysis.settings.sequences)
-            length = each.settings.get("length", read[0].shape.max_length)
-            asked.append((each.title, int(count), int(length), data.calibration_source))
-    lacking = [
-        f"{title} reads {count} sequence{'s' * (count > 1)} of {length:,} tokens of the {source} partition, which has "
-        f"{held}"
-        for title, count, length, source in asked
-        if (held := data.num_tokens(source) // length) < count
-    ]
-    if not lacking:
-        return None
-    more = f"; and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
-    return (
-        f"{data.folder} has too little text: {'; '.join(lacking[:NAMED])}{more}. Prepare more, or with a larger "
-        "--heldout-fraction, or name other arms and measurements with --arms."
-    )
 
 
 def forward_bytes(shape: ModelShape, tokens: int, *, weight: int = WEIGHT_BYTES["autocast"]) -> float:
@@ -238,7 +195,7 @@ def _analysis(kind: str, each: PlannedMeasurement, plan: Plan, rates: Rates) -> 
 
     Patterns of every head, where it fits them, are counted as one more calibration.
     """
-    read = [plan.runs[given.run] for given in each.reads if isinstance(given, Given) and given.run in plan.runs]
+    read = each.runs_read(plan)
     if not read:
         return RECORDS_SECONDS
     shape, settings = read[0].shape, each.settings

@@ -29,7 +29,7 @@ from saf.experiments.measurement import (
     RunOf,
 )
 from saf.experiments.plan import Plan, kept_moments
-from saf.experiments.planned_run import SCHEMA
+from saf.experiments.planned_run import SCHEMA, PlannedRun
 from saf.experiments.recipe import Recipe
 from saf.experiments.store import Store
 from saf.records.files import write_json
@@ -101,6 +101,10 @@ class PlannedMeasurement:
     def reads(self) -> tuple[Given, ...]:
         """Return everything that it reads."""
         return tuple(value for value in (*self.on, *self.settings.values()) if isinstance(value, Given))
+
+    def runs_read(self, plan: Plan) -> list[PlannedRun]:
+        """Return the runs that it reads."""
+        return [plan.runs[given.run] for given in self.reads if given.run in plan.runs]
 
     @property
     def needed(self) -> set[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from saf.errors import InputError
 from saf.experiments.plan import Plan
 from saf.experiments.planned_run import PlannedRun
+from saf.records.quantities import gibibytes
 from saf.records.table import Table
 from saf.train.observer import duration
 
@@ -89,6 +90,7 @@ class Packing:
         Raises:
             InputError: A run does not fit into a budget with those that it goes on from.
         """
+        lacks = _once(lacks)
         packed: list[list[PlannedRun]] = [[]]
         for group in _families(missing, plan):
             self._place(group, packed, plan, lacks)
@@ -200,6 +202,18 @@ def all_lost(run: PlannedRun) -> dict[str, str]:
     return {key: "it is of another stay" for key in (run.parent, run.match, run.like) if key}
 
 
+def _once(lacks: Lacks) -> Lacks:
+    """Return the same answer for a run every time: sums of a checkpoint's files take seconds."""
+    known: dict[str, Mapping[str, str]] = {}
+
+    def answer(run: PlannedRun) -> Mapping[str, str]:
+        if run.key not in known:
+            known[run.key] = lacks(run)
+        return known[run.key]
+
+    return answer
+
+
 def runs_in_words(runs: int, of: int, again: int) -> str:
     """Return how many of all runs are meant, and how many parents with them are trained once more than that.
 
@@ -218,7 +232,7 @@ def packing_table(stays: Sequence[Stay], packing: Packing, plan: Plan) -> Table:
             for item in command:
                 told = "again, for its checkpoints" if item.run.key in of.again else None
                 told = "stops, goes on in the next command" if item.stops else told
-                memory = f"{item.run.predicted_bytes / 2**30:.1f} GiB"
+                memory = gibibytes(item.run.predicted_bytes)
                 times = [f"{item.begins / 60:.1f}", f"{item.seconds / 60:.1f}"]
                 rows.append([stay, number, item.lane, item.run.title, item.run.updates_to_do, *times, memory, told])
     heads = ["budget", "command", "GPU", "run", "updates", "begins, min", "takes, min", "memory", "note"]

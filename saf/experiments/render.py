@@ -296,7 +296,7 @@ def render(name: str, recipe: Recipe, plan: Plan, store: Store, measurements: Me
             *fewer_seeds(name, recipe, plan, values),
             *incomplete(records),
         ),
-        origin=(*filter(None, [speeds]), *rows.apart(), *rows.other_heads(), *rows.busy(), *origin(runs)),
+        origin=(*filter(None, [speeds]), *rows.notes(), *origin(runs)),
     )
 
 

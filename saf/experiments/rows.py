@@ -68,29 +68,16 @@ class Rows:
                 self.lacking.add((arm.name, name))
         return found
 
-    def apart(self) -> list[str]:
-        """Return a note about arms that are compared across two trainings of their parent; none where there is none."""
-        listed = ", ".join(sorted(self._apart))
-        told = (
-            f"Compared with a run of another training of the same parent, whose noise stands in the change: {listed}."
-        )
-        return [told] if listed else []
-
-    def other_heads(self) -> list[str]:
-        """Return a note about arms without the heads that they should have; none where there is none."""
-        listed = ", ".join(sorted(self._other_heads))
-        told = (
-            f"Heads are those of another training than the one they are compared with, so that they differ: {listed}."
-        )
-        return [told] if listed else []
-
-    def busy(self) -> list[str]:
-        """Return a note about arms whose times cannot be true; none where there is none."""
-        listed = ", ".join(sorted(self._busy))
-        told = (
-            f"Left out, since heads that cost nothing would not save so much, so that the machine was busy: {listed}."
-        )
-        return [told] if listed else []
+    def notes(self) -> list[str]:
+        """Return what is to be known of rows made so far, a note a kind, with the arms that it is about."""
+        told = {
+            "Compared with a run of another training of the same parent, whose noise stands in the change": self._apart,
+            "Heads are those of another training than the one they are compared with, so that they differ": (
+                self._other_heads
+            ),
+            "Left out, since heads that cost nothing would not save so much, so that the machine was busy": self._busy,
+        }
+        return [f"{words}: {', '.join(sorted(arms))}." for words, arms in told.items() if arms]
 
     def _names(self, arm: Arm, role: str) -> str | None:
         """Return the arm that is something to another one; None when it names none."""

@@ -13,7 +13,7 @@ overwritten: an arm is compared with the training that it shares a checkpoint wi
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -173,6 +173,10 @@ class Store:
             where = self.folder / "records"
             raise InputError(f"the records in {where} are of several files of {', '.join(several)}; name --tasks")
         return {task: prints.pop() for task, prints in found.items()}
+
+    def missing(self, runs: Iterable[PlannedRun], lost: Collection[str] = ()) -> list[PlannedRun]:
+        """Return the runs that have no record, and those whose keys are in `lost`: their folders are needed again."""
+        return [run for run in runs if run.key in lost or self.record(run.key) is None]
 
     def checkpoint(self, run: PlannedRun) -> Path | None:
         """Return the checkpoint that a run goes on from; None when it starts from initialisation.

@@ -1,10 +1,12 @@
 """The seam: how a layer with live and frozen heads is computed, one function, several backends.
 
 `layer` checks what it is given, and `ways` decides which way it goes. They read `frozen_heads`, which hold patterns as
-a backend prepared them; `backend` says what a backend is and `backends` lists them: `reference`, the oracle;
-`toeplitz`, the default; `fused`, the paper's execution. `inference` computes a whole layer without gradients, `live`
-the ordinary attention beside frozen heads, and `decoder` holds what serves a model around its layers. What all of these
-share is in `heads`, `positions`, `operator` and `launch`. Kernels lie beside what launches them; nothing here imports
+a backend prepared them; `backend` says what a backend is and `backends` holds them: `reference`, the oracle;
+`toeplitz`, the default; `fused`, the paper's execution. They are made of operations, a folder each: `toeplitz`, the
+product of whole sequences; `fused`, one launch of all heads; `rows`, a few rows; `inference`, a whole layer without
+gradients, which chooses between the first two. `live` is the ordinary attention beside frozen heads, and `decoder`
+holds what serves a model around its layers. What all of these share is in `heads`, `positions`, `operator` and
+`launch`. Kernels lie beside what launches them; nothing here imports
 Triton before it runs one.
 """
 

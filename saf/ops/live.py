@@ -76,7 +76,7 @@ KERNELS = {
     **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
 }
 SPLIT = "split"
-"""The kernel of few rows, frozen heads beside live ones (saf/ops/split.py); other passes take PyTorch's choice."""
+"""The kernel of few rows, frozen heads beside live ones (saf/ops/rows/split.py); other passes take PyTorch's choice."""
 SWITCHES = tuple(
     (backend, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
     for backend, name in (
@@ -196,6 +196,11 @@ def live_attention(
     return _without_padding(output.reshape(output.shape[0], heads, rows, output.shape[-1]), start, columns)
 
 
+def score_scale(scale: float | None, dim: int) -> float:
+    """Return the factor of products of queries and keys with `dim` channels, `1 / sqrt(D)` where None is given."""
+    return dim**-0.5 if scale is None else scale
+
+
 def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
     """Return `c * tanh(logits / c)` for a soft cap c; the logits themselves without one."""
     return logits if soft_cap is None else (logits / soft_cap).tanh() * soft_cap
@@ -217,8 +222,7 @@ def _capped_attention(
         raise UnsupportedError(f"attention kernel {kernel!r} knows no soft cap; use 'auto'")
     group = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(group, 1) if group > 1 else each for each in (key, value))
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    logits = capped(query @ key.mT * factor, soft_cap)
+    logits = capped(query @ key.mT * score_scale(scale, query.shape[-1]), soft_cap)
     assert mask is not None
     wide = torch.promote_types(logits.dtype, torch.float32)
     pattern = logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(value.dtype)

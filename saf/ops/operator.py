@@ -1,4 +1,4 @@
-"""Registering operators `saf::*`, where their Triton kernels run, and what a plan of a launch depends on."""
+"""Registering operators `saf::*`, where their kernels run and how exactly, and what a plan of a launch depends on."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,6 +25,19 @@ def has_triton() -> bool:
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether operators on operands of `dtype` run as Triton kernels on this device."""
     return device.type == "cuda" and dtype in TRITON_DTYPES and has_triton()
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """Return how kernels multiply operands of `dtype` on CUDA: "tf32" for float32 where PyTorch's switches allow it.
+
+    All else is exact, "ieee". `torch.set_float32_matmul_precision` sets the switch of matrix products; without it the
+    general one counts.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    own = torch.backends.cuda.matmul.fp32_precision
+    general = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:

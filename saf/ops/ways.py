@@ -26,7 +26,7 @@ from saf.ops.backends import BACKENDS
 from saf.ops.heads import even_queries, live_keys, part_heads, put_together, read_heads, take_heads
 from saf.ops.live import live_attention
 from saf.ops.positions import Rows, shift_rows
-from saf.ops.split import split, splits
+from saf.ops.rows.split import split, splits
 
 if TYPE_CHECKING:  # heads are asked, not made, here: this file and theirs stand side by side
     from saf.ops.frozen_heads import FrozenHeads

@@ -118,8 +118,8 @@ class Table:
         return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
 
     @classmethod
-    def stacked(cls, title: str, tables: Sequence[tuple["str | Cell", "Table"]], *, source: str = "in") -> "Table":
-        """Return the rows of several tables below one another, a last column `source` naming where each comes from."""
+    def stacked(cls, title: str, tables: Sequence[tuple["str | Cell", "Table"]]) -> "Table":
+        """Return the rows of several tables below one another, a last column "in" naming where each comes from."""
         columns = tuple(dict.fromkeys(name for _, table in tables for name in table.columns))
         rows = []
         for name, table in tables:
@@ -127,7 +127,7 @@ class Table:
                 cells = dict(zip(table.columns, row, strict=True))
                 rows.append((*(cells.get(column, MISSING) for column in columns), name))
         notes = tuple(dict.fromkeys(note for _, table in tables for note in table.notes))
-        return cls(title=title, columns=(*columns, source), rows=tuple(rows), notes=notes)
+        return cls(title=title, columns=(*columns, "in"), rows=tuple(rows), notes=notes)
 
     def titled(self, title: str) -> "Table":
         """Return the same table under another title."""

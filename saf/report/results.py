@@ -11,7 +11,7 @@ from saf.errors import InputError
 from saf.records.table import Cell, Table, markdown_of
 from saf.records.text import markdown
 from saf.report.analyses import FIGURES, analysis_figure
-from saf.report.benchmarks.bars import bars_picture
+from saf.report.benchmarks.picture import bars_picture
 from saf.report.collection import File, find, newest
 from saf.report.provenance import device_and_versions, link, origin_of
 from saf.report.record_parts import TITLES, body_of

@@ -181,15 +181,13 @@ def _is_share(value: Any) -> bool:
     return not isinstance(value, Integral)
 
 
-def check_number(
-    schedule: str, name: str, value: Any, *, low: float = 0.0, above: bool = False, high: float = math.inf
-) -> None:
-    """Raise InputError unless a setting is a finite number of at least (`above`: above) `low` and at most `high`."""
+def check_number(schedule: str, name: str, value: Any, *, above: bool = False, high: float = math.inf) -> None:
+    """Raise InputError unless a setting is a finite number of at least (`above`: above) 0 and at most `high`."""
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < low or (above and number == low) or number > high:
+    if not math.isfinite(number) or number < 0 or (above and number == 0) or number > high:
         most = "" if high == math.inf else f" and at most {high:g}"
         raise InputError(
-            f"{name} of a {schedule} schedule is a number {'above' if above else 'of at least'} {low:g}{most}; "
+            f"{name} of a {schedule} schedule is a number {'above' if above else 'of at least'} 0{most}; "
             f"got {name}={value!r}"
         )
 

@@ -25,6 +25,9 @@ from saf.patterns import KINDS, Pattern, pattern_from_state
 from saf.surgery.edit import LayerEdit, absent_rows, carry_out_, editing, plan_edit, value_dtypes
 from saf.surgery.rows import replace_data_
 
+_NAMED = 3
+"""Layers that an error names where weights differ."""
+
 
 def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what `restore_` needs: values for JSON, and tensors for safetensors; see `saf.adapters.description`."""
@@ -65,11 +68,9 @@ def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayo
 
 
 @editing
-def adopt_(
-    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
-) -> None:
+def adopt_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Give a model whose weights have the shapes of `resize_` the layout and the patterns of `state_of`."""
-    for number, edit in _planned(model, state, tensors, backend):
+    for number, edit in _planned(model, state, tensors, None):
         edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
 
 
@@ -186,11 +187,11 @@ def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
     return found
 
 
-def _listed(differing: dict[int, set[str]], most: int = 3) -> str:
+def _listed(differing: dict[int, set[str]]) -> str:
     """Return "layer 0: query, value; ...": the first layers, and how many more; nothing when none differs."""
     listed = [f"layer {number}: {', '.join(sorted(roles))}" for number, roles in differing.items() if roles]
-    more = [f"and {len(listed) - most} more"] if len(listed) > most else []
-    return "; ".join(listed[:most] + more)
+    more = [f"and {len(listed) - _NAMED} more"] if len(listed) > _NAMED else []
+    return "; ".join(listed[:_NAMED] + more)
 
 
 def differing_roles(site: Site, sums: Sums) -> set[str]:

@@ -131,7 +131,7 @@ def test_a_long_document_is_prepared_in_pieces_with_the_same_shards(tmp_path, mo
     whole = prepare(tmp_path / "text", tmp_path / "whole", **options)
     for name, size in (("cutting.PIECE_BYTES", 300), ("utf8.BLOCK_BYTES", 100), ("readers.BLOCK_BYTES", 77)):
         monkeypatch.setattr(f"saf.data.{name}", size)
-    monkeypatch.setattr("saf.data.preparation.CHUNK_TOKENS", 50)
+    monkeypatch.setattr("saf.data.spool.CHUNK_TOKENS", 50)
     monkeypatch.setattr("saf.data.shards.CHUNK_TOKENS", 50)
     sent, encode = [], EncodeWorker.encode
 

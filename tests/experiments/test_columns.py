@@ -72,7 +72,7 @@ def test_a_speedup_beyond_what_free_heads_save_is_left_out_and_named(seconds, sh
     rows = Rows(recipe, {"ordinary": {1: [record("a", 1.0, 0)]}, "frozen": {1: [record("b", seconds, 3)]}})
     value = rows.values(arms[1])["speedup"]
     assert (value and value.mean) == shown
-    assert bool(rows.busy()) == (shown is None)
-    assert shown or rows.busy()[0].endswith("busy: frozen.")
+    assert bool(rows.notes()) == (shown is None)
+    assert shown or rows.notes()[0].endswith("busy: frozen.")
     older = Row({OWN: record("b", seconds, 3) | {"num_heads": None}, REFERENCE: record("a", 1.0, 0)}, {})
     assert not COLUMNS["speedup"].impossible(older)

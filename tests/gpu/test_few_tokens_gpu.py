@@ -9,7 +9,7 @@ from saf.bench.harness.synthetic import synthetic_patterns
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, for_graphs, mixed_attention, projected_attention
-from saf.ops.inference import one_launch as few_tokens
+from saf.ops.inference import one_launch
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
 
@@ -48,17 +48,17 @@ def test_a_prefill_of_few_tokens_agrees_with_the_other_way():
     model = saf.GPT(saf.preset("124m", num_layers=2, max_length=2048)).cuda().eval()
     heads = HeadSet([(0, 0), (0, 5), (1, 3)])
     saf.install_(model, heads, synthetic_patterns(len(heads), 2048, torch.Generator().manual_seed(0), "cuda"))
-    tokens = torch.randint(0, 50_257, (1, few_tokens.SHORT), device="cuda")
-    few = saf.Prefill(model, batch_size=1, length=few_tokens.SHORT)(tokens).float()
+    tokens = torch.randint(0, 50_257, (1, one_launch.SHORT), device="cuda")
+    few = saf.Prefill(model, batch_size=1, length=one_launch.SHORT)(tokens).float()
     for layer in model.attention_layers():
         layer.live.kernel = "cudnn"
-    other = saf.Prefill(model, batch_size=1, length=few_tokens.SHORT)(tokens).float()
+    other = saf.Prefill(model, batch_size=1, length=one_launch.SHORT)(tokens).float()
     assert 0 < (few - other).norm() < 2e-2 * other.norm()
 
 
 @torch.no_grad()
 def test_where_only_the_host_is_slow_calls_take_one_launch_and_graphs_two():
-    length = few_tokens.SHORT + 100
+    length = one_launch.SHORT + 100
     inputs = [torch.randn(1, length, n, 64, device="cuda").bfloat16().transpose(1, 2) for n in (2, 2, 4)]
     patterns = hard_patterns(["decay", "ripple"], length, "cuda")
     frozen = FrozenHeads.from_patterns(patterns, dtype=torch.bfloat16, device="cuda", kv_head=range(4))

@@ -48,13 +48,13 @@ def toeplitz_results() -> dict:
 @pytest.fixture(scope="session")
 def row_results() -> dict:
     """Results of every case of single rows by name."""
-    return run_worker("kernel_worker.py", "toeplitz.row_cases", interpret=not has_gpu())
+    return run_worker("kernel_worker.py", "rows.row_cases", interpret=not has_gpu())
 
 
 @pytest.fixture(scope="session")
 def split_results() -> dict:
     """Results of every case of live and frozen rows in one launch by name."""
-    return run_worker("kernel_worker.py", "split_cases", interpret=not has_gpu())
+    return run_worker("kernel_worker.py", "rows.split_cases", interpret=not has_gpu())
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import saf.ops
 from saf.ops import FrozenHeads
 from saf.ops.fused.tables import MAPS, PATTERNS
 from saf.ops.operator import has_triton
-from saf.ops.toeplitz.rows import OWN, READERS, row_tables
+from saf.ops.rows.frozen import OWN, READERS, row_tables
 from saf.patterns import CompactPattern
 
 

@@ -10,11 +10,7 @@ from saf.ops.decoder import loss_kernel as softmax_gradient
 from saf.ops.fused.kernels import delta_kernel, fused_forward_kernel, key_block_kernel, query_block_kernel
 from saf.ops.fused.launch import block_constants, choose_fused_config, padded
 from saf.ops.launch import SHARED_MEMORY
-from saf.ops.toeplitz import kernels as convolution
-from saf.ops.toeplitz.config import TILE, Config, choose_config
-from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
-from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_kernel
-from saf.ops.toeplitz.row_kernels import (
+from saf.ops.rows.kernels import (
     join_constants,
     join_kernel,
     keys_at_once,
@@ -24,6 +20,10 @@ from saf.ops.toeplitz.row_kernels import (
     split_constants,
     split_kernel,
 )
+from saf.ops.toeplitz import kernels as convolution
+from saf.ops.toeplitz.config import TILE, Config, choose_config
+from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
+from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_kernel
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
@@ -160,7 +160,7 @@ def fused_rows() -> dict[str, Row]:
                 "few": (fused_forward_kernel, config.forward, states | {"HAS_DENSE": False}),
                 "queries": (query_block_kernel, config.queries, {}),
             }[name]
-            constants = block_constants(blocks, 4096, dim, "ieee", pad=name != "queries") | more
+            constants = block_constants(blocks, 4096, dim, pad=name != "queries") | more
             rows[f"fused {name} {NAMES[dtype]} D{dim}"] = Row(kernel, constants, dtype)
     return rows
 

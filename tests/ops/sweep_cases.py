@@ -49,13 +49,13 @@ def run(case: Case | tuple, device: str) -> dict:
 
 def _kernels_in_place(device: str) -> list[str]:
     """Let the interpreter stand in for a device; the list returned names every kernel launched from then on."""
-    import saf.ops.fused.backend
+    import saf.ops.backends.fused
     import saf.ops.toeplitz.operator
     from saf.ops import launch
     from saf.ops.fused import launch as fused_backward
 
     if device == "cpu":
-        saf.ops.fused.backend.fused_obstacle = lambda device, dtype: None
+        saf.ops.backends.fused.fused_obstacle = lambda device, dtype: None
         saf.ops.toeplitz.operator.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
     names: list[str] = []
 

@@ -291,7 +291,7 @@ def test_a_backend_where_no_head_is_frozen_is_refused():
 )
 def test_tf32_is_used_only_where_pytorch_may(setting, expected):
     """Every switch of PyTorch counts, in a process of its own: some refuse to be read once others were set."""
-    code = f"import torch; {setting}\nfrom saf.ops.toeplitz.operator import float32_products as f; print(f())"
+    code = f"import torch; {setting}\nfrom saf.ops.operator import product_precision as f; print(f(torch.float32))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == [expected]
 

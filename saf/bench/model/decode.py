@@ -1,7 +1,6 @@
 """`saf bench decode`: one more token after a filled cache of fixed size, called and as a CUDA graph, and its bytes."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,29 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from saf.bench.harness.arms import FREE, Arm
-from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.measured import Record
 from saf.bench.harness.recorder import Say, say_on_stderr
 from saf.bench.harness.runner import Subject
 from saf.bench.harness.settings import Point
 from saf.bench.harness.shape import ModelShape
-from saf.bench.harness.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
+from saf.bench.harness.timing import ways_of
 from saf.bench.harness.work import Work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelPlan, PassSettings, build_model
-from saf.errors import AccuracyError, InputError
+from saf.bench.model.passes import Passes
+from saf.errors import InputError
 from saf.heads import HeadLayout
-from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
+from saf.machine.cuda_graphs import Call, GraphPool
 from saf.machine.execution import Execution, own_program
-from saf.ops import for_graphs
 from saf.ops.live import SPLIT
 from saf.records.paper import Quoted
 from saf.settings import documented
 
 OTHERS = ("cudnn", "efficient", "math")
 """Kernels of ordinary attention beside PyTorch's choice: those that take a mask, which a cache of fixed size needs."""
-SAME = 2e-2
-"""How far a graph's logits may be from those of a call, relative: some roundings of bfloat16. Chosen, not measured."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -96,24 +92,19 @@ def _run(step: nn.Module) -> Tensor:
     return step()
 
 
-class DecodeSubject:
-    """Run steps of one model after one filled cache."""
+def decode_passes(settings: DecodeSettings, point: Point, arm: Arm, pool: GraphPool) -> Passes:
+    """Return the steps of one model after one filled cache, ready to be warmed up."""
+    execution = Execution.of(settings.device, compile=settings.compile)
+    device, plan = execution.device, ModelPlan.of(settings, point.length)
+    model = build_model(plan, arm, device=device, dtype=dtype_of(settings, device)).eval()
+    generator = torch.Generator().manual_seed(settings.seed)
+    step = Step(model, point.batch_size, point.length, plan.shape.vocab_size, generator)
+    if execution.compile:
+        torch._dynamo.reset()  # what an earlier point compiled
 
-    def __init__(self, settings: DecodeSettings, point: Point, arm: Arm, pool: GraphPool):
-        self._settings, self._pool = settings, pool
-        execution = Execution.of(settings.device, compile=settings.compile)
-        self._device, self._compile = execution.device, execution.compile
-        plan = ModelPlan.of(settings, point.length)
-        model = build_model(plan, arm, device=self._device, dtype=dtype_of(settings, self._device)).eval()
-        generator = torch.Generator().manual_seed(settings.seed)
-        self.step = Step(model, point.batch_size, point.length, plan.shape.vocab_size, generator)
-        self._calls: dict[str, tuple[Call, int, int]] = {}
-        if self._compile:
-            torch._dynamo.reset()  # what an earlier point compiled
-
-    def _call(self) -> Call:
+    def program() -> Call:
         """Return what computes a step, a program of its own where it is compiled."""
-        forward = self.step.compiled() if self._compile else self.step
+        forward = step.compiled() if execution.compile else step
 
         def call() -> Tensor:
             with torch.no_grad():
@@ -121,35 +112,7 @@ class DecodeSubject:
 
         return call
 
-    def warm_up(self) -> None:
-        """Compile, run untimed, check the logits, capture the graph if one is timed and check it against a call."""
-        for variant in ways_of(self._settings.graphs, self._device):
-            call = self._call()
-            with for_graphs(self.step) if variant == GRAPH else nullcontext():
-                for _ in range(self._settings.warmup):
-                    call()
-                logits = call().float()
-                if not bool(logits.isfinite().all()):
-                    raise InputError("the logits are not finite")
-                if variant == GRAPH:
-                    call = GraphReplay(call, device=self._device, pool=self._pool)
-                    call()
-                    error = ((call.outcome.float() - logits).norm() / logits.norm()).item()
-                    if not error <= SAME:
-                        raise AccuracyError(f"a replayed step is {error:.1e} from a called one, the bar is {SAME:g}")
-            once = wall_block(call, repeats=2, device=self._device)
-            repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
-            self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once, self._device)
-
-    def timed_block(self, variant: str) -> float:
-        """Return the median milliseconds of one step, the device waited for before and after."""
-        call, repeats, settle = self._calls[variant]
-        return wall_block(call, repeats=repeats, device=self._device, settle=settle)
-
-    def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one step, those of a graph where one is timed."""
-        call, *_ = self._calls.get(GRAPH) or next(iter(self._calls.values()))
-        return kernels_of(call, self._device)
+    return Passes(settings, step, program, ways=ways_of(settings.graphs, device), device=device, pool=pool)
 
 
 def cached_bytes(shape: ModelShape, layouts: Sequence[HeadLayout], point: Point, dtype: torch.dtype) -> int:
@@ -204,7 +167,7 @@ class DecodeKind(ModelKind[DecodeSettings]):
 
     def build(self, settings: DecodeSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm ready to be warmed up in this process."""
-        return DecodeSubject(settings, point, arm, pool)
+        return decode_passes(settings, point, arm, pool)
 
     def work(self, settings: DecodeSettings, point: Point, arm: Arm) -> Work:
         """Return the work of one step of an arm."""

@@ -1,29 +1,27 @@
 """`saf bench prefill`: forward passes over whole prompts, with the output layer on the last token alone."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from saf.bench.harness.arms import FREE, PRUNED, Arm
-from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.measured import Group, Record
 from saf.bench.harness.runner import Subject
 from saf.bench.harness.settings import QWEN_POINTS, QWEN_RATES, Point
 from saf.bench.harness.shape import ModelShape, shape_of
 from saf.bench.harness.synthetic import random_tokens
-from saf.bench.harness.timing import GRAPH, repeats_within, settling_calls, wall_block, ways_of
+from saf.bench.harness.timing import GRAPH, ways_of
 from saf.bench.harness.work import Work, layers_work
 from saf.bench.model.measuring import ModelKind
 from saf.bench.model.models import ModelPlan, PassSettings, build_model
+from saf.bench.model.passes import Passes
 from saf.errors import InputError
 from saf.heads import HeadLayout
-from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
+from saf.machine.cuda_graphs import Call, GraphPool
 from saf.machine.execution import Execution
-from saf.ops import for_graphs
 from saf.ops.inference.one_launch import are_few
 from saf.prefill import LastToken
 from saf.records import paper
@@ -62,66 +60,31 @@ def precisions_of(settings: PrefillSettings, device: torch.device) -> tuple[str,
     return names
 
 
-class PrefillSubject:
-    """Run prefill of one model on one batch of prompts."""
+def prefill_passes(settings: PrefillSettings, point: Point, arm: Arm, pool: GraphPool) -> Passes:
+    """Return passes of one model over one batch of prompts, ready to be warmed up."""
+    autocast, dtype = PRECISIONS[point.precision or "fp32"]
+    usual = Execution.of(settings.device, compile=settings.compile)
+    execution, device = Execution(usual.device, autocast, usual.compile), usual.device
+    plan = ModelPlan.of(settings, point.length)
+    model = build_model(plan, arm, device=device, dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(settings.seed)
+    drawn = random_tokens(1, point.batch_size, point.length, plan.shape.vocab_size, generator, device)
+    tokens = drawn[0][0].contiguous()
+    if execution.compile:
+        torch._dynamo.reset()  # what an earlier point compiled
 
-    def __init__(self, settings: PrefillSettings, point: Point, arm: Arm, pool: GraphPool):
-        self._settings = settings
-        self._pool = pool
-        autocast, dtype = PRECISIONS[point.precision or "fp32"]
-        usual = Execution.of(settings.device, compile=settings.compile)
-        self._execution = Execution(usual.device, autocast, usual.compile)
-        self._device = usual.device
-        plan = ModelPlan.of(settings, point.length)
-        model = build_model(plan, arm, device=self._device, dtype=dtype).eval()
-        generator = torch.Generator().manual_seed(settings.seed)
-        vocabulary = plan.shape.vocab_size
-        tokens = random_tokens(1, point.batch_size, point.length, vocabulary, generator, self._device)
-        self._tokens = tokens[0][0].contiguous()
-        self._model = model
-        self._calls: dict[str, tuple[Call, int, int]] = {}
-        if self._execution.compile:
-            torch._dynamo.reset()  # what an earlier point compiled
-
-    def _call(self) -> Call:
+    def program() -> Call:
         """Return what runs the model once, a program of its own where it is compiled."""
-        last = LastToken(self._model)
-        forward = last.compiled() if self._execution.compile else last
+        last = LastToken(model)
+        forward = last.compiled() if execution.compile else last
 
         def call() -> Tensor:
-            with torch.no_grad(), self._execution.autocast():
-                return forward(self._tokens)
+            with torch.no_grad(), execution.autocast():
+                return forward(tokens)
 
         return call
 
-    def warm_up(self) -> None:
-        """Compile, run untimed, check that the outcome is finite, capture the graph if one is timed.
-
-        Calls and the graph are a program each, as they are for a user who makes a `saf.Prefill` of a model and calls
-        the model too.
-        """
-        for variant in ways_of(self._settings.graphs, self._device):
-            call = self._call()
-            with for_graphs(self._model) if variant == GRAPH else nullcontext():
-                for _ in range(self._settings.warmup):
-                    call()
-                if not bool(call().isfinite().all()):
-                    raise InputError("the logits are not finite")
-                if variant == GRAPH:
-                    call = GraphReplay(call, device=self._device, pool=self._pool)
-            once = wall_block(call, repeats=2, device=self._device)
-            repeats = repeats_within(self._settings.block_ms, once, self._settings.repeats)
-            self._calls[variant] = call, repeats, settling_calls(self._settings.settle_ms, once, self._device)
-
-    def timed_block(self, variant: str) -> float:
-        """Return the median milliseconds of one prefill, the device waited for before and after."""
-        call, repeats, settle = self._calls[variant]
-        return wall_block(call, repeats=repeats, device=self._device, settle=settle)
-
-    def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one prefill, those of a graph where one is timed."""
-        call, *_ = self._calls.get(GRAPH) or next(iter(self._calls.values()))
-        return kernels_of(call, self._device)
+    return Passes(settings, model, program, ways=ways_of(settings.graphs, device), device=device, pool=pool)
 
 
 def prefill_work(
@@ -164,7 +127,7 @@ class PrefillKind(ModelKind[PrefillSettings]):
 
     def build(self, settings: PrefillSettings, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm ready to be warmed up in this process."""
-        return PrefillSubject(settings, point, arm, pool)
+        return prefill_passes(settings, point, arm, pool)
 
     def work(self, settings: PrefillSettings, point: Point, arm: Arm) -> Work:
         """Return the work of one prefill of an arm."""

@@ -12,6 +12,7 @@ from saf.ops.fused.kernels import delta_kernel, fused_forward_kernel, key_block_
 from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
 from saf.ops.launch import MOST, PreparedLaunch, cdiv, launch
+from saf.ops.live import score_scale
 from saf.ops.operator import layout_of
 
 FEW_ROWS = 49_152
@@ -100,11 +101,6 @@ LOG2E = 1.4426950408889634
 """1 / log 2: the kernels' exponentials are powers of two."""
 
 
-def scores_scale(scale: float | None, dim: int) -> float:
-    """Return the scale of scores, by default 1 / sqrt(D)."""
-    return dim**-0.5 if scale is None else float(scale)
-
-
 def padded(dim: int) -> int:
     """Return channels rounded up to a power of two that matrix units take."""
     return max(16, 1 << (dim - 1).bit_length())
@@ -120,8 +116,8 @@ def state_constants(maps: HeadMaps) -> dict[str, bool]:
     return dict(zip(("HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"), (count > 0 for count in maps.counts), strict=True))
 
 
-def block_constants(blocks: Blocks, length: int, dim: int, precision: str, *, pad: bool = True) -> dict[str, Any]:
-    """Return the compile-time arguments that follow from block sizes and shape."""
+def block_constants(blocks: Blocks, length: int, dim: int, *, pad: bool = True) -> dict[str, Any]:
+    """Return the compile-time arguments that follow from block sizes and shape; float32 products are exact."""
     even = length % max(blocks.block_m, blocks.block_n) == 0
     constants = {
         "D": dim,
@@ -129,7 +125,7 @@ def block_constants(blocks: Blocks, length: int, dim: int, precision: str, *, pa
         "BM": blocks.block_m,
         "BN": blocks.block_n,
         "EVEN": even,
-        "PRECISION": precision,
+        "PRECISION": "ieee",
         "STAGES": blocks.num_stages,
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
@@ -165,9 +161,7 @@ def fused_forward(
     patterns: FusedPatterns,
     *,
     scale: float | None = None,
-    out: Tensor | None = None,
     config: FusedConfig | None = None,
-    precision: str = "ieee",
 ) -> tuple[Tensor, Tensor]:
     """Mix all heads of a layer in one launch.
 
@@ -178,25 +172,23 @@ def fused_forward(
         maps: states and slots of the H heads.
         patterns: of the frozen heads, for at least T positions.
         scale: of the live heads' scores; default 1 / sqrt(D).
-        out: [B, H, T, D] view to write into; default: new memory laid out as [B, T, H, D].
         config: block sizes; default: `choose_fused_config`.
-        precision: of float32 products: "ieee", "tf32" or "tf32x3".
 
     Returns:
-        The output [B, H, T, D] in head order, and the live heads' row log-sum-exps [B, L, T], float32, nats.
+        The output [B, H, T, D] in head order, laid out as [B, T, H, D], and the live heads' row log-sum-exps
+        [B, L, T], float32, nats.
 
     Raises:
         InputError: shapes, strides or dtypes that do not fit together.
     """
-    result = heads_like(value, maps.state.numel()) if out is None else out
+    result = heads_like(value, maps.state.numel())
     lse = log_sums_like(value, maps.counts[0])
-    layouts = map(layout_of, (query, key, value, *patterns))
-    known = (maps.counts, scale, config, precision, None if out is None else layout_of(out), *layouts)
+    known = (maps.counts, scale, config, *map(layout_of, (query, key, value, *patterns)))
     plan = _plans.get(known)
     if plan is None:
         if len(_plans) >= MOST:
             _plans.clear()
-        plan = _plans[known] = plan_forward(query, key, value, result, maps, patterns, scale, config, precision)
+        plan = _plans[known] = plan_forward(query, key, value, result, maps, patterns, scale, config)
     plan(query, key, value, result, lse, *forward_tables(maps, patterns))
     return result, lse
 
@@ -246,20 +238,14 @@ def plan_forward(
     result: Tensor,
     maps: HeadMaps,
     patterns: FusedPatterns,
-    *settings: Any,
+    scale: float | None,
+    config: FusedConfig | None,
 ) -> Callable[..., None]:
-    """Check operands and return what mixes all of their layout: called with them, result, log-sum-exps and tables.
-
-    `settings` are those of `forward_arguments`: scale, config, precision.
-    """
-    batch, _, length, dim = value.shape
-    heads = maps.state.numel()
+    """Check operands and return what mixes all of their layout: called with them, result, log-sum-exps and tables."""
     check_operands(query, key, value, maps, patterns)
-    if result.shape != (batch, heads, length, dim) or result.dtype != value.dtype or result.stride(-1) != 1:
-        raise InputError(f"out must be {(batch, heads, length, dim)} {value.dtype} with unit stride in D")
     if result.numel() == 0:
         return lambda *_: None
-    grid, numbers, constants = forward_arguments(query, key, value, result, maps, patterns, *settings)
+    grid, numbers, constants = forward_arguments(query, key, value, result, maps, patterns, scale, config)
     return PreparedLaunch(fused_forward_kernel, grid, *numbers, **constants, device=value.device)
 
 
@@ -272,7 +258,6 @@ def forward_arguments(
     patterns: FusedPatterns,
     scale: float | None = None,
     config: FusedConfig | None = None,
-    precision: str = "ieee",
 ) -> tuple[tuple[int, int], tuple[float, ...], dict[str, Any]]:
     """Return the forward's grid, the numbers that follow its tensors, and its compile-time arguments."""
     batch, _, length, dim = value.shape
@@ -280,10 +265,10 @@ def forward_arguments(
     few = few_programs(batch * heads * length, length)
     blocks = (config or choose_fused_config(dim=dim, dtype=value.dtype, few=few)).forward
     numbers = (
-        heads, maps.counts[0], length, scores_scale(scale, dim) * LOG2E,
+        heads, maps.counts[0], length, score_scale(scale, dim) * LOG2E,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *result.stride()[:3], *pattern_strides(patterns),
     )  # fmt: skip
-    constants = block_constants(blocks, length, dim, precision) | state_constants(maps)
+    constants = block_constants(blocks, length, dim) | state_constants(maps)
     return (batch * heads, cdiv(length, blocks.block_m)), numbers, constants
 
 
@@ -299,7 +284,6 @@ def fused_backward(
     *,
     scale: float | None = None,
     config: FusedConfig | None = None,
-    precision: str = "ieee",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `fused_forward` with respect to query, key and value.
 
@@ -314,7 +298,6 @@ def fused_backward(
         patterns: as in the forward.
         scale: as in the forward.
         config: block sizes; default: `choose_fused_config`.
-        precision: as in the forward.
 
     Returns:
         dQ [B, L, T, D], dK [B, K, T, D], dV [B, H_kv, T, D], each laid out as [B, T, heads, D]. Deterministic.
@@ -344,18 +327,18 @@ def fused_backward(
         query, key, value, grad, lse, delta, dk, dv,
         maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads,
         patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
-        num_value_heads, live, length, scores_scale(scale, dim),
+        num_value_heads, live, length, score_scale(scale, dim),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3], *pattern_strides(patterns),
-        **block_constants(blocks.keys, length, dim, precision), **state_constants(maps), GROUPED=maps.grouped,
+        **block_constants(blocks.keys, length, dim), **state_constants(maps), GROUPED=maps.grouped,
         **common,
     )  # fmt: skip
     if live:
         launch(
             query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)),
             query, key, value, grad, lse, delta, dq, maps.live, maps.key, maps.value,
-            live, length, scores_scale(scale, dim),
+            live, length, score_scale(scale, dim),
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
-            **block_constants(blocks.queries, length, dim, precision, pad=False), **common,
+            **block_constants(blocks.queries, length, dim, pad=False), **common,
         )  # fmt: skip
     return dq, dk, dv

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from saf.ops.fused.tables import MAPS, PATTERNS, fused_obstacle, fused_tables, read_tables
 from saf.ops.heads import unit_stride
+from saf.ops.live import score_scale
 from saf.patterns import Pattern
 
 LENGTH = 4096
@@ -108,7 +109,7 @@ class OneLaunch(NamedTuple):
 def called_launch(query: Tensor, key: Tensor, value: Tensor, launch: OneLaunch, scale: float | None) -> Tensor:
     """Return all heads, `[B, H, T, D]`, given value heads up to the last that is read, in a call."""
     query, key, value = (unit_stride(x) for x in (query, key, value))
-    return _launcher()(query, key, value, *read_tables(*launch), scale=_scale(value, scale))[0]
+    return _launcher()(query, key, value, *read_tables(*launch), scale=score_scale(scale, value.shape[-1]))[0]
 
 
 @cache
@@ -138,9 +139,4 @@ def compiled_launch(
         return None
     from saf.ops.fused.launch import visible_forward
 
-    return visible_forward(query, key, value, *launch, _scale(value, scale))
-
-
-def _scale(value: Tensor, scale: float | None) -> float:
-    """Return the scale of live heads' scores, by default 1 / sqrt(D)."""
-    return float(value.shape[-1] ** -0.5) if scale is None else scale
+    return visible_forward(query, key, value, *launch, score_scale(scale, value.shape[-1]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.heads import heads_like
-from saf.ops.operator import operator, uses_triton
+from saf.ops.operator import operator, product_precision, uses_triton
 
 BLOCK = 128
 """Positions a block without Triton: a tile of 128 x 128 float32 numbers, 64 KiB, stays in a CPU core's cache."""
@@ -49,16 +49,6 @@ def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor)
     return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
 
 
-def float32_products() -> str:
-    """Return how float32 operands are multiplied on CUDA: exactly ("ieee") unless PyTorch's switches allow TF32.
-
-    `torch.set_float32_matmul_precision` sets the switch of matrix products; without it the general one counts.
-    """
-    own = torch.backends.cuda.matmul.fp32_precision
-    general = torch.backends.fp32_precision  # type: ignore[attr-defined]
-    return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
-
-
 def distance_table(distance: Tensor) -> Tensor:
     """Return what the operator reads exp(rho) from, given `distance [F, T]` on its final device.
 
@@ -83,8 +73,7 @@ def _matmul() -> Callable[..., Tensor]:
 def kernel_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool, **more: Any) -> Tensor:
     """Return `toeplitz_product` where `uses_triton` says so; `more` is `toeplitz_matmul`'s."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    precision = float32_products() if x.dtype == torch.float32 else "ieee"  # of others there is one product
-    return _matmul()(x, table, before, after, transpose=transpose, precision=precision, **more)
+    return _matmul()(x, table, before, after, transpose=transpose, precision=product_precision(x.dtype), **more)
 
 
 @operator("saf::toeplitz")

@@ -1,16 +1,14 @@
 """The page about runs: one self-contained HTML file."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from saf.errors import InputError, SafError
-from saf.evaluate.answers import answers_table, compare_answers, has_answers
-from saf.evaluate.compare_recall import compare_recall, has_recall, recall_comparison_tables
 from saf.evaluate.recall import recall_tables
-from saf.evaluate.side_by_side import Comparison, arm_colours, arm_names, arms_table, compare_all
+from saf.evaluate.side_by_side import JUDGED, Comparison, Judged, arm_colours, arm_names, arms_table, compare_all
 from saf.records.events import EventRecord
 from saf.records.files import write_atomically
 from saf.records.quantities import number, seconds
@@ -111,46 +109,49 @@ def _sections(
         )
     table = arms_table(runs, names, comparisons).html()
     parts.append(section("arms", "Cost and saving", table + costs(data["freezes"], doing(runs))))
-    if answered := [(run, name) for run, name in zip(runs, names, strict=True) if has_answers(run)]:
-        parts.append(section("answers", "Answers", _answers(answered, comparisons)))
-    if recalled := [(run, name) for run, name in zip(runs, names, strict=True) if has_recall(run)]:
-        parts.append(section("recall", "Recall", _recalled(recalled, comparisons)))
+    for name, tables_of in _TASKS.items():
+        if judged := [(run, arm) for run, arm in zip(runs, names, strict=True) if JUDGED[name].has(run)]:
+            tables = [*tables_of(judged), *_compared(JUDGED[name], comparisons)]
+            parts.append(section(name, name.capitalize(), "".join(each.html() for each in tables)))
     parts.append(section("provenance", "Provenance", provenance_table(runs, names)))
     return "\n".join(parts)
 
 
-def _answers(runs: Sequence[tuple[RecordedRun, str]], comparisons: Sequence[Comparison]) -> str:
-    """Return the accuracy of finetuned runs, and what each pair of them answers differently."""
+def _answers(runs: Sequence[tuple[RecordedRun, str]]) -> list[Table]:
+    """Return the accuracy of finetuned runs."""
     rows = []
     for run, name in runs:
         found = run.finished_result()
         share, error = (f"{100 * found[part]:.2f}" for part in ("accuracy", "standard_error"))
         rows.append([name, f"{share}% ± {error}", found["questions"], found["judged_by"], found["shortened"]])
     columns = ("run", "accuracy ± standard error", "questions", "judged by", "text shortened")
-    tables = [Table.of("Accuracy", columns, rows)]
-    for pair in comparisons:
-        if has_answers(pair.ordinary) and has_answers(pair.frozen):
-            try:
-                tables.append(answers_table(compare_answers(pair.ordinary, pair.frozen, allow_differences=True)))
-            except SafError as error:
-                tables.append(Table.facts(pair.name, {"not compared": str(error)}))
-    return "".join(table.html() for table in tables)
+    return [Table.of("Accuracy", columns, rows)]
 
 
-def _recalled(runs: Sequence[tuple[RecordedRun, str]], comparisons: Sequence[Comparison]) -> str:
-    """Return the queries that runs of recall answer, and what each pair of them answers differently."""
-    tables = [
+def _recalled(runs: Sequence[tuple[RecordedRun, str]]) -> list[Table]:
+    """Return the queries that runs of recall answer."""
+    return [
         replace(table, title=f"{name}: {table.title}")
         for run, name in runs
         for table in recall_tables(run.finished_result())
     ]
+
+
+_TASKS: dict[str, Callable[[Sequence[tuple[RecordedRun, str]]], list[Table]]] = {
+    "answers": _answers,
+    "recall": _recalled,
+}
+"""What is shown of runs of tasks beside their comparisons, by the names of `JUDGED`."""
+
+
+def _compared(judged: Judged, comparisons: Sequence[Comparison]) -> Iterator[Table]:
+    """Yield what each pair of runs that were judged alike answers differently, or why they cannot be compared."""
     for pair in comparisons:
-        if has_recall(pair.ordinary) and has_recall(pair.frozen):
+        if judged.has(pair.ordinary) and judged.has(pair.frozen):
             try:
-                tables += recall_comparison_tables(compare_recall(pair.ordinary, pair.frozen, allow_differences=True))
+                yield from judged.tables(judged.compare(pair.ordinary, pair.frozen, allow_differences=True))
             except SafError as error:
-                tables.append(Table.facts(pair.name, {"not compared": str(error)}))
-    return "".join(table.html() for table in tables)
+                yield Table.facts(pair.name, {"not compared": str(error)})
 
 
 def events_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:

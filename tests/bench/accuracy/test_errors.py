@@ -14,7 +14,7 @@ from saf.cli import main
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops.toeplitz.backend import Toeplitz
+from saf.ops.backends.toeplitz import Toeplitz
 from saf.records.files import read_json
 from saf.records.table import Cell
 from saf.surgery import install_, prune_

@@ -8,7 +8,7 @@ from saf.bench.operator.case import OpCase, OpSettings
 from saf.bench.operator.operator import OpSubject
 from saf.machine.cuda_graphs import GraphPool
 from saf.ops import BACKENDS, live_attention
-from saf.ops.reference import Reference
+from saf.ops.backends.reference import Reference
 
 
 def test_every_kernel_has_a_control_and_the_first_is_what_others_are_compared_with():

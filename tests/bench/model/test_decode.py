@@ -11,7 +11,7 @@ from saf.bench.harness.arms import Arm
 from saf.bench.harness.baselines import free_backend
 from saf.bench.harness.settings import Point
 from saf.bench.kinds import BENCHMARKS, measure
-from saf.bench.model.decode import DecodeKind, DecodeSettings, DecodeSubject, cached_bytes
+from saf.bench.model.decode import DecodeKind, DecodeSettings, cached_bytes, decode_passes
 from saf.bench.model.models import ModelPlan
 from saf.errors import InputError
 from saf.integrations.transformers import cache_bytes
@@ -41,7 +41,7 @@ def settings(model, **changes) -> DecodeSettings:
 def test_a_step_computes_what_the_model_computes_after_its_cache(model, placement):
     asked, point = settings(model, placement=placement), Point(PLACES, 2)
     for arm in (Arm("math"), Arm("math", "toeplitz", 0.5)):
-        step = DecodeSubject(asked, point, arm, GraphPool()).step
+        step = decode_passes(asked, point, arm, GraphPool()).model
         with torch.no_grad():
             first, again = step(), step()
         torch.testing.assert_close(first, again, msg="every step stands at the last place")

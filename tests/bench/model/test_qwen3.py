@@ -9,7 +9,7 @@ from saf.bench.harness.baselines import free_backend
 from saf.bench.harness.settings import Point
 from saf.bench.kinds import SPEED_KINDS
 from saf.bench.model.models import ModelPlan, build_model
-from saf.bench.model.prefill import PrefillKind, PrefillSettings, PrefillSubject
+from saf.bench.model.prefill import PrefillKind, PrefillSettings, prefill_passes
 from saf.bench.model.update import UpdateKind, UpdateSettings
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
@@ -90,7 +90,7 @@ def test_a_prefill_is_timed_and_its_work_counted():
     work = {}
     with free_backend():
         for arm in (Arm("math"), Arm("math", "toeplitz", 0.5), Arm("math", "free", 0.5)):
-            subject = PrefillSubject(settings(), point, arm, GraphPool())
+            subject = prefill_passes(settings(), point, arm, GraphPool())
             subject.warm_up()
             assert subject.timed_block("call") > 0
             work[arm.backend] = PrefillKind().work(settings(), point, arm).flops

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 PROGRAM = """
 import torch
-import saf.ops.fused.backend as fused
+import saf.ops.backends.fused as fused
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, mixed_attention
 from saf.patterns import CompactPattern, DensePattern

@@ -11,9 +11,8 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, mixed_attention
+from saf.ops.backends import toeplitz
 from saf.ops.inference import one_launch
-from saf.ops.inference import one_launch as few_tokens
-from saf.ops.toeplitz import backend as toeplitz
 from saf.patterns import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
@@ -33,7 +32,7 @@ def launches(monkeypatch):
         assert scale == pytest.approx(value.shape[-1] ** -0.5)
         return value.new_zeros(value.shape[0], value.shape[2], sum(maps.counts), value.shape[3]).transpose(1, 2), None
 
-    monkeypatch.setattr(few_tokens, "fused_obstacle", lambda device, dtype: None)
+    monkeypatch.setattr(one_launch, "fused_obstacle", lambda device, dtype: None)
     monkeypatch.setattr(toeplitz.Toeplitz, "can_infer", lambda self, device, dtype, tables: not tables["stored"])
     monkeypatch.setattr(one_launch, "_launcher", lambda: launch)
     return seen
@@ -61,7 +60,7 @@ def test_one_launch_computes_all_heads_of_few_tokens(launches):
         {"start": torch.tensor([0, 3])},
         {"kernel": "math"},
         {"rows": 5},
-        {"dim": few_tokens.DIM + 8},
+        {"dim": one_launch.DIM + 8},
         {"dtype": torch.float32},
     ],
     ids=lambda change: next(iter(change)),
@@ -78,7 +77,7 @@ def test_not_otherwise(launches, change):
 
 def test_what_few_means():
     def few(batch: int, heads: int, length: int, dim: int = 64, *, replayed: bool = True) -> bool:
-        return few_tokens.are_few(torch.empty(batch, heads, length, dim, device="meta"), heads, replayed=replayed)
+        return one_launch.are_few(torch.empty(batch, heads, length, dim, device="meta"), heads, replayed=replayed)
 
     # The device sets the pace: where one launch was faster than two on an H200.
     assert few(2, 12, 1024)
@@ -114,10 +113,10 @@ def test_not_for_stored_patterns_nor_where_heads_are_unknown(launches):
 
 
 def test_tables_cover_the_lengths_that_use_them(launches):
-    longer = few_tokens.LENGTH + 100
+    longer = one_launch.LENGTH + 100
     pattern = CompactPattern.from_parameters(torch.zeros(2, longer), torch.zeros(2, longer))
     tables = FrozenHeads.from_patterns(pattern, dtype=HALF, kv_head=range(4)).tables(HALF)
-    assert tables["few_alpha"].shape[-1] == few_tokens.LENGTH
+    assert tables["few_alpha"].shape[-1] == one_launch.LENGTH
     assert tables["row_scale"].shape[-1] == longer
     assert "few_alpha" not in prepare(dtype=torch.float32).tables(torch.float32)
 
@@ -151,7 +150,7 @@ PROGRAM = """
 import torch
 from saf.ops import FrozenHeads, mixed_attention, projected_attention
 from saf.ops.inference import one_launch
-from saf.ops.toeplitz import backend as toeplitz
+from saf.ops.backends import toeplitz
 from saf.patterns import CompactPattern
 
 one_launch.fused_obstacle = lambda device, dtype: None  # the interpreter stands in for a device

@@ -9,10 +9,7 @@ pytest.importorskip("triton")
 
 from saf.errors import InputError  # noqa: E402
 from saf.ops import launch as launching  # noqa: E402
-from saf.ops.toeplitz import launch as prescale  # noqa: E402
-from saf.ops.toeplitz import launch as toeplitz  # noqa: E402
-from saf.ops.toeplitz import launch as toeplitz_descriptor  # noqa: E402
-from saf.ops.toeplitz import launch as toeplitz_pointer  # noqa: E402
+from saf.ops.toeplitz import launch  # noqa: E402
 from saf.ops.toeplitz.config import Config, make_tables  # noqa: E402
 from saf.ops.toeplitz.launch import toeplitz_matmul  # noqa: E402
 from tests.ops.kernel_stub import Kernel  # noqa: E402
@@ -20,34 +17,30 @@ from tests.ops.kernel_stub import Kernel  # noqa: E402
 CUDA = torch.device("cuda", 0)
 POINTER = Config(tables="shifted", prescale="tile", block_m=64, block_n=32, block_k=32)
 DESCRIPTOR = Config(loads="descriptor", block_n=64)
-PLACES = {
-    "toeplitz_kernel": toeplitz_pointer,
-    "toeplitz_descriptor_kernel": toeplitz_descriptor,
-    "prescale_kernel": prescale,
-}
+KERNELS = ("toeplitz_kernel", "toeplitz_descriptor_kernel", "prescale_kernel")
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Kernels that record their launches, and nothing remembered."""
     monkeypatch.setattr(launching, "_compiled", {})
-    monkeypatch.setattr(toeplitz, "_plans", {})
-    stubs = {name: Kernel(*getattr(place, name).arg_names) for name, place in PLACES.items()}
-    for name, place in PLACES.items():
-        monkeypatch.setattr(place, name, stubs[name])
+    monkeypatch.setattr(launch, "_plans", {})
+    stubs = {name: Kernel(*getattr(launch, name).arg_names) for name in KERNELS}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(launch, name, stub)
     return stubs
 
 
 @pytest.fixture
 def planned(monkeypatch):
     """The configurations of all plans that are made."""
-    made, original = [], toeplitz._planned
+    made, original = [], launch._planned
 
     def recording(*arguments):
         made.append(arguments[6])
         return original(*arguments)
 
-    monkeypatch.setattr(toeplitz, "_planned", recording)
+    monkeypatch.setattr(launch, "_planned", recording)
     return made
 
 
@@ -150,10 +143,10 @@ def test_descriptors_of_a_repeated_call_are_those_triton_would_check(kernels):
 
 
 def test_plans_are_bounded(kernels, monkeypatch):
-    monkeypatch.setattr(toeplitz, "MOST", 3)
+    monkeypatch.setattr(launch, "MOST", 3)
     for length in range(1, 10):
         toeplitz_matmul(**operands(length=length), transpose=False, config=POINTER)
-    assert len(toeplitz._plans) <= 3
+    assert len(launch._plans) <= 3
 
 
 def test_nothing_is_launched_for_no_elements(kernels):
@@ -164,7 +157,7 @@ def test_nothing_is_launched_for_no_elements(kernels):
 
 
 def test_memory_that_descriptors_cannot_describe_is_refused_every_time():
-    described = toeplitz_descriptor.Described((4, 64), [4, 64])
+    described = launch.Described((4, 64), [4, 64])
     memory = torch.zeros(4 * 64 + 1, dtype=torch.float16)
     described(memory[:-1].view(4, 64))
     for _ in range(2):

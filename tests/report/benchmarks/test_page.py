@@ -12,8 +12,9 @@ from saf.bench.model.update import UpdateSettings
 from saf.cli.report import COMMAND
 from saf.errors import InputError
 from saf.records.files import write_json
-from saf.report.benchmarks.bars import bars_picture, beyond, scale_of, write_bars
+from saf.report.benchmarks.bars import beyond, scale_of
 from saf.report.benchmarks.page import render, write_bench_report
+from saf.report.benchmarks.picture import bars_picture, write_bars
 from tests.report.benchmark_records import TIMES, record
 from tests.report.synthetic import write_pair
 

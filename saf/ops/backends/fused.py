@@ -11,6 +11,7 @@ from torch import Tensor
 from saf.ops.backend import Backend, Tables
 from saf.ops.fused.operator import fused_product
 from saf.ops.fused.tables import MAPS, PATTERNS, fused_obstacle, fused_tables
+from saf.ops.live import score_scale
 from saf.patterns import Pattern
 
 
@@ -55,5 +56,5 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, tables: Tables, layout: s
     maps = [tables[f"{layout}_{name}"] for name in MAPS]
     patterns = [tables[name] for name in PATTERNS]
     counts, (grouped,) = list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"]
-    scale = value.shape[-1] ** -0.5 if scale is None else scale
-    return fused_product(query, key, value, maps, patterns, counts, grouped, scale)[0]
+    factor = score_scale(scale, value.shape[-1])
+    return fused_product(query, key, value, maps, patterns, counts, grouped, factor)[0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ops.toeplitz.row_cases import CASES, LIMITS
+from tests.ops.rows.row_cases import CASES, LIMITS
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,10 +13,9 @@ from torch import Tensor
 from saf.errors import UnsupportedError
 from saf.ops.backend import Call
 from saf.ops.heads import unit_stride
-from saf.ops.live import SPLIT
-from saf.ops.operator import has_tangent, operator, uses_triton
-from saf.ops.toeplitz.operator import float32_products
-from saf.ops.toeplitz.rows import CACHED, LIVE_OWN, LIVE_READERS, OWN, READERS, parts_of
+from saf.ops.live import SPLIT, score_scale
+from saf.ops.operator import has_tangent, operator, product_precision, uses_triton
+from saf.ops.rows.frozen import CACHED, LIVE_OWN, LIVE_READERS, OWN, READERS, parts_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Of values: float32 keys and values of a stretch do not fit into a multiprocessor's shared memory together."""
@@ -77,7 +76,7 @@ def split(call: Call) -> tuple[Tensor, ...]:
     where = (None, value.shape[-2] - query.shape[-2], call.start)
     if places is not None:
         where = (places.first, 0, places.start)
-    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scale = score_scale(call.scale, query.shape[-1])
     sums, logs = split_rows(
         *map(unit_stride, (query, key, value)), own, live_readers, _group(call), read, tables.get(READERS), lowest,
         tables.get("distance"), tables.get("key_scale"), tables.get("row_scale"), *where, parts, scale,
@@ -122,16 +121,15 @@ def split_rows(
     None for the first K; `live_readers [K, G]` the slots that read each, None for `group` one after another. The other
     arguments are those of `saf::frozen_rows`, None without frozen heads; `lowest` is the first value head they read.
     """
-    from saf.ops.toeplitz.row_kernels import split as kernel
+    from saf.ops.rows.kernels import split as kernel
 
     sums, logs = _parts_like(query, value, distance, parts)
     if sums.numel():
-        precision = float32_products() if value.dtype == torch.float32 else "ieee"
         tables = distance, key_scale, row_scale
         at = first, place, start
         kernel(
             query, key, value, own, live_readers, group, read, readers, lowest, tables, *at, scale, sums, logs,
-            precision=precision,
+            precision=product_precision(value.dtype),
         )  # fmt: skip
     return sums, logs
 
@@ -154,7 +152,7 @@ def _parts_like(query: Tensor, value: Tensor, distance: Tensor | None, parts: in
 @operator("saf::merge_rows")
 def merge_rows(sums: Tensor, logs: Tensor, like: Tensor) -> Tensor:
     """Return all heads, `[B, L + F, rows, D]` in the dtype of `like`, stored as `[B, rows, L + F, D]`."""
-    from saf.ops.toeplitz.row_kernels import merge
+    from saf.ops.rows.kernels import merge
 
     out = _merged_like(sums, like)
     if out.numel():

@@ -52,7 +52,7 @@ def run(case: Case, device: str) -> dict:
     from saf.ops import FrozenHeads
     from saf.ops.heads import cached_order
     from saf.ops.positions import Rows
-    from saf.ops.toeplitz import rows as module
+    from saf.ops.rows import frozen as module
     from saf.patterns import CompactPattern
 
     module.STRETCH = case.stretch

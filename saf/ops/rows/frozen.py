@@ -12,9 +12,8 @@ from torch import Tensor
 
 from saf.ops.backend import Tables
 from saf.ops.heads import cached_order, unit_stride
-from saf.ops.operator import operator
+from saf.ops.operator import operator, product_precision
 from saf.ops.positions import Rows
-from saf.ops.toeplitz.operator import float32_products
 
 STRETCH = 256
 """Keys of a part at least: fewer would be read faster than their sums are written and added up."""
@@ -106,14 +105,15 @@ def frozen_rows(
     each, see `row_tables`; the other tables are those of `prepare`. The rows begin at `first` (`[]`, on the device) or
     else at `place`; `start` is as in `Rows`.
     """
-    from saf.ops.toeplitz.row_kernels import sum_rows
+    from saf.ops.rows.kernels import sum_rows
 
     out = _parts_like(value, distance.shape[0], rows, parts)
     if not out.numel():
         return out
     at = first, place, start
-    precision = float32_products() if value.dtype == torch.float32 else "ieee"
-    sum_rows(value, read, readers, distance, key_scale, row_scale, *at, out, precision=precision)
+    sum_rows(
+        value, read, readers, distance, key_scale, row_scale, *at, out, precision=product_precision(value.dtype)
+    )  # fmt: skip
     return out
 
 
@@ -132,7 +132,7 @@ def join_rows(parts: Tensor, like: Tensor, live: Tensor | None) -> Tensor:
 
     The result has the dtype of `like`.
     """
-    from saf.ops.toeplitz.row_kernels import add_parts
+    from saf.ops.rows.kernels import add_parts
 
     out = _joint_like(parts, like, live)
     if out.numel():

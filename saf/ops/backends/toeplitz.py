@@ -25,8 +25,8 @@ from saf.ops.inference.one_launch import FEW, OneLaunch, compiled_launch, few_ta
 from saf.ops.inference.operator import inference
 from saf.ops.operator import uses_triton
 from saf.ops.positions import Rows
+from saf.ops.rows.frozen import compact_rows, few_rows, row_tables
 from saf.ops.toeplitz.operator import distance_table, implementation, toeplitz_product
-from saf.ops.toeplitz.rows import compact_rows, few_rows, row_tables
 from saf.ops.toeplitz.tables import compact_tables, convolution_tables, tables_hold
 from saf.ops.toeplitz.trained import NOT_HELD, trainable_product
 from saf.patterns import CompactPattern, Pattern

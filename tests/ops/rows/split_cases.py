@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.ops.toeplitz import row_cases
+from tests.ops.rows import row_cases
 
 LIMITS = {"float32": 1e-6, "float16": 1.5e-3, "bfloat16": 8e-3}
 """Relative L2 errors, of live heads (softmax weights rounded to the dtype) and of frozen ones."""
@@ -38,10 +38,11 @@ CASES = {
 def run(case: Case, device: str) -> dict:
     """Return the errors of live and of frozen heads, and how many parts and launches a call has."""
     from saf.bench.harness.synthetic import synthetic_patterns
-    from saf.ops import FrozenHeads, mixed_attention, split
+    from saf.ops import FrozenHeads, mixed_attention
     from saf.ops.heads import cached_order
     from saf.ops.positions import Places
-    from saf.ops.toeplitz import rows as module
+    from saf.ops.rows import frozen as module
+    from saf.ops.rows import split
 
     module.STRETCH = case.stretch
     split.uses_triton = lambda device, dtype: True

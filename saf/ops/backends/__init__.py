@@ -1,4 +1,4 @@
-"""The backends by name, and the rule by which `"auto"` picks one."""
+"""The backends by name, a file each, and the rule by which `"auto"` picks one."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from saf.arguments import checked
 from saf.errors import InputError, UnsupportedError, did_you_mean
 from saf.machine.execution import TorchDevice
 from saf.ops.backend import Backend
-from saf.ops.fused.backend import Fused
-from saf.ops.reference import Reference
-from saf.ops.toeplitz.backend import Toeplitz
+from saf.ops.backends.fused import Fused
+from saf.ops.backends.reference import Reference
+from saf.ops.backends.toeplitz import Toeplitz
 from saf.patterns import TrainablePattern
 
 BACKENDS: dict[str, Backend] = {"toeplitz": Toeplitz(), "fused": Fused(), "reference": Reference()}
