@@ -352,12 +352,14 @@ def _trained(one: _Active, store: Store, data: Path, launch: Launch, stop: Stop)
         log = store.folder / "logs" / f"{run.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         # By its own clock every arm pays for compiling, whatever arms before it left in the compiler's cache.
-        anew = {"compiles_anew": True} if run.own_clock else {}
-        code = launch(words(run, store, data), log, one.device, stop, **anew)
+        cold = {"compiles_anew": True} if run.own_clock else {}
+        code = launch(words(run, store, data), log, one.device, stop, **cold)
         if code == EXIT_STOPPED:
             return _STOPPED
         if code != 0:
-            return f"{run.title} ended with exit code {code}: {last_line(log)} (all of it: {log})"
+            # A run at matched time whose clock ran over would end the same way, however often it is resumed.
+            anew = f"; the same command resumes it: to train it anew, remove {folder}" if folder.is_dir() else ""
+            return f"{run.title} ended with exit code {code}: {last_line(log)} (all of it: {log}){anew}"
     store.collect(run)
     store.trim_(run)
     return None

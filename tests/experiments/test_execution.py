@@ -1,3 +1,4 @@
+import re
 import shutil
 import sys
 import threading
@@ -93,6 +94,7 @@ def test_a_failure_keeps_its_children_from_beginning_and_the_others_go_on(make_p
     assert len(outcome.ended) == 3, "the other seed"
     problems = list(outcome.failed.values())
     assert "ordinary, seed 1 ended with exit code 2: said something" in problems[0]
+    assert re.search(r"the same command resumes it: to train it anew, remove .*/runs/\w{16}$", problems[0])
     assert sum("was not begun" in problem for problem in problems) == 2
     outcome, _ = carry_out(made, store, trainer)
     assert len(outcome.ended) == 3
