@@ -1,38 +1,35 @@
-"""How a run begins: new, from a parent's checkpoint, or resumed; and what its folder then holds."""
+"""How a run begins: new, from a parent's checkpoint, or resumed."""
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.optim import AdamW
 
 from saf.adapters import adapter_for
-from saf.data.token_data import INDEX_FILE
-from saf.errors import CheckpointError, InputError, SafWarning
+from saf.errors import CheckpointError, InputError
 from saf.freezing.choice import check_heads
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
 from saf.machine.processes import agreed, done_once, gathered, group_place, in_group, is_first
 from saf.models import GPT, GPTConfig
 from saf.ops.live import pinned
-from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
-from saf.records.files import lines_hash, read_lines, write_json, write_lines
-from saf.records.folders import lock_folder, remove_leftovers_
+from saf.records.events import read_events
 from saf.tasks import TASKS, Task
 from saf.train.allowance import Allowance, allowance_of, match
 from saf.train.checkpoint import Checkpoint, newest, open_checkpoint, restore_random_state
-from saf.train.clock import Clock, log_lost_, seconds_until
+from saf.train.clock import Clock, seconds_until
 from saf.train.config import TrainConfig
 from saf.train.events import check_freeze, start_gradient, start_proposer
+from saf.train.folder import lock_new, lock_run, own_events, write_start_
 from saf.train.graphs import check_graphs, graphs_pay
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
 from saf.train.parallel import Parallel, Shards
 from saf.train.run import RECORDS, Run
-from saf.train.run_config import check_same_run, context_length, model_config, read_run_config, run_config
+from saf.train.run_config import context_length, model_config, read_run_config, run_config
 from saf.train.sharing import micro_batches_of_one, parallel_of
 from saf.train.updater import Updater
 
@@ -49,7 +46,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     folder = Path(config.out)
     with agreed():  # what one process cannot start, none does; and all have looked before the first one writes
         own_share = micro_batches_of_one(config.accumulation, group_place()[1], batch_size=config.batch_size)
-        lock = _lock_run(folder, config, resume=resume)
+        lock = lock_run(folder, config, resume=resume)
         execution = Execution.of(
             config.device,
             precision=config.precision,
@@ -96,7 +93,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
     with agreed():
         if is_first():
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            lock = lock or _lock_new(folder)
+            lock = lock or lock_new(folder)
             record = run_config(
                 config,
                 model=shape,
@@ -107,7 +104,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
                 processes=parallel.processes,
             )
             logged = state.get(RECORDS) if own and state else None
-            _write_start(folder, config, record, update=update, own=own, records=logged)
+            write_start_(folder, config, record, update=update, own=own, records=logged)
     run = Run(
         config=config,
         folder=folder,
@@ -138,7 +135,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         start=start,
         parent_hash=parent["hash"] if parent else None,
         allowance=allowance,
-        heads_changed=max((event.update or 0 for event in done_once(lambda: _own_events(config))), default=None),
+        heads_changed=max((event.update or 0 for event in done_once(lambda: own_events(config))), default=None),
     )
     if checkpoint and parallel.kind == Shards.kind:
         checkpoint.fill_(run.updater.engine, moments=not fresh)
@@ -199,41 +196,6 @@ def _check_alike(settings: dict[str, Any]) -> None:
                 f"all processes train by the same settings and data; process {number} has {words}. Start every one "
                 "with the same words, where it reads the same files"
             )
-
-
-def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | None:
-    """Lock a folder that holds a run, which must be the one to resume; None when it holds none."""
-    if (folder / INDEX_FILE).exists():
-        raise InputError(f"{folder} is a data folder ({INDEX_FILE} is there); choose another for the run")
-    if not (folder / "config.json").exists():
-        return None
-    lock = lock_folder(folder) if is_first() else None
-    if not resume:
-        raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
-    check_same_run(config, read_run_config(folder)["settings"])
-    return lock
-
-
-def _lock_new(folder: Path) -> IO[str]:
-    """Lock a folder that held no run when this process began; raise InputError when it holds one by now."""
-    lock = lock_folder(folder)
-    if (folder / "config.json").exists():
-        lock.close()
-        raise InputError(
-            f"{folder} holds a run by now, which another process began meanwhile; resume it, or choose another folder"
-        )
-    return lock
-
-
-def _own_events(config: TrainConfig) -> list[EventRecord]:
-    """Return the events that the run itself carried out so far; not those of the parent."""
-    events = read_events(config.out) if Path(config.out).is_dir() else []
-    return [event for event in events if not _inherited(event, config)]
-
-
-def _inherited(event: EventRecord, config: TrainConfig) -> bool:
-    """Return whether an event is a parent's; a run that freezes nothing has no other, marked as such or not."""
-    return event.values.get("inherited", config.freeze is None)
 
 
 def _open(path: str | Path | None, shape: GPTConfig, task: Task, *, fresh: bool) -> Checkpoint | None:
@@ -350,55 +312,3 @@ def _observer(
         flops_per_update=tokens * shape.flops_per_token(task.length),
         peak_flops=None if peak is None else peak * processes,
     )
-
-
-def _write_start(
-    folder: Path,
-    config: TrainConfig,
-    record: dict[str, Any],
-    *,
-    update: int,
-    own: Path | None,
-    records: Mapping[str, tuple[int, str]] | None,
-) -> None:
-    """Write config.json, cut the logs back to `update`, and take over the event that `saf freeze` carried out.
-
-    The clock's log tells what updates that are cut took. `own` is the run's checkpoint that training goes on from; its
-    update's events will be met again, unless it is the state after them. `records` is what it tells of the logs. Raises
-    InputError when they are of another run.
-    """
-    after_event = own is not None and own.name.endswith("-frozen")
-
-    def keep_line(line: dict[str, Any]) -> bool:
-        return line["update"] < update or (line["update"] == update and (after_event or line["when"] == "periodic"))
-
-    def keep_event(event: EventRecord) -> bool:
-        if _inherited(event, config):
-            return True
-        return (event.update or 0) < update or (event.update == update and after_event)
-
-    logs = {"metrics.jsonl": lambda line: line["update"] <= update, "evaluations.jsonl": keep_line}
-    found = {name: read_lines(folder / name, by="update") for name in logs}
-    kept = {name: list(filter(logs[name], lines)) for name, lines in found.items()}
-    for name, lines in kept.items():
-        count, expected = (records or {}).get(name, (0, None))
-        # Fewer are a loss, which is told.
-        if expected is not None and len(lines) >= count and lines_hash(lines) != expected:
-            raise InputError(
-                f"{folder / name} is not the file beside which {own} was written: its lines up to there are others; "
-                "restore it, or move it away to go on without"
-            )
-        if len(lines) < count and name != "metrics.jsonl":  # whose gaps are told once all is set up
-            lost = f"{folder / name} has lost {count - len(lines)} of the {count} lines beside which {own} was written"
-            warnings.warn(lost, SafWarning, stacklevel=4)
-    remove_leftovers_(folder / "checkpoints")
-    log_lost_(folder, [line for line in found["metrics.jsonl"] if line["update"] > update])
-    write_json(folder / "config.json", record)
-    for name, lines in kept.items():
-        if (folder / name).exists():
-            write_lines(folder / name, lines)
-    keep_events_(folder, keep_event)
-    (folder / "result.json").unlink(missing_ok=True)
-    parent = record["parent"] or {}
-    if own is None and config.freeze is None and "frozen_from" in parent:
-        inherit_events(Path(parent["path"]), folder)

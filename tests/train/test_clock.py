@@ -8,9 +8,9 @@ import pytest
 
 import saf.train.clock as clock_module
 import saf.train.events
+import saf.train.folder
 import saf.train.loop as loop
 import saf.train.run
-import saf.train.start
 import saf.train.updater
 from saf.cli.training import result_table
 from saf.freezing.config import FreezeConfig
@@ -179,7 +179,7 @@ def test_what_several_kills_lost_is_told_and_on_no_clock(settings, now, monkeypa
     """Updates take 1.5 s; the first kill comes before any checkpoint, the last one right after a resumption."""
     taking(monkeypatch, now, saf.train.updater, "step_if_finite_", 1.5)
     config = settings(eval_every=0, save_every=3)
-    for module, name, call in ((loop, "run_update", 3), (loop, "run_update", 6), (saf.train.start, "write_lines", 1)):
+    for module, name, call in ((loop, "run_update", 3), (loop, "run_update", 6), (saf.train.folder, "write_lines", 1)):
         with monkeypatch.context() as patch:
             die_at(patch, module, name, call)
             with pytest.raises(Killed):
