@@ -35,7 +35,7 @@ const WITHOUT_PATTERN = {
 
 function numbers(state, l, h) {
   const { freeze } = state;
-  const total = freeze.layers * freeze.heads;
+  const total = ranked(freeze);
   const rows = Object.keys(freeze.scores).map((name) => {
     const rank = state.ranks[name][key(l, h)];
     return [scoreName(name), short(freeze.scores[name][l][h]), rank ? `rank ${rank} of ${total}` : ''];

@@ -34,6 +34,9 @@ function headMap(freeze) {
 // A state of a head in the words of what was done to it; the names of styles stay.
 const inWords = (freeze, state, l, h) => (freeze.pruned.some(([layer, head]) => layer === l && head === h) ? state.replace('frozen', 'pruned') : state);
 
+// How many heads have a score, and so a rank: those that were live.
+const ranked = (freeze) => freeze.scores[freeze.score_name].flat().filter((value) => value !== null).length;
+
 function introduction(f) {
   const lowest = scoreName(f.score_name).toLowerCase();
   const measured = f.num_sequences ? `, measured on ${whole(f.num_sequences)} sequences of ${whole(f.length)} tokens` : '';
@@ -134,7 +137,7 @@ function colour(state) {
     const rgb = value === null ? null : mix(stops, place(value));
     cell.querySelector('.body').style.fill = rgb ? css(rgb) : 'transparent';
     cell.querySelectorAll('.flake').forEach((line) => { line.style.stroke = rgb && luminance(rgb) < 0.5 ? '#fff' : '#08222f'; });
-    const rank = value === null ? '' : `, rank ${state.ranks[state.score][key(l, h)]} of ${state.freeze.layers * state.freeze.heads}`;
+    const rank = value === null ? '' : `, rank ${state.ranks[state.score][key(l, h)]} of ${ranked(state.freeze)}`;
     cell.setAttribute('aria-label', `Layer ${l}, head ${h}: ${inWords(state.freeze, headState(state, l, h), l, h)}, ${scoreName(state.score)} ${short(value)}${rank}`);
   }));
   legend(state, stops, low, high, kind);
@@ -143,7 +146,13 @@ function colour(state) {
 
 function legend(state, stops, low, high, kind) {
   const bar = el('span', { class: 'bar', style: `background:linear-gradient(90deg,${stops.map(css).join(',')})` });
-  const kinds = [['frozen', state.freeze.kind], ...(Object.keys(state.freeze.rejected).length ? [['rejected', 'fit rejected, stayed live']] : []), ['live', 'live']];
+  const before = Object.keys(state.freeze.earlier).filter((name) => state.freeze.earlier[name]);
+  const kinds = [
+    ['frozen', state.freeze.kind],
+    ...(Object.keys(state.freeze.rejected).length ? [['rejected', 'fit rejected, stayed live']] : []),
+    ...(before.length ? [['earlier', `${before.join(' or ')} earlier, not ranked`]] : []),
+    ['live', 'live'],
+  ];
   document.getElementById('map-legend').replaceChildren(
     el('div', { class: 'ramp' }, [el('span', { text: short(low, 2) }), bar, el('span', { text: short(high, 2) })]),
     el('p', { class: 'ramp-name', text: `${scoreName(state.score)}${kind === 'log' ? ', log scale' : ''}: steady on the left, changing with the text on the right` }),
@@ -152,7 +161,7 @@ function legend(state, stops, low, high, kind) {
 }
 
 function swatch(kind) {
-  const turns = { frozen: [0, 60, 120], rejected: [45, -45], live: [] }[kind];
+  const turns = { frozen: [0, 60, 120], rejected: [45, -45], earlier: [], live: [] }[kind];
   return svg('svg', { viewBox: '0 0 20 20', width: 18, height: 18, class: `swatch ${kind}`, 'aria-hidden': true }, [
     svg('rect', { class: 'frame', x: 1, y: 1, width: 18, height: 18, rx: 4 }), svg('rect', { class: 'body', x: 3, y: 3, width: 14, height: 14, rx: 2 }),
     ...turns.map((turn) => svg('line', { class: 'flake', x1: 10, x2: 10, y1: 5, y2: 15, transform: `rotate(${turn} 10 10)` })),

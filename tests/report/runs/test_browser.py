@@ -69,6 +69,10 @@ def test_a_later_event_tells_of_earlier_ones(page, tmp_path):
     intro = page.locator("#map-intro").inner_text()
     assert "heads with the lowest variance among those still live" in intro
     assert "One head was frozen earlier." in intro
+    assert "frozen earlier, not ranked" in page.locator("#map-legend").inner_text()
+    scored = sum(score is not None for row in event["scores"] for score in row)
+    page.locator(".cell.live").first.click()
+    assert f"of {scored}" in page.locator("#detail .facts").inner_text()
 
 
 def test_a_frozen_head_without_its_pattern_is_not_called_live(page, tmp_path):
