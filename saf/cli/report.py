@@ -11,12 +11,12 @@ from saf.cli.command import Command
 from saf.cli.output import show
 from saf.cli.scale import AtScale
 from saf.data import TokenData
-from saf.errors import InputError
+from saf.errors import InputError, did_you_mean
 from saf.experiments.document import recorded_seeds, scale_of, write_document
 from saf.experiments.examples import find_examples, is_of_files
 from saf.experiments.measuring import plan_measurements
 from saf.experiments.plan import plan
-from saf.experiments.recipe import open_recipes
+from saf.experiments.recipe import open_recipes, recipe_files
 from saf.experiments.render import render
 from saf.experiments.scales import Scale
 from saf.experiments.store import Store
@@ -90,7 +90,13 @@ class Report(Command):
 
     def _tables(self) -> dict[str, Any]:
         """Show the tables of recipes, and write them where --out says."""
-        recipes = open_recipes(tuple(map(str, self.runs)))
+        names, known = tuple(map(str, self.runs)), recipe_files()
+        if known.keys().isdisjoint(names):
+            raise InputError(
+                f"{names[0]!r} is no run, no file and no recipe here; expected folders of runs, files of `saf bench`, "
+                f"or recipes, which `saf run` lists{did_you_mean(names[0], known)}"
+            )
+        recipes = open_recipes(names)
         if self.out and self.out.suffix in (".html", ".md", ".tex", ".csv", ".json"):
             raise InputError(f"a recipe's tables are several files; expected --out to be a folder, got {self.out.name}")
         store = Store(self.store).open(write=False)

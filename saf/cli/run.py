@@ -278,6 +278,11 @@ def _check(outcome: Outcome) -> None:
         )
     if outcome.stopped:
         say("a signal stopped the plan after a checkpoint; the same command goes on with it")
+    elif outcome.left and not outcome.advanced:
+        raise SafError(
+            f"{len(outcome.left)} runs are left, and none got further within these limits, which the same command "
+            "would not change: give it more time (--command-minutes), or make room on the disk"
+        )
     elif outcome.left:
         say(f"{len(outcome.left)} runs are left within these limits; the same command goes on with them")
     if outcome.stopped or outcome.left:

@@ -142,6 +142,8 @@ class Outcome:
     """Whether a signal stopped the plan; the same command goes on with it."""
     left: list[str] = field(default_factory=list)
     """Those that the limit of the command, or the disk, left for the next one, with a checkpoint or not begun."""
+    advanced: bool = True
+    """Whether anything ended or got further; if not, the same command will not either."""
 
 
 def execute(
@@ -183,6 +185,7 @@ def execute(
     asked = (set(plan.runs) if only is None else set(only) & set(plan.runs)) - found
     waiting = _to_train(plan, store, asked, found=found, lost=lost or {}, say=say)
     foretold = {run.key: run.seconds(rates, done=store.done(run.key)) for run in waiting}
+    before = {run.key: store.done(run.key) for run in waiting}
     left = sum(foretold.values())
     progress = Progress(total=len(waiting), say=say, rates=rates, width=lanes.width, left=left)
     active: dict[Future[str | None], _Active] = {}
@@ -218,6 +221,7 @@ def execute(
                 used |= {one.lane} if problem is None else set()
                 _end(one, problem, outcome, progress)
     outcome.left += [run.key for run in waiting]
+    outcome.advanced = bool(outcome.ended) or any(store.done(key) != update for key, update in before.items())
     outcome.stopped = (outcome.stopped and not limit.over) or (signalled.requested and bool(outcome.left))
     return outcome
 

@@ -231,16 +231,22 @@ def recipes_folder() -> Path:
     return Path(saf.__file__).resolve().parents[1] / "recipes"
 
 
+def recipe_files(folder: Path | None = None) -> dict[str, Path]:
+    """Return the files of all recipes of a folder, by their names; raise InputError where there are none."""
+    folder = folder or recipes_folder()
+    files = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
+    if not files:
+        raise InputError(f"{folder} holds no recipes; they stand beside the package in a checkout, or name a folder")
+    return files
+
+
 def open_recipes(names: tuple[str, ...] = (), *, folder: Path | None = None) -> dict[str, Recipe]:
     """Return recipes by name, all of a folder's without `names`.
 
     Raises:
         InputError: There is no such folder or recipe (with the nearest names), or a file of it that is no recipe.
     """
-    folder = folder or recipes_folder()
-    files = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
-    if not files:
-        raise InputError(f"{folder} holds no recipes; they stand beside the package in a checkout, or name a folder")
+    files = recipe_files(folder)
     for name in names:
         if name not in files:
             raise InputError(

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from saf.errors import InputError
+from saf.cli.run import _check
+from saf.errors import InputError, SafError
 from saf.experiments import execution
-from saf.experiments.execution import Lanes, execute
+from saf.experiments.execution import Lanes, Outcome, execute
 from saf.experiments.launching import CACHES, in_a_process
 from saf.experiments.packing import RESERVE
 from saf.experiments.rates import Rates
@@ -306,10 +307,20 @@ def test_the_limit_of_a_command_leaves_runs_for_the_next_one(make_plan, store, m
     outcome, _ = carry_out(make_plan(), again, Lasting(now, seconds=1.0), rates=rates, seconds=RESERVE + 0.1)
     assert not outcome.stopped
     assert not outcome.ended
-    assert len(outcome.left) == 3, "the parent stopped at the limit with a checkpoint, its arms were not begun"
+    assert len(outcome.left) == 3, "the parent stopped at the limit, its arms were not begun"
+    assert not outcome.advanced, "it had no checkpoint yet"
     outcome, said = carry_out(make_plan(), again, brief, rates=rates, seconds=RESERVE + 100)
     assert "resuming" in said[0]
     assert len(outcome.ended) == 3
+    assert outcome.advanced
+
+
+def test_a_command_in_which_nothing_got_further_does_not_promise_that_the_same_one_goes_on():
+    with pytest.raises(SafError, match=r"1 runs are left, and none got further .*--command-minutes"):
+        _check(Outcome(left=["a"], advanced=False))
+    with pytest.raises(SystemExit) as stopped:
+        _check(Outcome(left=["a"]))
+    assert stopped.value.code == EXIT_STOPPED
 
 
 def test_runs_longer_than_a_command_begin_first_on_every_gpu(make_plan, store):

@@ -191,7 +191,10 @@ def test_one_command_at_a_time_works_in_a_store(made, capsys):
 
 def test_a_misspelt_recipe_is_named(capsys):
     assert main(["report", "timin", "--scale", "smoke"]) == 2
-    assert "did you mean 'timing'" in capsys.readouterr().err
+    assert "'timin' is no run, no file and no recipe here" in (said := capsys.readouterr().err)
+    assert "did you mean 'timing'" in said
+    assert main(["report", "timing", "selectrs", "--scale", "smoke"]) == 2
+    assert "no recipe 'selectrs'; did you mean 'selectors'" in capsys.readouterr().err
 
 
 def test_tables_of_recipes_are_written_into_a_folder(capsys):
