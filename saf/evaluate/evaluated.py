@@ -118,7 +118,7 @@ def pair_words(told: Mapping[str, Any]) -> list[str]:
     first = told.get("heads_by_kind", [{}])[0]  # which earlier records do not have
     if any(first.values()):
         before = heads_in_words(first)
-        lines.append(f"Of the first model {before} heads are so already: what these cost is not in the change.")
+        lines.append(f"The first model has {before} heads already: what these cost is not in the change.")
     return lines
 
 

@@ -57,7 +57,7 @@ JUDGED = {
     "answers": Judged(has_answers, compare_answers, answers_comparison_tables),
     "recall": Judged(has_recall, compare_recall, recall_comparison_tables),
 }
-"""By what runs of tasks are judged by."""
+"""What runs of tasks are judged by, by its name."""
 
 
 @dataclass(frozen=True)

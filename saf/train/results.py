@@ -144,11 +144,12 @@ def _check_time(run: Run, final: Path | None) -> None:
     if allowance.seconds is None:
         return
     kept = f"There is no result; the run's last checkpoint, {final}, is kept"
-    if run.updater.parallel.first(run.overspent) > REFUSED * allowance.seconds:
+    used = run.updater.parallel.first(allowance.spent(run.clock.parts))  # clocks differ, and all must agree
+    if used > (1 + REFUSED) * allowance.seconds:
         took = sorted(allowance.weighted(run.clock.parts).items(), key=lambda part: -part[1])
         parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in took if seconds > 0)
         raise InputError(
-            f"{given} allowed {allowance.seconds:.2f} s, and the run used {allowance.seconds + run.overspent:.2f} s: "
+            f"{given} allowed {allowance.seconds:.2f} s, and the run used {used:.2f} s: "
             f"{parts}. An update, an event or compiling took longer than was left. {kept}: {advice}, in another folder"
         )
     first = done_once(lambda: min((event.update or 0 for event in run.events), default=None))

@@ -119,12 +119,6 @@ class Run:
             return self.update >= self.config.updates
         return self.clock.ended or self._used() > 1
 
-    @property
-    def overspent(self) -> float:
-        """Return by how many seconds the run exceeded what it may use; 0 where it did not, or gets no seconds."""
-        left = None if self.allowance is None else self.allowance.seconds_left(self.clock.parts)
-        return 0.0 if left is None else max(0.0, -left)
-
     def _used(self) -> float:
         """Return the share of the allowance that is used once the next update is done."""
         assert self.allowance is not None
