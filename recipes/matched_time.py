@@ -80,6 +80,7 @@ def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
             # On the raw clock loading alone is longer than what the smoke scale has left.
             raw_clock = {**plain, "parent": raw_reference, "match": raw_reference, "smoke": False}
             raw_clock["settings"] = {**OWN_CLOCK, **settings}
+            raw_clock |= {key: f"{name}, raw clock" for key, name in heads.items()}
             found["raw"] = Arm(name=titles["raw"], reference=raw_ordinary, **raw_clock)
         return found
 

@@ -64,6 +64,14 @@ def test_no_run_of_the_smoke_scale_depends_on_a_clock():
     assert timed["ordinary, matched time"]["match_speed_source"] == "set for the smoke scale, not measured"
 
 
+def test_arms_that_take_the_heads_of_another_one_begin_where_it_began():
+    for name, recipe in RECIPES.items():
+        arms = {arm.name: arm for arm in recipe.arms}
+        for arm in recipe.arms:
+            if arm.heads is not None and arm.parent is not None:
+                assert arms[arm.heads].parent == arm.parent, (name, arm.name)
+
+
 CONTROLS = {"fixed_token_controls", "intervention_costs", "later_intervention", "matched_time", "pruning_downstream"}
 CONTROLS |= {"recall", "recall_patterns", "trainability"}
 
