@@ -80,7 +80,7 @@ def _arms(context: int, name: str, rates: tuple[float, ...]) -> tuple[Arm, ...]:
             # On the raw clock loading alone is longer than what the smoke scale has left.
             raw_clock = {**plain, "parent": raw_reference, "match": raw_reference, "smoke": False}
             raw_clock["settings"] = {**OWN_CLOCK, **settings}
-            raw_clock |= {key: f"{name}, raw clock" for key, name in heads.items()}
+            raw_clock |= {key: f"{others[key]}, raw clock" for key in ("heads", "against") if key in others}
             found["raw"] = Arm(name=titles["raw"], reference=raw_ordinary, **raw_clock)
         return found
 
@@ -166,8 +166,8 @@ RECIPE = Recipe(
         "measure as it does, so that choosing is charged to them too. The difference is from the frozen arm of that "
         "rate.",
         "The clock charges compilation, events, losses and checkpoints as seconds of the paper's 187.65 minutes; the "
-        "raw clock charges all as they are. Extra tokens are those of the whole run beside the ordinary arm's at "
-        "matched time.",
+        "raw clock charges all as they are, and at the small scale its arms and their reference run uncompiled. Extra "
+        "tokens are those of the whole run beside the ordinary arm's at matched time.",
         "Other order is the ordinary arm again, with other data in its second half: its change is the scatter of the "
         "comparison itself, more of it than between arms that see the same data.",
         "With tokens at a rate: the change at matched tokens less the rate times the extra tokens. 0.14 is the paper's "

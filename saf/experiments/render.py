@@ -118,9 +118,10 @@ class Rendered:
         return [arm for arm in self.recipe.arms if arm.row and arm.name in self.values]
 
     def headline(self) -> list[Arm]:
-        """Return the arms of the headline: those that have a number in it, and stand beside no other row."""
+        """Return the arms of the headline: those that have a number in it, and stand beside no row that was run."""
         named = self.recipe.headline or self.recipe.columns
-        return [arm for arm in self.ran if arm.name not in self._beside and any(map(self.values[arm.name].get, named))]
+        beside = {name for arm in self.ran for name in arm.beside.values()}
+        return [arm for arm in self.ran if arm.name not in beside and any(map(self.values[arm.name].get, named))]
 
     def _shown(self, names: Sequence[str], arms: Sequence[Arm]) -> Table:
         """Return a table of some columns and arms that were run, without columns that hold nothing; a note names these.

@@ -92,6 +92,17 @@ def test_a_parent_alone_is_no_table(recipe, make_plan, trainer, tmp_path):
     assert "### lesser" not in text
 
 
+def test_arms_that_would_stand_beside_one_that_was_not_run_have_a_table(recipe, make_plan, trainer, tmp_path):
+    """As those of the raw clock in a store that has none of the other one."""
+    ordinary, tokens, b = recipe.arms
+    arms = (ordinary, tokens, replace(b, beside={"tokens": tokens.name}))
+    both = replace(recipe, arms=arms, headline=("delta",))
+    plan = make_plan(made_up=both, arms=(tokens.name,))
+    text = made({"made_up": both}, tmp_path, trainer, plan)
+    assert "### made_up, smoke" in text
+    assert f"| {tokens.name} |" in text
+
+
 def test_the_summary_has_the_newer_of_two_trainings_at_matched_time(trainer, tmp_path):
     """The newer one lies in the folder that comes first."""
     plain = {"parent": "reference", "match": "reference"}
