@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.models.rotary import rotate
-from saf.ops import FrozenHeads, frozen_attention, live_attention, projected_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention
 from saf.ops.frozen_layout import TellsLayout
 from saf.ops.heads import flat_heads
+from saf.ops.layer import attention_products, summed
 
 
 class LiveAttention(nn.Module):
@@ -29,15 +30,15 @@ class LiveAttention(nn.Module):
         start: Tensor | None,
         frozen: FrozenHeads | None,
         projection: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
 
         Returns the heads, `[B, H, T, D]`, of a layer without frozen ones; of one with them what `projection [C, H * D]`
-        makes of all its heads, `[B, T, C]`.
+        makes of all its heads, in one or two products `[B, T, C]`.
         """
         if frozen is None or projection is None:
-            return live_attention(query, key, value, start=start, kernel=self.kernel)
-        return projected_attention(query, key, value, frozen, projection, start=start, kernel=self.kernel)
+            return (live_attention(query, key, value, start=start, kernel=self.kernel),)
+        return attention_products(query, key, value, frozen, projection, start=start, kernel=self.kernel)
 
 
 class Attention(TellsLayout):
@@ -64,7 +65,11 @@ class Attention(TellsLayout):
         return {role: plain_weight(projection) for role, projection in projections.items()}
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
-        """Mix positions: `x [B, T, C]` to `[B, T, C]`.
+        """Mix positions: `x [B, T, C]` to `[B, T, C]`."""
+        return summed(self.products(x, rotation, start))
+
+    def products(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> tuple[Tensor, ...]:
+        """Return one or two products `[B, T, C]` whose sum is the forward pass, for whoever adds more to it.
 
         One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
         memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
@@ -72,7 +77,7 @@ class Attention(TellsLayout):
         # Counted by rows: a compiler that reads the layout has a program for each choice of heads.
         num_live, num_slots = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
         if num_slots == 0:
-            return self.o_proj(x[..., :0])  # zeros, with a gradient to the weight, as every layer's has
+            return (self.o_proj(x[..., :0]),)  # zeros, with a gradient to the weight, as every layer's has
         weight = torch.cat([plain_weight(each) for each in (self.q_proj, self.k_proj, self.v_proj)])
         packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
         query, key, value = packed.split([num_live, num_live, num_slots], dim=2)
@@ -80,9 +85,9 @@ class Attention(TellsLayout):
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if num_live == 0 and self.frozen is not None:
-            return self._project(frozen_attention(value, self.frozen, start=start))
+            return (self._project(frozen_attention(value, self.frozen, start=start)),)
         if self.frozen is None:
-            return self._project(self.live(query, key, value, start, None))
+            return (self._project(*self.live(query, key, value, start, None)),)
         return self.live(query, key, value, start, self.frozen, plain_weight(self.o_proj))
 
     def _project(self, mixed: Tensor) -> Tensor:

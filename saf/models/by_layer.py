@@ -3,8 +3,8 @@
 Compiled whole, a model compiles anew after every event, though most of it is as it was. Here attention is a program for
 each layout of heads, the MLP and the loss are one each, and an event compiles only the layouts that no model of this
 process has had before: layers with as many frozen heads are one program, whose weights and tables are inputs. The
-residual stream and what is added to it go from program to program apart, so that their sum is taken by the kernel that
-norms it, as it is where the whole model is one program.
+residual stream and what is added to it, the products of live and of frozen heads each by itself, go from program to
+program apart, so that their sum is taken by the kernel that norms it, as it is where the whole model is one program.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -19,6 +19,10 @@ from saf.machine.execution import own_program
 from saf.models.attention import Attention
 from saf.models.gpt import GPT, DecoderLayer, recomputed
 from saf.ops.decoder.loss import linear_cross_entropy
+from saf.ops.layer import summed
+
+Streams = tuple[Tensor, ...]
+"""The residual stream `[B, T, C]` and what is added to it next: one such tensor, or two."""
 
 _programs: dict[Hashable, Callable[..., Any]] = {}
 """What this process has compiled, by layout; `torch._dynamo.reset` empties the programs, which then compile again."""
@@ -46,15 +50,15 @@ class CompiledByLayer:
 
     def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, nats per token, as the model does."""
-        return self._loss(self._model.norm, self._model.embed.weight, *self.hidden(input_ids), targets)
+        return self._loss(self._model.norm, self._model.embed.weight, targets, *self.hidden(input_ids))
 
-    def hidden(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def hidden(self, input_ids: Tensor) -> Streams:
         """Return the residual stream before the last layer's MLP, and what that adds to it; both `[B, T, C]`."""
         x, rotation = self._model.embedded(input_ids)
-        change = _nothing_to_add(x)
+        streams: Streams = (x, _nothing_to_add(x))
         for layer in self._layers:
-            x, change = recomputed(layer, x, change, rotation) if self._recomputes else layer(x, change, rotation)
-        return x, change
+            streams = recomputed(layer, rotation, *streams) if self._recomputes else layer(rotation, *streams)
+        return streams
 
 
 class _Layer:
@@ -64,12 +68,12 @@ class _Layer:
         attention, mlp = (layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)
         self._attention, self._mlp = ((_program(_add, *part), *part) for part in (attention, mlp))
 
-    def __call__(self, x: Tensor, change: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream and what is added to it next, given both; all `[B, T, C]`."""
+    def __call__(self, rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
+        """Return the residual stream and what is added to it next, given both."""
         program, *attention = self._attention
-        x, change = program(*attention, x, change, rotation, None)
+        streams = program(*attention, (rotation, None), *streams)
         program, *mlp = self._mlp
-        return program(*mlp, x, change)
+        return program(*mlp, (), *streams)
 
 
 class _HookedLayer:
@@ -81,12 +85,12 @@ class _HookedLayer:
         for _, module in self._parts:
             module.forward = partial(_program(_forward, module), module)
 
-    def __call__(self, x: Tensor, change: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream and what is added to it next, given both; all `[B, T, C]`."""
+    def __call__(self, rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
+        """Return the residual stream and what is added to it next, given both."""
         for add, (norm, module), rest in zip(self._sums, self._parts, ((rotation, None), ()), strict=True):
-            x, normed = add(norm, x, change)
-            change = module(normed, *rest)
-        return x, change
+            x, normed = add(norm, *streams)
+            streams = (x, module(normed, *rest))
+        return streams
 
 
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
@@ -107,15 +111,15 @@ def _layout(module: nn.Module) -> Hashable:
     return shapes, module.live.kernel, None if module.frozen is None else module.frozen.program()
 
 
-def _add(norm: nn.LayerNorm, module: nn.Module, x: Tensor, change: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return the sum of the residual stream and what is added to it, and what a module adds next; all `[B, T, C]`."""
-    x = x + change
-    return x, module(norm(x), *rest)
+def _add(norm: nn.LayerNorm, module: nn.Module, rest: tuple[Any, ...], *streams: Tensor) -> Streams:
+    """Return the sum of the residual stream and what is added to it, and what a module adds next."""
+    x, normed = _summed(norm, *streams)
+    return x, *(module.products(normed, *rest) if isinstance(module, Attention) else (module(normed, *rest),))
 
 
-def _summed(norm: nn.LayerNorm, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+def _summed(norm: nn.LayerNorm, x: Tensor, *changes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of the residual stream and what is added to it, and the norm of the sum; all `[B, T, C]`."""
-    x = x + change
+    x = x + summed(changes)
     return x, norm(x)
 
 
@@ -124,9 +128,9 @@ def _forward(module: nn.Module, *inputs: Any) -> Tensor:
     return type(module).forward(module, *inputs)
 
 
-def _loss(norm: nn.LayerNorm, weight: Tensor, x: Tensor, change: Tensor, targets: Tensor) -> Tensor:
+def _loss(norm: nn.LayerNorm, weight: Tensor, targets: Tensor, *streams: Tensor) -> Tensor:
     """Return the mean loss of `targets [B, T]`, given the residual stream and what the last layer adds to it."""
-    return linear_cross_entropy(norm(x + change), weight, targets)
+    return linear_cross_entropy(_summed(norm, *streams)[1], weight, targets)
 
 
 def _nothing_to_add(x: Tensor) -> Tensor:

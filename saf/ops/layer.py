@@ -1,7 +1,7 @@
 """A layer with live and frozen heads: one set of checks, and four functions that take it one of the `ways`.
 
 What comes out in two parts is joined (`mixed_attention`), left apart (`split_attention`) or projected
-(`projected_attention`), together or part by part (`project_parts`); `frozen_attention` computes frozen heads alone.
+(`projected_attention`), together or by parts (`attention_products`); `frozen_attention` computes frozen heads alone.
 """
 
 import math
@@ -205,24 +205,45 @@ def projected_attention(
 
     Returns `[B, Tq, C]` in the dtype of `value`, or autocast's; raises as `mixed_attention` does.
     """
+    return summed(attention_products(query, key, value, frozen, projection, start=start, kernel=kernel))
+
+
+def attention_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    frozen: "FrozenHeads",
+    projection: Tensor,
+    *,
+    start: Tensor | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, ...]:
+    """Return one or two products `[B, Tq, C]` whose sum is `projected_attention`, for whoever adds more to it.
+
+    Takes and raises what that does.
+    """
     projection = projection.to(value.dtype)  # once: autocast would cast the columns of either part by themselves
     call = _checked(query, key, value, frozen, start=start, kernel=kernel, projection=projection)
     way = way_of(call)
     parts = way.run(call)
-    return parts[0] if way.projects else project_parts(parts, projection)
+    return (parts[0],) if way.projects else project_parts(parts, projection)
 
 
-def project_parts(parts: Sequence[Tensor], projection: Tensor) -> Tensor:
-    """Project heads that come in parts `[B, n, T, D]`, in slot order, by `projection [C, H * D]`: `[B, T, C]`.
+def summed(products: Sequence[Tensor]) -> Tensor:
+    """Return the sum of one or two products."""
+    return products[0] if len(products) == 1 else products[0] + products[1]
 
-    Of many tokens, and without gradients, each part by a product of its own: nothing is copied together then, and
-    attention's backward pass sees a gradient in the memory order of its output.
+
+def project_parts(parts: Sequence[Tensor], projection: Tensor) -> tuple[Tensor, ...]:
+    """Project heads that come in parts `[B, n, T, D]`, in slot order, by `projection [C, H * D]`: `[B, T, C]` each.
+
+    The sum is the layer's output. Of many tokens, and without gradients, each part has a product of its own: nothing is
+    copied together then, and attention's backward pass sees a gradient in the memory order of its output.
     """
     if len(parts) == 2 and torch.is_grad_enabled() and sum(part.numel() for part in parts) <= JOINED:
         parts = [join_heads(*parts)]
     columns = projection.split([part.shape[1] * part.shape[-1] for part in parts], dim=1)
-    products = [F.linear(flat_heads(part), own) for part, own in zip(parts, columns, strict=True)]
-    return products[0] if len(products) == 1 else products[0] + products[1]
+    return tuple(F.linear(flat_heads(part), own) for part, own in zip(parts, columns, strict=True))
 
 
 def frozen_attention(

@@ -8,6 +8,7 @@ import torch
 import saf
 from saf.adapters import adapter_for
 from saf.models import by_layer
+from saf.ops import layer
 from tests.ops.counted_graphs import CountedGraphs
 
 LENGTH = 16
@@ -67,6 +68,19 @@ def test_an_event_compiles_the_layouts_that_are_new(model, counted):
     assert programs(1) == 1
     saf.uninstall_(model)
     assert programs(0) == 0
+
+
+def test_the_sum_of_both_products_is_left_to_the_program_that_norms_it(model, counted, monkeypatch):
+    """Of many tokens live and frozen heads are projected apart: the layer's MLP has a program that adds both."""
+    monkeypatch.setattr(layer, "JOINED", 0)
+    freeze(model, (0, 1), (2, 3))
+    check_equal(model)
+    assert len(counted.graphs) == 5, "attention with and without a frozen head, the MLP behind each, the loss"
+    attention = model.blocks[0].attention
+    x = torch.randn(1, LENGTH, 32)
+    products = attention.products(x, None, None)
+    assert len(products) == 2
+    assert torch.equal(products[0] + products[1], attention(x, None, None))
 
 
 def test_trained_patterns_are_inputs_of_the_program(model, counted):

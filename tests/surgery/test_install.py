@@ -65,11 +65,11 @@ def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: torch.Tenso
     for layer, block in enumerate(model.blocks):
 
         def replace(module, inputs, output, layer=layer):
-            mixed = output.clone()
+            mixed = output[0].clone()
             for head in heads.in_layer(layer):
                 length = mixed.shape[-2]
                 mixed[:, head] = fixed[heads.index((layer, head)), :length, :length] @ inputs[2][:, head]
-            return mixed
+            return (mixed,)
 
         handles.append(block.attention.live.register_forward_hook(replace))
     logits = model(tokens)

@@ -62,17 +62,17 @@ class FlexAttention(nn.Module):
         start: Tensor | None,
         frozen: FrozenHeads | None,
         projection: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         """Attend causally over the length of `blocks`, with the arguments and results of `LiveAttention`."""
         if start is not None:
             raise UnsupportedError("the flex baseline takes no padding")
         if frozen is not None and projection is not None:
-            live = self.forward(query, key, value[:, : query.shape[1]], None, None)
+            (live,) = self.forward(query, key, value[:, : query.shape[1]], None, None)
             return project_parts((live, frozen_attention(value, frozen)), projection.to(value.dtype))
         grouped = query.shape[1] != key.shape[1]
         output = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
         assert isinstance(output, Tensor)
-        return output
+        return (output,)
 
 
 class FreeBackend(Backend):

@@ -175,7 +175,7 @@ def function_of(case: OpCase, arm: Arm) -> tuple[Function, CompactPattern | None
 def _ordinary(case: OpCase, arm: Arm) -> Function:
     if arm.kernel == FLEX:
         flex = FlexAttention(causal_blocks(case.point.length, case.device))
-        return lambda query, key, value: (flex(query, key, value, None, None),)
+        return lambda query, key, value: flex(query, key, value, None, None)
     return lambda query, key, value: (live_attention(query, key, value, kernel=arm.kernel),)
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from saf.bench.harness.arms import Arm
-from saf.bench.harness.baselines import FlexAttention, causal_blocks, free_backend
+from saf.bench.harness.baselines import free_backend
 from saf.bench.harness.check import check_arm
 from saf.bench.harness.settings import Point
 from saf.bench.harness.synthetic import synthetic_patterns
-from saf.bench.operator.case import OpCase, OpSettings, variants_of
+from saf.bench.operator.case import OpCase, OpSettings, function_of, variants_of
 from saf.bench.operator.operator import OpSubject
 from saf.errors import AccuracyError, InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
@@ -165,7 +165,9 @@ def test_graphs_need_cuda():
 def test_flex_blocks_are_causal(generator, length):
     query, key, value = torch.randn(3, 1, 2, length, 16, generator=generator)
     with torch.no_grad():
-        mixed = FlexAttention(causal_blocks(length, CPU))(query, key, value, None, None)
+        case = OpCase(settings=OpSettings(num_heads=2), point=Point(length, 1), part="layer", rate=0.0, device=CPU)
+        flex, _ = function_of(case, Arm("flex"))
+        (mixed,) = flex(query, key, value)
     torch.testing.assert_close(mixed, live_attention(query, key, value))
 
 
