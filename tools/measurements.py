@@ -146,6 +146,12 @@ ENTRIES = {
         150,
         f"{QWEN_OP.replace('--graphs off', '--graphs on')} --points 2048x4 2048x8 --rates 0.1 0.3 0.5 0.75 --others",
     ),
+    # The paper's kind of kernel, one for live and frozen heads, against its baseline and against cuDNN.
+    "op-qwen3-fused": Entry(
+        150,
+        f"{QWEN_OP.replace('--graphs off', '--graphs on').replace('--backends toeplitz', '--backends toeplitz fused')}"
+        " --points 2048x4 4096x4 8192x4 --rates 0.1 0.3 0.75 --others flash --no-free",
+    ),
     "update-native-long": Entry(
         320, f"saf bench update --points 8192x10x2 16384x5x2 --warmup 3 --pairs 5 --no-free --pruned {PAIRED}"
     ),
