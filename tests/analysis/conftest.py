@@ -32,7 +32,7 @@ def run_dense():
                 for (at, head), matrix in (replaced or {}).items():
                     if at == layer:
                         weights[:, head] = matrix
-                return weights @ value
+                return (weights @ value,)
 
             handles.append(block.attention.live.register_forward_hook(forward))
         try:
