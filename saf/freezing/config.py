@@ -101,6 +101,8 @@ class FreezeConfig:
         object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
         if self.storage != "compact" and (self.fitter != FreezeConfig.fitter or self.fitter_options):
             raise InputError(f"storage={self.storage!r} keeps every entry and fits nothing: leave the fitter out")
+        if self.storage != "compact" and self.max_fit_kl != FreezeConfig.max_fit_kl:
+            raise InputError(f"storage={self.storage!r} keeps every entry and fits nothing: leave max_fit_kl out")
         if self.trainable and self.storage != "compact":
             raise InputError("trainable patterns have key and distance logits: use storage='compact'")
         if self.heldout_kl:

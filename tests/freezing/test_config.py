@@ -43,6 +43,7 @@ def test_bad_settings_are_refused():
         ({"storage": "sparse"}, "storage must be one of 'compact', 'dense'"),
         ({"storage": "dense", "fitter": "adam"}, "fits nothing: leave the fitter out"),
         ({"storage": "dense", "fitter_options": {"max_sweeps": 3}}, "fits nothing: leave the fitter out"),
+        ({"storage": "dense_bfloat16", "max_fit_kl": 0.1}, "fits nothing: leave max_fit_kl out"),
         ({"match": "magic"}, "match must be one of"),
         ({"pattern_options": {"scale": 2}}, "'mean' takes no options"),
         ({"match": "variance", "max_per_layer": 2}, "leave heads and max_per_layer out"),
