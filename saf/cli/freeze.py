@@ -9,7 +9,7 @@ from saf.cli.output import LayerProgress, show
 from saf.errors import InputError
 from saf.freeze_checkpoint import freeze_checkpoint
 from saf.freeze_settings import CheckpointFreezing
-from saf.freezing.config import BUDGETS
+from saf.freezing.config import BUDGETS, OF_PATTERNS, refuse_patterns
 from saf.integrations.models import transformers_folders
 from saf.records.paths import means_transformers
 from saf.settings import FLAT
@@ -30,9 +30,9 @@ class Freeze(Command):
 
     @classmethod
     def from_words(cls, words: Sequence[str], *, prog: str | None = None) -> Self:
-        """Return the command; raise InputError where words say in two ways how many heads are frozen."""
+        """Return the command; raise InputError where words contradict one another, as `check_freezing` does."""
         given = given_values(cls, words, prog=prog)
-        check_budget(given["settings"].get("config", {}))
+        check_freezing(given["settings"].get("config", {}))
         return build(cls, given)
 
     def run(self) -> dict[str, Any]:
@@ -51,7 +51,12 @@ class Freeze(Command):
 COMMAND = Freeze
 
 
-def check_budget(given: Mapping[str, Any]) -> None:
-    """Raise InputError when more than one of the settings given says how many heads are frozen."""
+def check_freezing(given: Mapping[str, Any]) -> None:
+    """Raise InputError when more than one of the settings given says how many heads are frozen.
+
+    A setting of patterns, of fits or of what executes them is refused where they prune, its default too.
+    """
     if len(budgets := [name for name in BUDGETS if name in given]) > 1:
         raise InputError(f"give either a rate, a count or the heads to freeze or to match; got {' and '.join(budgets)}")
+    if given.get("operation") == "prune":
+        refuse_patterns([name for name in OF_PATTERNS if name in given])

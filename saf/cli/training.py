@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from saf.cli.command import Command
-from saf.cli.freeze import check_budget
+from saf.cli.freeze import check_freezing
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate.recall import not_learnt, recall_tables
@@ -64,7 +64,7 @@ class Training(Command):
 
 def check_freeze_words(given: Mapping[str, Any], *, freezes: bool) -> None:
     """Raise InputError for words about freezing none of which, nor the settings before, say how many heads."""
-    check_budget(given)
+    check_freezing(given)
     if given and not given.keys() & set(BUDGETS) and not freezes:
         raise InputError(f"--freeze.{next(iter(given)).replace('_', '-')} needs --freeze.rate beside it")
 

@@ -1,5 +1,6 @@
 """The settings of one event that freezes heads, or prunes them."""
 
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -21,9 +22,18 @@ HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 BUDGETS = ("rate", "count", "heads", "match_heads")
 """Settings that say how many heads, one of which is given."""
 Operation = Literal["freeze", "prune"]
-_OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "refit", "heldout_kl")
-_OF_PATTERNS += ("fitter_options", "pattern_options")
+OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "refit", "heldout_kl")
+OF_PATTERNS += ("fitter_options", "pattern_options")
 """Settings of what pruned heads do not have: patterns, their fits, and what executes them."""
+
+
+def refuse_patterns(given: Sequence[str]) -> None:
+    """Raise InputError when settings of patterns are `given` for heads that are to be pruned; say which."""
+    if given:
+        raise InputError(
+            "pruned heads have no patterns, so nothing is fitted or executed for them: with operation='prune' "
+            f"leave {' and '.join(given)} out"
+        )
 
 
 @documented
@@ -120,12 +130,9 @@ class FreezeConfig:
     def _check_pruning(self) -> None:
         """Raise InputError for settings that say something of patterns when heads are pruned."""
         usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
-        given = [name for name in _OF_PATTERNS if getattr(self, name) != usual[name]]
-        if self.operation == "prune" and given:
-            raise InputError(
-                "pruned heads have no patterns, so nothing is fitted or executed for them: with operation='prune' "
-                f"leave {' and '.join(given)} out"
-            )
+        given = [name for name in OF_PATTERNS if getattr(self, name) != usual[name]]
+        if self.operation == "prune":
+            refuse_patterns(given)
 
     def _check_budget(self) -> None:
         """Raise InputError for settings of how many heads that contradict one another."""

@@ -168,6 +168,9 @@ def test_where_nothing_was_scheduled_the_flags_of_a_schedule_choose_it(data, tmp
     assert parse(*again, "--freeze-at", 4).settings.schedule == OneTime(at=4)
 
 
+PRUNED = ("--freeze.operation", "prune")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -177,6 +180,7 @@ def test_where_nothing_was_scheduled_the_flags_of_a_schedule_choose_it(data, tmp
         (["--task", "mqar", "--sampler", "random"], "--sampler has an effect on text alone"),
         (["--task", "mqar", "--no-token-losses"], "--token-losses has an effect on text alone"),
         (["--freeze.max-fit-kl", "1"], "--freeze.max-fit-kl needs --freeze.rate"),
+        (["--freeze.rate", "0.25", *PRUNED, "--freeze.pattern", "mean"], "have no patterns.* leave pattern out"),
         (["--rewarm", "3"], "rewarm must be 0 in a run without events"),
         (["--compile-ahead"], "compile_ahead must be False but to freeze"),
     ],
