@@ -14,7 +14,7 @@ from saf.evaluate.recall import not_learnt, recall_tables
 from saf.freezing.config import BUDGETS
 from saf.machine.processes import is_first, joined
 from saf.records.events import beside_earlier, head_counts, heads_in_words
-from saf.records.quantities import seconds
+from saf.records.quantities import seconds, signed
 from saf.records.table import Table
 from saf.settings import FLAT
 from saf.tasks import TextTask
@@ -117,6 +117,15 @@ def _head_rows(result: dict[str, Any], event: dict[str, Any]) -> dict[str, str]:
     return {f"heads {' and '.join(kinds) or result['arm']}": ", ".join(filter(None, [told, whole]))}
 
 
+def _controller_loss(event: dict[str, Any]) -> str:
+    """Return the losses around a run's events in words, and of several what they changed at once, added up."""
+    before, after, rise = (event.get(name) for name in ("loss_before", "loss_after", "loss_rise"))
+    if event["events"] == 1:
+        return f"{before:.4f} before, {after:.4f} after"
+    at_once = "" if rise is None else f"; {signed(rise, 4, '')} by the events themselves"
+    return f"{before:.4f} before the first, {after:.4f} after the last{at_once}"
+
+
 def result_table(result: dict[str, Any]) -> Table:
     """Return the table of a run's result; a row without a value is not shown."""
     timing, event = result["update_seconds"], result["intervention"] or {}
@@ -143,6 +152,6 @@ def result_table(result: dict[str, Any]) -> Table:
             rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"
         rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
     if event.get("loss_before") is not None:
-        rows["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after"
+        rows["controller loss"] = _controller_loss(event)
     rows["checkpoint"] = result["checkpoint"]
     return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)

@@ -211,7 +211,9 @@ def test_a_finished_run_goes_on_with_a_later_intervention_and_rates_of_its_own(s
     frozen = "--freeze.rate 0.5 --freeze.max-fit-kl 10 --schedule gradual --schedule.gradual.groups 2"
     moments = "--schedule.gradual.begin 12 --schedule.gradual.end 14 --quiet"
     assert main(["pretrain", *words.split(), *frozen.split(), *moments.split()]) == 0
-    assert "4 by 2 events, the first after update 12" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "4 by 2 events, the first after update 12" in told
+    assert "by the events themselves" in " ".join(told.replace("│", " ").split())
     folder = Path(settings("later").out)
     assert [event.update for event in read_events(folder)] == [12, 14]
     rates = [line["lr"] for line in read_lines(folder / "metrics.jsonl")]

@@ -139,24 +139,37 @@ def warning(comparisons: Sequence[Comparison]) -> str:
 
 
 def probe_sentence(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
-    """Return what freezing cost at once on the controller's text, before any recovery; else nothing."""
+    """Return what freezing cost at once on the controller's text, before any recovery; else nothing.
+
+    Of several events that is what each changed, added up: the run trained on between them.
+    """
     events = [(name, (run.result or {}).get("intervention") or {}) for run, name in zip(runs, names, strict=True)]
-    known = [
+    one = [
         (name, event["loss_before"], event["loss_after"])
         for name, event in events
-        if None not in (event.get("loss_before"), event.get("loss_after"))
+        if event.get("events", 1) == 1 and None not in (event.get("loss_before"), event.get("loss_after"))
     ]
-    if not known:
-        return ""
-    several = len(known) > 1
-    told = [
-        f"from {before:.4f} to {after:.4f} nats ({f'{text(name)}: ' * several}{signed(after - before, 4, '')})"
-        for name, before, after in known
+    several = [
+        (name, event["events"], event["loss_rise"])
+        for name, event in events
+        if event.get("events", 1) > 1 and event.get("loss_rise") is not None
     ]
-    return (
-        f"At the event itself the loss on the controller’s held-out text went {_listed(told)}, before the remaining "
-        "heads had adapted."
-    )
+    named = len(one) + len(several) > 1
+    told = []
+    if one:
+        changes = [
+            f"from {before:.4f} to {after:.4f} nats ({f'{text(name)}: ' * named}{signed(after - before, 4, '')})"
+            for name, before, after in one
+        ]
+        told.append(f"At the event itself the loss on the controller’s held-out text went {_listed(changes)}")
+    if several:
+        changes = [
+            f"{signed(rise, 4, ' nats')} at {count} events{f' ({text(name)})' * named}" for name, count, rise in several
+        ]
+        told.append(
+            f"At the events themselves the loss on the controller’s held-out text changed by {_listed(changes)}"
+        )
+    return " ".join(f"{sentence}, before the remaining heads had adapted." for sentence in told)
 
 
 def key_figures(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> list[str]:

@@ -10,7 +10,7 @@ from saf.records.events import append_event, keep_events_, read_events
 from saf.records.run import RecordedRun
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
-from tests.report.synthetic import write_run
+from tests.report.synthetic import edit, write_run
 
 
 @pytest.fixture
@@ -70,6 +70,16 @@ def test_the_page_marks_every_event_and_shows_all_frozen_heads(several, tmp_path
     table = page[page.index("<caption>Events") :]
     for words in ("2: freeze", "3.0000 → 3.2500", "undone by event 4", "train_loss: &lt;flat&gt;", "4: undo"):
         assert words in table
+
+
+def test_what_several_events_changed_is_told_without_what_training_between_them_did(several, tmp_path):
+    edit(several / "result.json", intervention__events=3, intervention__loss_rise=0.0625)
+    edit(several / "result.json", intervention__loss_before=3.4, intervention__loss_after=2.9)
+    page = write_report([several], tmp_path / "report.html").read_text()
+    assert "At the events themselves the loss on the controller’s held-out text changed by +0.0625 nats at 3" in page
+    assert "from 3.4000 to 2.9000" not in page
+    edit(several / "result.json", intervention__events=1)
+    assert "from 3.4000 to 2.9000 nats (−0.5000)" in write_report([several], tmp_path / "one.html").read_text()
 
 
 def test_the_picture_has_a_line_at_every_event(several, tmp_path):
