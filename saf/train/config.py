@@ -300,14 +300,17 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
     weights alone, refitted output columns, let the learning rate rise after an event, or reported before the end, when
-    none did; nor of which run the gate of recall is, without one. CUDA graphs were once replayed or not.
+    none did; nor of which run the gate of recall is, without one. CUDA graphs were once replayed or not. A largest KL
+    of fits was once taken without effect by patterns that keep every entry.
     """
     before = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, "report_at": []}
     values = {**before, "rewarm": 0, **settings}
     if isinstance(mqar := values["mqar"], dict):
         values["mqar"] = {"ordinary": "", **mqar}
     if isinstance(freeze := values.get("freeze"), dict):
-        values["freeze"] = {"operation": "freeze", "refit": False, **freeze}
+        values["freeze"] = freeze = {"operation": "freeze", "refit": False, **freeze}
+        if freeze.get("storage", "compact") != "compact":
+            freeze["max_fit_kl"] = FreezeConfig.max_fit_kl
     if isinstance(values.get("graphs"), bool):
         values["graphs"] = "on" if values["graphs"] else "off"
     if "freeze_at" in values:

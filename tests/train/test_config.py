@@ -23,6 +23,13 @@ def test_round_trips_through_json():
     assert isinstance(again.warmup, int)
 
 
+def test_a_run_that_once_limited_fits_that_were_not_made_is_read_without_that_limit():
+    config = TrainConfig(data="d", out="o", freeze=FreezeConfig(storage="dense"))
+    recorded = config.to_dict()
+    recorded["freeze"]["max_fit_kl"] = 0.5
+    assert TrainConfig.from_dict(recorded) == config
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
