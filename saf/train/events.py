@@ -283,10 +283,9 @@ def start_gradient(
     found = recorded_gradient(model, state or {})
     moment = config.freeze_update
     if reads and found is None and config.schedule is not None and moment is not None and moment <= update:
-        kept = "the checkpoint to start from holds none" if update else "nothing was trained yet"
+        later = f"freeze after some updates of this one ({setting_of_moment(config.schedule)} above {update})"
+        kept = f"the checkpoint to start from holds none. Train its run with track_gradients, or {later}"
         raise InputError(
-            f"a score reads an average of Q/K gradients, and {kept}. Train its run with --track-gradients "
-            f"(track_gradients=True), or freeze after some updates of this one ({setting_of_moment(config.schedule)} "
-            f"above {update})"
+            f"a score reads an average of Q/K gradients, and {kept if update else f'nothing was trained yet: {later}'}"
         )
     return QKGradient(model) if found is None else found
