@@ -60,6 +60,15 @@ def write_atomically(path: Path, content: bytes) -> Path:
     return path
 
 
+def remove_unfinished_(folder: Path, names: Iterable[str]) -> None:
+    """Clear what killed calls of `write_atomically` left of files of these names, or patterns of names.
+
+    It is for the only process that writes such files of the folder.
+    """
+    for path in [found for name in names for found in folder.glob(f".{name}.*.tmp")]:
+        path.unlink(missing_ok=True)
+
+
 def flush(path: Path) -> None:
     """Wait until a file or a folder's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

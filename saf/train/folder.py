@@ -9,11 +9,14 @@ from saf.data.token_data import INDEX_FILE
 from saf.errors import InputError, SafWarning
 from saf.machine.processes import is_first
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
-from saf.records.files import lines_hash, read_lines, write_json, write_lines
+from saf.records.files import lines_hash, read_lines, remove_unfinished_, write_json, write_lines
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.train.clock import log_lost_
 from saf.train.config import TrainConfig
 from saf.train.run_config import check_same_run, read_run_config
+
+_OWN_FILES = ("config.json", "result.json", "*.jsonl", "event-*.safetensors")
+"""Files, or patterns of their names, that nothing but the run itself writes into its folder."""
 
 
 def lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | None:
@@ -91,6 +94,7 @@ def write_start_(
             lost = f"{folder / name} has lost {count - len(lines)} of the {count} lines beside which {own} was written"
             warnings.warn(lost, SafWarning, stacklevel=4)
     remove_leftovers_(folder / "checkpoints")
+    remove_unfinished_(folder, _OWN_FILES)
     log_lost_(folder, [line for line in found["metrics.jsonl"] if line["update"] > update])
     write_json(folder / "config.json", record)
     for name, lines in kept.items():

@@ -52,6 +52,21 @@ def test_resumed_is_uninterrupted_bit_for_bit(settings, uninterrupted, outcome, 
     assert outcome(config.out) == expected
 
 
+def test_files_whose_writing_was_killed_do_not_stay_in_the_folder(settings, monkeypatch):
+    config = settings(updates=4)
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 3)
+        with pytest.raises(Killed):
+            pretrain(config)
+    folder = Path(config.out)
+    left = [folder / f".{name}.4711.tmp" for name in ("config.json", "metrics.jsonl", "event-1.safetensors")]
+    of_another = folder / ".report.html.4712.tmp"  # which may be about to be renamed
+    for path in (*left, of_another):
+        path.write_bytes(b"half")
+    pretrain(config, resume=True)
+    assert list(folder.glob(".*.tmp")) == [of_another]
+
+
 def test_random_states_are_put_back(settings, monkeypatch):
     config = settings()
     torch.rand(3)
