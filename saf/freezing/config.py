@@ -36,6 +36,13 @@ def refuse_patterns(given: Sequence[str]) -> None:
         )
 
 
+def fits_nothing(storage: Storage, pattern: str) -> str | None:
+    """Return why patterns that are kept so need no fit; None where they are fitted."""
+    if storage != "compact":
+        return f"storage={storage!r} keeps every entry"
+    return None if PATTERNS[pattern].exact is None else f"pattern={pattern!r} is compact by nature"
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class FreezeConfig:
@@ -109,10 +116,7 @@ class FreezeConfig:
         check_fitter_options(self.fitter, self.fitter_options)
         object.__setattr__(self, "seed", seed_of(self.seed))
         object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
-        if self.storage != "compact" and (self.fitter != FreezeConfig.fitter or self.fitter_options):
-            raise InputError(f"storage={self.storage!r} keeps every entry and fits nothing: leave the fitter out")
-        if self.storage != "compact" and self.max_fit_kl != FreezeConfig.max_fit_kl:
-            raise InputError(f"storage={self.storage!r} keeps every entry and fits nothing: leave max_fit_kl out")
+        self._check_fits()
         if self.trainable and self.storage != "compact":
             raise InputError("trainable patterns have key and distance logits: use storage='compact'")
         if self.heldout_kl:
@@ -133,6 +137,14 @@ class FreezeConfig:
         given = [name for name in OF_PATTERNS if getattr(self, name) != usual[name]]
         if self.operation == "prune":
             refuse_patterns(given)
+
+    def _check_fits(self) -> None:
+        """Raise InputError for settings of fits where nothing is fitted."""
+        why = fits_nothing(self.storage, self.pattern)
+        given = ["max_fit_kl"] * (self.max_fit_kl != FreezeConfig.max_fit_kl)
+        given += ["the fitter"] * (self.fitter != FreezeConfig.fitter or bool(self.fitter_options))
+        if why is not None and given:
+            raise InputError(f"{why}, and nothing is fitted: leave {' and '.join(given)} out")
 
     def _check_budget(self) -> None:
         """Raise InputError for settings of how many heads that contradict one another."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from saf.arguments import check_fields
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freezing.config import FreezeConfig, fits_nothing
 from saf.machine.execution import Compile, Device, Precision
 from saf.models import PRESETS
 from saf.ops.live import KERNELS
@@ -301,7 +301,7 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
     weights alone, refitted output columns, let the learning rate rise after an event, or reported before the end, when
     none did; nor of which run the gate of recall is, without one. CUDA graphs were once replayed or not. A largest KL
-    of fits was once taken without effect by patterns that keep every entry.
+    of fits was once taken without effect by patterns that are not fitted.
     """
     before = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, "report_at": []}
     values = {**before, "rewarm": 0, **settings}
@@ -309,7 +309,7 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
         values["mqar"] = {"ordinary": "", **mqar}
     if isinstance(freeze := values.get("freeze"), dict):
         values["freeze"] = freeze = {"operation": "freeze", "refit": False, **freeze}
-        if freeze.get("storage", "compact") != "compact":
+        if fits_nothing(freeze.get("storage", "compact"), freeze.get("pattern", "mean")):
             freeze["max_fit_kl"] = FreezeConfig.max_fit_kl
     if isinstance(values.get("graphs"), bool):
         values["graphs"] = "on" if values["graphs"] else "off"

@@ -15,6 +15,7 @@ from saf.heads import HeadSet
 from saf.patterns import CompactPattern
 from saf.scores import SCORES
 from saf.surgery import install_
+from tests.freezing.small_model import accepting
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_joint_cost_of_heads_that_are_not_live_is_refused(model, ids, windows, s
 def test_under_autocast_no_stale_weight_is_used(model, ids, windows, storage):
     """Freezing one head permutes weights in place; a copy that autocast kept would belong to another order."""
     model = model.float()
-    config = FreezeConfig(max_fit_kl=9, backend="reference", storage=storage)
+    config = FreezeConfig(backend="reference", storage=storage, **accepting(storage=storage))
     statistics = calibrate(model, [ids])
     plain = one_head_costs(model, [ids], statistics, windows, config=config)
     with torch.autocast("cpu", dtype=torch.bfloat16):

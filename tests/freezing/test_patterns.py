@@ -6,14 +6,14 @@ import torch
 import saf
 from saf.estimates import PATTERNS, dense_pattern
 from saf.records.events import read_events
-from tests.freezing.small_model import LENGTH, make, tokens
+from tests.freezing.small_model import LENGTH, accepting, make, tokens
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("storage", ["compact", "dense", "dense_bfloat16"])
 def test_every_pattern_is_installed_and_executed(pattern, storage, tmp_path):
     model, ids = make(gain=2.0), tokens()
-    config = saf.FreezeConfig(pattern=pattern, storage=storage, seed=7, max_fit_kl=100)
+    config = saf.FreezeConfig(pattern=pattern, storage=storage, seed=7, **accepting(pattern, storage))
     statistics = saf.calibrate(model, [ids], collect=("mean", "row_variance", "logit_mean", "logit_variance"))
     report = saf.freeze_(model, [ids], config)
     expected = dense_pattern(statistics, report.heads, pattern, **({} if "mean" in pattern else {"seed": 7})).weights
@@ -42,7 +42,8 @@ def test_every_pattern_is_installed_and_executed(pattern, storage, tmp_path):
 @pytest.mark.parametrize("pattern", ["mean", "structured_random"])
 def test_patterns_are_kept_in_canonical_form(pattern, tmp_path):
     model = make()
-    saf.freeze_(model, [tokens()], saf.FreezeConfig(pattern=pattern, seed=7, max_fit_kl=100)).save(tmp_path)
+    config = saf.FreezeConfig(pattern=pattern, seed=7, **accepting(pattern))
+    saf.freeze_(model, [tokens()], config).save(tmp_path)
     saf.save(model, tmp_path / "saved")
     frozen = [one for block in saf.load(tmp_path / "saved").blocks if block.attention.frozen is not None
               for one in block.attention.frozen.patterns]  # fmt: skip

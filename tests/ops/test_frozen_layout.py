@@ -8,14 +8,15 @@ import torch
 import saf
 from saf.errors import CheckpointError
 from saf.ops.frozen_layout import with_layout
-from tests.freezing.small_model import make, tokens
+from tests.freezing.small_model import accepting, make, tokens
 
 KEY = "blocks.1.attention.frozen_layout"
 
 
-def frozen(*heads: tuple[int, int], **settings) -> saf.GPT:
+def frozen(*heads: tuple[int, int], storage="compact", **settings) -> saf.GPT:
     model = make()
-    saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=heads, max_fit_kl=100, **settings))
+    settings |= {"storage": storage, **accepting(storage=storage)}
+    saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=heads, **settings))
     return model
 
 
