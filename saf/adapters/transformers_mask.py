@@ -18,6 +18,7 @@ from saf.ops.streams import captured
 Mask = Tensor | Documents | Places | Beginning | None
 """What attention is told of a pass: padding, documents, where queries stand in a cache of fixed size; or nothing."""
 _APART = "give every sequence a row of its own, padded at its ends"
+_COMPILED = "with frozen heads compiled code attends to one sequence a row"
 
 
 def padding_mask(
@@ -135,11 +136,13 @@ def longest_document(position_ids: Tensor) -> int:
     return max(int(row.bincount().max()) for row in document)
 
 
-def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
+def check_one_sequence_a_row(
+    position_ids: Tensor, attention_mask: Tensor | None, length: int, *, compiled: bool = False
+) -> None:
     """Raise UnsupportedError where positions of real tokens do not count up by one; `length` is with cached tokens.
 
-    In compiled code the device raises instead, a RuntimeError. What CUDA graphs capture goes unchecked, as do the
-    single tokens of decoding.
+    In compiled code the device raises instead, a RuntimeError; asked in front of code that is `compiled` the host does.
+    What CUDA graphs capture goes unchecked, as do the single tokens of decoding.
     """
     compiling = torch.compiler.is_compiling()
     if position_ids.shape[-1] < 2 or (not compiling and captured(position_ids.device)):
@@ -149,11 +152,16 @@ def check_one_sequence_a_row(position_ids: Tensor, attention_mask: Tensor | None
     if attention_mask is not None:
         real = attention_mask.bool()[:, length - 1 - counts.shape[-1] :]
         counts = counts | ~(real[:, 1:] & real[:, :-1])
-    elif not compiling:
+    elif not (compiling or compiled):
         # Padding on the right is not told of here. It has one position throughout; a document goes on counting.
         counts = counts.cumprod(-1)[:, :-1].bool() | (steps[:, 1:] == 0)
     if compiling:
-        assert_later(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_APART}")
+        assert_later(counts.all(), f"{_COMPILED}: {_APART}")
+    elif not counts.all() and compiled:
+        raise UnsupportedError(
+            "position_ids start again within a row, or leave places out, which tells of packed documents, and "
+            f"{_COMPILED}: leave torch_compile out, or {_APART}"
+        )
     elif not counts.all():
         raise UnsupportedError(
             "position_ids start again within a row, or leave places out, which tells of packed documents where neither "

@@ -20,18 +20,11 @@ from saf.adapters.transformers_folder import mark_of
 from saf.arguments import check
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freezing.config import FreezeConfig
+from saf.integrations.transformers.editing import Editing
+from saf.integrations.transformers.passes import check_evaluation, check_packing, longer
 from saf.integrations.transformers.restarts import PROGRESS, Before, moments_of, stored_in
 from saf.integrations.transformers.sequences import sequences
-from saf.integrations.transformers.trainer import (
-    Editing,
-    check_arguments,
-    check_evaluation,
-    check_packing,
-    check_wrappers,
-    join_trainers,
-    longer,
-    rewrap_,
-)
+from saf.integrations.transformers.trainer import check_arguments, check_wrappers, join_trainers, rewrap_
 from saf.machine.execution import Execution
 from saf.machine.processes import agreed
 from saf.records.events import EventRecord

@@ -8,8 +8,6 @@ with such a callback or without.
 """
 
 import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import DataCollatorWithFlattening, PreTrainedModel
-from transformers.trainer_callback import TrainerCallback
+from transformers import PreTrainedModel
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
@@ -32,38 +29,11 @@ from saf.adapters.transformers_folder import (
     section_of,
     with_section,
 )
-from saf.adapters.transformers_mask import (
-    beyond_window,
-    check_documents,
-    check_one_sequence_a_row,
-    check_padding,
-    longest_document,
-    window_of,
-)
 from saf.errors import InputError, UnsupportedError
+from saf.integrations.transformers.editing import editing
+from saf.integrations.transformers.passes import uncompiled, watched
 from saf.machine.processes import group_place
 from saf.records.files import write_atomically
-
-
-class Editing(TrainerCallback):
-    """Be a callback that edits heads: it knows its Trainer, and its model takes the heads of checkpoints."""
-
-    trainer: Any = None
-    """The Trainer that trains, from when it begins."""
-    called: bool = False
-    """Whether `train` was called and its loop has not begun yet; a loop that begins later starts over."""
-    longest: int | None = None
-    """Tokens of the longest rows that the model takes once heads were edited; None for no such limit."""
-    first: int | None = None
-    """After which update heads are edited at the earliest; None where none will be."""
-
-    def start_over_(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Take back what events changed: the Trainer is about to start over, with what the model has learned."""
-        raise NotImplementedError
-
-    def follow_(self, model: nn.Module, folder: Path, optimizer: Any = None) -> None:
-        """Give a model the heads of a checkpoint, whose weights are loaded next."""
-        raise NotImplementedError
 
 
 @cache
@@ -87,24 +57,24 @@ def _tell_of_training(kind: Any) -> None:
     @wraps(train)
     def train_told(self: Any, *arguments: Any, **options: Any) -> Any:
         """Tell callbacks which Trainer it is, then train."""
-        editing = _editing(self)
-        if len(editing) > 1:
+        found = editing(self)
+        if len(found) > 1:
             raise InputError(
-                f"a Trainer takes one {type(editing[0]).__name__}, whose progress its checkpoints hold; got "
-                f"{len(editing)}: give one of them a schedule of several events, such as saf.Gradual"
+                f"a Trainer takes one {type(found[0]).__name__}, whose progress its checkpoints hold; got "
+                f"{len(found)}: give one of them a schedule of several events, such as saf.Gradual"
             )
-        for callback in editing:
+        for callback in found:
             callback.trainer, callback.called = self, True
         return train(self, *arguments, **options)
 
     @wraps(loop)
     def training_loop(self: Any, *arguments: Any, **options: Any) -> Any:
         """Let callbacks start over where the Trainer does, as `auto_find_batch_size` has it; then train."""
-        for callback in _editing(self):
+        for callback in editing(self):
             if not callback.called:
                 callback.start_over_(self.model, self.optimizer)
                 rewrap_(self)
-        with _watched(self):
+        with watched(self):
             return loop(self, *arguments, **options)
 
     kind.train, kind._inner_training_loop = train_told, training_loop
@@ -148,7 +118,7 @@ def _send_heads_along(kind: Any) -> None:
     def create_model_card(self: Any, *arguments: Any, **options: Any) -> None:
         """Write the Trainer's card, with the section about heads at its end."""
         card(self, *arguments, **options)
-        model, path = _uncompiled(self.model), Path(self.args.output_dir) / CARD
+        model, path = uncompiled(self.model), Path(self.args.output_dir) / CARD
         whole = isinstance(model, PreTrainedModel)  # as above
         if self.is_world_process_zero() and whole and mark_of(model.config) is not None:
             told = with_section(path.read_text(encoding="utf-8"), section(adapter_for(model)))
@@ -205,7 +175,7 @@ def check_arguments(args: Any) -> None:
 
 def check_wrappers(trainer: Any) -> None:
     """Raise UnsupportedError where something else than DistributedDataParallel stands between Trainer and model."""
-    inner = _uncompiled(trainer.model_wrapped)
+    inner = uncompiled(trainer.model_wrapped)
     shares = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if shares or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
         raise UnsupportedError(_SHARES)
@@ -217,138 +187,6 @@ _SHARES = (
 )
 
 
-def check_packing(trainer: Any) -> None:
-    """Raise UnsupportedError where models with frozen heads are to get packed documents that they would refuse.
-
-    These are any in compiled code or in passes with a cache, of evaluations too, and some longer than a layer's window,
-    where the rows of the data tell it at once.
-    """
-    collator = trainer.data_collator
-    # TRL's collators say so themselves.
-    packs = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False) is True
-    if not packs or not (_trains_on(trainer) or _evaluates(trainer)):
-        return
-    if trainer.args.torch_compile:
-        raise UnsupportedError(
-            f"{type(collator).__name__} packs documents into one row, and with frozen heads compiled code attends to "
-            "one sequence a row: leave torch_compile out, or pad each document in a row of its own"
-        )
-    if _caches(trainer):
-        raise UnsupportedError(
-            f"{type(collator).__name__} packs documents into one row, and in passes with a cache, which use_cache=True "
-            "of the model's configuration asks for, transformers takes such a row for one sequence: leave use_cache "
-            "out of the TrainingArguments, or set model.config.use_cache = False once the Trainer is made"
-        )
-    lengths, window = _document_lengths(trainer), window_of(getattr(trainer.model, "config", None))
-    several = trainer.args.per_device_train_batch_size > 1
-    if window is not None and several and lengths and max(lengths) > window:
-        raise UnsupportedError(beyond_window(max(lengths), window))
-
-
-def _caches(trainer: Any) -> bool:
-    """Return whether passes of training, or of evaluations during it, make a cache once heads are edited."""
-    if not getattr(getattr(trainer.model, "config", None), "use_cache", False):
-        return False
-    # With it transformers leaves caches out of training.
-    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
-    return _evaluates(trainer) or (_trains_on(trainer) and not checkpointing)
-
-
-def _trains_on(trainer: Any) -> bool:
-    """Return whether an update follows the first edit of heads, which may come after the last one."""
-    firsts = [callback.first for callback in _editing(trainer) if callback.first is not None]
-    return min(firsts, default=trainer.state.max_steps) < trainer.state.max_steps
-
-
-def _evaluates(trainer: Any) -> bool:
-    """Return whether an evaluation follows the first edit of heads: one comes at the end, if any but at the start."""
-    strategy = trainer.args.eval_strategy
-    edits = any(callback.first is not None for callback in _editing(trainer))
-    return edits and getattr(strategy, "value", strategy) != "no"
-
-
-def check_evaluation(trainer: Any, longest: int | None) -> None:
-    """Raise InputError where an evaluation that follows an edit has a first row of more than `longest` tokens.
-
-    Lists and data sets are looked at, in front of a collator of transformers, which leaves rows as long as they are;
-    others are refused when they come.
-    """
-    collator, given = trainer.data_collator, trainer.eval_dataset
-    origin = getattr(collator, "__module__", type(collator).__module__)
-    if longest is None or not _evaluates(trainer) or origin.partition(".")[0] != "transformers":
-        return
-    for rows in given.values() if isinstance(given, dict) else [given]:
-        indexed = isinstance(rows, list) or (hasattr(rows, "column_names") and hasattr(rows, "__getitem__"))
-        first = rows[0] if indexed and len(rows) else None
-        if not isinstance(first, Mapping) or "position_ids" in first:  # packed beforehand, of shorter documents
-            continue
-        if (length := len(first.get("input_ids", ()))) > longest:
-            raise InputError(f"in evaluations {longer('rows', length, longest)}")
-
-
-def _document_lengths(trainer: Any) -> list[int]:
-    """Return the tokens of each document that a Trainer packs; none where only reading all of the data tells it."""
-    rows, column = trainer.train_dataset, trainer.args.length_column_name
-    if not isinstance(trainer.data_collator, DataCollatorWithFlattening):
-        return []  # rows may be packed already
-    if column in (getattr(rows, "column_names", None) or ()):
-        return list(rows[column])
-    return [len(row["input_ids"]) for row in rows] if isinstance(rows, list) else []
-
-
-@contextmanager
-def _watched(trainer: Any) -> Iterator[None]:
-    """Refuse rows that frozen heads will not take from the first pass on, while heads are still ordinary.
-
-    These are packed documents longer than a layer's window, or beside a mask or a cache, rows and documents longer than
-    the patterns that are to be fitted, and masks of other things than padding at either end.
-    """
-    if trainer.args.torch_compile or not _editing(trainer):
-        yield
-        return
-
-    def look(_: Any, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """Look at a pass where such ones follow an edit."""
-        if _trains_on(trainer) if trainer.model.training else _evaluates(trainer):
-            _check_pass(trainer, given.get("input_ids", positional[0] if positional else None), given)
-
-    hook = trainer.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _check_pass(trainer: Any, rows: Any, given: dict[str, Any]) -> None:
-    """Raise what `_watched` tells for the tokens `[B, T]` of a pass, its positions and its mask."""
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if isinstance(mask, Mapping):  # made by hand for each kind of layer; attention looks at them
-        return
-    if mask is not None:
-        check_padding(mask)
-    window = window_of(getattr(trainer.model, "config", None))
-    if positions is not None and (mask is not None or _caches(trainer)):
-        check_one_sequence_a_row(positions, mask, positions.shape[-1])
-    elif positions is not None and window is not None:
-        check_documents(positions, window)
-    limits = [callback.longest for callback in _editing(trainer) if callback.longest is not None]
-    length, what = 0 if rows is None else rows.shape[-1], "rows"
-    if not limits or length <= min(limits):
-        return
-    if positions is not None and mask is None:
-        length, what = longest_document(positions), "documents"
-    if length > min(limits):
-        raise InputError(longer(what, length, min(limits)))
-
-
-def longer(what: str, length: int, longest: int) -> str:
-    """Say that rows, or documents, are longer than the patterns that are to be fitted."""
-    return (
-        f"{what} of {length:,} tokens are longer than those of the calibration, {longest:,}, which the patterns of "
-        f"frozen heads will cover: calibrate on sequences as long as the {what}, or give shorter ones"
-    )
-
-
 def rewrap_(trainer: Any) -> None:
     """Fit what a Trainer calls its model through to the model as it is now; call it whenever heads were edited.
 
@@ -356,7 +194,7 @@ def rewrap_(trainer: Any) -> None:
     anew, with the settings that it has. Tables of frozen heads are the same everywhere and stay as they are, so it need
     not send them; weights that no pass reads have no gradient that it could wait for. Compiled programs are dropped.
     """
-    wrapper = _uncompiled(trainer.model_wrapped)
+    wrapper = uncompiled(trainer.model_wrapped)
     if isinstance(wrapper, DistributedDataParallel):
         own = getattr(wrapper.module, "_ddp_params_and_buffers_to_ignore", ())
         wrapper.parameters_to_ignore = {*own, *idle_tensors(wrapper.module)}
@@ -371,18 +209,8 @@ def rewrap_(trainer: Any) -> None:
         torch.compiler.reset()
 
 
-def _uncompiled(module: Any) -> Any:
-    """Return the module under `torch.compile`."""
-    return getattr(module, "_orig_mod", module)
-
-
-def _editing(trainer: Any) -> list[Editing]:
-    """Return a Trainer's callbacks that edit heads."""
-    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Editing)]
-
-
 def _follow_(trainer: Any, folder: Path, model: nn.Module) -> None:
     """Give a Trainer's model the heads of a checkpoint where a callback of its edits heads."""
-    for callback in _editing(trainer):
+    for callback in editing(trainer):
         callback.follow_(model, folder, trainer.optimizer)
         rewrap_(trainer)
