@@ -11,7 +11,9 @@ a run with `--compile-ahead` does while it trains, and waits for it. `--warm` me
 finds the caches which the first one filled: what an event costs when its layouts were all compiled before.
 `--only events --forms layers --ahead` answers what an event costs for 124M in about two minutes.
 
-Pairs have a control, the whole model compiled a second time, and are refused where it is not within 1% of 1. The
+Pairs have a control, the whole model compiled a second time, and are refused where it is not within 1% of 1. Of one
+more update in each form the device's kernels are counted and their time is added up: forms that differ in time but not in
+that differ in what the device waits for. The
 record is as those of `saf bench`: `saf report --results FOLDER` shows it. On a machine without a GPU `--device cpu
 --model tiny --points 32x2x2 --repeats 1 --pairs 2 --tolerance 10` shows that it runs.
 """
@@ -33,6 +35,7 @@ import torch
 import saf
 from saf.adapters import adapter_for
 from saf.bench.harness.environment import clean_process, environment
+from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.pairs import FEWEST, measure_pair, refused, summary
 from saf.bench.harness.recorder import Recorder, say_on_stderr
 from saf.bench.harness.settings import Point, parse_shape
@@ -154,6 +157,12 @@ def events(asked: argparse.Namespace) -> dict:
     return found
 
 
+def busy_of(updater: Updater) -> dict[str, float]:
+    """Return how many kernels one update has the device run (operators on a CPU), and their milliseconds added up."""
+    kernels = kernels_of(lambda: one_update(updater), updater.execution.device)
+    return {"kernels": sum(each["calls"] for each in kernels), "ms": sum(each["ms"] for each in kernels)}
+
+
 def compared(asked: argparse.Namespace, text: str, rate: float, recorder: Recorder) -> None:
     """Record the ratio of whole to layers at a point, below 1 where layers are slower, and that of whole to whole."""
     point, began = point_of(text), time.perf_counter()
@@ -182,7 +191,8 @@ def compared(asked: argparse.Namespace, text: str, rate: float, recorder: Record
     if len(taken["layers"]) < min(FEWEST, asked.pairs):
         return
     control = summary(taken["control"])["ratio"]
-    told = {"control_ratio": control, "refused": refused(control, asked.tolerance)}
+    busy = {form: busy_of(updaters[form]) for form in FORMS}
+    told = {"busy": busy} | {"control_ratio": control, "refused": refused(control, asked.tolerance)}
     recorder.show([place | {"control": name == "control"} | summary(each) | told for name, each in taken.items()])
     recorder.keep()
     recorder.say(f"{what}: whole / layers {summary(taken['layers'])['ratio']:.4f}, control {control:.4f}")

@@ -19,7 +19,7 @@ _EVENTS = ("model", "point", "compiled", "cache on disk", "event", "heads frozen
 _EVENTS += ("update after it",)
 _AHEADS = ("model", "point", "layouts compiled ahead", "took", "memory, at most")
 _PAIRS = ("model", "point", "frozen", "whole, ms", "by layers, ms", "whole / by layers", "middle half of pairs")
-_PAIRS += ("pairs", "control")
+_PAIRS += ("pairs", "control", "kernels whole", "kernels by layers")
 
 
 class CompileKind(Kind):
@@ -114,4 +114,10 @@ def _pair(row: Record) -> list[str]:
         MISSING if refused else f"{row['q25']:.3f} to {row['q75']:.3f}",
         number(row["pairs"]),
         MISSING if row["control_ratio"] is None else f"{row['control_ratio']:.4f}",
+        *(_busy(row.get("busy", {}).get(form)) for form in FORMS),
     ]
+
+
+def _busy(told: dict[str, float] | None) -> str:
+    """Return how many kernels an update has, and their time added up; earlier records have none of it."""
+    return MISSING if told is None else f"{number(told['kernels'])}, {number(told['ms'])} ms"

@@ -43,11 +43,15 @@ def test_events_and_pairs_are_a_record_that_documents_show(uncompiled, tmp_path,
     assert [(row["rate"], row["control"], row["pairs"]) for row in pairs] == [
         (rate, control, 2) for rate in (0.0, 0.25) for control in (True, False)
     ]
+    for row in pairs:
+        assert row["busy"]["whole"]["kernels"] == row["busy"]["layers"]["kernels"] > 100
+        assert 0 < row["busy"]["layers"]["ms"] < 10 * row["arm_ms"]
     assert {"commit", "command", "versions", "device", "date"} <= set(record["provenance"])
     page = render_results(tmp_path, tmp_path)["results.md"]
     assert "## Compilation after an event" in page
     assert "| tiny | 16x1x1 | by decoder layers | empty | first event |" in page
     assert "Control: the whole model compiled again" in page
+    assert "| kernels whole | kernels by layers |" in page
     assert "its process ended with code 3" in page
 
 
