@@ -23,9 +23,7 @@ from saf.adapters.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from saf.adapters.phi3 import PHI3
 from saf.adapters.transformers_attention import (
     NAME,
-    HeadState,
     attach_state,
-    check_generation,
     choose_forward,
     detach_idle_state,
     forward_without_queries,
@@ -35,7 +33,6 @@ from saf.adapters.transformers_attention import (
     replaced_forward,
     state_of,
 )
-from saf.adapters.transformers_cache import candidates_within, mask_for_generation, mask_of_pad_tokens
 from saf.adapters.transformers_entrance import watch_entrance
 from saf.adapters.transformers_folder import (
     UPLOAD,
@@ -46,6 +43,7 @@ from saf.adapters.transformers_folder import (
     unmark_,
     watch_owners,
 )
+from saf.adapters.transformers_generation import GENERATED, watch_generation
 from saf.adapters.transformers_model import TransformersModel
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout
@@ -55,15 +53,6 @@ FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, GEMMA2, GEMMA3)
 """Families whose attention layers are known."""
 EAGER = "eager"
 """The attention function of transformers that does all that the models' code asks of it."""
-GENERATED_LENGTH = "_validate_generated_length"
-"""What `generate` calls once it knows how long its output may become, before the first token."""
-GENERATED_MASK = "create_masks_for_generate"
-"""What `generate` calls for the mask of a pass with a cache of fixed size."""
-GENERATED_PADDING = "_prepare_attention_mask_for_generation"
-"""What `generate` calls for a mask of the prompts where it is given none."""
-GENERATED_CANDIDATES = "_get_candidate_generator"
-"""What `generate` calls for what proposes tokens, where another model or the prompt helps."""
-GENERATED = (GENERATED_LENGTH, GENERATED_MASK, GENERATED_PADDING, GENERATED_CANDIDATES)
 SAVE = "save_pretrained"
 """What writes the model's folder, also for a `Trainer` and for `push_to_hub`."""
 
@@ -287,7 +276,7 @@ class TransformersAdapter(TransformersModel, Adapter):
         Other models may share its configuration, which names the function: it gets one of its own, and keeps it.
         """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
-        self._watch_entrances(states)
+        self._watch_entrances()
         before = next((state.before for state in states if state.before is not None), None)
         if not all(state.layout.ordinary for state in states):
             if before is None:
@@ -295,11 +284,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.before = before or (EAGER if self.drops_caps else self.model.config._attn_implementation)
             self.attend_through_seam()
-            if hasattr(type(self.model), GENERATED_LENGTH):
-                setattr(self.model, GENERATED_LENGTH, partial(check_generation, self.model))
-                setattr(self.model, GENERATED_MASK, mask_for_generation)
-                setattr(self.model, GENERATED_PADDING, partial(mask_of_pad_tokens, self.model))
-                setattr(self.model, GENERATED_CANDIDATES, partial(candidates_within, self.model))
+            watch_generation(self.model)
             for part in self._saved():
                 setattr(
                     part, SAVE, partial(save_with_heads, self if part is self.model else type(self)(part, self.known))
@@ -317,12 +302,11 @@ class TransformersAdapter(TransformersModel, Adapter):
                 unmark_(part.config)
                 watch_owners(part, False)
 
-    def _watch_entrances(self, states: list[HeadState]) -> None:
+    def _watch_entrances(self) -> None:
         """Let the decoder refuse what is longer than the patterns of some layer, before any of them computes."""
-        lengths = [state.frozen.max_length for state in states if state.frozen is not None]
         for part in self._saved():
             if part.base_model is part:
-                watch_entrance(part, min(lengths, default=None))
+                watch_entrance(part)
 
     def remember(self, event: dict[str, Any]) -> None:
         """Keep what is known of an event with the configuration, for the model card."""

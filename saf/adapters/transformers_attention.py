@@ -13,15 +13,13 @@ from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
 from saf.adapters.family import Family
 from saf.adapters.transformers_cache import (
-    CRASHES_COMPILED,
-    NOT_QUANTISED,
     Beginning,
     check_offloading,
     filled,
     make_room,
 )
 from saf.adapters.transformers_mask import Mask, check_one_sequence_a_row, no_padding, padding_mask
-from saf.errors import InputError, UnsupportedError
+from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_layout import LAYOUT, TellsLayout
@@ -320,28 +318,3 @@ def idle_tensors(model: nn.Module) -> Iterator[str]:
             logits = {id(one) for one in state.parameters()}
             own = module.named_parameters()
             yield from (f"{name}.{part}" for part, one in own if id(one) not in read | logits)
-
-
-def check_generation(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:
-    """Refuse before its first token a generation that frozen heads cannot follow; then check as the class does.
-
-    Raises InputError for one longer than the patterns, whose last token is not read any more, UnsupportedError for a
-    quantised cache where a layer has no live head, and for an offloaded one whose copies race, or of fixed size that
-    would be compiled.
-    """
-    kind, on_gpu = generation_config.cache_implementation, model.device.type == "cuda"
-    if kind in ("offloaded", "offloaded_static"):
-        check_offloading(model.device)
-    if kind == "offloaded_static" and on_gpu and not generation_config.disable_compile:
-        raise UnsupportedError(CRASHES_COMPILED)
-    states = [module for module in model.modules() if isinstance(module, HeadState)]
-    if kind == "quantized" and not all(state.layout.num_live for state in states):
-        raise UnsupportedError(NOT_QUANTISED)
-    longest = min((state.frozen.max_length for state in states if state.frozen is not None), default=None)
-    if longest is not None and (generation_config.max_length or 0) - 1 > longest:
-        raise InputError(
-            f"generation may reach {generation_config.max_length} tokens, the frozen heads' patterns cover {longest}: "
-            f"lower max_new_tokens so that prompt and new tokens are {longest + 1} at most, or calibrate and freeze at "
-            "the longer length"
-        )
-    type(model)._validate_generated_length(model, generation_config, *rest, **options)

@@ -77,56 +77,6 @@ def fills_fixed(q_length: int, kv_length: int, q_offset: int | Tensor, attention
     return q_offset == 0 and kv_length > q_length and covered
 
 
-def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, **_: Any) -> Tensor | None:
-    """Return the mask that `generate` hands to a pass with a cache of fixed size, in the place of one of all pairs.
-
-    It keeps the form `[B, T]`, so that attention finds the padding; padded to the cache's places once that is in use,
-    it has one shape in every step, which compiled code asks for.
-    """
-    used = isinstance(past_key_values.get_seq_length(), Tensor)
-    if attention_mask is None or not used:
-        return attention_mask
-    places = past_key_values.get_mask_sizes(attention_mask.shape[1], 0)[0]
-    return torch.nn.functional.pad(attention_mask, (0, places - attention_mask.shape[1]))
-
-
-def mask_of_pad_tokens(model: Any, *inputs: Any, **options: Any) -> Tensor:
-    """Return the mask that `generate` makes of which tokens are padding, where it is given none.
-
-    Raises InputError before anything is computed where frozen heads cannot go on after it. It waits for the device.
-    """
-    mask = type(model)._prepare_attention_mask_for_generation(model, *inputs, **options)
-    try:
-        left_padding(mask)
-        left_padding(torch.nn.functional.pad(mask, (0, 1), value=1))  # with the token that comes next
-    except InputError as error:
-        raise InputError(
-            "generate was given no attention_mask and made one of which tokens are pad_token_id, as some versions do "
-            "for an assistant_model whatever mask they are given. Such tokens stand behind or between others here, and "
-            "frozen heads know padding on the left alone: pad there, or, where they are real tokens, pass "
-            "pad_token_id=eos_token_id to generate, by which it makes no mask"
-        ) from error
-    return mask
-
-
-def candidates_within(model: Any, *, generation_config: Any, **options: Any) -> Any:
-    """Return what proposes tokens to `generate`, held to its `max_length`: the next token after them has to fit, too.
-
-    That which looks them up in the prompt proposes more near the end, which could be more than the patterns cover.
-    """
-    proposer = type(model)._get_candidate_generator(model, generation_config=generation_config, **options)
-    propose, most = proposer.get_candidates, generation_config.max_length - 1
-
-    def get_candidates(input_ids: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens `[1, T]` so far with those that are proposed, and the logits of these, if known."""
-        tokens, logits = propose(input_ids, *rest, **more)
-        tokens = tokens[:, : max(most, input_ids.shape[1])]
-        return tokens, None if logits is None else logits[:, : tokens.shape[1] - input_ids.shape[1]]
-
-    proposer.get_candidates = get_candidates
-    return proposer
-
-
 def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
     """Let a cache of fixed size hold what a layer keeps: key heads of live heads alone, values in `cached_order`.
 

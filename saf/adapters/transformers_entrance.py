@@ -8,23 +8,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saf.adapters.transformers_mask import check_one_sequence_a_row, longest_document
 from saf.errors import InputError
-from saf.ops.frozen_heads import beyond_patterns
+from saf.ops.frozen_heads import FrozenHeads, beyond_patterns
 
 
-def watch_entrance(decoder: Any, longest: int | None) -> None:
-    """Let a decoder refuse what is longer than the `longest` positions of its patterns; None where it has none.
+def covered(model: nn.Module) -> int | None:
+    """Return how many positions the patterns of all frozen heads cover; None where no head is frozen."""
+    return min((heads.max_length for heads in model.modules() if isinstance(heads, FrozenHeads)), default=None)
 
-    What it refused before is forgotten.
-    """
+
+def watch_entrance(decoder: Any) -> None:
+    """Let a decoder refuse what is longer than the patterns of some layer; what it refused before is forgotten."""
     for number, hook in list(decoder._forward_pre_hooks.items()):
         if isinstance(hook, partial) and hook.func is check_length:
             del decoder._forward_pre_hooks[number]
             decoder._forward_pre_hooks_with_kwargs.pop(number, None)
-    if longest is not None:
+    if (longest := covered(decoder)) is not None:
         names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
         decoder.register_forward_pre_hook(partial(check_length, longest, names), with_kwargs=True)
 

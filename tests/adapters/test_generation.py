@@ -202,6 +202,23 @@ def test_assisted_tokens_are_the_greedy_ones(frozen, helper):
     assert torch.equal(generate(model, ids, torch.ones_like(ids), do_sample=False, **options), again)
 
 
+def test_an_assistant_whose_patterns_end_too_early_is_refused_before_the_first_token(frozen):
+    family, model = frozen
+    ids, assistant, passes = tokens(1, 9, seed=6), make(family), []
+    drawn = torch.Generator().manual_seed(4)
+    saf.install_(assistant, HeadSet([(1, 0)]), synthetic_patterns(1, ids.shape[1] + NEW - 2, drawn))
+    options = {"do_sample": False, "assistant_model": assistant, "pad_token_id": 1}
+    again = generate(model, ids, torch.ones_like(ids), use_cache=False, do_sample=False)
+    assert torch.equal(generate(model, ids, torch.ones_like(ids), **options), again)
+    watched = [each.base_model.register_forward_pre_hook(lambda *_: passes.append(1)) for each in (model, assistant)]
+    longer = torch.cat([ids[:, :1], ids], 1)
+    with pytest.raises(InputError, match=r"reach 17 tokens, .* assistant_model's frozen heads cover 14: .* 16 at most"):
+        generate(model, longer, torch.ones_like(longer), **options)
+    assert not passes
+    for each in watched:
+        each.remove()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_tokens_looked_up_in_the_prompt_are_none_beyond_what_the_patterns_cover(family):
     """The prompt repeats itself, so that each pass guesses four tokens more, also where fewer are left."""

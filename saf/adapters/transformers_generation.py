@@ -1,0 +1,118 @@
+"""What `generate` of transformers asks of models with frozen heads, which refuse first what they cannot follow."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.adapters.transformers_attention import state_of
+from saf.adapters.transformers_cache import CRASHES_COMPILED, NOT_QUANTISED, check_offloading
+from saf.adapters.transformers_entrance import covered
+from saf.errors import InputError, UnsupportedError
+from saf.ops.positions import left_padding
+
+LENGTH = "_validate_generated_length"
+"""What `generate` calls once it knows how long its output may become, before the first token."""
+MASK = "create_masks_for_generate"
+"""What `generate` calls for the mask of a pass with a cache of fixed size."""
+PADDING = "_prepare_attention_mask_for_generation"
+"""What `generate` calls for a mask of the prompts where it is given none."""
+CANDIDATES = "_get_candidate_generator"
+"""What `generate` calls for what proposes tokens, where another model or the prompt helps."""
+GENERATED = (LENGTH, MASK, PADDING, CANDIDATES)
+
+
+def watch_generation(model: Any) -> None:
+    """Let `generate` ask what stands below in the place of the model's class, where that can generate."""
+    if hasattr(type(model), LENGTH):
+        setattr(model, LENGTH, partial(check_generation, model))
+        setattr(model, MASK, mask_for_generation)
+        setattr(model, PADDING, partial(mask_of_pad_tokens, model))
+        setattr(model, CANDIDATES, partial(candidates_within, model))
+
+
+def check_generation(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:
+    """Refuse before its first token a generation that frozen heads cannot follow; then check as the class does.
+
+    Raises InputError for one longer than the patterns, whose last token is not read any more, UnsupportedError for a
+    quantised cache where a layer has no live head, and for an offloaded one whose copies race, or of fixed size that
+    would be compiled.
+    """
+    kind, on_gpu = generation_config.cache_implementation, model.device.type == "cuda"
+    if kind in ("offloaded", "offloaded_static"):
+        check_offloading(model.device)
+    if kind == "offloaded_static" and on_gpu and not generation_config.disable_compile:
+        raise UnsupportedError(CRASHES_COMPILED)
+    layouts = [state.layout for module in model.modules() if (state := state_of(module)) is not None]
+    if kind == "quantized" and not all(layout.num_live for layout in layouts):
+        raise UnsupportedError(NOT_QUANTISED)
+    longest = covered(model)
+    if longest is not None and (generation_config.max_length or 0) - 1 > longest:
+        raise InputError(
+            f"generation may reach {generation_config.max_length} tokens, the frozen heads' patterns cover {longest}: "
+            f"lower max_new_tokens so that prompt and new tokens are {longest + 1} at most, or calibrate and freeze at "
+            "the longer length"
+        )
+    type(model)._validate_generated_length(model, generation_config, *rest, **options)
+
+
+def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, **_: Any) -> Tensor | None:
+    """Return the mask that `generate` hands to a pass with a cache of fixed size, in the place of one of all pairs.
+
+    It keeps the form `[B, T]`, so that attention finds the padding; padded to the cache's places once that is in use,
+    it has one shape in every step, which compiled code asks for.
+    """
+    used = isinstance(past_key_values.get_seq_length(), Tensor)
+    if attention_mask is None or not used:
+        return attention_mask
+    places = past_key_values.get_mask_sizes(attention_mask.shape[1], 0)[0]
+    return torch.nn.functional.pad(attention_mask, (0, places - attention_mask.shape[1]))
+
+
+def mask_of_pad_tokens(model: Any, *inputs: Any, **options: Any) -> Tensor:
+    """Return the mask that `generate` makes of which tokens are padding, where it is given none.
+
+    Raises InputError before anything is computed where frozen heads cannot go on after it. It waits for the device.
+    """
+    mask = type(model)._prepare_attention_mask_for_generation(model, *inputs, **options)
+    try:
+        left_padding(mask)
+        left_padding(torch.nn.functional.pad(mask, (0, 1), value=1))  # with the token that comes next
+    except InputError as error:
+        raise InputError(
+            "generate was given no attention_mask and made one of which tokens are pad_token_id, as some versions do "
+            "for an assistant_model whatever mask they are given. Such tokens stand behind or between others here, and "
+            "frozen heads know padding on the left alone: pad there, or, where they are real tokens, pass "
+            "pad_token_id=eos_token_id to generate, by which it makes no mask"
+        ) from error
+    return mask
+
+
+def candidates_within(model: Any, *, generation_config: Any, **options: Any) -> Any:
+    """Return what proposes tokens to `generate`, held to its `max_length`: the next token after them has to fit, too.
+
+    That which looks them up in the prompt proposes more near the end, which could be more than the patterns cover.
+    Raises InputError, before the first token, for an assistant whose own patterns end before the last one it proposes;
+    one with another tokenizer counts other tokens and raises when it gets there.
+    """
+    assistant, longest = options.get("assistant_model"), None
+    if assistant is not None and options.get("assistant_tokenizer") is None:
+        longest = covered(assistant)
+    if longest is not None and generation_config.max_length - 2 > longest:
+        raise InputError(
+            f"generation may reach {generation_config.max_length} tokens, the patterns of the assistant_model's frozen "
+            f"heads cover {longest}: lower max_new_tokens so that prompt and new tokens are {longest + 2} at most, or "
+            "take an assistant that was calibrated at the longer length"
+        )
+    proposer = type(model)._get_candidate_generator(model, generation_config=generation_config, **options)
+    propose, most = proposer.get_candidates, generation_config.max_length - 1
+
+    def get_candidates(input_ids: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens `[1, T]` so far with those that are proposed, and the logits of these, if known."""
+        tokens, logits = propose(input_ids, *rest, **more)
+        tokens = tokens[:, : max(most, input_ids.shape[1])]
+        return tokens, None if logits is None else logits[:, : tokens.shape[1] - input_ids.shape[1]]
+
+    proposer.get_candidates = get_candidates
+    return proposer
