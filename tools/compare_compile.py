@@ -101,14 +101,15 @@ def quarter(model: GPT) -> list[tuple[int, int]]:
     return [(layer, head) for layer, count in enumerate(counts) for head in range(count)]
 
 
-def one_update(updater: Updater) -> float:
-    """Return the seconds of an update, the device waited for."""
+def in_a_row(updater: Updater, count: int = 1) -> float:
+    """Return the mean seconds of updates that follow one another as in training, the device waited for at both ends."""
     device = updater.execution.device
     wait_for(device)
     began = time.perf_counter()
-    updater.update(LEARNING_RATE)
+    for _ in range(count):
+        updater.update(LEARNING_RATE)
     wait_for(device)
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / count
 
 
 def stand_still(updater: Updater) -> dict:
@@ -116,7 +117,7 @@ def stand_still(updater: Updater) -> dict:
     began = time.perf_counter()
     updater.compile_()
     made = time.perf_counter() - began
-    seconds = [one_update(updater) for _ in range(AFTER)]
+    seconds = [in_a_row(updater) for _ in range(AFTER)]
     speed = statistics.median(seconds[AFTER // 2 :])
     return {"lost_s": made + sum(each - speed for each in seconds), "first_s": seconds[0], "update_s": speed}
 
@@ -159,7 +160,7 @@ def events(asked: argparse.Namespace) -> dict:
 
 def busy_of(updater: Updater) -> dict[str, float]:
     """Return how many kernels one update has the device run (operators on a CPU), and their milliseconds added up."""
-    kernels = kernels_of(lambda: one_update(updater), updater.execution.device)
+    kernels = kernels_of(lambda: in_a_row(updater), updater.execution.device)
     return {"kernels": sum(each["calls"] for each in kernels), "ms": sum(each["ms"] for each in kernels)}
 
 
@@ -179,7 +180,7 @@ def compared(asked: argparse.Namespace, text: str, rate: float, recorder: Record
             updater.update(LEARNING_RATE)
 
     def timed(name: str) -> float:
-        return 1e3 * statistics.mean(one_update(updaters[name]) for _ in range(asked.repeats))
+        return 1e3 * in_a_row(updaters[name], asked.repeats)
 
     taken: dict[str, list] = {"control": [], "layers": []}
     for number in range(asked.pairs):
@@ -247,7 +248,7 @@ def parser_of_words() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kernel", default=None, help="of live heads; cudnn on CUDA")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=2, help="updates in a timed block")
+    parser.add_argument("--repeats", type=int, default=4, help="updates in a row in a timed block")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--tolerance", type=float, default=0.01, help="how far from 1 the control of pairs may be")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="of which events are measured")
@@ -270,7 +271,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.form:
         print(json.dumps(events(asked)))
         return 0
-    settings = {name: value for name, value in vars(asked).items() if name not in ("form", "out")} | {"after": AFTER}
+    settings = {name: value for name, value in vars(asked).items() if name not in ("form", "out")}
+    settings |= {"after": AFTER, "in_a_row": True}
     recorder = Recorder(
         asked.out, kind=CompileKind.name, settings=settings, budget=Budget(asked.seconds), say=say_on_stderr
     )

@@ -121,8 +121,8 @@ ENTRIES = {
     "update-rates": Entry(
         150, f"saf bench update --points 4096x8x4 --pairs 6 --repeats 1 --pruned {RATES.replace('0.25 0.5 ', '')}"
     ),
-    "compile-124m": Entry(220, "python tools/compare_compile.py --only pairs"),
-    "compile-1b": Entry(280, "python tools/compare_compile.py --only pairs --model 1b --points 8192x1x2 --pairs 6"),
+    "compile-124m": Entry(270, "python tools/compare_compile.py --only pairs"),
+    "compile-1b": Entry(330, "python tools/compare_compile.py --only pairs --model 1b --points 8192x1x2 --pairs 6"),
     # The first updates of so many tokens scatter: equal models differ by 2% over four pairs of one update.
     "update-native": Entry(
         250, f"saf bench update --points 4096x20x2 --warmup 4 --pairs 8 --repeats 2 --no-free --pruned {PAIRED}"

@@ -42,9 +42,11 @@ class CompileKind(Kind):
                 "form once, in a process of its own that begins with no compiled code on disk."
             )
         if any(row["part"] == PAIR for row in record["rows"]):
+            # Earlier records waited for the device after each update, whose successor then began with an idle one.
+            apart = " in a row, as in training" if settings.get("in_a_row") else ", the device waited for after each"
             told.append(
                 f"Forms are compared in one process, in alternating pairs (ABBA), each timed block the mean of "
-                f"{number(settings['repeats'])} updates. Control: the whole model compiled again; pairs whose control "
+                f"{number(settings['repeats'])} updates{apart}. Control: the whole model compiled again; pairs whose control "
                 f"is further than {100 * settings['tolerance']:g}% from 1 are refused."
             )
         return " ".join(told)
