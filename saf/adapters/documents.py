@@ -57,6 +57,11 @@ class Documents:
         groups = [_group(first[numbers], [sizes[number] for number in numbers]) for numbers in alike.values()]
         return cls(tuple(groups), length, max(sizes))
 
+    @property
+    def whole(self) -> bool:
+        """Return whether every row is one document."""
+        return all(places.shape[1] == self.length and bool(real.all()) for places, real in self.groups)
+
     def apart(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Return the outputs `[B, H, T, D]` of `attend` for `inputs [B, *, T, D]`, every document in a row of its own.
 

@@ -57,7 +57,7 @@ def padding_mask(
         device = torch.device(rest.get("device") or "cpu")
         documents = Documents.of(mask_function, rest["batch_size"], q_length, device)
         if documents is not None:
-            return None if documents.longest == q_length else documents
+            return None if documents.whole else documents
         _check_window(mask_function, q_length, **rest)
     if not (plain or window):
         raise UnsupportedError(

@@ -79,6 +79,18 @@ def test_each_document_is_computed_as_it_is_alone(family, operation):
         torch.testing.assert_close(logits, alone(model, ids), rtol=1e-10, atol=1e-10)
 
 
+def test_rows_of_several_documents_may_stand_beside_rows_of_one():
+    model, ids = make("llama").double(), tokens(3)
+    freeze(model, WHOLE_LAYER)
+    rows = ((LENGTH,), (5, LENGTH - 5), (LENGTH - 1, 1))
+    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in rows])
+    with torch.no_grad():
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        for got, one, sizes in zip(logits, ids, rows, strict=True):
+            parts = [model(part[None], use_cache=False).logits[0] for part in one.split(sizes)]
+            torch.testing.assert_close(got, torch.cat(parts), rtol=1e-10, atol=1e-10)
+
+
 def test_with_a_cache_transformers_itself_takes_packed_documents_for_one_sequence(family):
     """So that passes with a cache are refused: there is no ordinary model that they would be compared with."""
     model, (ids, positions) = make(family, max_position_embeddings=64).double(), packed()
