@@ -150,7 +150,9 @@ def check_one_sequence_a_row(
     steps = position_ids.diff(dim=-1)
     counts = steps == 1
     if attention_mask is not None:
-        real = attention_mask.bool()[:, length - 1 - counts.shape[-1] :]
+        # As transformers: it may tell of tokens to come, and those it leaves out are padding.
+        real = torch.nn.functional.pad(attention_mask.bool(), (0, length - attention_mask.shape[-1]))
+        real = real[:, length - 1 - counts.shape[-1] :]
         counts = counts | ~(real[:, 1:] & real[:, :-1])
     elif not (compiling or compiled):
         # Padding on the right is not told of here. It has one position throughout; a document goes on counting.

@@ -143,6 +143,16 @@ def by_hand_variance(model):
     return ((weights - weights.mean(1, keepdim=True)) ** 2).sum((1, 3, 4)) / ((4 - 1) * LENGTH**2)
 
 
+def test_tokens_that_a_mask_leaves_out_are_padding_as_transformers_takes_them(family):
+    model, ids = make(family), tokens(2, 12, seed=3)
+    freeze(model)
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[:, 9:] = 0, 0
+    with torch.no_grad():
+        whole, short = (model(ids, attention_mask=each).logits for each in (mask, mask[:, :9]))
+    assert torch.equal(short[mask.bool()], whole[mask.bool()])
+
+
 def test_masks_of_pairs_and_other_lengths_are_refused(family):
     model, ids = make(family), tokens(2, 8, seed=3)
     freeze(model)
