@@ -106,3 +106,71 @@ def test_documents_beside_a_cache_are_packed_where_no_head_is_frozen(hf, tmp_pat
     run.data_collator = transformers.DataCollatorWithFlattening()
     run.train()
     assert run.state.global_step == 2
+
+
+def loss_of(trainer, compute):
+    """Let a Trainer compute its loss by `compute(model, inputs)`, which returns logits, as a subclass would."""
+
+    def compute_loss(model, inputs, **_):
+        logits = compute(model, inputs)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+    trainer.compute_loss = compute_loss
+    return trainer
+
+
+def in_halves(model, inputs):
+    """Go on after a first half by its cache, with a mask of all tokens so far and the positions of the second one."""
+    one, two = inputs["input_ids"].chunk(2, dim=1)
+    first = model(one, use_cache=True)
+    told = {"attention_mask": torch.ones_like(inputs["input_ids"]), "position_ids": torch.arange(LENGTH)[None]}
+    told["position_ids"] = told["position_ids"][:, one.shape[1] :].expand(len(two), -1)
+    second = model(two, past_key_values=first.past_key_values, **told)
+    return torch.cat([first.logits, second.logits], dim=1)
+
+
+def test_a_pass_that_goes_on_by_a_cache_trains_across_an_event(hf, tmp_path):
+    losses = []
+    for compute in (in_halves, lambda model, inputs: model(inputs["input_ids"], use_cache=False).logits):
+        run = loss_of(trainer(hf, tmp_path, callback(), model=make("llama"), save_strategy="no"), compute)
+        run.train()
+        assert len(frozen(run.model)) == 4
+        losses.append([each["loss"] for each in run.state.log_history if "loss" in each])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_what_a_pass_says_of_a_cache_counts_before_what_the_configuration_says(cache, hf, tmp_path):
+    positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])
+
+    def compute(model, inputs):
+        return model(inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=cache).logits
+
+    options = {"save_strategy": "no", "use_cache": not cache}
+    run = loss_of(trainer(hf, tmp_path, callback(), rows=Each(position_ids=positions), **options), compute)
+    if cache:
+        with pytest.raises(UnsupportedError, match="start again within a row"):
+            run.train()
+    else:
+        run.train()
+    assert run.state.global_step == (0 if cache else UPDATES)
+
+
+WAYS = {
+    "by_place": (hole(), LENGTH, lambda model, inputs: model(inputs["input_ids"], inputs["attention_mask"])),
+    "embedded": (None, LONG, lambda model, inputs: model(inputs_embeds=model.model.embed_tokens(inputs["input_ids"]))),
+    "evaluating": (hole(), LENGTH, lambda model, inputs: model.eval()(**inputs)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_passes_are_looked_at_however_a_trainer_calls_the_model(way, hf, tmp_path):
+    mask, length, compute = WAYS[way]
+    more = {} if mask is None else {"attention_mask": mask}
+    run = trainer(
+        hf, tmp_path, callback(), model=make("llama", max_position_embeddings=LONG), rows=Each(length, **more)
+    )
+    with pytest.raises(InputError):
+        loss_of(run, lambda model, inputs: compute(model, inputs).logits).train()
+    assert not run.state.global_step
+    assert not {"training_step", "prediction_step"} & vars(run).keys()

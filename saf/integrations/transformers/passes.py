@@ -1,5 +1,6 @@
 """Passes of a `Trainer` that frozen heads would not take: refused while heads are ordinary, before they compute."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -112,8 +113,8 @@ def watched(trainer: Any) -> Iterator[None]:
         yield
         return
     before = {name: vars(trainer)[name] for name in _STEPS if name in vars(trainer)}
-    for name in _STEPS:
-        setattr(trainer, name, _looking(trainer, getattr(trainer, name)))
+    for name, follows in _STEPS.items():
+        setattr(trainer, name, _looking(trainer, getattr(trainer, name), follows))
     try:
         yield
     finally:
@@ -122,18 +123,20 @@ def watched(trainer: Any) -> Iterator[None]:
         vars(trainer).update(before)
 
 
-_STEPS = ("training_step", "prediction_step")
-"""Methods of a Trainer that call the model for a micro-batch, which they are given, wrapped as it is."""
+_STEPS = {"training_step": _trains_on, "prediction_step": _evaluates}
+"""Methods of a Trainer that call the model for a micro-batch, which they are given, wrapped as it is; and what tells
+whether such ones follow an edit."""
 
 
-def _looking(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step of a Trainer that looks at the passes it makes."""
+def _looking(trainer: Any, step: Callable[..., Any], follows: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Return a step of a Trainer that looks at the passes it makes, where such ones follow an edit."""
+    names = tuple(inspect.signature(type(trainer.model).forward).parameters)[1:]
 
     def look(called: Any, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """Look at a pass where such ones follow an edit."""
-        if _trains_on(trainer) if trainer.model.training else _evaluates(trainer):
-            rows = given.get("input_ids", positional[0] if positional else None)
-            _check_pass(trainer, rows, given, compiled=uncompiled(called) is not called)
+        """Look at a pass."""
+        if follows(trainer):
+            told = dict(zip(names, positional, strict=False)) | given
+            _check_pass(trainer, told, compiled=uncompiled(called) is not called)
 
     @wraps(step)
     def looking(model: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -147,24 +150,30 @@ def _looking(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     return looking
 
 
-def _check_pass(trainer: Any, rows: Any, given: dict[str, Any], *, compiled: bool) -> None:
-    """Raise what `watched` tells for the tokens `[B, T]` of a pass, its positions and its mask."""
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
+def _check_pass(trainer: Any, given: dict[str, Any], *, compiled: bool) -> None:
+    """Raise what `watched` tells for the tokens `[B, T]` of a pass, its positions, its mask and its cache."""
+    positions, mask, cache = (given.get(name) for name in ("position_ids", "attention_mask", "past_key_values"))
     if isinstance(mask, Mapping):  # made by hand for each kind of layer; attention looks at them
         return
     if mask is not None:
         check_padding(mask)
-    window = window_of(getattr(trainer.model, "config", None))
-    alone = compiled or mask is not None or _caches(trainer)
+    window, past = (
+        window_of(getattr(trainer.model, "config", None)),
+        0 if cache is None else int(cache.get_seq_length()),
+    )
+    caches = _caches(trainer) if given.get("use_cache") is None else given["use_cache"]
+    alone = compiled or mask is not None or cache is not None or caches
     if positions is not None and alone:
-        check_one_sequence_a_row(positions, mask, positions.shape[-1], compiled=compiled)
+        check_one_sequence_a_row(positions, mask, past + positions.shape[-1], compiled=compiled)
     elif positions is not None and window is not None:
         check_documents(positions, window)
     limits = [callback.longest for callback in editing(trainer) if callback.longest is not None]
-    length, what = 0 if rows is None else rows.shape[-1], "rows"
+    rows = given.get("input_ids")
+    rows = given.get("inputs_embeds") if rows is None else rows
+    length, what = 0 if rows is None else past + rows.shape[1], "rows"
     if not limits or length <= min(limits):
         return
-    if positions is not None and mask is None and not compiled:
+    if positions is not None and not alone:
         length, what = longest_document(positions), "documents"
     if length > min(limits):
         raise InputError(longer(what, length, min(limits)))
