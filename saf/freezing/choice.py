@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from saf.adapters import adapter_for
 from saf.calibration import QKGradient, gate_gradients, head_outputs
 from saf.calibration.capture import Batch
+from saf.calibration.capture import check_heads as measured_heads
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import FreezeConfig
 from saf.heads import Head, HeadLayout, HeadSet
@@ -67,6 +69,17 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
             f"pruning {asked} of {total} heads would leave the model none, and no token would read another: ask for "
             f"less than all {there} that are left"
         )
+
+
+def check_heads_of(model: nn.Module, config: FreezeConfig) -> None:
+    """Raise what `check_heads` does for a model's heads.
+
+    Raises UnsupportedError for heads named in layers that stay ordinary, which are not measured.
+    """
+    adapter = adapter_for(model)
+    check_heads(config, [site.layout for site in adapter.sites()])
+    if config.heads is not None:
+        measured_heads(adapter, config.heads)
 
 
 def _smallest_group(layouts: Sequence[HeadLayout]) -> int:

@@ -22,7 +22,7 @@ from saf.freezing.choice import (
     Made,
     accept,
     check_below,
-    check_heads,
+    check_heads_of,
     check_ranks,
     choose_by,
     gather,
@@ -90,7 +90,8 @@ def freeze_(
         InputError: Batches or settings that cannot be used, a score that lacks what it needs or is the same for all
             heads, heads that do not exist or are frozen, more heads than are live, an optimiser that does not hold the
             model's weights.
-        UnsupportedError: A backend that cannot run the model's frozen heads.
+        UnsupportedError: A backend that cannot run the model's frozen heads; heads named in a layer that stays
+            ordinary.
         SelectionError: With `strict`, a head among the k lowest whose fit exceeds `max_fit_kl`, or fewer than k
             live heads; no head that scores less than `below`. The model is unchanged.
     """
@@ -140,7 +141,7 @@ def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, l
     if config.operation != "prune":  # pruned heads have no pattern that ends anywhere
         _warn_of_length(length, longest)
     sites = adapter_for(model).sites()
-    check_heads(config, [site.layout for site in sites])
+    check_heads_of(model, config)
     config.check_length(length)
     if config.operation == "freeze":
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:

@@ -347,6 +347,10 @@ def test_layers_with_a_sliding_window_stay_ordinary(family):
         saf.calibrate(model, [tokens()], heads=last)
     with pytest.raises(UnsupportedError, match="sliding window of 8 positions, which frozen heads do not know; leave"):
         saf.install_(model, last, saf.CompactPattern.from_parameters(*torch.zeros(2, 1, LENGTH)))
+    with pytest.raises(
+        UnsupportedError, match=r"heads \[\[3, 1\]\] cannot be measured: layer 3 attends within a sliding"
+    ):
+        saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=((0, 0), (3, 1)), max_fit_kl=99))
     report = saf.freeze_(model, [tokens()], saf.FreezeConfig(count=12, max_fit_kl=99))
     assert {layer for layer, _ in report.heads} == {0, 1, 2}
     with pytest.raises(UnsupportedError, match="where a norm follows the attention layer"):

@@ -19,6 +19,7 @@ from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers_folder import mark_of
 from saf.arguments import check
 from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.freezing.choice import check_heads_of
 from saf.freezing.config import FreezeConfig
 from saf.integrations.transformers.editing import Editing
 from saf.integrations.transformers.passes import check_evaluation, check_packing, longer
@@ -214,6 +215,8 @@ class FreezeCallback(Editing, ExportableState):
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
         self.config.check_length(task.batches[0].shape[-1])
         stored = stored_in(state, type(self).__name__) if state.global_step else None
+        if stored is None:  # others were checked when they began
+            check_heads_of(model, self.config)
         updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
         layouts = [site.layout for site in adapter_for(model).sites()]
         self._expect(updates, sum(layout.num_heads for layout in layouts), task)
