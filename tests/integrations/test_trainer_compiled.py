@@ -95,3 +95,16 @@ def test_what_looks_at_passes_compiles_nothing_more(hf, tmp_path, monkeypatch):
         counted.append({kind: dict(counters[kind]) for kind in ("stats", "frames", "graph_break", "recompile_limit")})
     assert counted[0] == counted[1]
     assert counted[0]["stats"]["unique_graphs"] >= 2
+
+
+def test_a_new_model_is_compiled_after_one_that_was_frozen_in_the_same_process(hf, tmp_path):
+    """With the tokens themselves for labels, by which torch tells programs apart."""
+    for alike in (False, True):
+        run = run_of(hf, tmp_path, Each())
+        if alike:
+            compute = run.compute_loss
+            run.compute_loss = lambda model, inputs, compute=compute, **options: compute(
+                model, inputs | {"labels": inputs["input_ids"]}, **options
+            )
+        run.train()
+        assert len(frozen(run.model)) == 4

@@ -74,6 +74,8 @@ def _tell_of_training(kind: Any) -> None:
             if not callback.called:
                 callback.start_over_(self.model, self.optimizer)
                 rewrap_(self)
+            elif self.args.torch_compile:
+                torch.compiler.reset()  # torch would look in this model for heads of one that was frozen before
         with watched(self):
             return loop(self, *arguments, **options)
 
