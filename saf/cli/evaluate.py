@@ -92,8 +92,10 @@ class Evaluate(Command):
                 _check_own(self.out)
         harness = lm_eval_tasks() if self.tasks else None
         opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=harness is None)
-        if self.bos and opened.data is None:
-            raise InputError("--bos is of text, and has no effect on tasks; give --data, or leave it out")
+        of_text = {"bos": False, "partition": "report", "length": None, "limit": None}
+        idle = [name for name, unset in of_text.items() if opened.data is None and getattr(self, name) != unset]
+        if idle:
+            raise InputError(f"--{idle[0]} is of text, and has no effect on tasks; give --data, or leave it out")
         record: dict[str, Any] = {}
         parts: list[Part] = []
         # Tasks first: what is missing or too long is known before minutes of perplexity.

@@ -56,6 +56,10 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     model.save_pretrained(tmp_path / "model")
     train_bpe([text], vocab_size=300).save(tmp_path / "model" / "tokenizer.json")
     words = ("--tasks", *TASKS, "--task-data", files, "--questions", 4, "--batch-size", 3)
+    for flag in (("--bos",), ("--partition", "train"), ("--length", 64), ("--limit", 1)):
+        code, _, told = saf("evaluate", tmp_path / "model", *words, *flag)
+        assert code == 2
+        assert f"{flag[0]} is of text, and has no effect on tasks" in told
     first = saf_json("evaluate", tmp_path / "model", *words, "--out", tmp_path / "a")
     assert "perplexity" not in first
     assert first["zero_shot"]["tasks"]["sst2"]["questions"] == 4
