@@ -141,6 +141,12 @@ def _of_transformers(path: Path) -> dict[str, Any]:
             read_metadata(file, error=CheckpointError, advice="fetch or save it again")
     layers, heads = int(config.get("num_hidden_layers", 0)), int(config.get("num_attention_heads", 0))
     ordinary = {"frozen": [], "pruned": [], "num_heads": layers * heads, "patterns": [], "sha256": {}, "undoable": 0}
+    lost = [name for name in ("saf.json", "saf.safetensors") if not (path / name).is_file()]
+    if config.get("saf") and lost:
+        raise CheckpointError(
+            f"{path}: config.json tells of frozen heads, and {' and '.join(lost)} {'are' if lost[1:] else 'is'} "
+            "missing beside it; copy what is missing from the folder that save_pretrained wrote"
+        )
     found = _saved(path) if (path / "saf.json").is_file() else {"verified": False, **ordinary}
     return {
         **found,

@@ -64,6 +64,12 @@ def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, fro
     code, _, told = saf("inspect", cut.parent)
     assert code == 2
     assert f"{cut} is not a readable safetensors file" in told
+    for lost in ("saf.json", "saf.safetensors"):
+        copy = shutil.copytree(frozen, tmp_path / lost)
+        (copy / lost).unlink()
+        code, _, told = saf("inspect", copy)
+        assert code == 2
+        assert f"config.json tells of frozen heads, and {lost} is missing beside it" in told
     assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != found["hash"]
     assert (frozen / "tokenizer.json").read_bytes() == (base / "model" / "tokenizer.json").read_bytes()
     assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
