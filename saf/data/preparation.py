@@ -80,6 +80,13 @@ def prepare(
         raise InputError(
             f"text_field={config.text_field!r} names a field of JSONL, CSV, Parquet or a dataset, and no source is one"
         )
+    trained = ("vocab_size", "tokenizer_bytes")
+    idle = [name for name in trained if getattr(config, name) != getattr(PrepareConfig, name)]
+    if idle and config.tokenizer != "bpe":
+        raise InputError(
+            f"{idle[0]} is of a tokenizer that is trained here (bpe), and {config.tokenizer} is given: "
+            f"leave {idle[0]} out"
+        )
     _check_enough(train, config)
     with ReadingProgress(progress) as shown, _prepared_folder(Path(out).resolve(), overwrite=overwrite) as folder:
         shown.stage("choosing the tokenizer")

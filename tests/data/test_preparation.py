@@ -159,6 +159,14 @@ def test_a_field_that_no_source_has_is_refused(tmp_path, settings):
         prepare("python", tmp_path / "data", **settings, text_field="body")
 
 
+@pytest.mark.parametrize("setting", [{"vocab_size": 300}, {"tokenizer_bytes": 1_000}])
+def test_settings_of_a_trained_tokenizer_are_refused_beside_a_given_one(tmp_path, setting):
+    (name,) = setting
+    with pytest.raises(InputError, match=rf"{name} is of a tokenizer that is trained here .*: leave {name} out"):
+        prepare("python", tmp_path / "data", tokenizer="gpt2", **setting)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_heldout_shares(texts, corpus, settings, tmp_path):
     index = prepare(corpus, tmp_path / "data", **settings, heldout_shares=(2, 1, 1))
     tokens = [index.partitions[name].tokens for name in PARTITIONS[1:]]
