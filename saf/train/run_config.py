@@ -147,7 +147,8 @@ def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> Tra
 
     Raises:
         CheckpointError: `parent` is no whole checkpoint.
-        InputError: Freezing before the parent, fewer updates than it has done, or an unknown setting.
+        InputError: Freezing, saving or reporting before the parent, fewer updates than it has done, or an unknown
+            setting.
     """
     return settings_after(open_checkpoint(parent), out=out, **changes)
 
@@ -186,4 +187,14 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
             f"{config.schedule} begins after update {first}, before the parent's {checkpoint.update}; choose a later "
             f"moment ({setting_of_moment(config.schedule)}) or an earlier parent"
         )
+    asked = {
+        "save_at": [OneTime(at=share).first_update(config.updates) for share in config.save_at],
+        "report_at": list(config.report_at),
+    }
+    for name, moments in asked.items():  # those of the parent's run itself are over, and its own
+        if name in changes and (passed := [update for update in moments if update < begins]):
+            raise InputError(
+                f"{name} asks for update {min(passed)}, and this run goes on from its parent's {begins}; ask for later "
+                "ones, or go on from an earlier parent"
+            )
     return config

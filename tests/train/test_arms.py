@@ -251,6 +251,11 @@ def test_refuses_unusable_parents(settings):
         continue_from(parent, out="x", freeze=FREEZE, schedule=OneTime(at=0.25))
     with pytest.raises(InputError, match=r"updates=5 are fewer than the 6 that the parent has done.*ask for more"):
         continue_from(parent, out="x", updates=5, freeze=FREEZE)
+    for name, passed, later in (("save_at", (0.25,), (0.5, 0.75)), ("report_at", (3,), (6, 9))):
+        with pytest.raises(InputError, match=rf"{name} asks for update 3, and this run goes on from its parent's 6"):
+            continue_from(parent, out="x", **{name: passed})
+        assert getattr(continue_from(parent, out="x", **{name: later}), name) == later
+        assert getattr(continue_from(parent, out="x", fresh=True, **{name: passed}), name) == passed
     with pytest.raises(InputError, match="unknown settings"):
         continue_from(parent, out="x", warmpu=3)
     with pytest.raises(InputError, match="keep their product"):
