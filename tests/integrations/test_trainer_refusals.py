@@ -5,6 +5,7 @@ import torch
 
 import saf
 from saf.errors import InputError, UnsupportedError
+from saf.integrations.transformers import FreezeCallback
 from tests.integrations.test_trainer import CONFIG, UPDATES, Rows, callback, frozen, trainer
 from tests.transformers_models import LENGTH, make, tokens
 
@@ -66,6 +67,15 @@ def test_held_out_sequences_longer_than_the_calibration_are_refused_before_train
     assert not run.state.global_step
     trainer(hf, tmp_path, callback(heldout=[tokens(2, LENGTH + 1)]), **options).train()
     assert len(frozen(options["model"])) == 4
+
+
+def test_tokens_that_the_model_does_not_know_are_refused_before_training(hf, tmp_path):
+    unknown = torch.full((2, LENGTH), 5_000)
+    for freezing in (FreezeCallback(CONFIG, [unknown]), callback(heldout=[unknown])):
+        run = trainer(hf, tmp_path, freezing, save_strategy="no")
+        with pytest.raises(InputError, match=r"token ids of batches must lie in \[0, .*\); got 5000"):
+            run.train()
+        assert not run.state.global_step
 
 
 ORDINARY = {

@@ -18,6 +18,7 @@ from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers_folder import mark_of
 from saf.arguments import check
+from saf.calibration.capture import check_vocabulary
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freezing.choice import check_heads_of
 from saf.freezing.config import FreezeConfig
@@ -218,7 +219,9 @@ class FreezeCallback(Editing, ExportableState):
         if stored is None:  # others were checked when they began
             check_heads_of(model, self.config)
         updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
-        layouts = [site.layout for site in adapter_for(model).sites()]
+        adapter = adapter_for(model)
+        check_vocabulary(adapter, [*task.batches, *task.held_out])
+        layouts = [site.layout for site in adapter.sites()]
         self._expect(updates, sum(layout.num_heads for layout in layouts), task)
         check_packing(self.trainer)
         check_evaluation(self.trainer, self.longest)
