@@ -44,19 +44,22 @@ function introduction(f) {
   const limit = f.config.max_fit_kl ? ` (more than ${f.config.max_fit_kl} nats)` : '';
   const turned = refused ? ` ${refused === 1 ? 'One head' : `${refused} heads`} scored low enough but fitted too badly${limit} and stayed live.` : '';
   const before = f.scores[f.score_name].flat().filter((value) => value === null).length;
+  const live = before ? ' among those still live' : '';
+  const named = Boolean(f.config.heads);
+  const which = named ? 'that were named' : `with the lowest ${lowest}${live}${measured},`;
   const kinds = Object.keys(f.earlier).filter((kind) => f.earlier[kind]);
   const ofOne = `${before === 1 ? 'One head was' : `${before} heads were`} ${kinds[0]} earlier.`;
   const earlier = before ? ` ${kinds.length > 1 ? `The model had ${f.told_earlier} heads before.` : ofOne}` : '';
   if (f.kind === 'pruned') {
-    return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${before ? ' among those still live' : ''}${measured}, were removed: `
+    return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads ${which} were removed: `
       + `from then on the model does without them.${earlier} Choose a square to see that head.`;
   }
   if (f.counts.pruned) {
-    return `Each square is one head of the model. Of its ${f.layers * f.heads} heads those with the lowest ${lowest} among the live ones${measured}, are ${f.told}: `
+    return `Each square is one head of the model. Of its ${f.layers * f.heads} heads those ${named ? 'that were named' : `with the lowest ${lowest} among the live ones${measured},`} are ${f.told}: `
       + `frozen heads use one fixed pattern from then on, and pruned ones were removed.${turned}${earlier} Choose a square to see that head.`;
   }
-  return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads with the lowest ${lowest}${before ? ' among those still live' : ''}${measured}, attend almost the same way whatever they read; `
-    + `from then on they use one fixed pattern.${turned}${earlier}${f.patterns ? '' : ' The patterns themselves were not kept beside this run.'} Choose a square to see that head.`;
+  return `Each square is one head of the model. The ${f.frozen.length} of ${f.layers * f.heads} heads ${which} ${named ? '' : 'attend almost the same way whatever they read; from then on they '}`
+    + `use one fixed pattern${named ? ' from then on' : ''}.${turned}${earlier}${f.patterns ? '' : ' The patterns themselves were not kept beside this run.'} Choose a square to see that head.`;
 }
 
 function runChoice(freeze) {

@@ -96,7 +96,8 @@ def _map(freeze: dict[str, Any], run: str) -> str:
     several = min(counts.values()) > 0
     what = f"of {layers * heads} heads" + ("" if several else f" {freeze['kind']}")
     told = " ".join(filter(None, [freeze["told"] if several else str(len(frozen)), more, what]))
-    told = "; ".join(filter(None, [f"{told}, those of lowest {name.replace('_', ' ')}", in_all]))
+    chosen = "as named" if freeze["config"].get("heads") else f"those of lowest {name.replace('_', ' ')}"
+    told = "; ".join(filter(None, [f"{told}, {chosen}", in_all]))
     parts = [
         label(0, 62, f"{run}: {told}" if run else told, css="name"),
         label(0, 82, "rows are layers; blue: steady, orange: changing with the text", css="small"),

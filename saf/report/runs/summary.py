@@ -244,13 +244,20 @@ def _heads(arms: Sequence[tuple[RecordedRun, str]]) -> str:
     shares = [(len(run.edited_heads) / run.num_heads, colour) for run, colour in arms]
     counts = [run.heads_in_words if _is_mixed(run) else str(len(run.edited_heads)) for run, _ in arms]
     note = f"{_listed(counts)} of {arms[0][0].num_heads}"
-    if freeze.get("score_name"):
-        note += f", lowest {text(freeze['score_name']).replace('_', ' ')} first"
+    if len(ways := {_way(run.freeze or {}) for run, _ in arms}) == 1:
+        note += ways.pop()
     if freeze.get("num_sequences"):
         note += f", measured on {freeze['num_sequences']} sequences of {number(freeze.get('length'))} tokens"
     values = [(f"{100 * share:.0f}%", colour) for share, colour in shares]
     words = f"{_listed([value for value, _ in values])} of the heads"
     return key_figure(f"Heads {_done([run for run, _ in arms])}", of_arms(values), note, shares_of(shares, words))
+
+
+def _way(freeze: dict[str, Any]) -> str:
+    """Return in words how heads were chosen, after a comma: as they were named, or by a score; nothing if unknown."""
+    if (freeze.get("config") or {}).get("heads"):
+        return ", as named"
+    return f", lowest {text(freeze['score_name']).replace('_', ' ')} first" if freeze.get("score_name") else ""
 
 
 def _single(run: RecordedRun) -> list[str]:

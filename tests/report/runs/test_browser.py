@@ -59,6 +59,16 @@ def test_a_rejected_head_shows_its_fit(opened):
     assert "0.31 nats" in text
 
 
+def test_heads_that_were_named_are_not_said_to_score_lowest(page, tmp_path):
+    run = write_run(tmp_path / "named", frozen=True)
+    event = json.loads((run / "freeze.json").read_text())
+    edit(run / "freeze.json", config={**event["config"], "heads": event["heads"]})
+    page.goto(write_report([run], tmp_path / "report.html").as_uri())
+    intro = page.locator("#map-intro").inner_text()
+    assert "3 of 12 heads that were named use one fixed pattern from then on." in intro
+    assert "lowest" not in intro
+
+
 def test_a_later_event_tells_of_earlier_ones(page, tmp_path):
     run = write_run(tmp_path / "later", frozen=True)
     event = json.loads((run / "freeze.json").read_text())

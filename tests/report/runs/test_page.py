@@ -216,6 +216,15 @@ def test_the_picture_of_a_later_event_tells_how_many_more_and_in_all(tmp_path):
     assert "3 more of 12 heads frozen, those of lowest variance; 4 in all" in drawn
 
 
+def test_heads_that_were_named_are_not_called_those_of_lowest_score(tmp_path):
+    runs = write_pair(tmp_path)
+    assert "3 of 12, lowest variance first, measured on" in write_report(runs, tmp_path).read_text()
+    event = json.loads((runs[1] / "freeze.json").read_text())
+    edit(runs[1] / "freeze.json", config={**event["config"], "heads": event["heads"]})
+    assert "3 of 12, as named, measured on" in write_report(runs, tmp_path).read_text()
+    assert "3 of 12 heads frozen, as named" in write_picture(runs, tmp_path / "picture.svg").read_text()
+
+
 def test_a_picture_needs_frozen_heads_and_an_svg_name(tmp_path):
     run = write_run(tmp_path / "run")
     with pytest.raises(InputError, match="none of these runs has any"):
