@@ -83,6 +83,8 @@ def _several(done: Sequence[Told], runs: Sequence[RecordedRun], edited: Sequence
     which = f"{_listed(frozen)} of {totals[0]} attention heads" if len(set(totals)) == 1 else "attention heads"
     cost = _listed([coloured(signed(record["delta_ppl_percent"]), colour) for record, colour in done])
     words = f"{doing(runs).capitalize()} {which} changed perplexity by {cost}"
+    if all(_is_uncertain(record) for record, _ in done):
+        words += ", each less than its uncertainty"
     if not any(speed_caveat(record) for record, _ in done):
         ratios = [coloured(f"{record['update_time_ratio']:.2f}×", colour) for record, colour in done]
         words += f", with updates {_listed(ratios)} as fast"
@@ -293,11 +295,17 @@ def _last_update(run: RecordedRun) -> int:
 
 def _cost_words(record: dict[str, Any]) -> str:
     """Return what freezing did to perplexity in words, told from its uncertainty."""
-    percent, (low, high) = record["delta_ppl_percent"], record["ci95"]
-    if low <= 0.0 <= high:
+    percent = record["delta_ppl_percent"]
+    if _is_uncertain(record):
         return f"moved perplexity by {signed(percent)}, less than its uncertainty"
     shown = f"{abs(percent):.2f}%"
     return f"{'raised' if percent > 0 else 'lowered'} perplexity by {'less than 0.01%' if shown == '0.00%' else shown}"
+
+
+def _is_uncertain(record: dict[str, Any]) -> bool:
+    """Return whether the interval of a change in perplexity holds no change at all."""
+    low, high = record["ci95"]
+    return bool(low <= 0.0 <= high)
 
 
 def _speed_words(ratio: float) -> str:

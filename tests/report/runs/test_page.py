@@ -41,6 +41,16 @@ def test_an_interval_over_zero_is_not_called_a_rise(tmp_path):
     assert "less than its uncertainty" in re.search("<h1>.*</h1>", page)[0]
 
 
+def test_intervals_of_several_arms_over_zero_are_told_as_such(tmp_path):
+    shape = Shape(windows=4)
+    runs = [*write_pair(tmp_path, shape, cost=1e-4), write_run(tmp_path / "b", shape, frozen=True, cost=2e-4)]
+    page = write_report(runs, tmp_path / "out").read_text()
+    assert "each less than its uncertainty" in re.search("<h1>.*</h1>", page)[0]
+    runs.append(write_run(tmp_path / "c", shape, frozen=True, cost=0.5))
+    page = write_report(runs, tmp_path / "out").read_text()
+    assert "less than its uncertainty" not in re.search("<h1>.*</h1>", page)[0]
+
+
 @pytest.mark.parametrize(
     ("percent", "words"),
     [(-0.004, "lowered perplexity by less than 0.01%"), (0.006, "raised perplexity by 0.01%")],
