@@ -116,10 +116,18 @@ def dek(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
     ]
     if not any(record["differences"] for record in records):
         sentences.append(f"{'Both' if len(found) == 1 else 'All'} runs see the same text in the same order.")
-    updates = {(c.frozen.freeze_update, c.frozen.finished_result()["updates"]) for c in found}
-    if len(updates) == 1 and (update := updates.pop())[0] is not None:
-        sentences.append(f"Heads {past_of(runs)} after update {update[0]:,} of {update[1]:,}.")
+    spans = {(*_span(c.frozen), c.frozen.finished_result()["updates"]) for c in found}
+    if len(spans) == 1 and (span := spans.pop())[0] is not None:
+        first, last, of = span
+        when = f"update {first:,}" if first == last else f"updates {first:,} to {last:,}"
+        sentences.append(f"Heads {past_of(runs)} after {when} of {of:,}.")
     return " ".join(sentences)
+
+
+def _span(run: RecordedRun) -> tuple[int | None, int | None]:
+    """Return the updates after which heads were first and last frozen or pruned for good; None where it is unknown."""
+    kept = [event.update for event in run.kept_freezes if event.update is not None]
+    return min(kept, default=run.freeze_update), max(kept, default=run.freeze_update)
 
 
 def _change_words(name: str, record: dict[str, Any]) -> str:

@@ -82,6 +82,15 @@ def test_what_several_events_changed_is_told_without_what_training_between_them_
     assert "from 3.4000 to 2.9000 nats (−0.5000)" in write_report([several], tmp_path / "one.html").read_text()
 
 
+def test_the_first_paragraph_tells_from_which_event_to_which(several, tmp_path):
+    ordinary = write_run(tmp_path / "ordinary")
+    page = write_report([ordinary, several], tmp_path / "report.html").read_text()
+    assert "Heads froze after updates 30 to 40 of 60." in page
+    once = write_run(tmp_path / "once", frozen=True)
+    page = write_report([ordinary, once], tmp_path / "once.html").read_text()
+    assert "Heads froze after update 30 of 60." in page
+
+
 def test_the_picture_has_a_line_at_every_event(several, tmp_path):
     picture = write_picture([several], tmp_path / "out.svg").read_text()
     assert picture.count('<line class="event"') == 4
