@@ -132,6 +132,11 @@ class Report(Command):
         """Write the page about runs or about benchmark files, and a picture where one is asked for."""
         if not self.runs:
             raise InputError("nothing to report on; name run folders, files of `saf bench`, or --results FOLDER")
+        if self.out and self.out.suffix in (".md", ".tex", ".csv", ".json", ".pdf", ".svg") and not self.out.is_dir():
+            raise InputError(
+                f"a page is HTML; expected --out to be an .html file or a folder, got {self.out.name} (tables of "
+                "recipes are made as Markdown, LaTeX and CSV, too; --picture makes an .svg)"
+            )
         first, *others = self.runs
         if expect(first, Kind.RUN, Kind.RESULT, Kind.TRANSFORMERS) is Kind.TRANSFORMERS:
             return self._model(first, others)

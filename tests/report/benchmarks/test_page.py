@@ -184,6 +184,8 @@ def test_the_command_says_what_does_not_go_together(tmp_path):
     for words, reason in (
         ((), "nothing to report on"),
         ((path, ordinary), "folders and .json files together"),
+        ((path, "--out", tmp_path / "page.md"), "a page is HTML; .*got page.md"),
+        ((ordinary, "--out", tmp_path / "page.pdf"), "a page is HTML; .*got page.pdf"),
         (("--results", tmp_path), "needs --out"),
         (("--results", tmp_path, "--out", tmp_path / "x.md", ordinary), "stands for itself"),
         (("--results", tmp_path, "--out", tmp_path / "x.md", "--picture", tmp_path / "x.svg"), "stands for itself"),
