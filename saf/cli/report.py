@@ -81,12 +81,21 @@ class Report(Command):
         """Write docs/results.md or its like from a folder of results, with its pictures."""
         if self.runs or self.picture:
             raise InputError("--results stands for itself: leave out runs and --picture, its pictures are always made")
+        self._refuse_of_recipes("a document of results")
         if self.out is None:
             raise InputError("--results needs --out, the Markdown file to write (docs/results.md)")
         document, *pictures = write_document(results, self.out)
         result = {"document": str(document), "pictures": [str(path) for path in pictures]}
         show(result, str(document), *result["pictures"], as_json=self.json)
         return result
+
+    def _refuse_of_recipes(self, what: str) -> None:
+        """Raise InputError for a setting that says which records of recipes are meant, beside what reads none."""
+        given, unset = ({**vars(each), **vars(each.at)} for each in (self, Report()))
+        of_recipes = ("scale", "tokens", "match_speed", "store", "data", "tasks", "seeds")
+        if idle := [name for name in of_recipes if given[name] != unset[name]]:
+            flag = idle[0].replace("_", "-")
+            raise InputError(f"--{flag} is of tables of recipes, and has no effect on {what}; leave it out")
 
     def _tables(self) -> dict[str, Any]:
         """Show the tables of recipes, and write them where --out says."""
@@ -97,6 +106,8 @@ class Report(Command):
                 f"or recipes, which `saf run` lists{did_you_mean(names[0], known)}"
             )
         recipes = open_recipes(names)
+        if self.picture:
+            raise InputError("--picture is of runs and benchmarks; tables of recipes have none by itself, leave it out")
         if self.out and self.out.suffix in (".html", ".md", ".tex", ".csv", ".json"):
             raise InputError(f"a recipe's tables are several files; expected --out to be a folder, got {self.out.name}")
         store = Store(self.store).open(write=False)
@@ -132,6 +143,7 @@ class Report(Command):
         """Write the page about runs or about benchmark files, and a picture where one is asked for."""
         if not self.runs:
             raise InputError("nothing to report on; name run folders, files of `saf bench`, or --results FOLDER")
+        self._refuse_of_recipes("a page")
         if self.out and self.out.suffix in (".md", ".tex", ".csv", ".json", ".pdf", ".svg") and not self.out.is_dir():
             raise InputError(
                 f"a page is HTML; expected --out to be an .html file or a folder, got {self.out.name} (tables of "
