@@ -46,8 +46,8 @@ class CompileKind(Kind):
             apart = " in a row, as in training" if settings.get("in_a_row") else ", the device waited for after each"
             told.append(
                 f"Forms are compared in one process, in alternating pairs (ABBA), each timed block the mean of "
-                f"{number(settings['repeats'])} updates{apart}. Control: the whole model compiled again; pairs whose control "
-                f"is further than {100 * settings['tolerance']:g}% from 1 are refused."
+                f"{number(settings['repeats'])} updates{apart}. Control: the whole model compiled again; pairs whose "
+                f"control is further than {100 * settings['tolerance']:g}% from 1 are refused."
             )
         return " ".join(told)
 

@@ -157,10 +157,8 @@ def _check_pass(trainer: Any, given: dict[str, Any], *, compiled: bool) -> None:
         return
     if mask is not None:
         check_padding(mask)
-    window, past = (
-        window_of(getattr(trainer.model, "config", None)),
-        0 if cache is None else int(cache.get_seq_length()),
-    )
+    window = window_of(getattr(trainer.model, "config", None))
+    past = 0 if cache is None else int(cache.get_seq_length())
     caches = _caches(trainer) if given.get("use_cache") is None else given["use_cache"]
     alone = compiled or mask is not None or cache is not None or caches
     if positions is not None and alone:
