@@ -56,7 +56,7 @@ class Evaluate(Command):
     """Begin each window of text with the token that begins a text (BOS) of the model's tokenizer; a model that was
     trained to find one, as Gemma and Llama, is itself again with it. Tasks have it as the tokenizer adds it."""
     length: Annotated[int | None, at_least(1)] = None
-    """Tokens of context in a window (the model's longest)."""
+    """Tokens of context in a window of text, and at most in a question (the model's longest)."""
     batch_size: Annotated[int, at_least(1)] = 8
     """Windows in a forward pass, or sequences of one length."""
     limit: Annotated[int | None, at_least(1)] = None
@@ -92,7 +92,7 @@ class Evaluate(Command):
                 _check_own(self.out)
         harness = lm_eval_tasks() if self.tasks else None
         opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=harness is None)
-        of_text = {"bos": False, "partition": "report", "length": None, "limit": None}
+        of_text = {"bos": False, "partition": "report", "limit": None}
         idle = [name for name, unset in of_text.items() if opened.data is None and getattr(self, name) != unset]
         if idle:
             raise InputError(f"--{idle[0]} is of text, and has no effect on tasks; give --data, or leave it out")
@@ -149,13 +149,15 @@ class Evaluate(Command):
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
         watch = Watch(say=say) if is_first() else SILENT
         used = precision_in_use(opened.model, self.precision)
-        answers = harness.ask(opened, self, progress=watch.countdowns("requests"))
+        if self.length is not None and self.length > opened.longest:
+            raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
+        answers = harness.ask(opened, self, longest=self.length, progress=watch.countdowns("requests"))
         device = pick_device(self.device)
         return done_once(
             lambda: zero_shot_record(
                 answers,
                 settings,
-                longest=opened.longest,
+                longest=self.length or opened.longest,
                 precision=used,
                 of=facts_of(opened.model),
                 out=self.out,

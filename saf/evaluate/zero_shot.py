@@ -104,6 +104,7 @@ def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differe
             raise CompareError(
                 f"the evaluations differ in {name}: {one} in {ordinary}, {other} in {frozen}; evaluate both models on "
                 "the same questions, in one precision"
+                + (f", cut to one length (saf evaluate --length {min(one, other)})" if name == "longest" else "")
             )
     models = {
         role: record["provenance"]["checkpoints"].get("model")

@@ -110,7 +110,9 @@ class ExactLengthModel(TemplateLM):
         self.progress: Callable[[int, int], None] | None = None
         """Called with (requests answered, requests) of what is asked at once."""
         self.too_long: TooLong = too_long
-        self.longest = min(filter(None, (longest, longest_input(model))), default=None)
+        own = longest_input(model)
+        self.longest = min(filter(None, (longest, own)), default=None)
+        self._taken = "the model takes" if self.longest == own else "the longest is to have"
         self.cut: set[tuple[str, str]] = set()
         """The requests whose context was cut, as text."""
 
@@ -142,11 +144,11 @@ class ExactLengthModel(TemplateLM):
             return asked
         if self.too_long == "refuse":
             raise InputError(
-                f"a question has {len(asked.inputs):,} tokens, the model takes {self.longest:,}: --too-long cut leaves "
+                f"a question has {len(asked.inputs):,} tokens, {self._taken} {self.longest:,}: --too-long cut leaves "
                 f"out what is too much at its beginning, as lm-eval does; it begins {text[0][:60]!r}"
             )
         if len(tokens) > self.longest:
-            raise InputError(f"a choice of {len(tokens):,} tokens is longer than the model takes, {self.longest:,}")
+            raise InputError(f"a choice of {len(tokens):,} tokens is too long, {self._taken} {self.longest:,}")
         self.cut.add(text)
         kept: Tokens = asked.context[len(asked.inputs) - self.longest :]
         return Continuation(kept, asked.tokens)

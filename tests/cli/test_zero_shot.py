@@ -56,7 +56,7 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     model.save_pretrained(tmp_path / "model")
     train_bpe([text], vocab_size=300).save(tmp_path / "model" / "tokenizer.json")
     words = ("--tasks", *TASKS, "--task-data", files, "--questions", 4, "--batch-size", 3)
-    for flag in (("--bos",), ("--partition", "train"), ("--length", 64), ("--limit", 1)):
+    for flag in (("--bos",), ("--partition", "train"), ("--limit", 1)):
         code, _, told = saf("evaluate", tmp_path / "model", *words, *flag)
         assert code == 2
         assert f"{flag[0]} is of text, and has no effect on tasks" in told
@@ -73,6 +73,16 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
         shares = [one["zero_shot"]["tasks"][name]["accuracy"] for one in (first, second)]
         assert task["accuracy"] == shares
         assert task["difference"] == pytest.approx(shares[1] - shares[0])
+    for name, length in (("short", 12), ("longer", 14)):
+        cut = ("--too-long", "cut", "--length", length, "--out", tmp_path / name)
+        assert saf_json("evaluate", tmp_path / "pruned", *words, *cut)["zero_shot"]["longest"] == length
+    told = saf("compare", tmp_path / "short", tmp_path / "longer")[2]
+    assert "differ in longest: 12 in" in told
+    assert "cut to one length (saf evaluate --length 12)" in " ".join(told.split())
+    told = saf("evaluate", tmp_path / "pruned", *words, "--length", 12)[2]
+    assert "the longest is to have 12: --too-long cut" in " ".join(told.split())
+    told = saf("evaluate", tmp_path / "pruned", *words, "--length", 97)[2]
+    assert "--length 97 is more than the model takes, 96" in told
     hashes = record["provenance"]["checkpoints"]
     assert hashes["ordinary"] != hashes["frozen"]
     saf_json("report", tmp_path / "pruned", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
