@@ -149,7 +149,8 @@ def zero_shot_tables(record: Mapping[str, Any]) -> list[Part]:
         rows.append([name, f"{task['questions']:,}", accuracy, None if norm is None else f"{100 * norm:.2f}"])
     notes = ["± is the standard error over questions. Accuracy is lm-eval's acc, that by characters its acc_norm."]
     if cut := sum(task["shortened"] for task in record["tasks"].values()):
-        notes.append(f"{cut:,} questions were longer than {record['longest']:,} tokens, and cut at their beginning.")
+        several = f"{cut:,} questions were" if cut > 1 else "One question was"
+        notes.append(f"{several} longer than {record['longest']:,} tokens, and cut at the beginning.")
     head = ["task", "questions", "accuracy, %", "by characters, %"]
     taken = {"the model": {name: task["taken"] for name, task in record["tasks"].items()}}
     return [Table.of("Zero-shot tasks", head, rows, notes).used(), counts_table(record["tasks"], taken)]

@@ -134,7 +134,7 @@ def test_the_card_tells_of_heads_that_are_still_frozen(tmp_path):
     assert "1 head frozen by variance, patterns by mean; 3 more of the same event were undone since; calib" in card
     assert card.count("patterns by mean") == 1
     worst = first.fit_kl[kept]
-    assert f"KL of the fits {worst:.4f} nats in the middle, {worst:.4f} at most" in card
+    assert f"KL of the fits {worst:.4f} nats (median), {worst:.4f} at most" in card
     saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=others[:1], max_fit_kl=99))
     assert section(adapter_for(model)).count("1 head frozen") == 2
 

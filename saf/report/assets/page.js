@@ -54,7 +54,7 @@ function gapChart() {
   const lines = DATA.gaps.flatMap((g) => [{ ...g.raw, color: armColor(g), faint: true }, { ...g.smooth, name: g.name, color: armColor(g) }]);
   host.replaceChildren(
     el('h3', { text: `The same batches, with and without ${kinds} heads` }),
-    el('p', { class: 'intro', text: 'Both arms read the same text in the same order, so most noise cancels in the difference. Above zero, the other arm does worse than the ordinary one.' }),
+    el('p', { class: 'intro', text: 'All arms read the same text in the same order, so most noise cancels in the difference. Above zero, the other arm does worse than the ordinary one.' }),
     chart,
     el('p', { class: 'small', text: `${kinds[0].toUpperCase()}${kinds.slice(1)} minus ordinary training loss; the line is a centred mean over ${whole(DATA.gaps[0].window)} updates.` }),
   );

@@ -121,7 +121,7 @@ def _fits(found: dict[str, Any], events: Sequence[dict[str, Any]]) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in patterns["kinds"].items())
         fits = [number(value, 3) if known else None for value in (median(known or [0]), max(known, default=0))]
         rows.append([str(layer), " ".join(map(str, heads)), kinds, patterns["length"], *fits])
-    columns = ("layer", "heads", "patterns", "positions", "KL of the fits, nats, in the middle", "at most")
+    columns = ("layer", "heads", "patterns", "positions", "KL of the fits, nats, median", "at most")
     return section("fits", "How the patterns fit", Table.of("Fits", columns, rows).used().html())
 
 
@@ -171,7 +171,7 @@ def _key_figures(
         note = f"95% interval {low:+.2f}% to {high:+.2f}%, {change['windows']:,} paired windows"
         figures.append(key_figure("Perplexity", signed(value), note, drawing))
     if kls := [kl for event in events for *_, kl in event["fit_kl"]]:
-        note = f"nats in the middle, {number(max(kls), 3)} at most"
+        note = f"nats, the median; {number(max(kls), 3)} at most"
         figures.append(key_figure("KL of the fits", number(median(kls), 3), note))
     return figures
 
