@@ -84,6 +84,12 @@ class Run(Command):
     def __post_init__(self):
         """Raise InputError for what cannot be used, and for what would have no effect."""
         super().__post_init__()
+        if self.dry_run and not self.recipes:
+            raise InputError(
+                "a dry run is of recipes, and none is named; name some, or leave --dry-run out to list them"
+            )
+        if self.out is not None and (self.dry_run or not self.recipes):
+            raise InputError("--out takes the tables of recipes that were run, and none is; leave it out")
         if self.gpus is not None and not self.dry_run:
             raise InputError("gpus is for a dry run; CUDA_VISIBLE_DEVICES chooses those that a plan uses")
         if self.nodes is not None and not (self.dry_run and self.gpus):

@@ -170,5 +170,10 @@ def test_what_has_no_effect_is_refused(speeds_file, tmp_path, capsys):
     assert "no effect where no arm is at matched time" in capsys.readouterr().err
     assert main([*base, "matched_time", "--match-charge-seconds", "3"]) == 2
     assert "no effect without --match-speed" in capsys.readouterr().err
+    assert main(base) == 2
+    assert "a dry run is of recipes, and none is named" in capsys.readouterr().err
+    for wrong in ([*base, "timing"], ["run"]):
+        assert main([*wrong, "--out", str(tmp_path / "tables")]) == 2
+        assert "--out takes the tables of recipes that were run, and none is" in capsys.readouterr().err
     assert main([*base, "matched_time", "--match-speed", str(speeds_file()), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"] > 1
