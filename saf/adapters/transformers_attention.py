@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
 from saf.adapters.family import Family
-from saf.adapters.transformers_cache import (
-    Beginning,
-    check_offloading,
-    filled,
-    make_room,
-)
+from saf.adapters.transformers_cache import Beginning, check_offloading, filled, make_room
 from saf.adapters.transformers_mask import Mask, check_one_sequence_a_row, no_padding, padding_mask
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout

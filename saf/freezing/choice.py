@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for
 from saf.calibration import QKGradient, gate_gradients, head_outputs
 from saf.calibration.capture import Batch
-from saf.calibration.capture import check_heads as measured_heads
+from saf.calibration.capture import check_heads as check_measured
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import FreezeConfig
 from saf.heads import Head, HeadLayout, HeadSet
@@ -79,7 +79,7 @@ def check_heads_of(model: nn.Module, config: FreezeConfig) -> None:
     adapter = adapter_for(model)
     check_heads(config, [site.layout for site in adapter.sites()])
     if config.heads is not None:
-        measured_heads(adapter, config.heads)
+        check_measured(adapter, config.heads)
 
 
 def _smallest_group(layouts: Sequence[HeadLayout]) -> int:

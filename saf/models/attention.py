@@ -9,10 +9,9 @@ from torch.nn import functional as F
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.models.rotary import rotate
-from saf.ops import FrozenHeads, frozen_attention, live_attention
+from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, summed
 from saf.ops.frozen_layout import TellsLayout
 from saf.ops.heads import flat_heads
-from saf.ops.layer import attention_products, summed
 
 
 class LiveAttention(nn.Module):

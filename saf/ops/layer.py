@@ -1,7 +1,7 @@
 """A layer with live and frozen heads: one set of checks, and four functions that take it one of the `ways`.
 
-What comes out in two parts is joined (`mixed_attention`), left apart (`split_attention`) or projected
-(`projected_attention`), together or by parts (`attention_products`); `frozen_attention` computes frozen heads alone.
+What comes out in two parts is joined (`mixed_attention`), left apart (`split_attention`) or projected, together or by
+parts (`attention_products`); `frozen_attention` computes frozen heads alone.
 """
 
 import math
@@ -191,23 +191,6 @@ def split_attention(
     return (parts[0][:, :num_live], parts[0][:, num_live:]) if num_live else (None, parts[0])
 
 
-def projected_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    frozen: "FrozenHeads",
-    projection: Tensor,
-    *,
-    start: Tensor | None = None,
-    kernel: str = "auto",
-) -> Tensor:
-    """Compute `mixed_attention` of a layer with frozen heads, and the product with `projection [C, H * D]`.
-
-    Returns `[B, Tq, C]` in the dtype of `value`, or autocast's; raises as `mixed_attention` does.
-    """
-    return summed(attention_products(query, key, value, frozen, projection, start=start, kernel=kernel))
-
-
 def attention_products(
     query: Tensor,
     key: Tensor,
@@ -218,9 +201,10 @@ def attention_products(
     start: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """Return one or two products `[B, Tq, C]` whose sum is `projected_attention`, for whoever adds more to it.
+    """Compute `mixed_attention` of a layer with frozen heads, and its product with `projection [C, H * D]`.
 
-    Takes and raises what that does.
+    Returns one or two products `[B, Tq, C]`, in the dtype of `value`, or autocast's, whose sum it is, for whoever adds
+    more to it; raises as `mixed_attention` does.
     """
     projection = projection.to(value.dtype)  # once: autocast would cast the columns of either part by themselves
     call = _checked(query, key, value, frozen, start=start, kernel=kernel, projection=projection)

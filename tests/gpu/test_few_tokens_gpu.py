@@ -8,10 +8,11 @@ from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.synthetic import synthetic_patterns
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
-from saf.ops import FrozenHeads, for_graphs, mixed_attention, projected_attention
+from saf.ops import FrozenHeads, for_graphs, mixed_attention
 from saf.ops.inference import one_launch
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
+from tests.ops.projected import projected_attention
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -28,8 +28,11 @@ MARKS = {
 """Parts of kernel names that show that an attention kernel ran; those of "flash" are in the names of others too."""
 
 
-def kernels_of(call: Call, device: torch.device) -> list[dict[str, Any]]:
-    """Return name, calls and milliseconds of the kernels of one call (operators on a CPU), longest first."""
+def kernels_of(call: Call, device: torch.device, *, most: int | None = MOST) -> list[dict[str, Any]]:
+    """Return name, calls and milliseconds of the kernels of one call (operators on a CPU), longest first.
+
+    These are the `most` longest ones, or all of them.
+    """
     cuda = device.type == "cuda"
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
@@ -41,7 +44,7 @@ def kernels_of(call: Call, device: torch.device) -> list[dict[str, Any]]:
             continue
         microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
         found.append({"name": event.key[:200], "calls": event.count, "ms": microseconds / 1e3})
-    return sorted(found, key=lambda kernel: -kernel["ms"])[:MOST]
+    return sorted(found, key=lambda kernel: -kernel["ms"])[:most]
 
 
 def attention_kernels(kernels: Iterable[dict[str, Any]]) -> list[str]:

@@ -7,10 +7,11 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from saf.ops import FrozenHeads, for_graphs, mixed_attention, projected_attention
+from saf.ops import FrozenHeads, for_graphs, mixed_attention
 from saf.ops.inference import one_launch
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
+from tests.ops.projected import projected_attention
 
 pytest.importorskip("triton", reason="Triton is not installed")
 HALF = torch.bfloat16

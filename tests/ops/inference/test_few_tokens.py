@@ -148,7 +148,8 @@ def test_on_this_machine_it_is_left_to_the_device():
 
 PROGRAM = """
 import torch
-from saf.ops import FrozenHeads, mixed_attention, projected_attention
+from saf.ops import FrozenHeads, mixed_attention
+from tests.ops.projected import projected_attention
 from saf.ops.inference import one_launch
 from saf.ops.backends import toeplitz
 from saf.patterns import CompactPattern

@@ -8,11 +8,12 @@ import torch
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops import FrozenHeads, mixed_attention, projected_attention, split_attention
+from saf.ops import FrozenHeads, mixed_attention, split_attention
 from saf.ops.backends import toeplitz
 from saf.patterns import CompactPattern, DensePattern
 from saf.surgery import install_
 from tests.ops.counted_graphs import CountedGraphs
+from tests.ops.projected import projected_attention
 
 LENGTH = 70
 

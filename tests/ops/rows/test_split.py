@@ -6,9 +6,10 @@ from torch.autograd import forward_ad
 
 from saf.bench.harness.synthetic import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
-from saf.ops import FrozenHeads, live_attention, mixed_attention, projected_attention, ways
+from saf.ops import FrozenHeads, live_attention, mixed_attention, ways
 from saf.ops.backend import Call
 from saf.ops.rows import split
+from tests.ops.projected import projected_attention
 from tests.ops.rows.split_cases import CASES, LIMITS
 
 
