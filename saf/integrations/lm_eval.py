@@ -110,9 +110,7 @@ class ExactLengthModel(TemplateLM):
         self.progress: Callable[[int, int], None] | None = None
         """Called with (requests answered, requests) of what is asked at once."""
         self.too_long: TooLong = too_long
-        own = longest_input(model)
-        self.longest = min(filter(None, (longest, own)), default=None)
-        self._taken = "the model takes" if self.longest == own else "the longest is to have"
+        self.longest = min(filter(None, (longest, longest_input(model))), default=None)
         self.cut: set[tuple[str, str]] = set()
         """The requests whose context was cut, as text."""
 
@@ -137,6 +135,12 @@ class ExactLengthModel(TemplateLM):
         )
         return [(one.log_prob, one.greedy) for one in found]
 
+    @property
+    def _bound(self) -> str:
+        """Return in words how long an input may be, and by whom."""
+        own = self.longest == longest_input(self.model)
+        return f"the model takes {self.longest:,}" if own else f"at most {self.longest:,} are allowed"
+
     def _fitted(self, text: tuple[str, str], context: list[int], tokens: list[int]) -> Continuation:
         """Return a request that the model takes; raise InputError for one that is too long, where none is cut."""
         asked = Continuation(tuple(context), tuple(tokens))
@@ -144,11 +148,11 @@ class ExactLengthModel(TemplateLM):
             return asked
         if self.too_long == "refuse":
             raise InputError(
-                f"a question has {len(asked.inputs):,} tokens, {self._taken} {self.longest:,}: --too-long cut leaves "
+                f"a question has {len(asked.inputs):,} tokens, {self._bound}: --too-long cut leaves "
                 f"out what is too much at its beginning, as lm-eval does; it begins {text[0][:60]!r}"
             )
         if len(tokens) > self.longest:
-            raise InputError(f"a choice of {len(tokens):,} tokens is too long, {self._taken} {self.longest:,}")
+            raise InputError(f"a choice of {len(tokens):,} tokens is too long, {self._bound}")
         self.cut.add(text)
         kept: Tokens = asked.context[len(asked.inputs) - self.longest :]
         return Continuation(kept, asked.tokens)
