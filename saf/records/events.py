@@ -23,6 +23,7 @@ from saf.records.files import (
     append_line,
     check_file,
     file_hash,
+    naming_unsealed,
     read_json,
     read_lines,
     read_tensors,
@@ -157,8 +158,8 @@ def events_file(path: Path | str) -> Path:
 def _read_single(path: Path) -> EventRecord:
     """Read the record that a run of one event had before there were lines; its losses are among the evaluations."""
     record = read_json(path, advice=_EXPECTED)
-    if "heads" not in record:
-        raise InputError(f"{path} is not the record of an event: it lists no heads; {_EXPECTED}")
+    if not _is_heads(record.get("heads")):
+        raise InputError(f"{path} is not the record of an event: it lists no heads as [layer, head]; {_EXPECTED}")
     warnings.warn(
         f"{path} is of an earlier version, which kept no sum of it: whether it was changed cannot be told",
         SafWarning,
@@ -168,10 +169,18 @@ def _read_single(path: Path) -> EventRecord:
     around = {"loss_before": losses.get("before_freeze"), "loss_after": losses.get("after_freeze")}
     # The sum of its tensors was recorded at the end of the run.
     result = path.parent / "result.json"
-    ended = read_json(result).get("provenance", {}) if result.is_file() else {}
-    tensors = {"tensors": SINGLE_TENSORS, SUM: ended.get("patterns_hash")}
+    with naming_unsealed([result]):
+        ended = read_json(result).get("provenance", {}) if result.is_file() else {}
+        tensors = {"tensors": SINGLE_TENSORS, SUM: ended.get("patterns_hash")}
     line = {"number": 1, "kind": "freeze", **tensors, "undone_by": None}
     return EventRecord(path.parent, {**line, **around, **record})
+
+
+def _is_heads(value: Any) -> bool:
+    """Return whether a value is a list of heads, `[[layer, head], ...]`."""
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(head, list) and [type(part) for part in head] == [int, int] for head in value)
 
 
 def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> list[list[int]]:

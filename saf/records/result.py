@@ -89,6 +89,10 @@ def read_result(path: Path, *, advice: str = f"give {_WRITTEN}") -> dict[str, An
         raise InputError(
             f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; {advice}"
         )
+    if not isinstance(provenance := record.get("provenance") or {}, Mapping):
+        raise InputError(
+            f"{path} is not a result: its provenance must be an object; got {type(provenance).__name__}; {advice}"
+        )
     return with_header(record)
 
 
