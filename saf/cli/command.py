@@ -92,6 +92,7 @@ def build_groups(kind: type, given: Mapping[str, Any], before: Any = None) -> di
     return groups
 
 
+@cache
 def in_flags(message: str, command: type) -> str:
     """Return a message with each setting of the command written as its flag: `max_fit_kl` as `--freeze.max-fit-kl`.
 

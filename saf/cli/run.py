@@ -35,7 +35,7 @@ from saf.settings import FLAT
 from saf.train.loop import EXIT_STOPPED
 from saf.train.observer import duration
 
-SMOKE_DATA = ("python", "--max-bytes", "1000000", "--vocab-size", "512", "--seed", "0")
+SMOKE_DATA = ("python", "--max-bytes", "500000", "--vocab-size", "512", "--seed", "0")
 """What the smoke scale trains on where no data are named."""
 
 

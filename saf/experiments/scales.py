@@ -217,7 +217,7 @@ SCALES = {
             save_at=_BRANCHES,
             # Their clocks would have hundredths of a second, which a busy machine takes to load a run.
             set_speed=1.25,
-            text="a megabyte of Python's own library",
+            text="half a megabyte of Python's own library",
             vocabulary=512,
             rates=Rates(
                 **{"flops": 1.0e9, "start": 0.5, "compilation": 0.0, "uncompiled": 1.0, "launching": 0.02},

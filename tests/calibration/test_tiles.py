@@ -16,7 +16,7 @@ from saf.errors import InputError, UnsupportedError
 FOLDER = Path(__file__).parent
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 CASES = (
-    *("N1-T37-D16", "N2-T37-D64", "N5-T64-D16", "N2-T64-D64", "N1-T129-D16", "N5-T129-D16"),
+    *("N1-T37-D16", "N2-T37-D64", "N5-T64-D16", "N2-T64-D64", "N1-T129-D16", "N3-T129-D16"),
     *("square-tiles", "tall-tiles", "two-channel-steps", "odd-channels", "T1", "half", "sharp", "sharper", "bands"),
     *("unequal", "unequal-bands", "far-apart", "floor-by-rows"),
 )

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 
+import tests.quick_interpreter  # noqa: F401
+
 FAR = 2**30 + 40
 """Elements between heads and between sequences: itself within 32 bits, its multiples from 2 on not."""
 CASES = {
     f"N{count}-T{length}-D{dim}": {"count": count, "length": length, "dim": dim}
-    for count, length, dim in ((1, 37, 16), (2, 37, 64), (5, 64, 16), (2, 64, 64), (1, 129, 16), (5, 129, 16))
+    for count, length, dim in ((1, 37, 16), (2, 37, 64), (5, 64, 16), (2, 64, 64), (1, 129, 16), (3, 129, 16))
 } | {
     "square-tiles": {"count": 2, "length": 129, "dim": 16, "blocks": (32, 32)},
     "tall-tiles": {"count": 2, "length": 129, "dim": 16, "blocks": (64, 16)},
@@ -27,7 +29,7 @@ CASES = {
     "sharper": {"count": 5, "length": 70, "dim": 16, "spread": 200.0},
     "bands": {"count": 2, "length": 129, "dim": 16, "blocks": (32, 32), "options": {"scratch_bytes": 1}},
     "far-apart": {"count": 4, "length": 37, "dim": 16, "blocks": (32, 16), "far": True},
-    "unequal": {"count": 5, "length": 129, "dim": 16, "lengths": [129, 70, 70, 65, 3]},
+    "unequal": {"count": 4, "length": 129, "dim": 16, "lengths": [129, 70, 65, 3]},
     "unequal-bands": {
         **{"count": 4, "length": 70, "dim": 16, "blocks": (32, 16), "lengths": [70, 33, 32, 1]},
         "options": {"scratch_bytes": 1},

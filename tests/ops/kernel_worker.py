@@ -6,6 +6,8 @@ import sys
 
 import torch
 
+import tests.quick_interpreter  # noqa: F401
+
 
 def main() -> None:
     """Import the areas' cases and run them."""

@@ -88,8 +88,8 @@ def clean_process() -> Iterator[None]:
 
 def _forget() -> None:
     torch._dynamo.reset()
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()  # of what still holds the device's memory
         torch.cuda.empty_cache()
 
 
