@@ -11,7 +11,7 @@ from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
 from saf.errors import InputError
 from saf.estimates import collect_for
-from saf.freeze_settings import SHORTER, CheckpointFreezing, check_length, check_new
+from saf.freeze_settings import HELDOUT_SEQUENCES, SHORTER, CheckpointFreezing, check_length, check_new
 from saf.freezing.choice import scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
@@ -103,7 +103,8 @@ def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, **told)
     heldout, size = None, settings.batch_size
     if "outputs" in settings.config.needs:
-        heldout = heldout_batches(data, length=length, count=settings.heldout_sequences, batch_size=size)
+        asked = settings.heldout_sequences or HELDOUT_SEQUENCES
+        heldout = heldout_batches(data, length=length, count=asked, batch_size=size)
     return list(windows.split(size)), heldout
 
 

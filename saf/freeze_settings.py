@@ -10,7 +10,11 @@ from saf.arguments import above, at_least, check_fields
 from saf.errors import CheckpointError, InputError
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Device, Precision
+from saf.scores import score_name
 from saf.settings import FLAT, documented
+
+HELDOUT_SEQUENCES = 32
+"""Held-out sequences that a score reads where no number is asked for."""
 
 
 @documented
@@ -37,8 +41,8 @@ class CheckpointFreezing:
     """Accept a length below that; the model then takes no longer input."""
     batch_size: Annotated[int, at_least(1)] = 8
     """Sequences in a forward pass."""
-    heldout_sequences: Annotated[int, at_least(1)] = 32
-    """Sequences of the controller partition that output-aware scores read."""
+    heldout_sequences: Annotated[int | None, at_least(1)] = None
+    """Sequences of the controller partition that output-aware scores read, and no other score; 32 when None."""
     calibration_seed: Annotated[int | None, at_least(0)] = None
     """Of the choice of calibration sequences; the run's, or 0, when None."""
     calibration: Path | None = None
@@ -53,8 +57,11 @@ class CheckpointFreezing:
     """auto is bf16 autocast on CUDA, and fp32 on CPU. Weights in 16 bits run in their own dtype; fp32 refuses them."""
 
     def __post_init__(self):
-        """Raise InputError naming the first field that cannot be used."""
+        """Raise InputError naming the first field that cannot be used, or has no effect."""
         check_fields(self)
+        if self.heldout_sequences is not None and "outputs" not in self.config.needs:
+            score = score_name(self.config.score)
+            raise InputError(f"heldout_sequences has no effect: score {score!r} reads none of them; leave it out")
 
 
 SHORTER = "--length and --allow-shorter"

@@ -22,6 +22,8 @@ HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 BUDGETS = ("rate", "count", "heads", "match_heads")
 """Settings that say how many heads, one of which is given."""
 Operation = Literal["freeze", "prune"]
+COMPARING = ("variance", "forward_kl")
+"""Scores that are 0 for every head over one calibration sequence."""
 OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "refit", "heldout_kl")
 OF_PATTERNS += ("fitter_options", "pattern_options")
 """Settings of what pruned heads do not have: patterns, their fits, and what executes them."""
@@ -125,8 +127,17 @@ class FreezeConfig:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
         self._check_budget()
 
-    def check_length(self, length: int) -> None:
-        """Raise InputError for options of the fit that patterns of `length` tokens, as calibration has, cannot take."""
+    def check_calibration(self, *, sequences: int, length: int) -> None:
+        """Raise InputError for a calibration of so many sequences, of `length` tokens, that these settings cannot take.
+
+        Scores that compare sequences need two, unless heads are named; options of the fit must suit the length.
+        """
+        names = [name for name in (self.score, self.match) if name in COMPARING] if self.heads is None else []
+        if names and sequences < 2:
+            raise InputError(
+                f"score {names[0]!r} tells heads apart by how sequences differ, and calibration has {sequences}; give "
+                "two or more (a run's calibration_sequences), the paper's runs had 16 to 32"
+            )
         after = self.fitter_options.get("alpha_constant_after")
         if after is not None and self.operation == "freeze":
             check_constant_after(after, length)

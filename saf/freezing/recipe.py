@@ -137,12 +137,13 @@ def _in_all_or_none(model: nn.Module, heads: HeadSet, optimizer: torch.optim.Opt
 def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, longest: int | None) -> list[Batch]:
     """Return the batches as a list; raise a SafError for what cannot be measured or frozen, before anything is."""
     kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
-    length = read_sequences(kept).length
+    sequences = read_sequences(kept)
+    length = sequences.length
     if config.operation != "prune":  # pruned heads have no pattern that ends anywhere
         _warn_of_length(length, longest)
     sites = adapter_for(model).sites()
     check_heads_of(model, config)
-    config.check_length(length)
+    config.check_calibration(sequences=len(sequences.lengths), length=length)
     if config.operation == "freeze":
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
             choose_backend(config.backend, device=device, dtypes=dtypes, trainable=config.trainable)

@@ -8,7 +8,7 @@ from typing import IO, Any
 from saf.data.token_data import INDEX_FILE
 from saf.errors import InputError, SafWarning
 from saf.machine.processes import is_first
-from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
+from saf.records.events import EVENTS, EventRecord, inherit_events, keep_events_, read_events
 from saf.records.files import lines_hash, read_lines, remove_unfinished_, write_json, write_lines
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.train.clock import log_lost_
@@ -84,14 +84,17 @@ def write_start_(
     kept = {name: list(filter(logs[name], lines)) for name, lines in found.items()}
     for name, lines in kept.items():
         count, expected = (records or {}).get(name, (0, None))
-        # Fewer are a loss, which is told.
+        # Fewer are a loss, which is told below.
         if expected is not None and len(lines) >= count and lines_hash(lines) != expected:
             raise InputError(
                 f"{folder / name} is not the file beside which {own} was written: its lines up to there are others; "
                 "restore it, or move it away to go on without"
             )
-        if len(lines) < count and name != "metrics.jsonl":  # whose gaps are told once all is set up
-            lost = f"{folder / name} has lost {count - len(lines)} of the {count} lines beside which {own} was written"
+    # The gaps of metrics.jsonl are told once all is set up.
+    left = {"evaluations.jsonl": len(kept["evaluations.jsonl"]), EVENTS: sum(map(keep_event, read_events(folder)))}
+    for name, lines in left.items():
+        if lines < (count := (records or {}).get(name, (0, ""))[0]):
+            lost = f"{folder / name} has lost {count - lines} of the {count} lines beside which {own} was written"
             warnings.warn(lost, SafWarning, stacklevel=4)
     remove_leftovers_(folder / "checkpoints")
     remove_unfinished_(folder, _OWN_FILES)

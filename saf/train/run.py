@@ -12,7 +12,7 @@ from saf.machine.execution import Execution
 from saf.machine.processes import done_once
 from saf.machine.stopwatch import untimed_updates
 from saf.models import GPT
-from saf.records.events import EventRecord, append_event, read_events
+from saf.records.events import EVENTS, EventRecord, append_event, read_events
 from saf.schedules import Event, Proposer
 from saf.tasks import Task
 from saf.train.allowance import Allowance
@@ -175,7 +175,7 @@ class Run:
             }
             if self.observer:
                 self.observer.sync()
-                state[RECORDS] = self.observer.records()
+                state[RECORDS] = {**self.observer.records(), EVENTS: (len(self.events), "")}
             held = self.updater.engine
             found = save_checkpoint(path, held.module, held.optimizer, state=state, parent=self.parent_hash)
             done_once(lambda: self._saved(path, found))

@@ -65,7 +65,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
         check_freeze(config, execution)
         if freeze is not None:
-            freeze.check_length(task.length)
+            freeze.check_calibration(sequences=config.calibration_sequences, length=task.length)
         _check_launches(config, execution, parallel, trained_patterns=trained)
         own = done_once(lambda: newest(folder / "checkpoints")) if resume else None
         fresh = config.fresh and own is None

@@ -182,8 +182,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones(capsys):
 
 def test_freezing_a_checkpoint_by_scores_and_lists(saf, saf_json, arms, tmp_path):
     checkpoint = arms[0] / "checkpoints" / "step-12"
-    common = ("--device", "cpu", "--sequences", 4, "--heldout-sequences", 3, "--max-fit-kl", 10)
-    printed = saf_json("freeze", checkpoint, "--out", tmp_path / "cosine", "--score", "residual_cosine", *common)
+    common, heldout = ("--device", "cpu", "--sequences", 4, "--max-fit-kl", 10), ("--heldout-sequences", 3)
+    printed = saf_json(
+        "freeze", checkpoint, "--out", tmp_path / "cosine", "--score", "residual_cosine", *common, *heldout
+    )
     assert (printed["score_name"], len(printed["heads"])) == ("residual_cosine", 2)
     named = saf_json(
         "freeze", checkpoint, "--out", tmp_path / "named", "--heads", tmp_path / "cosine" / "events.jsonl", *common
@@ -192,6 +194,9 @@ def test_freezing_a_checkpoint_by_scores_and_lists(saf, saf_json, arms, tmp_path
     code, _, err = saf("freeze", checkpoint, "--out", tmp_path / "gradient", "--score", "qk_gradient", *common)
     assert code == 2
     assert "--track-gradients" in err
+    for words, reason in [(heldout, "--heldout-sequences has no effect"), (("--sequences", 1), "calibration has 1")]:
+        code, _, err = saf("freeze", checkpoint, "--out", tmp_path / "variance", *common, *words)
+        assert (code, reason in err) == (2, True), err
 
 
 def test_freezing_by_gradients_that_the_run_kept(saf_json, text_data, tmp_path):

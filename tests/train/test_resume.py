@@ -19,6 +19,7 @@ from saf.freezing.config import FreezeConfig
 from saf.records.files import LineLog, read_json, read_lines
 from saf.records.folders import lock_folder
 from saf.records.run import RecordedRun
+from saf.schedules import Gradual
 from saf.train import continue_from, latest, pretrain
 from saf.train.checkpoint import save_checkpoint
 from tests.train.killed import Killed, die_at
@@ -203,6 +204,17 @@ def test_logs_are_on_the_disk_before_the_checkpoint_and_what_is_lost_is_named(se
     assert any("has lost events.jsonl: heads are frozen" in str(warning.message) for warning in told)
     assert result["arm"] == "frozen"
     assert "events.jsonl is missing" in RecordedRun.open(folder).lacks[-1]
+
+
+def test_an_event_that_its_file_lost_is_told(settings):
+    config = settings(freeze=FreezeConfig(rate=0.5, max_fit_kl=10.0), schedule=Gradual(begin=0.25, end=0.75, groups=2))
+    pretrain(config)
+    events = Path(config.out, "events.jsonl")
+    lines = events.read_text().splitlines(keepends=True)
+    assert len(lines) == 2
+    events.write_text(lines[0])
+    with pytest.warns(SafWarning, match=r"events.jsonl has lost 1 of the 2 lines beside which .*step-12 was written"):
+        pretrain(config, resume=True)
 
 
 def test_refuses_a_second_run_in_the_folder(settings):

@@ -214,7 +214,7 @@ class FreezeCallback(Editing, ExportableState):
             self._before, self.called = Before.of(model), False
         tokenizer = self._tokenizer or given.get("processing_class")
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
-        self.config.check_length(task.batches[0].shape[-1])
+        self.config.check_calibration(sequences=sum(map(len, task.batches)), length=task.batches[0].shape[-1])
         stored = stored_in(state, type(self).__name__) if state.global_step else None
         if stored is None:  # others were checked when they began
             check_heads_of(model, self.config)

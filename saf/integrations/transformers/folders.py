@@ -22,7 +22,7 @@ from saf.data.text_data import TextData
 from saf.data.tokenizer import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.evaluated import PARENT, precision_in_use
-from saf.freeze_settings import SHORTER, CheckpointFreezing, check_length, check_new
+from saf.freeze_settings import HELDOUT_SEQUENCES, SHORTER, CheckpointFreezing, check_length, check_new
 from saf.freezing.choice import scores_collect
 from saf.freezing.recipe import freeze_
 from saf.freezing.report import FreezeReport
@@ -270,7 +270,7 @@ def _batches(
     settings: CheckpointFreezing, data: TokenData, *, length: int, seed: int, bos: int | None
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """Return calibration sequences and, for scores that read outputs, held-out ones, in batches `[B, length]`."""
-    size, count, heldout = settings.batch_size, settings.heldout_sequences, None
+    size, count, heldout = settings.batch_size, settings.heldout_sequences or HELDOUT_SEQUENCES, None
     told = {"setting": "--sequences", "shorter": SHORTER}
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, **told)
     batches = list(windows.split(size))
