@@ -196,7 +196,10 @@ class TrainConfig:
         self._require("rewarm", self.freeze is not None or not self.rewarm, "0 in a run without events")
         fixed = self.freeze is not None and (self.freeze.operation, self.freeze.storage) == ("freeze", "compact")
         useful = self.compile == "layers" and fixed
-        self._require("compile_ahead", useful or not self.compile_ahead, "False but to freeze with compile='layers'")
+        if self.compile_ahead and not useful:
+            raise InputError(
+                "compile_ahead has an effect only where heads are frozen with compile='layers'; leave it out"
+            )
         recalls = self.task == MQARTask.name
         self._require("mqar", recalls or self.mqar == MQARSettings(), f"left out without task={MQARTask.name!r}")
         alone = self.freeze is None or self.freeze.backend != "fused"

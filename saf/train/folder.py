@@ -82,20 +82,8 @@ def write_start_(
     logs = {"metrics.jsonl": lambda line: line["update"] <= update, "evaluations.jsonl": keep_line}
     found = {name: read_lines(folder / name, by="update") for name in logs}
     kept = {name: list(filter(logs[name], lines)) for name, lines in found.items()}
-    for name, lines in kept.items():
-        count, expected = (records or {}).get(name, (0, None))
-        # Fewer are a loss, which is told below.
-        if expected is not None and len(lines) >= count and lines_hash(lines) != expected:
-            raise InputError(
-                f"{folder / name} is not the file beside which {own} was written: its lines up to there are others; "
-                "restore it, or move it away to go on without"
-            )
-    # The gaps of metrics.jsonl are told once all is set up.
-    left = {"evaluations.jsonl": len(kept["evaluations.jsonl"]), EVENTS: sum(map(keep_event, read_events(folder)))}
-    for name, lines in left.items():
-        if lines < (count := (records or {}).get(name, (0, ""))[0]):
-            lost = f"{folder / name} has lost {count - lines} of the {count} lines beside which {own} was written"
-            warnings.warn(lost, SafWarning, stacklevel=4)
+    events = sum(map(keep_event, read_events(folder)))
+    _check_logs(folder, kept, records or {}, own, events=events)
     remove_leftovers_(folder / "checkpoints")
     remove_unfinished_(folder, _OWN_FILES)
     log_lost_(folder, [line for line in found["metrics.jsonl"] if line["update"] > update])
@@ -108,3 +96,30 @@ def write_start_(
     parent = record["parent"] or {}
     if own is None and config.freeze is None and "frozen_from" in parent:
         inherit_events(Path(parent["path"]), folder)
+
+
+def _check_logs(
+    folder: Path,
+    kept: Mapping[str, list[dict[str, Any]]],
+    records: Mapping[str, tuple[int, str]],
+    own: Path | None,
+    *,
+    events: int,
+) -> None:
+    """Raise InputError for lines that are not those beside which `own` was written, and tell of lost ones.
+
+    `kept` are the lines up to there by the name of their file, `events` is how many events there are.
+    """
+    for name, lines in kept.items():
+        count, expected = records.get(name, (0, None))
+        if expected is not None and len(lines) >= count and lines_hash(lines) != expected:
+            raise InputError(
+                f"{folder / name} is not the file beside which {own} was written: its lines up to there are others; "
+                "restore it, or move it away to go on without"
+            )
+    # The gaps of metrics.jsonl are told once all is set up.
+    for name, found in {"evaluations.jsonl": len(kept["evaluations.jsonl"]), EVENTS: events}.items():
+        count, _ = records.get(name, (0, ""))
+        if found < count:
+            lost = f"{folder / name} has lost {count - found} of the {count} lines beside which {own} was written"
+            warnings.warn(lost, SafWarning, stacklevel=5)

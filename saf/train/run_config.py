@@ -62,7 +62,10 @@ def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
     if shape.vocab_size < vocab_size:
         raise InputError(f"vocab_size {shape.vocab_size} is less than the {vocab_size} tokens of the run's data")
     if config.length is not None and shape.max_length < config.length:
-        raise InputError(f"max_length {shape.max_length} is less than the run's length {config.length}")
+        raise InputError(
+            f"max_length {shape.max_length} is less than the run's length {config.length}; make the model's max_length "
+            "longer, or the run's length shorter"
+        )
     return shape
 
 

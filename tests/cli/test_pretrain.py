@@ -182,7 +182,7 @@ PRUNED = ("--freeze.operation", "prune")
         (["--freeze.max-fit-kl", "1"], "--freeze.max-fit-kl needs --freeze.rate"),
         (["--freeze.rate", "0.25", *PRUNED, "--freeze.pattern", "mean"], "have no patterns.* leave pattern out"),
         (["--rewarm", "3"], "rewarm must be 0 in a run without events"),
-        (["--compile-ahead"], "compile_ahead must be False but to freeze"),
+        (["--compile-ahead"], "compile_ahead has an effect only where heads are frozen"),
     ],
 )
 def test_flags_that_would_be_without_effect_are_refused(tmp_path, words, told):

@@ -129,5 +129,7 @@ def test_a_run_begins_it_once_and_ends_it(settings, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{"compile": "on"}, {"freeze": FreezeConfig(operation="prune")}, {"freeze": None}])
 def test_where_it_would_do_nothing_it_is_refused(settings, changes):
-    with pytest.raises(InputError, match="compile_ahead must be False but to freeze with compile='layers'"):
+    with pytest.raises(
+        InputError, match="compile_ahead has an effect only where heads are frozen with compile='layers'"
+    ):
         settings(**{"compile": "layers", "compile_ahead": True, "freeze": FreezeConfig(), **changes})
