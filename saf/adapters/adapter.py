@@ -146,6 +146,9 @@ class LanguageModel(ABC):
     def vocab_size(self) -> int | None:
         """Return how many token ids the model knows; None when it does not tell."""
 
+    def check_next_token(self) -> None:  # noqa: B027 - a model of the project's always does
+        """Raise UnsupportedError for a model that does not predict next tokens, such as one with a head of labels."""
+
     @abstractmethod
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, in nats per token, with its gradient."""

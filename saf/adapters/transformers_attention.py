@@ -13,7 +13,7 @@ from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
 from saf.adapters.family import Family
 from saf.adapters.transformers_cache import Beginning, check_offloading, filled, make_room
-from saf.adapters.transformers_mask import Mask, check_one_sequence_a_row, no_padding, padding_mask
+from saf.adapters.transformers_mask import Mask, check_begins, check_one_sequence_a_row, no_padding, padding_mask
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
@@ -142,6 +142,7 @@ def attend(
     softcap: float | None = None,
     output_attentions: bool = False,
     position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with live and frozen heads in slot order, as transformers calls it.
@@ -167,6 +168,8 @@ def attend(
         attention_mask = attention_mask.mask
     documents = attention_mask if isinstance(attention_mask, Documents) else None
     places = attention_mask if isinstance(attention_mask, Places) else None
+    if documents is None:
+        check_begins(cu_seq_lens_q, len(query))
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     positions = value.shape[-2] if documents is None else documents.longest
     beyond = sliding_window is not None and positions > sliding_window

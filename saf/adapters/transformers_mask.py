@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saf.adapters.documents import Documents
 from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places, left_padded
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.ops.positions import Places, assert_later, left_padding
 from saf.ops.streams import captured
 
@@ -68,6 +68,11 @@ def padding_mask(
         return fixed_places(q_length, kv_length, q_offset, attention_mask)
     if attention_mask is None:
         return None
+    if attention_mask.shape[-1] < kv_offset + kv_length and q_length < kv_length:
+        raise InputError(
+            f"attention_mask tells of {attention_mask.shape[-1]} tokens, and with those of the cache there are "
+            f"{kv_offset + kv_length}: give it for all of them"
+        )
     mask = attention_mask[:, kv_offset : kv_offset + kv_length]  # as transformers: it may tell of tokens to come
     return left_padded(mask)
 
@@ -128,6 +133,18 @@ def check_documents(position_ids: Tensor, window: int) -> None:
     longest = longest_document(position_ids)
     if longest > window and (position_ids.diff(dim=-1) != 1).any():
         raise UnsupportedError(beyond_window(longest, window))
+
+
+def check_begins(begins: Tensor | None, rows: int) -> None:
+    """Raise UnsupportedError for documents, in so many rows, of which nothing but where they begin tells.
+
+    `begins` is `cu_seq_lens_q` of flash attention, or None.
+    """
+    if begins is not None and len(begins) > rows + 1:
+        raise UnsupportedError(
+            f"cu_seq_lens_q tells of {len(begins) - 1} documents, which frozen heads know by position_ids that start "
+            f"again: give these, too (return_position_ids=True of a collator), or {_APART}"
+        )
 
 
 def longest_document(position_ids: Tensor) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.adapters.adapter import LanguageModel
+from saf.errors import UnsupportedError
 
 
 class TransformersModel(LanguageModel):
@@ -32,6 +33,15 @@ class TransformersModel(LanguageModel):
         """Return the number of token ids in the configuration."""
         return getattr(self.model.config, "vocab_size", None)
 
+    def check_next_token(self) -> None:
+        """Raise UnsupportedError for a model without a head of tokens."""
+        head = getattr(self.model, "get_output_embeddings", None)
+        if head is not None and head() is None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} predicts no next tokens, whose loss held-out sequences, gate_taylor and "
+                "perplexity are of: leave those out, or take the family's model for causal language modelling"
+            )
+
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, from float32 logits."""
         return F.cross_entropy(self._logits(input_ids).flatten(0, 1), targets.flatten())
@@ -47,4 +57,5 @@ class TransformersModel(LanguageModel):
 
     def _logits(self, input_ids: Tensor) -> Tensor:
         """Return float32 logits `[B, T, V]`."""
+        self.check_next_token()
         return self.model(input_ids=input_ids, use_cache=False).logits.float()

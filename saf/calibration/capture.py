@@ -85,8 +85,8 @@ def read_rows(batches: Iterable[Batch]) -> tuple[list[Tensor], list[list[int]]]:
     An `attention_mask` beside `input_ids` says which; what does not count stands behind.
 
     Raises:
-        InputError: No sequences, ids that are no integer `[B, T]`, a mask that is not of their shape or has a gap, or
-            a sequence without a token.
+        InputError: No sequences, ids that are no integer `[B, T]`, a mask that is not of their shape or has a gap, a
+            sequence without a token, or one of several documents, of which `position_ids` or `cu_seq_lens_q` tell.
     """
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {_kind(batches)}")
@@ -101,6 +101,8 @@ def read_rows(batches: Iterable[Batch]) -> tuple[list[Tensor], list[list[int]]]:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         ids.append(tokens.long().cpu())
         counts.append([tokens.shape[1]] * len(tokens) if mask is None else _counted(mask, tokens))
+        if isinstance(batch, Mapping):
+            _check_one_document(batch, counts[-1])
     if not ids or not sum(map(len, ids)):
         raise InputError("calibration needs batches of at least one sequence; got none")
     if 0 in (length for each in counts for length in each):
@@ -122,6 +124,25 @@ def _counted(mask: Any, tokens: Tensor) -> list[int]:
     if not torch.equal(mask, torch.arange(mask.shape[1]) < lengths[:, None]):
         raise InputError("padding of calibration sequences must stand behind their tokens; pad on the right")
     return lengths.tolist()
+
+
+def _check_one_document(batch: Mapping[str, Any], lengths: list[int]) -> None:
+    """Raise InputError for rows whose positions do not count up from 0, or that begin at several places."""
+    positions, begins = (batch.get(name) for name in ("position_ids", "cu_seq_lens_q"))
+    several = begins is not None and len(begins) > len(lengths) + 1
+    if positions is not None:
+        positions = torch.as_tensor(positions).cpu()
+        rows = positions.expand(len(lengths), -1) if positions.dim() == 2 and len(positions) == 1 else positions
+        numbers = torch.arange(positions.shape[-1])
+        several |= len(rows) != len(lengths) or any(
+            row.shape != numbers.shape or not torch.equal(row[:length].long(), numbers[:length])
+            for row, length in zip(rows, lengths, strict=True)
+        )
+    if several:
+        raise InputError(
+            "position_ids or cu_seq_lens_q of a batch tell of several documents in a row, and calibration measures one "
+            "sequence a row: give each document a row of its own, padded behind it where they differ in length"
+        )
 
 
 def read_targets(batches: Sequence[Batch], ids: Sequence[Tensor]) -> list[Tensor] | None:

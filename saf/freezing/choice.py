@@ -71,6 +71,25 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
         )
 
 
+def check_room(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
+    """Raise InputError where limits leave no head to choose, or with `strict` fewer than are asked for.
+
+    What frozen heads of events to come leave is not known here: a run asks once, before its first event.
+    """
+    asked = config.requested(sum(layout.num_heads for layout in layouts))
+    if config.heads is not None or config.match_heads is not None or not asked:
+        return
+    named = {(layer, head) for layer, layout in enumerate(layouts) for head in layout.live} - {*config.exclude}
+    named = named if config.only is None else named & {*config.only}
+    most = config.max_per_layer
+    there = sum(count if most is None else min(count, most) for count in Counter(layer for layer, _ in named).values())
+    if not there or (config.strict and there < asked):
+        raise InputError(
+            f"{asked} heads are to be {config.kind}, and only, exclude and max_per_layer leave {there}: ask for fewer, "
+            "or leave more to choose from"
+        )
+
+
 def check_heads_of(model: nn.Module, config: FreezeConfig) -> None:
     """Raise what `check_heads` does for a model's heads.
 

@@ -126,6 +126,8 @@ class FreezeConfig:
         if not self.max_fit_kl > 0:
             raise InputError(f"max_fit_kl is in nats and positive; got {self.max_fit_kl}")
         self._check_budget()
+        if self.match is not None and self.match == self.score:
+            raise InputError(f"match has no effect where heads are chosen by {self.match!r} anyway; leave it out")
 
     def check_calibration(self, *, sequences: int, length: int) -> None:
         """Raise InputError for a calibration of so many sequences, of `length` tokens, that these settings cannot take.

@@ -141,8 +141,11 @@ def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, l
     length = sequences.length
     if config.operation != "prune":  # pruned heads have no pattern that ends anywhere
         _warn_of_length(length, longest)
-    sites = adapter_for(model).sites()
+    adapter = adapter_for(model)
+    sites = adapter.sites()
     check_heads_of(model, config)
+    if "gates" in config.needs:
+        adapter.check_next_token()
     config.check_calibration(sequences=len(sequences.lengths), length=length)
     if config.operation == "freeze":
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:

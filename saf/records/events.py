@@ -33,6 +33,7 @@ from saf.records.files import (
     write_tensors,
 )
 from saf.records.paths import Kind, kind_of
+from saf.records.result import read_result
 
 EVENTS = "events.jsonl"
 SINGLE = "freeze.json"
@@ -196,14 +197,15 @@ def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> li
 
 
 def heads_of_record(path: Path | str) -> list[list[int]]:
-    """Return the heads that the events of a run or checkpoint, or of an events.jsonl, left frozen or pruned, sorted.
+    """Return the heads that are frozen or pruned in a run or checkpoint, or in that of an events.jsonl, sorted.
 
-    Raises InputError where there is none: the run had no event, or undid all, or the folder is none of these.
+    Those that its parent had already are among them. Raises InputError where there is none: the run had no event, or
+    undid all, or the folder is none of these.
     """
     path, advice = Path(path), "name a run that froze or pruned heads, or heads as LAYER:HEAD"
     events = read_events(path)
-    if heads := heads_in_force(events):
-        return heads
+    if heads := sorted({tuple(head) for head in [*heads_in_force(events), *_heads_of_model(path)]}):
+        return [list(head) for head in heads]
     if any(event.heads for event in events):
         raise InputError(
             f"{path} made all heads live again that it froze or pruned, so that it has none to name; {advice}"
@@ -214,6 +216,19 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
     if kind is Kind.CHECKPOINT:
         raise InputError(f"{path} has no record of events; name the folder of its run, or heads as LAYER:HEAD")
     raise InputError(f"{path} is a folder that tells of no heads; {advice}")
+
+
+def _heads_of_model(path: Path) -> list[list[int]]:
+    """Return the heads that the result of a run, or a checkpoint's layout, lists as frozen or pruned; none without."""
+    folder = path.parent if path.name == EVENTS else path
+    result, state = folder / "result.json", folder / "saf.json"
+    with naming_unsealed([result, state]):
+        if result.is_file():
+            provenance = read_result(result)["provenance"]
+            return [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
+        layers = enumerate(read_json(state).get("layers") or [] if state.is_file() else [])
+        edited = [(layer, told.get(made) or []) for layer, told in layers for made in MADE.values()]
+        return [[layer, head] for layer, heads in edited for head in heads]
 
 
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from saf.errors import CheckpointError, InputError
 from saf.records.files import read_lines
+from saf.records.result import read_result
 from saf.records.run import RecordedRun
 from saf.schedules import setting_of_moment
 from saf.train.checkpoint import Checkpoint
@@ -86,14 +87,15 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         )
     record: dict[str, Any] = {"reference": str(reference.folder), "reference_hash": _final(result)}
     if config.match_speed is not None:
+        _check_source(Path(config.match_speed_source))
         left = result["updates"] - checkpoint.update
         charged = result["updates"] * config.match_charge_seconds / PAPER_SECONDS
         updates = int(config.match_speed * (left - charged))
         if updates < 1:
             raise InputError(
-                f"what {reference.folder} had left buys no update: it had {left:,} left, and match_charge_seconds="
-                f"{config.match_charge_seconds:g} of the paper's 187.65 minutes cost {charged:,.1f} of them; charge "
-                "less, or start from an earlier checkpoint"
+                f"what {reference.folder} had left buys no update at a speed of {config.match_speed:g}: it had "
+                f"{left:,} left, and match_charge_seconds={config.match_charge_seconds:g} of the paper's 187.65 "
+                f"minutes cost {charged:,.1f} of them; charge less, or start from an earlier checkpoint"
             )
         _check_moment(config, start=checkpoint.update, updates=updates)
         allowance = Allowance(updates=updates)
@@ -104,6 +106,18 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     counts = Allowance(weights=weights)
     allowance = replace(counts, seconds=counts.spent(whole) - counts.spent(until))
     return {**record, "clock": config.match_clock, "allowance": asdict(allowance)}
+
+
+def _check_source(path: Path) -> None:
+    """Raise InputError for a speed's file that holds no benchmark of updates; other words say where it is from."""
+    if path.suffix != ".json":
+        return
+    kind = read_result(path, advice="name the file that `saf bench update --out` wrote")["kind"]
+    if kind != "update":
+        raise InputError(
+            f"match_speed_source {path} is a result of {kind!r}; name one of `saf bench update`, whose pairs measured "
+            "the speed"
+        )
 
 
 def _check_reference(reference: RecordedRun, config: TrainConfig) -> None:

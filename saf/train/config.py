@@ -194,6 +194,8 @@ class TrainConfig:
             self.schedule.first_update(self.updates)
         self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
         self._require("rewarm", self.freeze is not None or not self.rewarm, "0 in a run without events")
+        ends = self.freeze is not None and self.freeze_update == self.updates
+        self._require("rewarm", not (ends and self.rewarm), "0 where nothing trains on behind the event")
         fixed = self.freeze is not None and (self.freeze.operation, self.freeze.storage) == ("freeze", "compact")
         useful = self.compile == "layers" and fixed
         if self.compile_ahead and not useful:

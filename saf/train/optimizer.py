@@ -117,12 +117,12 @@ def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, 
 def state_of_parameter(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return the moments and the step count of a parameter; none before its first step.
 
-    A parameter without elements may have been left out of steps: its count is that of the others all the same.
+    A parameter without elements is left out of steps, also where a checkpoint told its count: that is the others'.
     """
-    own = optimizer.state.get(parameter, {})
-    if own or parameter.numel() or not optimizer.state:
-        return dict(own)
-    steps = next(iter(optimizer.state.values()))[STEP]
+    counts = [state[STEP] for other, state in optimizer.state.items() if other.numel()]
+    if parameter.numel() or not counts:
+        return dict(optimizer.state.get(parameter, {}))
+    steps = max(counts, key=float)  # of those that an event added since there are fewer
     return {STEP: steps.clone(), **{name: torch.zeros(parameter.shape, device=steps.device) for name in MOMENTS}}
 
 

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 from saf.adapters import adapter_for
 from saf.errors import CheckpointError, InputError
-from saf.freezing.choice import check_heads
+from saf.freezing.choice import check_heads, check_room
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
 from saf.machine.processes import agreed, done_once, gathered, group_place, in_group, is_first
@@ -86,6 +86,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         proposer = start_proposer(config, layouts, updates=config.updates, state=left)
         if freeze and proposer and own is None:
             check_heads(freeze, layouts)
+            check_room(freeze, layouts)
         gradient = start_gradient(model, config, proposer, state=state, update=update)
         graphed = _replays(config, execution, parallel, model, tokens=config.batch_size * task.length)
     start = parent["update"] if parent else 0

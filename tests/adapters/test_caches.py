@@ -120,5 +120,7 @@ def test_prompts_in_parts_equal_whole_ones_with_compact_patterns_and_a_layer_wit
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
         model(ids[:, :5], past_key_values=cache)
+        with pytest.raises(InputError, match=r"tells of 1 tokens, and with those of the cache there are 6"):
+            model(ids[:, 5:6], past_key_values=copy.deepcopy(cache), attention_mask=torch.ones(2, 1))
         rest = model(ids[:, 5:], past_key_values=cache).logits
     torch.testing.assert_close(rest, whole[:, 5:], rtol=1e-4, atol=1e-4)

@@ -142,6 +142,8 @@ def test_what_cannot_work_raises_before_anything_is_computed(family):
         for options in ({"use_cache": True}, {"attention_mask": torch.ones_like(own)}):
             with pytest.raises(UnsupportedError, match="start again within a row, or leave places out"):
                 model(own, position_ids=some, **{"use_cache": False} | options)
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q tells of 3 documents"):
+        model(ids[:1, :20], cu_seq_lens_q=torch.tensor([0, 4, 9, 20]), use_cache=False)
     long = torch.cat([torch.arange(LENGTH + 1), torch.arange(39 - LENGTH)])[None]
     if family != "gpt2":  # which has no position beyond
         with pytest.raises(InputError, match=f"{LENGTH}"):

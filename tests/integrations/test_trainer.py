@@ -248,6 +248,9 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path, monkeypatch):
     refuses(InputError, "99 heads asked for; 12 of 12 are live", callback(config=saf.FreezeConfig(count=99)))
     windowed = callback(config=saf.FreezeConfig(heads=((3, 1),)))
     refuses(UnsupportedError, "layer 3 attends within a sliding window", windowed, family="gemma3")
+    labels = transformers.LlamaForSequenceClassification(make("llama").config)
+    for made in (callback(heldout=[tokens()]), callback(config=saf.FreezeConfig(score="gate_taylor"))):
+        refuses(UnsupportedError, "predicts no next tokens", made, model=labels)
     dropping = make("llama", attention_dropout=0.1)
     refuses(UnsupportedError, "no attention dropout", callback(), model=dropping)
     refuses(UnsupportedError, "train with bf16=True", callback(), fp16=True)
@@ -307,7 +310,7 @@ def test_sequences_come_as_tensors_rows_or_text():
     ids = tokens(5, 8)
     cut = {"tokenizer": Tokenizer(), "length": None, "count": 4, "batch_size": 2, "name": "calibration"}
     assert torch.equal(torch.cat(sequences([ids[:3], {"input_ids": ids[3:]}], **cut)), ids)
-    for rows in (list(ids), [{"input_ids": row.tolist(), "labels": []} for row in ids]):
+    for rows in (list(ids), [{"input_ids": row.tolist(), "attention_mask": [1] * 8, "labels": []} for row in ids]):
         found = sequences(rows, **cut)
         assert [len(batch) for batch in found] == [2, 2, 1]
         assert torch.equal(torch.cat(found), ids)
@@ -322,6 +325,9 @@ def test_sequences_come_as_tensors_rows_or_text():
         ([ids], {"length": 8}, "8 would have no effect"),
         (text[0], {"length": 8}, "one by itself"),
         ([ids[0], ids[1, :4]], {}, "must have one length"),
+        ([{"input_ids": ids[0].tolist(), "attention_mask": [1] * 7 + [0]}], {}, "must not be padded"),
+        ([{"input_ids": ids[0].tolist(), "attention_mask": [0] + [1] * 7}], {}, "pad on the right"),
+        ([{"input_ids": ids[0], "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}], {}, "several documents in a row"),
     ):
         with pytest.raises(InputError, match=match):
             sequences(given, **cut | changes)

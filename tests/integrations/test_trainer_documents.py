@@ -174,6 +174,11 @@ def test_rows_packed_beforehand_beside_a_cache_or_a_mask_are_refused_at_the_firs
     refused(hf, tmp_path, Pieces((9, 7), attention_mask=mask), UnsupportedError, match, eval_strategy="no")
 
 
+def test_documents_that_only_their_beginnings_tell_of_are_refused_at_the_first_batch(hf, tmp_path):
+    collator = transformers.DataCollatorWithFlattening(return_position_ids=False, return_flash_attn_kwargs=True)
+    refused(hf, tmp_path, Documents(), UnsupportedError, "cu_seq_lens_q tells of 4 documents", collator)
+
+
 def test_documents_longer_than_the_calibration_are_refused_at_the_first_batch(hf, tmp_path):
     match = f"documents of {LENGTH + 1} tokens are longer than those of the calibration, {LENGTH}"
     refused(hf, tmp_path, Pieces((9, LENGTH + 1)), InputError, match)

@@ -1,6 +1,7 @@
 """A Trainer that starts over, trains again or goes on for longer: no event is carried out twice."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import saf
 from saf.adapters import adapter_for
-from saf.errors import InputError
+from saf.errors import InputError, SafWarning
 from tests.integrations.test_trainer import CONFIG, UPDATES, FreezeCallback, Killed, callback, frozen, trainer
 from tests.train.group import together
 from tests.transformers_models import LENGTH, make, tokens
@@ -188,6 +189,18 @@ def test_training_goes_on_for_longer_after_an_event_whose_moment_was_a_share(hf,
     again = trainer(hf, tmp_path, callback(), max_steps=22)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
     assert len(frozen(again.model)) == 4
+
+
+def test_other_calibration_sequences_than_a_checkpoint_had_are_told(hf, tmp_path):
+    run = trainer(hf, tmp_path, callback(), Killed(3))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SafWarning)
+        trainer(hf, tmp_path / "same", callback()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    others = FreezeCallback(CONFIG, [tokens(seed=9)], saf.OneTime(0.5))
+    with pytest.warns(SafWarning, match="other calibration or held-out sequences"):
+        trainer(hf, tmp_path / "others", others).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 LONGER = {

@@ -274,6 +274,9 @@ def test_a_measured_speed_gives_updates_instead_of_seconds(reference, now):
     assert (matched["match_speed"], matched["match_speed_source"]) == tuple(given.values())
     rates = [line["lr"] for line in read_lines(Path(config.out, "metrics.jsonl"))]
     assert rates[-1] == pytest.approx(read_lines(Path(reference.out, "metrics.jsonl"))[-1]["lr"])
+    for source, reason in (("no/such.json", "does not exist"), (f"{reference.out}/result.json", "a result of 'run'")):
+        with pytest.raises(InputError, match=reason):
+            pretrain(arm(reference, "unmeasured", **given | {"match_speed_source": source}))
     charged = arm(reference, "charged", **given, match_charge_seconds=PAPER_SECONDS / 12)
     assert pretrain(charged)["updates"] == 6 + int(1.5 * 5), "one update of the reference's twelve"
 
@@ -312,7 +315,7 @@ def test_a_reference_is_an_ordinary_run_of_as_many_updates(reference, settings, 
         ),
         (
             {"match_speed": 1.1, "match_speed_source": "x", "match_charge_seconds": PAPER_SECONDS / 2},
-            r"buys no update: it had 6 left, and match_charge_seconds=.* cost 6\.0 of them; charge less",
+            r"buys no update at a speed of 1.1: it had 6 left, and .* cost 6\.0 of them; charge less",
         ),
     ],
     ids=["seconds", "speed"],

@@ -42,6 +42,10 @@ def test_a_run_that_once_limited_fits_that_were_not_made_is_read_without_that_li
         ({"warmup": 1000}, "warmup"),
         ({"warmup": 1.0}, "warmup"),
         ({"rewarm": 1.0, "freeze": FreezeConfig()}, "rewarm must be updates or a share, fewer than all; got 1.0"),
+        (
+            {"rewarm": 1, "freeze": FreezeConfig(), "schedule": OneTime(at=1.0)},
+            "rewarm must be 0 where nothing trains on behind the event; got 1",
+        ),
         ({"rewarm": -1, "freeze": FreezeConfig()}, "rewarm must be updates or a share"),
         ({"rewarm": 10}, "rewarm must be 0 in a run without events; got 10"),
         ({"lr_start": 1000}, "lr_start must be below updates=1000"),

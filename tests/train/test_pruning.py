@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import saf.train.events as events
@@ -110,6 +111,10 @@ def test_a_run_that_prunes_heads_of_a_frozen_parent_tells_how_many_are_what(sett
     assert "2 of 8 heads pruned by variance, 4 frozen and 2 pruned in all; took" in capsys.readouterr().err
     assert {"frozen_in_all": 4, "pruned_in_all": 2}.items() <= read_events(out)[0].values.items()
     assert result["arm"] == "frozen and pruned"
+    heads = sorted(map(tuple, result["provenance"]["heads"] + result["provenance"]["pruned"]))
+    for name in (Path(out), Path(out, "events.jsonl")):
+        assert read_heads([str(name)]) == tuple(heads), "the parent's, too"
+    assert len(heads) == 6
     rows = {row[0]: str(row[1]) for row in map(tuple, result_table(result).rows)}
     assert rows["heads pruned"] == "2 after update 10, 4 frozen and 2 pruned in all"
     result["arm"] = "frozen"  # as earlier versions recorded it
@@ -277,6 +282,8 @@ def test_pruned_from_initialisation_a_run_trains_like_a_model_built_smaller(sett
         ({"rate": 1.0}, OneTime(), "pruning 8 of 8 heads would leave the model none, and no token would read another"),
         ({"rate": 0.75}, ValidationBudget(), "ask for 6 of 8 heads; .* freezes at most 4"),
         ({"heads": ((0, 4),)}, OneTime(), "heads must exist"),
+        ({"rate": 0.5, "max_per_layer": 1, "strict": True}, OneTime(), "4 heads are to be pruned, and .* leave 2: ask"),
+        ({"rate": 0.5, "only": ((0, 0),), "exclude": ((0, 0),)}, OneTime(), "4 heads are to be pruned, and .* leave 0"),
     ],
 )
 def test_settings_that_cannot_work_are_told_before_training(settings, freeze, schedule, message):
@@ -284,6 +291,18 @@ def test_settings_that_cannot_work_are_told_before_training(settings, freeze, sc
     with pytest.raises(InputError, match=message):
         pretrain(config)
     assert not Path(config.out).exists()
+
+
+def test_a_layer_that_lost_all_its_heads_resumes_bit_for_bit(settings, outcome, monkeypatch):
+    """Its weights without elements take no steps, and are recorded with as many as the others all the same."""
+    freeze = FreezeConfig(operation="prune", heads=[(1, head) for head in range(4)])
+    options = {"freeze": freeze, "schedule": OneTime(at=0), "updates": 6, "save_every": 2, "eval_every": 0}
+    whole, stopped = settings("whole", **options), settings("stopped", **options)
+    pretrain(whole)
+    killed_and_resumed(stopped, monkeypatch, loop, "run_update", 4)
+    assert outcome(stopped.out) == outcome(whole.out)
+    steps = load_file(Path(whole.out, "checkpoints", "step-6", "optimizer.safetensors"))
+    assert {float(count) for name, count in steps.items() if name.endswith(".step")} == {6.0}
 
 
 def test_heads_pruned_by_a_parent_are_not_pruned_again(settings, finished):

@@ -20,17 +20,17 @@ from saf.adapters.transformers_folder import mark_of
 from saf.arguments import check
 from saf.calibration.capture import check_vocabulary
 from saf.errors import CheckpointError, InputError, UnsupportedError
-from saf.freezing.choice import check_heads_of
+from saf.freezing.choice import check_heads_of, check_room
 from saf.freezing.config import FreezeConfig
 from saf.integrations.transformers.editing import Editing
 from saf.integrations.transformers.passes import check_evaluation, check_packing, longer
-from saf.integrations.transformers.restarts import PROGRESS, Before, moments_of, stored_in
+from saf.integrations.transformers.restarts import PROGRESS, Before, moments_of, stored_in, warn_of_others
 from saf.integrations.transformers.sequences import sequences
 from saf.integrations.transformers.trainer import check_arguments, check_wrappers, join_trainers, rewrap_
 from saf.machine.execution import Execution
 from saf.machine.processes import agreed
 from saf.records.events import EventRecord
-from saf.records.files import read_json, read_tensors, to_json
+from saf.records.files import read_json, read_tensors, tensors_hash, to_json
 from saf.schedules import SCHEDULES, OneTime, Outcome, Proposer, Schedule, schedule_to_dict
 from saf.settings import OneKindOf
 from saf.sidecar import check_sums
@@ -62,6 +62,10 @@ class _Sequences:
     def heldout(self) -> list[Tensor]:
         """Return the sequences that output-aware scores read, and the controller losses are of."""
         return self.held_out
+
+    def sum(self) -> str:
+        """Return the SHA-256 of all of them."""
+        return tensors_hash({str(at): ids for at, ids in enumerate([*self.batches, *self.held_out])})
 
 
 @dataclass(kw_only=True)
@@ -180,6 +184,7 @@ class FreezeCallback(Editing, ExportableState):
             progress = {
                 "settings": self._settings(),
                 "updates": self._training.updates,
+                "sequences": self._training.task.sum(),
                 "schedule": self._training.proposer.state_dict(),
                 "events": [event.values for event in self._training.events],
             }
@@ -219,9 +224,14 @@ class FreezeCallback(Editing, ExportableState):
         if stored is None:  # others were checked when they began
             check_heads_of(model, self.config)
         updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
+        warn_of_others(stored, task.sum())
         adapter = adapter_for(model)
         check_vocabulary(adapter, [*task.batches, *task.held_out])
+        if task.held_out or "gates" in self.config.needs:
+            adapter.check_next_token()
         layouts = [site.layout for site in adapter.sites()]
+        if stored is None:
+            check_room(self.config, layouts)
         self._expect(updates, sum(layout.num_heads for layout in layouts), task)
         check_packing(self.trainer)
         check_evaluation(self.trainer, self.longest)

@@ -11,6 +11,7 @@ from transformers import DataCollatorWithFlattening
 
 from saf.adapters.transformers_mask import (
     beyond_window,
+    check_begins,
     check_documents,
     check_one_sequence_a_row,
     check_padding,
@@ -157,17 +158,19 @@ def _check_pass(trainer: Any, given: dict[str, Any], *, compiled: bool) -> None:
         return
     if mask is not None:
         check_padding(mask)
+    rows = given.get("input_ids")
+    rows = given.get("inputs_embeds") if rows is None else rows
     window = window_of(getattr(trainer.model, "config", None))
     past = 0 if cache is None else int(cache.get_seq_length())
     caches = _caches(trainer) if given.get("use_cache") is None else given["use_cache"]
     alone = compiled or mask is not None or cache is not None or caches
+    if positions is None and rows is not None:
+        check_begins(given.get("cu_seq_lens_q"), len(rows))
     if positions is not None and alone:
         check_one_sequence_a_row(positions, mask, past + positions.shape[-1], compiled=compiled)
     elif positions is not None and window is not None:
         check_documents(positions, window)
     limits = [callback.longest for callback in editing(trainer) if callback.longest is not None]
-    rows = given.get("input_ids")
-    rows = given.get("inputs_embeds") if rows is None else rows
     length, what = 0 if rows is None else past + rows.shape[1], "rows"
     if not limits or length <= min(limits):
         return

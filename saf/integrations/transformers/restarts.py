@@ -1,5 +1,6 @@
 """Training that starts over or goes on: what of a callback's events is undone, refused, or taken up where it was."""
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from transformers.trainer_callback import TrainerState
 
 from saf.adapters import adapter_for
 from saf.adapters.transformers_folder import mark_of
-from saf.errors import InputError, SafError
+from saf.errors import InputError, SafError, SafWarning
 from saf.heads import EDITED, HeadSet
 from saf.records.events import EventRecord
 from saf.surgery import uninstall_
@@ -72,6 +73,17 @@ def stored_in(state: TrainerState, name: str) -> dict[str, Any] | None:
     callbacks: Any = state.stateful_callbacks or {}
     kept = callbacks.get(name)
     return None if kept is None else kept["attributes"][PROGRESS]
+
+
+def warn_of_others(stored: dict[str, Any] | None, found: str) -> None:
+    """Warn where calibration and held-out sequences, of this sum, are others than a checkpoint's training had."""
+    if stored is not None and stored.get("sequences", found) != found:
+        warnings.warn(
+            "the checkpoint was trained with other calibration or held-out sequences of FreezeCallback: what events "
+            "measure from here on is of those given now, and training does not go on as it would have",
+            SafWarning,
+            stacklevel=3,
+        )
 
 
 def moments_of(stored: dict[str, Any], settings: dict[str, Any], updates: int) -> int:

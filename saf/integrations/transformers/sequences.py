@@ -40,7 +40,7 @@ def sequences(
     Tensors `[B, T]` and mappings with such `input_ids` are taken as they are. Rows (`input_ids` of one sequence, as a
     data set has them) are batched. Texts are tokenised, joined with the tokenizer's end of text, and cut into the first
     `count` sequences of `length` tokens, with `bos` the one that begins a text and `length - 1` others. Raises
-    InputError for text without a tokenizer or length, or too little of it.
+    InputError for text without a tokenizer or length, or too little of it, and for padded or packed sequences.
     """
     if isinstance(given, str | Tensor | Mapping):
         raise InputError(f"{name} is an iterable of texts or batches, such as a list of one; got one by itself")
@@ -59,13 +59,19 @@ def sequences(
 
 
 def _row(item: Any) -> Tensor | None:
-    """Return the tokens of one sequence `[T]`; None for what holds a batch of them."""
+    """Return the tokens of one sequence `[T]`; None for what holds a batch of them.
+
+    Raises InputError where what stands beside them tells of padding or of several documents.
+    """
     tokens = item.get("input_ids") if isinstance(item, Mapping) else item
-    if isinstance(tokens, Tensor):
-        return tokens.long().cpu() if tokens.dim() == 1 else None
     if isinstance(item, Mapping) and isinstance(tokens, list) and tokens and isinstance(tokens[0], int):
-        return torch.tensor(tokens)
-    return None
+        tokens = torch.tensor(tokens)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+        return None
+    if isinstance(item, Mapping):
+        told = {name: item[name] for name in ("attention_mask", "position_ids") if item.get(name) is not None}
+        read_batches([{"input_ids": tokens[None]} | {name: torch.as_tensor(of)[None] for name, of in told.items()}])
+    return tokens.long().cpu()
 
 
 def _of_text(
