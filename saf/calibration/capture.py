@@ -14,7 +14,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
 
 _OF_TEXT = "of text, saf.integrations.transformers.text_sequences makes them"
-Batch = Annotated[Tensor | Mapping[str, Tensor], Where(f"of token ids [B, T] ({_OF_TEXT})", lambda _: True)]
+Batch = Annotated[Tensor | Mapping[str, Any], Where(f"of token ids [B, T] ({_OF_TEXT})", lambda _: True)]
 """Calibration sequences of one length, or padded ones with their mask; `Where` is said when something else came."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
@@ -127,9 +127,13 @@ def _counted(mask: Any, tokens: Tensor) -> list[int]:
 
 
 def _check_one_document(batch: Mapping[str, Any], lengths: list[int]) -> None:
-    """Raise InputError for rows whose positions do not count up from 0, or that begin at several places."""
+    """Raise InputError for rows whose positions do not count up from 0, or in which several documents are told of.
+
+    `cu_seq_lens_q` is where each begins and the last one ends, `seq_lengths` lists those of each row.
+    """
     positions, begins = (batch.get(name) for name in ("position_ids", "cu_seq_lens_q"))
-    several = begins is not None and len(begins) > len(lengths) + 1
+    several = begins is not None and torch.as_tensor(begins).unique().numel() > len(lengths) + 1
+    several |= any(len(row) > 1 for row in batch.get("seq_lengths") or ())
     if positions is not None:
         positions = torch.as_tensor(positions).cpu()
         rows = positions.expand(len(lengths), -1) if positions.dim() == 2 and len(positions) == 1 else positions
@@ -140,8 +144,8 @@ def _check_one_document(batch: Mapping[str, Any], lengths: list[int]) -> None:
         )
     if several:
         raise InputError(
-            "position_ids or cu_seq_lens_q of a batch tell of several documents in a row, and calibration measures one "
-            "sequence a row: give each document a row of its own, padded behind it where they differ in length"
+            "position_ids, cu_seq_lens_q or seq_lengths tell of several documents in a row, and calibration measures "
+            "one sequence a row: give each document a row of its own, padded behind it where they differ in length"
         )
 
 

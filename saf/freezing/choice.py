@@ -83,7 +83,7 @@ def check_room(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:
     named = named if config.only is None else named & {*config.only}
     most = config.max_per_layer
     there = sum(count if most is None else min(count, most) for count in Counter(layer for layer, _ in named).values())
-    if not there or (config.strict and there < asked):
+    if not there or (config.strict and there < asked and not config.whole_groups):  # a group may end beyond a budget
         raise InputError(
             f"{asked} heads are to be {config.kind}, and only, exclude and max_per_layer leave {there}: ask for fewer, "
             "or leave more to choose from"

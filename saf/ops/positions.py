@@ -59,17 +59,17 @@ def left_padding(attention_mask: Tensor, *, wait: bool = True) -> Tensor | None:
     """Return the first real position of each row of a 0/1 mask `[B, T]`; None where no row is padded on the left.
 
     Padding on the right is never seen by the real tokens before it, so that it is computed as they are. Raises
-    InputError for padding between real tokens, and for rows of padding alone. In compiled code, and where the host may
+    InputError for padding between real tokens. A row of padding alone, as the first part of a long prompt may have, is
+    computed as if its last token were real. In compiled code, and where the host may
     not `wait` for the device, the device raises instead, a RuntimeError, and positions are returned in any case.
     """
     start = first_real(attention_mask)
     real = attention_mask.bool()
     position = torch.arange(real.shape[1], device=real.device)
     usable = (real == ((position >= start[:, None]) & (position < (start + real.sum(1))[:, None]))).all()
-    usable = usable & (start < real.shape[1]).all()
     message = (
-        "attention_mask must mark padding at the ends of each row only, with one real token at least and none missing "
-        "between real ones; to go on after a prompt, pad on the left"
+        "attention_mask must mark padding at the ends of each row only, with none missing between real tokens; to go "
+        "on after a prompt, pad on the left"
     )
     if torch.compiler.is_compiling() or not wait:
         assert_later(usable, message)
@@ -81,8 +81,8 @@ def left_padding(attention_mask: Tensor, *, wait: bool = True) -> Tensor | None:
 
 
 def first_real(attention_mask: Tensor) -> Tensor:
-    """Return how many zeros each row of a 0/1 mask `[B, T]` begins with."""
-    return (attention_mask.bool().cumsum(1) == 0).sum(1)
+    """Return how many zeros each row of a 0/1 mask `[B, T]` begins with, T - 1 at most."""
+    return (attention_mask.bool().cumsum(1) == 0).sum(1).clamp(max=attention_mask.shape[1] - 1)
 
 
 def shift_rows(x: Tensor, start: Tensor) -> Tensor:

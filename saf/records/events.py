@@ -10,6 +10,7 @@ Earlier runs have the record of their only event in freeze.json and freeze.safet
 """
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,9 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
     """
     path, advice = Path(path), "name a run that froze or pruned heads, or heads as LAYER:HEAD"
     events = read_events(path)
-    if heads := sorted({tuple(head) for head in [*heads_in_force(events), *_heads_of_model(path)]}):
+    changed = {tuple(head) for event in events for head in event.heads}  # perhaps since the newest checkpoint
+    kept = {tuple(head) for head in _heads_of_model(path)} - changed
+    if heads := sorted(kept | {tuple(head) for head in heads_in_force(events)}):
         return [list(head) for head in heads]
     if any(event.heads for event in events):
         raise InputError(
@@ -219,16 +222,22 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
 
 
 def _heads_of_model(path: Path) -> list[list[int]]:
-    """Return the heads that the result of a run, or a checkpoint's layout, lists as frozen or pruned; none without."""
+    """Return the heads that a run's result or its newest checkpoint, or a checkpoint, lists as frozen or pruned."""
     folder = path.parent if path.name == EVENTS else path
-    result, state = folder / "result.json", folder / "saf.json"
-    with naming_unsealed([result, state]):
+    steps = [(re.findall(r"\d+", state.parent.name), state) for state in folder.glob("checkpoints/step-*/saf.json")]
+    newest = max(steps, key=lambda step: (int(step[0][0]), step[1].parent.name), default=(None, folder / "saf.json"))[1]
+    result = folder / "result.json"
+    with naming_unsealed([result, newest]):
         if result.is_file():
             provenance = read_result(result)["provenance"]
-            return [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
-        layers = enumerate(read_json(state).get("layers") or [] if state.is_file() else [])
-        edited = [(layer, told.get(made) or []) for layer, told in layers for made in MADE.values()]
-        return [[layer, head] for layer, heads in edited for head in heads]
+            heads = [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
+        else:
+            layers = enumerate(read_json(newest).get("layers") or [] if newest.is_file() else [])
+            edited = [(layer, told.get(made) or []) for layer, told in layers for made in MADE.values()]
+            heads = [[layer, head] for layer, heads in edited for head in heads]
+        if not _is_heads(heads):
+            raise TypeError(f"expected heads as [layer, head], got {str(heads)[:100]}")
+    return heads
 
 
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:

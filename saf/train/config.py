@@ -305,8 +305,9 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
     task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
     weights alone, refitted output columns, let the learning rate rise after an event, or reported before the end, when
-    none did; nor of which run the gate of recall is, without one. CUDA graphs were once replayed or not. A largest KL
-    of fits was once taken without effect by patterns that are not fitted.
+    none did; nor of which run the gate of recall is, without one. CUDA graphs were once replayed or not. Taken
+    without effect were once a largest KL of fits by patterns that are not fitted, a `match` that is the score, and a
+    learning rate that rises after an event behind which nothing trains.
     """
     before = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, "report_at": []}
     values = {**before, "rewarm": 0, **settings}
@@ -316,9 +317,18 @@ def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
         values["freeze"] = freeze = {"operation": "freeze", "refit": False, **freeze}
         if fits_nothing(freeze.get("storage", "compact"), freeze.get("pattern", "mean")):
             freeze["max_fit_kl"] = FreezeConfig.max_fit_kl
+        if freeze.get("match") == freeze.get("score", FreezeConfig.score):
+            freeze["match"] = None
     if isinstance(values.get("graphs"), bool):
         values["graphs"] = "on" if values["graphs"] else "off"
     if "freeze_at" in values:
         moment, name = values.pop("freeze_at"), values.pop("schedule", OneTime.name)
         values["schedule"] = None if moment is None else {"name": name, "at": moment}
+    if (
+        values["rewarm"]
+        and isinstance(schedule := values.get("schedule"), dict)
+        and schedule.get("name") == OneTime.name
+    ):
+        ends = schedule_from_dict(schedule).first_update(values["updates"]) == values["updates"]
+        values["rewarm"] = 0 if ends else values["rewarm"]
     return values

@@ -154,9 +154,12 @@ class Replicas(_Several):
         forward, compiles = _called(model, execution)
         self._wrapper = None
         gc.collect()  # the hooks of the old wrapper go with it, and it is in a cycle
-        device = execution.device
+        device, calling = execution.device, _Calling(model, forward)
+        # Without elements they get no gradient, which the wrapper would wait for.
+        empty = [name for name, parameter in calling.named_parameters() if not parameter.numel()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(calling, empty)
         self._wrapper = DistributedDataParallel(
-            _Calling(model, forward),
+            calling,
             device_ids=None if device.type == "cpu" else [torch.cuda.current_device()],
             gradient_as_bucket_view=True,
             **_BUFFERS_STAY,

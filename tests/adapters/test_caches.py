@@ -70,6 +70,16 @@ def test_right_padding_changes_nothing_before_it(family):
         model.generate(ids[:2, :11], attention_mask=(ids[:2, :11] > 0).long(), max_new_tokens=4, eos_token_id=None)
 
 
+def test_a_prompt_in_parts_of_which_one_is_padding_alone_for_a_row_is_continued_as_it_is_whole(family):
+    model, ids = make(family), tokens(2, 8, seed=3)
+    freeze(model)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    whole = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=4, **options), whole)
+
+
 def test_generation_beyond_the_calibrated_length_is_refused_before_its_first_token(family):
     model, ids = make(family), tokens(2, 8, seed=3)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}

@@ -245,6 +245,7 @@ def test_bad_batches_are_refused():
         ([{"input_ids": ids, "position_ids": torch.arange(40)[None] % 20}], "several documents in a row"),
         ([{"input_ids": ids, "position_ids": torch.arange(3, 43).expand(5, -1)}], "several documents in a row"),
         ([{"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 20, 40])}], "several documents in a row"),
+        ([{"input_ids": ids[:2], "seq_lengths": [[20, 20], [40]]}], "several documents in a row"),
         (["a text"], r"of token ids \[B, T\] \(of text, .*text_sequences makes them\); got"),
         ([ids[0]], r"got torch.int64 \[40\]; of text, saf.integrations.transformers.text_sequences"),
         (ids, r"such as a list of one; got a bare torch.int64 \[5, 40\]"),
@@ -253,7 +254,8 @@ def test_bad_batches_are_refused():
     ]:
         with pytest.raises(InputError, match=message):
             calibrate(made, batches)
-    positions = {"position_ids": torch.arange(40)[None], "cu_seq_lens_q": torch.arange(0, 240, 40)}
+    begins = torch.tensor([0, 40, 80, 120, 160, 200, 200])  # as long as the most documents, the rest without tokens
+    positions = {"position_ids": torch.arange(40)[None], "cu_seq_lens_q": begins, "max_length_q": 40}
     whole, short = calibrate(made, [{"input_ids": ids, **positions}]), calibrate(made, [ids.to(torch.int16)])
     assert torch.equal(whole.variance, short.variance)
     assert whole.sequences_hash == short.sequences_hash

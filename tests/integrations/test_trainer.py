@@ -327,7 +327,14 @@ def test_sequences_come_as_tensors_rows_or_text():
         ([ids[0], ids[1, :4]], {}, "must have one length"),
         ([{"input_ids": ids[0].tolist(), "attention_mask": [1] * 7 + [0]}], {}, "must not be padded"),
         ([{"input_ids": ids[0].tolist(), "attention_mask": [0] + [1] * 7}], {}, "pad on the right"),
-        ([{"input_ids": ids[0], "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}], {}, "several documents in a row"),
+        *(
+            ([{"input_ids": ids[0], **told}], {}, "several documents in a row")
+            for told in (
+                {"position_ids": [*range(3), *range(5)]},
+                {"cu_seq_lens_q": [0, 3, 8]},
+                {"seq_lengths": [3, 5]},
+            )
+        ),
     ):
         with pytest.raises(InputError, match=match):
             sequences(given, **cut | changes)

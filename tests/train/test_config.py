@@ -98,3 +98,11 @@ def test_no_run_is_written_into_a_data_folder(settings, data):
         with pytest.raises(InputError, match=r"is a data folder \(index.json is there\); choose another for the run"):
             pretrain(settings(out=str(data)), resume=resume)
     assert sorted(path.name for path in data.iterdir()) == before
+
+
+def test_settings_without_effect_that_runs_once_took_are_read():
+    told = TrainConfig(data="d", out="o", freeze=FreezeConfig(), schedule=OneTime(at=1.0)).to_dict()
+    found = TrainConfig.from_dict(told | {"rewarm": 2, "freeze": told["freeze"] | {"match": "variance"}})
+    assert (found.rewarm, found.freeze.match) == (0, None)
+    later = TrainConfig.from_dict(told | {"rewarm": 2, "schedule": {"name": "one_time", "at": 1}})
+    assert later.rewarm == 2

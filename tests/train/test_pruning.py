@@ -1,5 +1,6 @@
 """Runs that prune heads: exact resume, undo, schedules, the heads of another arm, and pruning from initialisation."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,6 +116,9 @@ def test_a_run_that_prunes_heads_of_a_frozen_parent_tells_how_many_are_what(sett
     for name in (Path(out), Path(out, "events.jsonl")):
         assert read_heads([str(name)]) == tuple(heads), "the parent's, too"
     assert len(heads) == 6
+    shutil.copytree(out, tmp_path / "unfinished")
+    (tmp_path / "unfinished" / "result.json").unlink()
+    assert read_heads([str(tmp_path / "unfinished")]) == tuple(heads)
     rows = {row[0]: str(row[1]) for row in map(tuple, result_table(result).rows)}
     assert rows["heads pruned"] == "2 after update 10, 4 frozen and 2 pruned in all"
     result["arm"] = "frozen"  # as earlier versions recorded it

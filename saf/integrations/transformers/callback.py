@@ -65,7 +65,8 @@ class _Sequences:
 
     def sum(self) -> str:
         """Return the SHA-256 of all of them."""
-        return tensors_hash({str(at): ids for at, ids in enumerate([*self.batches, *self.held_out])})
+        given = {"calibration": self.batches, "heldout": self.held_out}
+        return tensors_hash({name: torch.cat(batches) for name, batches in given.items() if batches})
 
 
 @dataclass(kw_only=True)

@@ -70,7 +70,10 @@ def _row(item: Any) -> Tensor | None:
         return None
     if isinstance(item, Mapping):
         told = {name: item[name] for name in ("attention_mask", "position_ids") if item.get(name) is not None}
-        read_batches([{"input_ids": tokens[None]} | {name: torch.as_tensor(of)[None] for name, of in told.items()}])
+        batch = {"input_ids": tokens[None]} | {name: torch.as_tensor(of)[None] for name, of in told.items()}
+        lengths = item.get("seq_lengths")  # of the documents that TRL packed into it
+        packed = {"cu_seq_lens_q": item.get("cu_seq_lens_q"), "seq_lengths": None if lengths is None else [lengths]}
+        read_batches([batch | packed])
     return tokens.long().cpu()
 
 
