@@ -52,7 +52,7 @@ def left_padded(attention_mask: Tensor) -> Tensor | None:
 
     It is looked at once a pass: it waits for the device.
     """
-    return None if left_padding(attention_mask) is None else attention_mask
+    return None if left_padding(attention_mask, parts=True) is None else attention_mask
 
 
 def fixed_places(
@@ -64,7 +64,7 @@ def fixed_places(
     """
     if not isinstance(q_offset, Tensor):
         return Beginning(None if attention_mask is None else left_padded(attention_mask))
-    start = None if attention_mask is None else left_padding(attention_mask, wait=False)
+    start = None if attention_mask is None else left_padding(attention_mask, wait=False, parts=True)
     # The cache counts on in the very tensor that it tells its length by.
     return Places.of(q_offset.clone(), q_length, kv_length, start)
 

@@ -55,21 +55,22 @@ def assert_later(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)  # type: ignore[attr-defined]
 
 
-def left_padding(attention_mask: Tensor, *, wait: bool = True) -> Tensor | None:
+def left_padding(attention_mask: Tensor, *, wait: bool = True, parts: bool = False) -> Tensor | None:
     """Return the first real position of each row of a 0/1 mask `[B, T]`; None where no row is padded on the left.
 
     Padding on the right is never seen by the real tokens before it, so that it is computed as they are. Raises
-    InputError for padding between real tokens. A row of padding alone, as the first part of a long prompt may have, is
-    computed as if its last token were real. In compiled code, and where the host may
-    not `wait` for the device, the device raises instead, a RuntimeError, and positions are returned in any case.
+    InputError for padding between real tokens, and for rows of padding alone, unless the mask may be of `parts` of
+    prompts: there such a row is computed as if its last token were real. In compiled code, and where the host may not
+    `wait` for the device, the device raises instead, a RuntimeError, and positions are returned in any case.
     """
     start = first_real(attention_mask)
     real = attention_mask.bool()
     position = torch.arange(real.shape[1], device=real.device)
     usable = (real == ((position >= start[:, None]) & (position < (start + real.sum(1))[:, None]))).all()
+    usable = usable if parts else usable & real.any(1).all()
     message = (
-        "attention_mask must mark padding at the ends of each row only, with none missing between real tokens; to go "
-        "on after a prompt, pad on the left"
+        "attention_mask must mark padding at the ends of each row only, with one real token at least and none missing "
+        "between real ones; to go on after a prompt, pad on the left"
     )
     if torch.compiler.is_compiling() or not wait:
         assert_later(usable, message)

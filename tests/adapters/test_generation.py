@@ -241,12 +241,12 @@ def test_pad_tokens_within_a_prompt_or_behind_it_are_refused_where_they_make_a_m
     behind = torch.cat([tokens(1, 9, seed=6), torch.zeros(1, 2, dtype=torch.long)], 1)
     passes = []
     watched = model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
-    for some in (ids, behind):
+    for some in (ids, behind, behind[:, -1:]):
         with pytest.raises(InputError, match=refused):
             generate(model, some, None, do_sample=False)
     watched.remove()
     assert not passes
-    with pytest.raises(InputError, match=r"between real tokens; to go on after a prompt, pad on the left$"):
+    with pytest.raises(InputError, match=r"between real ones; to go on after a prompt, pad on the left$"):
         model(ids, attention_mask=(ids > 0).long())
     if MASKS_FOR_ASSISTANTS:
         with pytest.raises(InputError, match=refused):
