@@ -119,9 +119,12 @@ def state_of_parameter(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, T
 
     A parameter without elements is left out of steps, also where a checkpoint told its count: that is the others'.
     """
+    own = dict(optimizer.state.get(parameter, {}))
+    if parameter.numel():
+        return own
     counts = [state[STEP] for other, state in optimizer.state.items() if other.numel()]
-    if parameter.numel() or not counts:
-        return dict(optimizer.state.get(parameter, {}))
+    if not counts:
+        return own
     steps = max(counts, key=float)  # of those that an event added since there are fewer
     return {STEP: steps.clone(), **{name: torch.zeros(parameter.shape, device=steps.device) for name in MOMENTS}}
 
