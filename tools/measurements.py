@@ -141,10 +141,10 @@ ENTRIES = {
         # Two layers of the same heads differ by 3% there, pair after pair, whatever the cause (docs/log.md).
         f"{QWEN_OP} --points 8192x8 --rates 0.1 0.2 0.3 0.5 0.75 --others flash --tolerance 0.035",
     ),
-    # A layer of so few tokens takes the host longer than the device, unless it is replayed.
+    # A layer of few tokens takes the host longer than the device, unless it is replayed.
     "op-qwen3-graphs": Entry(
         150,
-        f"{QWEN_OP.replace('--graphs off', '--graphs on')} --points 2048x4 2048x8 --rates 0.1 0.3 0.5 0.75 --others",
+        f"{QWEN_OP.replace('--graphs off', '--graphs on')} --points {QWEN_POINTS} --rates 0.1 0.3 0.5 0.75 --others",
     ),
     # The paper's kind of kernel, one for live and frozen heads, against its baseline and against cuDNN.
     "op-qwen3-fused": Entry(
