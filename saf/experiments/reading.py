@@ -87,13 +87,22 @@ def recommended(recipe: Recipe, values: Values) -> list[str]:
 
 
 def fewer_seeds(name: str, recipe: Recipe, plan: Plan, values: Values) -> list[str]:
-    """Return a note on rows that are means over fewer seeds than were planned; none where there is none."""
-    told = []
+    """Return notes on rows that are means over fewer seeds than planned, and on columns over fewer than their row."""
+    rows: list[str] = []
+    columns: dict[str, set[str]] = {}
     for arm in recipe.arms:
+        found = {column: value.seeds for column, value in values.get(arm.name, {}).items() if value is not None}
+        if not (arm.row and found):
+            continue
         planned = sum((of, each) == (name, arm.name) for of, each, _ in plan.arms)
-        least = min((value.seeds for value in values.get(arm.name, {}).values() if value is not None), default=planned)
-        told += [f"{arm.name} ({least} of {planned})"] if arm.row and least < planned else []
-    return [f"Over fewer seeds than planned, and not to be set beside the others: {', '.join(told)}."] if told else []
+        most = max(found.values())
+        rows += [f"{arm.name} ({most} of {planned})"] * (most < planned)
+        for column, seeds in found.items():
+            if seeds < most:
+                columns.setdefault(COLUMNS[column].title, set()).add(f"{seeds} of {most}")
+    told = [f"Over fewer seeds than planned, and not to be set beside the others: {', '.join(rows)}."] if rows else []
+    each = [f"{title} ({', '.join(sorted(numbers))})" for title, numbers in columns.items()]
+    return told + ([f"Columns over fewer seeds than their row: {'; '.join(each)}."] if each else [])
 
 
 def incomplete(records: Records) -> list[str]:
