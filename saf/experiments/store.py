@@ -55,7 +55,12 @@ class Store:
                 )
         elif write:
             if self.folder.is_dir() and any(self.folder.iterdir()):
-                raise InputError(f"{self.folder} holds something else than runs of recipes; name another folder")
+                begun = any((self.folder / name).is_dir() for name in ("runs", "records", "measurements"))
+                raise InputError(
+                    f"{mark} is missing from a folder of runs of recipes; restore it, or name another folder"
+                    if begun
+                    else f"{self.folder} holds something else than runs of recipes; name another folder"
+                )
             write_json(mark, {"schema": SCHEMA})
         return self
 

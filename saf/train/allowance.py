@@ -21,6 +21,8 @@ from saf.train.config import TrainConfig
 
 PAPER_SECONDS = 187.65 * 60
 """What the paper's ordinary arm took at matched time (tab:equal-time-controls)."""
+SPEED_DIGITS = 0.0005
+"""How far a speed may be from its file's: it may be rounded to three digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         )
     record: dict[str, Any] = {"reference": str(reference.folder), "reference_hash": _final(result)}
     if config.match_speed is not None:
-        _check_source(Path(config.match_speed_source))
+        _check_source(Path(config.match_speed_source), config.match_speed)
         left = result["updates"] - checkpoint.update
         charged = result["updates"] * config.match_charge_seconds / PAPER_SECONDS
         updates = int(config.match_speed * (left - charged))
@@ -108,15 +110,25 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     return {**record, "clock": config.match_clock, "allowance": asdict(allowance)}
 
 
-def _check_source(path: Path) -> None:
-    """Raise InputError for a speed's file that holds no benchmark of updates; other words say where it is from."""
+def _check_source(path: Path, speed: float) -> None:
+    """Raise InputError for a speed's file that holds no accepted pair of updates of this speed, to its third digit.
+
+    Other words than a file say where the speed is from.
+    """
     if path.suffix != ".json":
         return
-    kind = read_result(path, advice="name the file that `saf bench update --out` wrote")["kind"]
-    if kind != "update":
+    record = read_result(path, advice="name the file that `saf bench update --out` wrote")
+    if record["kind"] != "update":
         raise InputError(
-            f"match_speed_source {path} is a result of {kind!r}; name one of `saf bench update`, whose pairs measured "
-            "the speed"
+            f"match_speed_source {path} is a result of {record['kind']!r}; name one of `saf bench update`, whose pairs "
+            "measured the speed"
+        )
+    pairs = [row for row in record["rows"] if row["role"] in ("frozen", "pruned") and not row["refused"]]
+    if not any(abs(row["ratio"] - speed) <= SPEED_DIGITS for row in pairs):
+        held = ", ".join(f"{row['ratio']:.4f} ({row['rate']:.0%} {row['backend']})" for row in pairs) or "none accepted"
+        raise InputError(
+            f"match_speed={speed:g} was not measured in {path}, whose pairs have {held}: give one of them, or say in "
+            "words where the speed is from"
         )
 
 

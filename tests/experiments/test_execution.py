@@ -267,6 +267,9 @@ def test_a_store_of_another_version_or_something_else_is_refused(tmp_path):
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="holds something else"):
         Store(tmp_path / "other").open(write=True)
+    (tmp_path / "other" / "records").mkdir()
+    with pytest.raises(InputError, match=r"store.json is missing from a folder of runs of recipes; restore it"):
+        Store(tmp_path / "other").open(write=True)
     (folder / "store.json").write_text("{")
     with pytest.raises(InputError, match=r"not valid JSON.*; restore it, or name another folder"):
         Store(folder).open(write=True)

@@ -15,7 +15,8 @@ import saf.train.updater
 from saf.errors import InputError
 from saf.evaluate.compare import compare_runs
 from saf.freezing.config import FreezeConfig
-from saf.records.files import read_json, read_lines
+from saf.records.files import read_json, read_lines, write_json
+from saf.records.result import SCHEMA
 from saf.schedules import Gradual, OneTime, TrainLoss
 from saf.tasks import TextTask
 from saf.train import continue_from, pretrain
@@ -267,18 +268,35 @@ def test_the_scaled_clock_charges_an_event_as_the_papers_run_would(reference, no
 
 def test_a_measured_speed_gives_updates_instead_of_seconds(reference, now):
     now.update = 50.0
-    given = {"match_speed": 1.5, "match_speed_source": "results/bench/update-4k.json"}
+    given = {"match_speed": 1.5, "match_speed_source": "a pair"}
     config = arm(reference, "given", freeze=FREEZE, **given)
     assert pretrain(config)["updates"] == 6 + 9, "however slow this machine is"
     matched = read_json(Path(config.out, "config.json"))["matched"]
     assert (matched["match_speed"], matched["match_speed_source"]) == tuple(given.values())
     rates = [line["lr"] for line in read_lines(Path(config.out, "metrics.jsonl"))]
     assert rates[-1] == pytest.approx(read_lines(Path(reference.out, "metrics.jsonl"))[-1]["lr"])
-    for source, reason in (("no/such.json", "does not exist"), (f"{reference.out}/result.json", "a result of 'run'")):
-        with pytest.raises(InputError, match=reason):
-            pretrain(arm(reference, "unmeasured", **given | {"match_speed_source": source}))
     charged = arm(reference, "charged", **given, match_charge_seconds=PAPER_SECONDS / 12)
     assert pretrain(charged)["updates"] == 6 + int(1.5 * 5), "one update of the reference's twelve"
+
+
+def test_a_speed_stands_in_the_file_that_it_is_said_to_be_from(reference, now, tmp_path):
+    pairs = [
+        {"role": "frozen", "rate": 0.5, "backend": "toeplitz", "ratio": 1.1813, "refused": False},
+        {"role": "frozen", "rate": 0.75, "backend": "toeplitz", "ratio": 1.5, "refused": True},
+        {"role": "free", "rate": 0.5, "backend": "free", "ratio": 1.5, "refused": False},
+    ]
+    bench = tmp_path / "update.json"
+    write_json(bench, {"schema": SCHEMA, "kind": "update", "settings": {}, "provenance": {}, "rows": pairs})
+    said = r"match_speed=1.5 was not measured in .*, whose pairs have 1.1813 \(50% toeplitz\): give one of them"
+    for source, reason in (
+        ("no/such.json", "does not exist"),
+        (f"{reference.out}/result.json", "a result of 'run'"),
+        (str(bench), said),
+    ):
+        with pytest.raises(InputError, match=reason):
+            pretrain(arm(reference, "unmeasured", match_speed=1.5, match_speed_source=source))
+    measured = arm(reference, "measured", match_speed=1.181, match_speed_source=str(bench))
+    assert pretrain(measured)["updates"] == 6 + 7
 
 
 @pytest.mark.parametrize(
