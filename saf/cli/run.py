@@ -32,7 +32,7 @@ from saf.experiments.scales import Scale
 from saf.experiments.store import Store
 from saf.records.table import Table
 from saf.settings import FLAT
-from saf.train.loop import EXIT_STOPPED
+from saf.train.loop import EXIT_STOPPED, StopRequest
 from saf.train.observer import duration
 
 SMOKE_DATA = ("python", "--max-bytes", "500000", "--vocab-size", "512", "--seed", "0")
@@ -212,8 +212,13 @@ class Run(Command):
             if not folder.exists():
                 say(f"preparing {folder}")
                 log = folder.parent / "data.log"
-                if in_this_process(["data", "prepare", *SMOKE_DATA, "--out", str(folder)], log):
+                with StopRequest() as signalled:
+                    failed = in_this_process(["data", "prepare", *SMOKE_DATA, "--out", str(folder)], log)
+                if failed:
                     raise SafError(f"the smoke scale's data could not be made: {last_line(log)} (all of it: {log})")
+                if signalled.requested:
+                    say("a signal stopped the plan before its first run; the same command goes on with it")
+                    raise SystemExit(EXIT_STOPPED)
         return None if folder is None else TokenData.open(folder)
 
     def _examples(self, scale: Scale, *, finetunes: bool) -> dict[str, Examples]:

@@ -1,9 +1,11 @@
 """Every recipe at the smoke scale, trained, measured and rendered by one command in this process."""
 
 import json
+import os
 import re
 import resource
 import shutil
+import signal
 import time
 from contextlib import redirect_stdout
 from importlib.util import find_spec
@@ -12,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+import saf.cli.run as run_module
 from saf.cli import main
 from saf.experiments.recipe import open_recipes
 from saf.experiments.store import Store
 from saf.records.files import read_json
 from saf.train.checkpoint import checkpoint_hash
+from saf.train.loop import EXIT_STOPPED
 
 RECIPES = open_recipes()
 if find_spec("lm_eval") is None:
@@ -97,6 +101,18 @@ def test_a_smoke_plan_knows_its_own_data_and_examples(made, tmp_path, capsys):
     assert "Without --data" not in capsys.readouterr().out
     assert main(["run", "--scale", "smoke", "--store", str(tmp_path / "none"), "--json"]) == 0
     assert {each["done"] for each in json.loads(capsys.readouterr().out).values() if each["runs"]} == {0}
+
+
+def test_a_signal_while_data_are_prepared_stops_the_plan_before_its_first_run(monkeypatch, tmp_path, capsys):
+    def prepared(arguments, log):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(run_module, "in_this_process", prepared)
+    with pytest.raises(SystemExit) as end:
+        main(["run", "timing", *SEED, "--store", str(tmp_path / "store")])
+    assert end.value.code == EXIT_STOPPED
+    assert "before its first run; the same command goes on with it" in capsys.readouterr().err
 
 
 def test_what_can_be_measured_is_measured_before_further_runs(made, tmp_path, capsys):
