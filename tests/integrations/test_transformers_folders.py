@@ -284,6 +284,32 @@ def test_from_config_refuses_the_configuration_of_frozen_heads(tmp_path):
     assert built.num_parameters() == make("llama").num_parameters()
 
 
+def test_a_class_that_calls_its_layers_otherwise_is_refused_by_the_class_that_was_saved(tmp_path):
+    model, config = make("llama"), make("llama").config
+    freeze(model)
+    model.save_pretrained(tmp_path / "causal")
+    told = r"saved of LlamaForCausalLM .* LlamaForQuestionAnswering finds none .* 'transformer\.layers\.0\.self_attn'"
+    with pytest.raises(UnsupportedError, match=rf"{told}.* Open .* by LlamaForCausalLM, .*TokenClassification.*=2 has"):
+        transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "causal")
+    scores = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "causal", num_labels=2)
+    part = transformers.AutoModel.from_pretrained(tmp_path / "causal")
+    with torch.no_grad():
+        hidden = [each(tokens(2), use_cache=False).last_hidden_state for each in (scores.model, part, model.model)]
+        assert scores(tokens(2), use_cache=False).logits.shape[-1] == 2
+    assert torch.equal(hidden[0], hidden[2])
+    assert torch.equal(hidden[1], hidden[2])
+    answers = transformers.LlamaForQuestionAnswering(config)
+    freeze(answers)
+    answers.save_pretrained(tmp_path / "answers")
+    again = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "answers")
+    with torch.no_grad():
+        found, expected = (each.eval()(tokens(2), use_cache=False).start_logits for each in (again, answers))
+    assert torch.equal(found, expected)
+    for other in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        with pytest.raises(UnsupportedError, match=r"Open the folder by LlamaForQuestionAnswering$"):
+            other.from_pretrained(tmp_path / "answers")
+
+
 def test_files_that_do_not_belong_together_are_refused(tmp_path):
     model, other = make("llama"), make("llama")
     freeze(model)
