@@ -273,13 +273,26 @@ def test_a_model_around_the_one_that_heads_were_frozen_through_warns_when_it_is_
     assert len(adapter_for(opened(tmp_path / "pruned")).heads("pruned")) == 1
 
 
-def test_from_config_refuses_the_configuration_of_frozen_heads(tmp_path):
+def test_from_config_and_weights_without_a_folder_refuse_the_configuration_of_frozen_heads(tmp_path):
     model = make("llama")
     freeze(model)
     config = copy.deepcopy(model.config)
     with pytest.raises(UnsupportedError, match=r"open its folder by from_pretrained; .*del config\.saf"):
         transformers.AutoModelForCausalLM.from_config(config)
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedError, match=r"in its folder, not in a state_dict: .*del config\.saf.*saf\.load"):
+        type(model).from_pretrained(None, config=config, state_dict=weights)
+    model.save_pretrained(tmp_path)
     del config.saf
+    built = type(model)(config).eval()
+    with pytest.warns(SafWarning, match="load the state dict of the frozen model now"):
+        saf.load(built, tmp_path)
+    built.load_state_dict(weights)
+    assert torch.equal(logits(built), logits(model))
+    plain = make("llama").state_dict()
+    assert torch.equal(
+        logits(type(model).from_pretrained(None, config=config, state_dict=plain).eval()), logits(make("llama"))
+    )
     built = transformers.AutoModelForCausalLM.from_config(config)
     assert built.num_parameters() == make("llama").num_parameters()
 

@@ -63,6 +63,12 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             # As Auto classes do it, which find the model themselves.
             given = options.get("adapter_kwargs") or {}
             name, options["adapter_kwargs"] = base, {"_adapter_model_path": name, **given}
+        if name is None and mark_of(config) is not None:
+            raise UnsupportedError(
+                "the configuration is that of a model with frozen or pruned heads, whose patterns are in its folder, "
+                "not in a state_dict: give from_pretrained the folder; or build an ordinary model (del config.saf), "
+                "give it the heads by saf.load(model, folder), then the weights by model.load_state_dict(state_dict)"
+            )
         if name is None or not _is_marked(cls, name, config, options):
             return ordinary(cls, name, *model_args, config=config, **options)
         if options.get("quantization_config") is not None:
