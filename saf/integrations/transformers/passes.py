@@ -165,7 +165,7 @@ def _check_pass(trainer: Any, given: dict[str, Any], *, compiled: bool) -> None:
     caches = _caches(trainer) if given.get("use_cache") is None else given["use_cache"]
     alone = compiled or mask is not None or cache is not None or caches
     if positions is None and rows is not None:
-        check_begins(given.get("cu_seq_lens_q"), len(rows))
+        check_begins(given.get("cu_seq_lens_q"), rows)
     if positions is not None and alone:
         check_one_sequence_a_row(positions, mask, past + positions.shape[-1], compiled=compiled)
     elif positions is not None and window is not None:
