@@ -225,7 +225,6 @@ class FreezeCallback(Editing, ExportableState):
         if stored is None:  # others were checked when they began
             check_heads_of(model, self.config)
         updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
-        warn_of_others(stored, task.sum())
         adapter = adapter_for(model)
         check_vocabulary(adapter, [*task.batches, *task.held_out])
         if task.held_out or "gates" in self.config.needs:
@@ -239,6 +238,7 @@ class FreezeCallback(Editing, ExportableState):
         left = None if stored is None else stored["schedule"]
         proposer = start_proposer(settings, layouts, updates=updates, state=left)
         assert proposer is not None
+        warn_of_others(stored, task.sum(), proposer)
         folder = Path(args.output_dir)
         self._training = _Training(
             model=model,
