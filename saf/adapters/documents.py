@@ -6,6 +6,7 @@ they came from. Live heads attend in the same rows as frozen ones.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,14 @@ class Documents:
             output = output.index_put((places[real],), rows[real])
         assert output is not None, "every row has a document"
         return output.unflatten(0, (-1, self.length)).transpose(1, 2)
+
+
+def documents_told(begins: Any) -> int:
+    """Return how many documents `cu_seq_lens_q` tells flash attention of: where each begins, and where the last ends.
+
+    Those without a token are none: it may be as long as the most documents, its end repeated. It waits for the device.
+    """
+    return torch.as_tensor(begins).unique().numel() - 1
 
 
 def _group(first: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:

@@ -169,7 +169,7 @@ def attend(
     documents = attention_mask if isinstance(attention_mask, Documents) else None
     places = attention_mask if isinstance(attention_mask, Places) else None
     if documents is None:
-        check_begins(cu_seq_lens_q, len(query))
+        check_begins(cu_seq_lens_q, value)
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     positions = value.shape[-2] if documents is None else documents.longest
     beyond = sliding_window is not None and positions > sliding_window

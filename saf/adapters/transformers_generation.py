@@ -47,12 +47,18 @@ def check_generation(model: Any, generation_config: Any, *rest: Any, **options: 
     layouts = [state.layout for module in model.modules() if (state := state_of(module)) is not None]
     if kind == "quantized" and not all(layout.num_live for layout in layouts):
         raise UnsupportedError(NOT_QUANTISED)
-    longest = covered(model)
-    if longest is not None and (generation_config.max_length or 0) - 1 > longest:
+    longest, most = covered(model), generation_config.max_length or 0
+    if longest is not None and most - 1 > longest:
+        if getattr(generation_config, "is_assistant", False):  # of which a few tokens are asked for at a time
+            raise InputError(
+                f"the assistant_model may reach {most} tokens of its own tokenizer, its frozen heads' patterns "
+                f"cover {longest}: lower max_new_tokens, or num_assistant_tokens of its generation_config, by which it "
+                f"is asked for {generation_config.max_new_tokens} tokens at a time, or take one that was calibrated at "
+                "the longer length"
+            )
         raise InputError(
-            f"generation may reach {generation_config.max_length} tokens, the frozen heads' patterns cover {longest}: "
-            f"lower max_new_tokens so that prompt and new tokens are {longest + 1} at most, or calibrate and freeze at "
-            "the longer length"
+            f"generation may reach {most} tokens, the frozen heads' patterns cover {longest}: lower max_new_tokens so "
+            f"that prompt and new tokens are {longest + 1} at most, or calibrate and freeze at the longer length"
         )
     type(model)._validate_generated_length(model, generation_config, *rest, **options)
 
@@ -89,22 +95,29 @@ def mask_of_pad_tokens(model: Any, *inputs: Any, **options: Any) -> Tensor:
     return mask
 
 
-def candidates_within(model: Any, *, generation_config: Any, **options: Any) -> Any:
-    """Return what proposes tokens to `generate`, held to its `max_length`: the next token after them has to fit, too.
+def check_assistant(
+    *, generation_config: Any, assistant_model: Any = None, assistant_tokenizer: Any = None, **_: Any
+) -> None:
+    """Raise InputError for an assistant whose frozen heads' patterns end before the last token that it proposes.
 
-    That which looks them up in the prompt proposes more near the end, which could be more than the patterns cover.
-    Raises InputError, before the first token, for an assistant whose own patterns end before the last one it proposes;
-    one with another tokenizer counts other tokens and raises when it gets there.
+    One with another tokenizer counts other tokens and raises when it gets there.
     """
-    assistant, longest = options.get("assistant_model"), None
-    if assistant is not None and options.get("assistant_tokenizer") is None:
-        longest = covered(assistant)
+    longest = None if assistant_model is None or assistant_tokenizer is not None else covered(assistant_model)
     if longest is not None and generation_config.max_length - 2 > longest:
         raise InputError(
             f"generation may reach {generation_config.max_length} tokens, the patterns of the assistant_model's frozen "
             f"heads cover {longest}: lower max_new_tokens so that prompt and new tokens are {longest + 2} at most, or "
             "take an assistant that was calibrated at the longer length"
         )
+
+
+def candidates_within(model: Any, *, generation_config: Any, **options: Any) -> Any:
+    """Return what proposes tokens to `generate`, held to its `max_length`: the next token after them has to fit, too.
+
+    That which looks them up in the prompt proposes more near the end, which could be more than the patterns cover.
+    Raises InputError, before the first token, as `check_assistant`.
+    """
+    check_assistant(generation_config=generation_config, **options)
     proposer = type(model)._get_candidate_generator(model, generation_config=generation_config, **options)
     propose, most = proposer.get_candidates, generation_config.max_length - 1
 

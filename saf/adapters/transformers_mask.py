@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.adapters.documents import Documents
+from saf.adapters.documents import Documents, documents_told
 from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places, left_padded
 from saf.errors import InputError, UnsupportedError
 from saf.ops.positions import Places, assert_later, left_padding
@@ -135,15 +135,20 @@ def check_documents(position_ids: Tensor, window: int) -> None:
         raise UnsupportedError(beyond_window(longest, window))
 
 
-def check_begins(begins: Tensor | None, rows: int) -> None:
-    """Raise UnsupportedError for documents, in so many rows, of which nothing but where they begin tells.
+def check_begins(begins: Tensor | None, rows: Tensor) -> None:
+    """Raise UnsupportedError for documents, in `rows [B, ...]`, of which nothing but where they begin tells.
 
-    `begins` is `cu_seq_lens_q` of flash attention, or None.
+    `begins` is `cu_seq_lens_q` of flash attention, or None. Padding behind documents, counted there, is one of them:
+    that attention takes it for one, too. Compiled code and CUDA graphs, which cannot look, count those without a token.
     """
-    if begins is not None and len(begins) > rows + 1:
+    if begins is None or len(begins) <= len(rows) + 1:
+        return
+    unseen = torch.compiler.is_compiling() or captured(rows.device)
+    if (told := len(begins) - 1 if unseen else documents_told(begins)) > len(rows):
         raise UnsupportedError(
-            f"cu_seq_lens_q tells of {len(begins) - 1} documents, which frozen heads know by position_ids that start "
-            f"again: give these, too (return_position_ids=True of a collator), or {_APART}"
+            f"cu_seq_lens_q tells of {told} documents, padding among them if it is counted there; frozen heads know "
+            "documents by position_ids that start again: give these, too (return_position_ids=True of a collator), or "
+            f"{_APART}. Beside an attention_mask of padding leave it out"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Site
+from saf.adapters.documents import documents_told
 from saf.arguments import Where
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
@@ -132,7 +133,7 @@ def _check_one_document(batch: Mapping[str, Any], lengths: list[int]) -> None:
     `cu_seq_lens_q` is where each begins and the last one ends, `seq_lengths` lists those of each row.
     """
     positions, begins = (batch.get(name) for name in ("position_ids", "cu_seq_lens_q"))
-    several = begins is not None and torch.as_tensor(begins).unique().numel() > len(lengths) + 1
+    several = begins is not None and documents_told(begins) > len(lengths)
     several |= any(len(row) > 1 for row in batch.get("seq_lengths") or ())
     if positions is not None:
         positions = torch.as_tensor(positions).cpu()

@@ -9,6 +9,8 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from tests.transformers_models import HEADS, LENGTH, freeze, make, tokens
 
+transformers = pytest.importorskip("transformers")
+
 WHOLE_LAYER = HeadSet([*HEADS, (2, 0), (2, 1), (2, 2)])
 """A layer without any live head among them."""
 SIZES = ((1, 7, 12, 8, 12), (25, 3, 12), (40 - LENGTH, LENGTH))
@@ -129,6 +131,52 @@ def test_a_window_as_long_as_the_documents_is_none_and_a_shorter_one_is_refused(
         model.config.sliding_window = LENGTH - 1
         with pytest.raises(UnsupportedError, match="exceed the sliding window"):
             model(ids, position_ids=positions, use_cache=False)
+
+
+def begun(sizes, *more):
+    """Where documents begin and end, as flash attention is told of it."""
+    return torch.tensor([0, *sizes, *more], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def by_beginnings(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, **_):
+    """Attend as flash attention of transformers does to flattened documents, `[1, H, T, D]`, materialised."""
+    document = torch.bucketize(torch.arange(query.shape[2]), cu_seq_lens_q, right=True)
+    seen = (document[:, None] == document).tril()
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    weights = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weights @ value).transpose(1, 2), None
+
+
+def test_beginnings_whose_tail_repeats_or_counts_padding_are_taken_or_refused_as_flash_attention_reads_them():
+    model, ids, size = make("qwen3").double(), tokens(1, 24), 17
+    transformers.AttentionInterface.register("by_beginnings", by_beginnings)
+    transformers.AttentionMaskInterface.register("by_beginnings", lambda **_: None)
+    with torch.no_grad():
+        whole, first = model(ids, use_cache=False).logits, model(ids[:, :size], use_cache=False).logits
+        model.set_attn_implementation("by_beginnings")
+        repeated, counted = (
+            model(ids, cu_seq_lens_q=told, use_cache=False).logits for told in (begun([24], 0, 0), begun([size], 7))
+        )
+        torch.testing.assert_close(repeated, whole, rtol=1e-10, atol=1e-10)  # what has no token is no document
+        torch.testing.assert_close(counted[:, :size], first, rtol=1e-10, atol=1e-10)
+        assert (counted - whole)[:, size:].abs().max() > 0.1  # padding that is counted is one more
+        model.set_attn_implementation("sdpa")
+        freeze(model, WHOLE_LAYER)
+        alone, padded = model(ids, use_cache=False).logits, torch.ones(1, 24, dtype=torch.long)
+        for told in (begun([24]), begun([24], 0, 0)):
+            assert torch.equal(model(ids, cu_seq_lens_q=told, use_cache=False).logits, alone)
+        padded[:, size:] = 0
+        for told in ({}, {"attention_mask": padded}):
+            with pytest.raises(
+                UnsupportedError, match=r"of 2 documents, padding among them .*attention_mask .*leave it"
+            ):
+                model(ids, cu_seq_lens_q=begun([size], 7, 0), use_cache=False, **told)
+        masked = model(ids, attention_mask=padded, use_cache=False).logits[:, :size]
+        told = torch.cat([torch.arange(size), torch.zeros(7, dtype=torch.long)])[None]  # padding as TRL gives it
+        apart = model(ids, position_ids=told, cu_seq_lens_q=begun([size], 7), use_cache=False).logits[:, :size]
+        short = model(ids[:, :size], use_cache=False).logits
+        torch.testing.assert_close(masked, short, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(apart, short, rtol=1e-10, atol=1e-10)
 
 
 def test_what_cannot_work_raises_before_anything_is_computed(family):

@@ -202,8 +202,10 @@ def test_assisted_tokens_are_the_greedy_ones(frozen, helper):
     assert torch.equal(generate(model, ids, torch.ones_like(ids), do_sample=False, **options), again)
 
 
-def test_an_assistant_whose_patterns_end_too_early_is_refused_before_the_first_token(frozen):
+@pytest.mark.parametrize("main", ["frozen", "ordinary"])
+def test_an_assistant_whose_patterns_end_too_early_is_refused_before_the_first_token(main, frozen):
     family, model = frozen
+    model = model if main == "frozen" else make(family)
     ids, assistant, passes = tokens(1, 9, seed=6), make(family), []
     drawn = torch.Generator().manual_seed(4)
     saf.install_(assistant, HeadSet([(1, 0)]), synthetic_patterns(1, ids.shape[1] + NEW - 2, drawn))
@@ -217,6 +219,38 @@ def test_an_assistant_whose_patterns_end_too_early_is_refused_before_the_first_t
     assert not passes
     for each in watched:
         each.remove()
+
+
+def tokenizer(size):
+    """Text of small letters by a vocabulary of them and of as many pairs as it has room for."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = [chr(97 + number) for number in range(26)]
+    pairs = [(one, other) for one in letters for other in letters][: size - 29]
+    words = ["<pad>", "<s>", "</s>", *letters, *map("".join, pairs)]
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({word: place for place, word in enumerate(words)}, pairs))
+    bpe.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("main", ["frozen", "ordinary"])
+def test_an_assistant_with_another_tokenizer_helps_up_to_its_patterns_in_its_own_tokens(main, frozen):
+    family, model = frozen
+    model, assistant = model if main == "frozen" else make(family), make(family, vocab_size=SIZES["vocab_size"] + 9)
+    freeze(assistant, HeadSet([(0, 0), (0, 1), (2, 2)]))
+    own, other = tokenizer(SIZES["vocab_size"]), tokenizer(SIZES["vocab_size"] + 9)
+    ids = own("abcdxyzbdwabc", return_tensors="pt").input_ids
+    helped = {"assistant_model": assistant, "tokenizer": own, "assistant_tokenizer": other}
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "suppress_tokens": [0, 1, 2]}
+    options["attention_mask"] = torch.ones_like(ids)
+    again = model.generate(ids, **options)
+    assistant.generation_config.num_assistant_tokens = 3
+    assert torch.equal(model.generate(ids, **helped, **options), again)
+    assistant.generation_config.num_assistant_tokens = 40
+    refused = (
+        rf"own tokenizer, its .* cover {LENGTH}: lower max_new_tokens, or num_assistant_tokens .* 40 tokens at a time"
+    )
+    with pytest.raises(InputError, match=refused):
+        model.generate(ids, **helped, **options)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

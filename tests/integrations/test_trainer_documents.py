@@ -195,3 +195,27 @@ def test_packed_documents_are_evaluated_and_trained_where_no_pass_makes_a_cache(
     losses = [each["eval_loss"] for each in run.state.log_history if "eval_loss" in each]
     assert len(losses) == (4 if "eval_strategy" in options else 0)
     assert losses[::2] == losses[1::2]
+
+
+@pytest.mark.parametrize("collator", [None, "flattening"])
+def test_packed_training_beside_checkpointing_takes_an_evaluation_with_a_cache_of_one_sequence_a_row(
+    collator, hf, tmp_path
+):
+    """transformers leaves caches out of training under checkpointing; weights stay, and so do losses between events."""
+    options = {"remove_unused_columns": False, "save_strategy": "no", "eval_strategy": "steps", "learning_rate": 0.0}
+    rows = Pieces((LENGTH, 9, LENGTH - 1)) if collator is None else Documents()
+    plain = (
+        [{"input_ids": tokens(1, LENGTH)[0], "labels": tokens(1, LENGTH)[0]}] if collator is None else Documents((9,))
+    )
+    losses = []
+    for cache in (True, False):
+        options |= CHECKPOINTING | {"use_cache": cache, "per_device_eval_batch_size": 1}
+        run = trainer(hf, tmp_path, callback(), rows=rows, **options)
+        run.eval_dataset = plain
+        run.data_collator = transformers.default_data_collator if collator is None else COLLATORS[collator]()
+        run.train()
+        assert len(frozen(run.model)) == 4
+        told = [(each.get("loss"), each.get("eval_loss")) for each in run.state.log_history]
+        losses.append([one for pair in told for one in pair if one is not None])
+    assert len(losses[0]) == 8 + 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

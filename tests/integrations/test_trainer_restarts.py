@@ -191,16 +191,28 @@ def test_training_goes_on_for_longer_after_an_event_whose_moment_was_a_share(hf,
     assert len(frozen(again.model)) == 4
 
 
-def test_other_calibration_sequences_than_a_checkpoint_had_are_told(hf, tmp_path):
-    run = trainer(hf, tmp_path, callback(), Killed(3))
-    with pytest.raises(KeyboardInterrupt):
-        run.train()
+def test_other_calibration_sequences_than_a_checkpoint_had_are_told_while_an_event_is_to_come(hf, tmp_path):
+    schedule = saf.Gradual(2, 4, groups=2)
+    trainer(hf, tmp_path, callback(schedule)).train()
+
+    def others(length=LENGTH):
+        return FreezeCallback(CONFIG, [tokens(length=length, seed=9)], schedule)
+
+    for update in (2, 4):  # with all events to come, and with the last one
+        checkpoint = str(tmp_path / f"checkpoint-{update}")
+        with pytest.warns(SafWarning, match="other calibration or held-out sequences"):
+            trainer(hf, tmp_path / "others", others(), save_strategy="no").train(resume_from_checkpoint=checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SafWarning)
-        trainer(hf, tmp_path / "same", callback()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    others = FreezeCallback(CONFIG, [tokens(seed=9)], saf.OneTime(0.5))
-    with pytest.warns(SafWarning, match="other calibration or held-out sequences"):
-        trainer(hf, tmp_path / "others", others).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        # After the last event the patterns that there are say how long rows may be.
+        for made, update in ((callback(schedule), 2), (others(), 6), (others(7), 6)):
+            run = trainer(hf, tmp_path / "same", made, save_strategy="no")
+            run.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{update}"))
+            assert len(frozen(run.model)) == 4
+    longer = [{name: torch.cat([ids, ids[:1]]) for name, ids in run.train_dataset[0].items()}]
+    run = trainer(hf, tmp_path / "same", others(7), rows=longer, save_strategy="no")
+    with pytest.raises(InputError, match=rf"rows of {LENGTH + 1} tokens .*, {LENGTH}, which the patterns"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
 LONGER = {

@@ -273,15 +273,54 @@ def test_a_model_around_the_one_that_heads_were_frozen_through_warns_when_it_is_
     assert len(adapter_for(opened(tmp_path / "pruned")).heads("pruned")) == 1
 
 
-def test_from_config_refuses_the_configuration_of_frozen_heads(tmp_path):
+def test_from_config_and_weights_without_a_folder_refuse_the_configuration_of_frozen_heads(tmp_path):
     model = make("llama")
     freeze(model)
     config = copy.deepcopy(model.config)
     with pytest.raises(UnsupportedError, match=r"open its folder by from_pretrained; .*del config\.saf"):
         transformers.AutoModelForCausalLM.from_config(config)
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedError, match=r"in its folder, not in a state_dict: .*del config\.saf.*saf\.load"):
+        type(model).from_pretrained(None, config=config, state_dict=weights)
+    model.save_pretrained(tmp_path)
     del config.saf
+    built = type(model)(config).eval()
+    with pytest.warns(SafWarning, match="load the state dict of the frozen model now"):
+        saf.load(built, tmp_path)
+    built.load_state_dict(weights)
+    assert torch.equal(logits(built), logits(model))
+    plain = make("llama").state_dict()
+    assert torch.equal(
+        logits(type(model).from_pretrained(None, config=config, state_dict=plain).eval()), logits(make("llama"))
+    )
     built = transformers.AutoModelForCausalLM.from_config(config)
     assert built.num_parameters() == make("llama").num_parameters()
+
+
+def test_a_class_that_calls_its_layers_otherwise_is_refused_by_the_class_that_was_saved(tmp_path):
+    model, config = make("llama"), make("llama").config
+    freeze(model)
+    model.save_pretrained(tmp_path / "causal")
+    told = r"saved of LlamaForCausalLM .* LlamaForQuestionAnswering finds none .* 'transformer\.layers\.0\.self_attn'"
+    with pytest.raises(UnsupportedError, match=rf"{told}.* Open .* by LlamaForCausalLM, .*TokenClassification.*=2 has"):
+        transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "causal")
+    scores = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "causal", num_labels=2)
+    part = transformers.AutoModel.from_pretrained(tmp_path / "causal")
+    with torch.no_grad():
+        hidden = [each(tokens(2), use_cache=False).last_hidden_state for each in (scores.model, part, model.model)]
+        assert scores(tokens(2), use_cache=False).logits.shape[-1] == 2
+    assert torch.equal(hidden[0], hidden[2])
+    assert torch.equal(hidden[1], hidden[2])
+    answers = transformers.LlamaForQuestionAnswering(config)
+    freeze(answers)
+    answers.save_pretrained(tmp_path / "answers")
+    again = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "answers")
+    with torch.no_grad():
+        found, expected = (each.eval()(tokens(2), use_cache=False).start_logits for each in (again, answers))
+    assert torch.equal(found, expected)
+    for other in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        with pytest.raises(UnsupportedError, match=r"Open the folder by LlamaForQuestionAnswering$"):
+            other.from_pretrained(tmp_path / "answers")
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path):

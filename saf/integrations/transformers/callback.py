@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
+from saf.adapters.transformers_entrance import covered
 from saf.adapters.transformers_folder import mark_of
 from saf.arguments import check
 from saf.calibration.capture import check_vocabulary
@@ -209,8 +210,7 @@ class FreezeCallback(Editing, ExportableState):
                 f"a Trainer's checkpoint of a {type(model).__name__} does not hold the weights that heads are rows of, "
                 "as that of LoRA, which holds adapters alone; merge them first (merge_and_unload of peft)"
             )
-        precision = "bf16" if args.bf16 else "fp32"
-        execution = Execution(torch.device(args.device), precision, compile=False)
+        execution = Execution(torch.device(args.device), "bf16" if args.bf16 else "fp32", compile=False)
         settings = _Settings(freeze=self.config, schedule=self.schedule)
         self._check(args, state, execution)
         check_editable(model, optimizer)
@@ -225,7 +225,6 @@ class FreezeCallback(Editing, ExportableState):
         if stored is None:  # others were checked when they began
             check_heads_of(model, self.config)
         updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
-        warn_of_others(stored, task.sum())
         adapter = adapter_for(model)
         check_vocabulary(adapter, [*task.batches, *task.held_out])
         if task.held_out or "gates" in self.config.needs:
@@ -233,12 +232,13 @@ class FreezeCallback(Editing, ExportableState):
         layouts = [site.layout for site in adapter.sites()]
         if stored is None:
             check_room(self.config, layouts)
-        self._expect(updates, sum(layout.num_heads for layout in layouts), task)
+        proposer = start_proposer(settings, layouts, updates=updates, state=stored and stored["schedule"])
+        assert proposer is not None
+        warn_of_others(stored, task.sum(), proposer)
+        heads = sum(layout.num_heads for layout in layouts)
+        self._expect(updates, heads, task, covered(model) if proposer.finished else None)
         check_packing(self.trainer)
         check_evaluation(self.trainer, self.longest)
-        left = None if stored is None else stored["schedule"]
-        proposer = start_proposer(settings, layouts, updates=updates, state=left)
-        assert proposer is not None
         folder = Path(args.output_dir)
         self._training = _Training(
             model=model,
@@ -364,16 +364,17 @@ class FreezeCallback(Editing, ExportableState):
                 "logging_strategy='steps'"
             )
 
-    def _expect(self, updates: int, heads: int, task: _Sequences) -> None:
+    def _expect(self, updates: int, heads: int, task: _Sequences, fitted: int | None) -> None:
         """Say from when on, in `updates` updates, a model of so many heads takes what rows alone.
 
-        Raises InputError for held-out sequences whose loss could not be told then.
+        Once no event is to come, patterns cover as many positions as are `fitted`. Raises InputError for held-out
+        sequences whose loss could not be told then.
         """
         edits, length = self.config.requested(heads) > 0, task.batches[0].shape[-1]
         self.first = (self.schedule.first_update(updates) or 0) if edits else None
-        self.longest = length if edits and self.config.operation == "freeze" else None
+        self.longest = (fitted or length) if edits and self.config.operation == "freeze" else None
         most = max((ids.shape[-1] for ids in task.held_out), default=0) - 1  # the last token is a target alone
-        if self.longest is not None and most > self.longest:
+        if self.longest is not None and fitted is None and most > self.longest:
             raise InputError(f"heldout: {longer('sequences', most, self.longest)}")
 
     def _settings(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ transformers builds a model from its configuration, without weights, then fills 
 and keys, so the empty model is cut to the shapes of the file in between, and told of its heads once it is filled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import cache, wraps
 from pathlib import Path
@@ -30,6 +30,10 @@ _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "
 """Arguments of `from_pretrained` that say where files lie."""
 _TOLD = "saf"
 """The name in an attention layer of what tells, and later holds, its heads."""
+_HOLDER = f".{_TOLD}.{LAYOUT}"
+"""How names of weights that tell a layer's heads end."""
+_ANSWERS = "ForQuestionAnswering"
+"""How classes end that in some families call their decoder otherwise than the others do."""
 _OPENS: ContextVar[bool] = ContextVar("opens", default=False)
 """Whether a folder is being opened here: some classes build the model inside them by `from_config`."""
 
@@ -59,26 +63,34 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             # As Auto classes do it, which find the model themselves.
             given = options.get("adapter_kwargs") or {}
             name, options["adapter_kwargs"] = base, {"_adapter_model_path": name, **given}
+        if name is None and mark_of(config) is not None:
+            raise UnsupportedError(
+                "the configuration is that of a model with frozen or pruned heads, whose patterns are in its folder, "
+                "not in a state_dict: give from_pretrained the folder; or build an ordinary model (del config.saf), "
+                "give it the heads by saf.load(model, folder), then the weights by model.load_state_dict(state_dict)"
+            )
         if name is None or not _is_marked(cls, name, config, options):
             return ordinary(cls, name, *model_args, config=config, **options)
         if options.get("quantization_config") is not None:
             raise UnsupportedError(
                 "a folder with frozen heads is opened in its own weights; quantise the model once it is open"
             )
+        told = options.pop("output_loading_info", False)
         folder = _folder(name, options)
         state = read_json(folder / STATE, error=CheckpointError)
         check_sums(folder, state)
         tensors = read_tensors(folder / TENSORS, error=CheckpointError)
         shaped, token = _shaped(cls, state, tensors), _OPENS.set(True)
         try:
-            opened = ordinary(shaped, name, *model_args, config=config, **options)
+            opened = ordinary(shaped, name, *model_args, config=config, output_loading_info=True, **options)
         finally:
             _OPENS.reset(token)
-        model = opened[0] if isinstance(opened, tuple) else opened
+        model, found = opened
         if type(model) is shaped:  # with an adapter of peft it was told before
+            _check_names(model, name, found["missing_keys"])
             model.__class__ = cls
             _tell_(model, state, tensors)
-        return opened
+        return opened if told else model
 
     return from_pretrained
 
@@ -182,6 +194,23 @@ def _shaped(cls: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         "__doc__": cls.__doc__,
     }
     return type(cls.__name__, (cls,), names)
+
+
+def _check_names(model: Any, name: Any, missing: Collection[str]) -> None:
+    """Raise UnsupportedError where a model's class looks for layers with heads by other names than a folder's."""
+    own, state = type(model).__name__, model.state_dict()
+    layers = [key.removesuffix(_HOLDER) for key in state if key.endswith(_HOLDER)]
+    if not layers or not {key for key in state if key.startswith(tuple(layers))} <= set(missing):
+        return
+    made = next(iter(model.config.architectures or ()), "another class")
+    scores = (
+        ", by AutoModel, or by AutoModelForTokenClassification, which with num_labels=2 has the same two scores a token"
+    )
+    raise UnsupportedError(
+        f"{name} was saved of {made} with frozen or pruned heads, and {own} finds none of their layers there, which it "
+        f"calls {layers[0]!r} and the like: all of its weights would be drawn anew. Open the folder by {made}"
+        f"{scores if own.endswith(_ANSWERS) and not made.endswith(_ANSWERS) else ''}"
+    )
 
 
 def _tell_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import DataCollatorWithFlattening
 
 from saf.adapters.transformers_mask import (
@@ -38,7 +40,11 @@ def check_packing(trainer: Any) -> None:
             f"{type(collator).__name__} packs documents into one row, and with frozen heads compiled code attends to "
             "one sequence a row: leave torch_compile out, or pad each document in a row of its own"
         )
-    if _caches(trainer):
+    # A batch of one row is one document there; other collators may get rows that are packed already.
+    flat, args = isinstance(collator, DataCollatorWithFlattening), trainer.args
+    trains = _trains_on(trainer) and not (flat and args.per_device_train_batch_size == 1)
+    evaluates = _evaluates(trainer) and not (flat and args.per_device_eval_batch_size == 1)
+    if (trains and _caches(trainer, training=True)) or (evaluates and _caches(trainer, training=False)):
         raise UnsupportedError(
             f"{type(collator).__name__} packs documents into one row, and in passes with a cache, which use_cache=True "
             "of the model's configuration asks for, transformers takes such a row for one sequence: leave use_cache "
@@ -50,13 +56,13 @@ def check_packing(trainer: Any) -> None:
         raise UnsupportedError(beyond_window(max(lengths), window))
 
 
-def _caches(trainer: Any) -> bool:
-    """Return whether passes of training, or of evaluations during it, make a cache once heads are edited."""
-    if not getattr(getattr(trainer.model, "config", None), "use_cache", False):
-        return False
+def _caches(trainer: Any, *, training: bool, asked: bool | None = None) -> bool:
+    """Return whether passes of training, or else of evaluations, make a cache; they are `asked` to, or the model is."""
+    if asked is None:
+        asked = bool(getattr(getattr(trainer.model, "config", None), "use_cache", False))
     # With it transformers leaves caches out of training.
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
-    return _evaluates(trainer) or (_trains_on(trainer) and not checkpointing)
+    return asked and not (training and checkpointing)
 
 
 def _trains_on(trainer: Any) -> bool:
@@ -75,19 +81,28 @@ def _evaluates(trainer: Any) -> bool:
 def check_evaluation(trainer: Any, longest: int | None) -> None:
     """Raise InputError where an evaluation that follows an edit has a first row of more than `longest` tokens.
 
-    Lists and data sets are looked at, in front of a collator of transformers, which leaves rows as long as they are;
-    others are refused when they come.
+    Raises UnsupportedError for a first row of packed documents where evaluations make a cache. Lists and data sets are
+    looked at, in front of a collator of transformers, which leaves rows as long as they are; others are refused when
+    they come.
     """
     collator, given = trainer.data_collator, trainer.eval_dataset
     origin = getattr(collator, "__module__", type(collator).__module__)
-    if longest is None or not _evaluates(trainer) or origin.partition(".")[0] != "transformers":
+    if not _evaluates(trainer) or origin.partition(".")[0] != "transformers":
         return
-    for rows in given.values() if isinstance(given, dict) else [given]:
+    caches = _caches(trainer, training=False) and not isinstance(collator, DataCollatorWithFlattening)
+    sets: list[Any] = list(given.values()) if isinstance(given, dict) else [given]
+    for rows in sets:
         indexed = isinstance(rows, list) or (hasattr(rows, "column_names") and hasattr(rows, "__getitem__"))
-        first = rows[0] if indexed and len(rows) else None
-        if not isinstance(first, Mapping) or "position_ids" in first:  # packed beforehand, of shorter documents
+        readable = indexed or (caches and hasattr(rows, "__len__") and issubclass(type(rows), Dataset))
+        first: Any = rows[0] if readable and len(rows) else None
+        if not isinstance(first, Mapping):
             continue
-        if (length := len(first.get("input_ids", ()))) > longest:
+        if "position_ids" in first:  # packed beforehand, of shorter documents
+            if caches:
+                positions, mask = torch.as_tensor(first["position_ids"]).view(1, -1), first.get("attention_mask")
+                mask = None if mask is None else torch.as_tensor(mask).view(1, -1)
+                check_one_sequence_a_row(positions, mask, positions.shape[-1])
+        elif indexed and longest is not None and (length := len(first.get("input_ids", ()))) > longest:
             raise InputError(f"in evaluations {longer('rows', length, longest)}")
 
 
@@ -133,11 +148,11 @@ def _looking(trainer: Any, step: Callable[..., Any], follows: Callable[[Any], bo
     """Return a step of a Trainer that looks at the passes it makes, where such ones follow an edit."""
     names = tuple(inspect.signature(type(trainer.model).forward).parameters)[1:]
 
-    def look(called: Any, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def look(called: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at a pass."""
         if follows(trainer):
             told = dict(zip(names, positional, strict=False)) | given
-            _check_pass(trainer, told, compiled=uncompiled(called) is not called)
+            _check_pass(trainer, told, compiled=uncompiled(called) is not called, training=called.training)
 
     @wraps(step)
     def looking(model: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -151,7 +166,7 @@ def _looking(trainer: Any, step: Callable[..., Any], follows: Callable[[Any], bo
     return looking
 
 
-def _check_pass(trainer: Any, given: dict[str, Any], *, compiled: bool) -> None:
+def _check_pass(trainer: Any, given: dict[str, Any], *, compiled: bool, training: bool) -> None:
     """Raise what `watched` tells for the tokens `[B, T]` of a pass, its positions, its mask and its cache."""
     positions, mask, cache = (given.get(name) for name in ("position_ids", "attention_mask", "past_key_values"))
     if isinstance(mask, Mapping):  # made by hand for each kind of layer; attention looks at them
@@ -162,10 +177,10 @@ def _check_pass(trainer: Any, given: dict[str, Any], *, compiled: bool) -> None:
     rows = given.get("inputs_embeds") if rows is None else rows
     window = window_of(getattr(trainer.model, "config", None))
     past = 0 if cache is None else int(cache.get_seq_length())
-    caches = _caches(trainer) if given.get("use_cache") is None else given["use_cache"]
+    caches = _caches(trainer, training=training, asked=given.get("use_cache"))
     alone = compiled or mask is not None or cache is not None or caches
     if positions is None and rows is not None:
-        check_begins(given.get("cu_seq_lens_q"), len(rows))
+        check_begins(given.get("cu_seq_lens_q"), rows)
     if positions is not None and alone:
         check_one_sequence_a_row(positions, mask, past + positions.shape[-1], compiled=compiled)
     elif positions is not None and window is not None:

@@ -13,6 +13,7 @@ from saf.adapters.transformers_folder import mark_of
 from saf.errors import InputError, SafError, SafWarning
 from saf.heads import EDITED, HeadSet
 from saf.records.events import EventRecord
+from saf.schedules import Proposer
 from saf.surgery import uninstall_
 
 PROGRESS = "progress"
@@ -75,9 +76,12 @@ def stored_in(state: TrainerState, name: str) -> dict[str, Any] | None:
     return None if kept is None else kept["attributes"][PROGRESS]
 
 
-def warn_of_others(stored: dict[str, Any] | None, found: str) -> None:
-    """Warn where calibration and held-out sequences, of this sum, are others than a checkpoint's training had."""
-    if stored is not None and stored.get("sequences", found) != found:
+def warn_of_others(stored: dict[str, Any] | None, found: str, proposer: Proposer) -> None:
+    """Warn where calibration and held-out sequences, of this sum, are others than a checkpoint's training had.
+
+    Once no event comes any more nothing is measured on them.
+    """
+    if stored is not None and stored.get("sequences", found) != found and not proposer.finished:
         warnings.warn(
             "the checkpoint was trained with other calibration or held-out sequences of FreezeCallback: what events "
             "measure from here on is of those given now, and training does not go on as it would have",
