@@ -192,6 +192,22 @@ def test_what_a_compiling_update_takes_is_foreseen(settings, now, monkeypatch):
     assert (made[1].expected_seconds, made[1].compile_seconds) == (2.0, 28.0), "by what the parent tells"
 
 
+def test_an_update_that_compiled_counts_before_it_is_known_what_of_it_was_compiling(reference, now, monkeypatch):
+    """Where compiling is free, the one behind a late event, 2 s of training and 28 s of compiling, is the last."""
+
+    class Compiling(saf.train.updater.Updater):
+        def compile_(self):
+            super().compile_()
+            self.compiling = True
+
+    monkeypatch.setattr(saf.train.start, "Updater", Compiling)
+    now.event, now.update = 0.0, chain((30.0,), repeat(2.0, 4), (30.0,), repeat(2.0))
+    now.checkpoint = 0.0
+    result = pretrain(arm(reference, "late", freeze=FREEZE, schedule=OneTime(at=11), match_clock="warm", save_every=0))
+    assert result["updates"] == 12
+    assert result["time"]["parts"]["training"] == 10.0, "of the last one nothing tells what was training"
+
+
 def test_a_run_that_used_more_than_it_may_is_refused_and_a_little_is_told(settings, now):
     asked = {"eval_every": 0, "save_every": 0, "lr_by": "elapsed"}
     small = settings("small", time_budget_seconds=1.0, **asked)
