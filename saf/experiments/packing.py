@@ -124,9 +124,10 @@ class Packing:
                 packed.append([])
                 if not fits([run], len(packed) - 1):
                     takes = duration(seconds([run], len(packed) - 1))
+                    shorter = ", or ask for shorter runs (--tokens)" if plan.scale.resizable else ""
                     raise InputError(
                         f"{run.title} takes {takes} with the runs that it goes on from, more than a budget of "
-                        f"{duration(self.budget or 0)}; allow more minutes, or ask for shorter runs (--tokens)"
+                        f"{duration(self.budget or 0)}; allow more minutes{shorter}"
                     )
             packed[-1].append(run)
 

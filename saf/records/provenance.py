@@ -31,9 +31,15 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
+_DECIDING = ("saf", "recipes")
+"""Folders of a checkout whose files decide what is computed: the package, and what its tables are of."""
+
+
 @cache
 def commit() -> str | None:
     """Return the commit of the checkout the package runs from, "+" appended when it was edited; None outside one.
+
+    Edited is what has files in `saf` or `recipes` that are changed, new or gone.
 
     It is that of when a process first asked, which has loaded its modules by then: what is edited later did not run.
     """
@@ -42,7 +48,7 @@ def commit() -> str | None:
         return None
     try:
         head = _git(root, "rev-parse", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "--", "saf") else "")
+        return head + ("+" if _git(root, "status", "--porcelain", "--", *_DECIDING) else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -154,7 +154,7 @@ def _check_moment(config: TrainConfig, *, start: int, updates: int) -> None:
         return
     if moment >= last:
         raise InputError(
-            f"at match_speed={config.match_speed:g} the arm does {updates} updates from {start} on and ends after "
+            f"with match_speed={config.match_speed:g} the arm does {updates} updates from {start} on and ends after "
             f"update {last}, and its first event would come after update {moment}, since moments are shares of "
             f"updates={config.updates}: nothing would train on behind it. Choose one before update {last} "
             f"({setting_of_moment(config.schedule)})"

@@ -101,9 +101,13 @@ class Clock:
             self._undecided.append(seconds)
             self._move(seconds, "training", "compilation")
         elif self._undecided:
-            self._move(sum(min(seconds, each) for each in self._undecided), "compilation", "training")
+            self._move(self.undecided_training(seconds), "compilation", "training")
             self._undecided = []
         self.count()
+
+    def undecided_training(self, seconds: float) -> float:
+        """Return what compilation holds of training where updates take so many `seconds`: the next one moves it."""
+        return sum(min(seconds, each) for each in self._undecided)
 
     def count(self) -> None:
         """Let what was booked until now count, as an update or an event has come of it."""

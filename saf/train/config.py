@@ -11,7 +11,14 @@ from saf.freezing.config import FreezeConfig, fits_nothing
 from saf.machine.execution import Compile, Device, Precision
 from saf.models import PRESETS
 from saf.ops.live import KERNELS
-from saf.schedules import SCHEDULES, OneTime, Schedule, schedule_from_dict, schedule_to_dict
+from saf.schedules import (
+    SCHEDULES,
+    OneTime,
+    Schedule,
+    schedule_from_dict,
+    schedule_to_dict,
+    setting_of_moment,
+)
 from saf.settings import FLAT, OneKindOf, OneOf, documented
 from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
 from saf.train.sharing import ParallelKind
@@ -226,12 +233,13 @@ class TrainConfig:
         self._require("match_time", self.parent is not None, "left out without a parent, where the seconds begin")
         self._require("time_budget_seconds", self.time_budget_seconds is None, "None with match_time, which sets it")
         self._require("fresh", not self.fresh, "False with match_time, whose reference went through the parent")
-        follows = self.freeze is None or self.freeze_update is None or self.freeze_update < self.updates
+        if self.freeze is None or self.schedule is None:
+            return
         self._require(
             "schedule",
-            follows,
-            f"one whose first event (freeze_at) comes before the end, updates={self.updates}, with match_time: nothing "
-            "is matched where nothing trains on behind it",
+            self.freeze_update is None or self.freeze_update < self.updates,
+            f"one whose first event ({setting_of_moment(self.schedule)}) comes before the end, updates={self.updates}, "
+            "with match_time: nothing is matched where nothing trains on behind it",
         )
 
     def _require(self, name: str, usable: bool, expected: str) -> None:

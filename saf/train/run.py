@@ -122,8 +122,10 @@ class Run:
     def _used(self) -> float:
         """Return the share of the allowance that is used once the next update is done."""
         assert self.allowance is not None
-        compiling = self.updater.compile_seconds if self.updater.compiling else 0.0
-        expected = {"training": self.updater.expected_seconds, "compilation": compiling}
+        one, compiling = self.updater.expected_seconds, self.updater.compile_seconds if self.updater.compiling else 0.0
+        # Part of what the last update took is still booked as compilation, which may weigh less.
+        moved = self.clock.undecided_training(one)
+        expected = {"training": one + moved, "compilation": compiling - moved}
         used = self.allowance.used(parts=self.clock.parts, expected=expected, updates=self.update - self.start)
         return self.updater.parallel.first(used)  # clocks differ, and all must stop at the same update
 

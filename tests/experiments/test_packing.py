@@ -122,6 +122,14 @@ def test_limits_that_leave_no_time_are_refused(family, limits, expected):
         Packing(seconds=seconds, **limits).stays(list(family.runs.values()), family, nothing_lost)
 
 
+@pytest.mark.parametrize(("scale", "advice"), [("small", ", or ask for shorter runs (--tokens)"), ("smoke", "")])
+def test_shorter_runs_are_advised_where_a_scale_has_them(recipe, scale, advice):
+    made = plan({"one": recipe}, SCALES[scale], data="data", seeds=(1,))
+    with pytest.raises(InputError) as caught:
+        Packing(seconds=seconds, budget=300.0).stays(list(made.runs.values()), made, nothing_lost)
+    assert str(caught.value).endswith(f"a budget of 5m 00s; allow more minutes{advice}")
+
+
 def test_a_run_of_several_events_is_compiled_by_layers(recipe):
     """Its first event compiles a model's layouts, later ones new layouts alone; runs beside it are those of others."""
     gradual = {"freeze.rate": 0.25, "schedule": "gradual", "schedule.gradual.groups": 10}

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from saf.records import paper
-from tests.paper_source import environment
+from tests.paper_source import Cell, environment
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,17 @@ def test_the_larger_model(text):
     assert "25% replacement increases perplexity by 0.507%" in text.replace("\\%", "%")
     assert "At 50%, perplexity increases by 2.027%" in text.replace("\\%", "%")
     assert (paper.perplexity("1b", 8192, 0.25).text, paper.perplexity("1b", 8192, 0.5).text) == ("+0.507%", "+2.027%")
+
+
+def test_updates_of_finetuning(text):
+    for task, name in {"sst2": "SST-2", "boolq": "BoolQ", "quality": "QuALITY 16K"}.items():
+        for rate in (0.25, 0.5):
+            ratio, peak = (
+                Cell("tab:downstream-details", (f"{name}, fixed {rate:.0%}",), column).read(text) for column in (5, 6)
+            )
+            assert paper.finetuning(task, rate).text == f"{ratio}×"
+            assert paper.finetuning(task, rate, memory=True).text == f"{peak}%"
+    assert paper.finetuning("sst2", 0.1) is None
 
 
 def test_prefill(text):

@@ -12,6 +12,8 @@ import saf.train.events
 import saf.train.loop as loop
 import saf.train.run
 import saf.train.updater
+from saf.cli.command import in_flags
+from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.evaluate.compare import compare_runs
 from saf.freezing.config import FreezeConfig
@@ -191,6 +193,22 @@ def test_what_a_compiling_update_takes_is_foreseen(settings, now, monkeypatch):
     assert (made[1].expected_seconds, made[1].compile_seconds) == (2.0, 28.0), "by what the parent tells"
 
 
+def test_an_update_that_compiled_counts_before_it_is_known_what_of_it_was_compiling(reference, now, monkeypatch):
+    """Where compiling is free, the one behind a late event, 2 s of training and 28 s of compiling, is the last."""
+
+    class Compiling(saf.train.updater.Updater):
+        def compile_(self):
+            super().compile_()
+            self.compiling = True
+
+    monkeypatch.setattr(saf.train.start, "Updater", Compiling)
+    now.event, now.update = 0.0, chain((30.0,), repeat(2.0, 4), (30.0,), repeat(2.0))
+    now.checkpoint = 0.0
+    result = pretrain(arm(reference, "late", freeze=FREEZE, schedule=OneTime(at=11), match_clock="warm", save_every=0))
+    assert result["updates"] == 12
+    assert result["time"]["parts"]["training"] == 10.0, "of the last one nothing tells what was training"
+
+
 def test_a_run_that_used_more_than_it_may_is_refused_and_a_little_is_told(settings, now):
     asked = {"eval_every": 0, "save_every": 0, "lr_by": "elapsed"}
     small = settings("small", time_budget_seconds=1.0, **asked)
@@ -222,8 +240,9 @@ def test_an_arm_by_its_own_clock_that_used_more_than_was_left_is_refused(referen
 
 def test_moments_of_an_arm_by_its_own_clock(reference, now):
     """They are shares of updates, of which an arm may do fewer than its reference."""
-    with pytest.raises(InputError, match=r"schedule must be one whose first event .* before the end, updates=12"):
-        arm(reference, "never", freeze=FREEZE, schedule=OneTime(at=1.0))
+    for schedule, name in ((OneTime(at=1.0), "freeze_at"), (Gradual(begin=12, end=12), "schedule.gradual.begin")):
+        with pytest.raises(InputError, match=rf"one whose first event \({name}\) comes before the end, updates=12"):
+            arm(reference, "never", freeze=FREEZE, schedule=schedule)
     now.update = 4.0
     config = arm(reference, "late", freeze=FREEZE, schedule=OneTime(at=11))
     with pytest.raises(InputError, match=r"after update 9, before its freezing point at update 11: .*step-9, is kept"):
@@ -309,8 +328,9 @@ def test_a_speed_stands_in_the_file_that_it_is_said_to_be_from(reference, now, t
 def test_a_moment_that_a_measured_speed_never_reaches_is_refused_at_the_start(reference, now, speed, moment, told):
     given = {"match_speed": speed, "match_speed_source": "x", "freeze": FREEZE}
     config = arm(reference, "late", schedule=OneTime(at=moment), **given)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=told) as caught:
         pretrain(config)
+    assert in_flags(str(caught.value), Pretrain).startswith("with --match-speed=0.5 the arm does 3 updates")
     assert not Path(config.out).exists()
     assert pretrain(replace(config, schedule=OneTime(at=8)))["updates"] == 9
 
