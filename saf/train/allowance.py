@@ -94,10 +94,15 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         charged = result["updates"] * config.match_charge_seconds / PAPER_SECONDS
         updates = int(config.match_speed * (left - charged))
         if updates < 1:
+            cost = (
+                f", and match_charge_seconds={config.match_charge_seconds:g} of the paper's 187.65 minutes cost "
+                f"{charged:,.1f} of them; charge less, or start"
+                if charged
+                else "; start"
+            )
             raise InputError(
                 f"what {reference.folder} had left buys no update at a speed of {config.match_speed:g}: it had "
-                f"{left:,} left, and match_charge_seconds={config.match_charge_seconds:g} of the paper's 187.65 "
-                f"minutes cost {charged:,.1f} of them; charge less, or start from an earlier checkpoint"
+                f"{left:,} left{cost} from an earlier checkpoint"
             )
         _check_moment(config, start=checkpoint.update, updates=updates)
         allowance = Allowance(updates=updates)

@@ -355,8 +355,12 @@ def test_a_reference_is_an_ordinary_run_of_as_many_updates(reference, settings, 
             {"match_speed": 1.1, "match_speed_source": "x", "match_charge_seconds": PAPER_SECONDS / 2},
             r"buys no update at a speed of 1.1: it had 6 left, and .* cost 6\.0 of them; charge less",
         ),
+        (
+            {"match_speed": 0.1, "match_speed_source": "x"},
+            r"buys no update at a speed of 0.1: it had 6 left; start from an earlier checkpoint",
+        ),
     ],
-    ids=["seconds", "speed"],
+    ids=["seconds", "speed", "speed of nothing charged"],
 )
 def test_an_arm_that_its_event_leaves_no_update_is_none(reference, now, given, told):
     """The event's checkpoint alone is not what an arm at matched time trained."""
