@@ -194,6 +194,9 @@ ENTRIES = {
     "prefill-b64": Entry(120, f"saf bench prefill --points 8192x64 --pairs 4 {PAIRED}"),
     "prefill-b64-16k": Entry(120, f"saf bench prefill --points 16384x64 --pairs 3 --no-free {PAIRED}"),
     "memory-4k": Entry(50, f"saf bench update --points 4096x8x2 --rates 0.25 0.5 {PEAKS} --workers 3"),
+    "memory-4k-layers": Entry(
+        80, f"saf bench update --points 4096x8x2 --rates 0.25 {PEAKS} --workers 1 --compile layers"
+    ),
     "calibration-124m": Entry(30, "saf bench calibration --dense-layers 4 --statistics {statistics}"),
     "calibration-1b": Entry(40, "saf bench calibration --model 1b --dense-layers 1 --repeats 3"),
     "calibration-long": Entry(
