@@ -83,19 +83,21 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
     """Yield the tables of each recipe that one store has a record of, at each scale, with the plan of its own seeds."""
     store = Store(folder).open(write=False)
     recipes = open_recipes() if recipes is None else recipes
-    records = store.every_record()
+    records, recorded, examples = store.every_record(), store.recorded(), store.examples()
+    measures = any(folder.glob("measurements/*.json"))
     alone: set[tuple[str, str]] = set()
     for name in sorted({str(record["settings"]["scale"]) for record in records}):
         own = [record for record in records if record["settings"]["scale"] == name]
         data = data_of(own)
         seeds = sorted({int(record["settings"]["seed"]) for record in own})
         for fingerprint in data:
-            made = plan(recipes, scale_of(name, store), data=fingerprint, seeds=seeds, examples=store.examples())
+            made = plan(recipes, scale_of(name, store), data=fingerprint, seeds=seeds, examples=examples)
             found: list[tuple[Rendered, Plan, set[str]]] = []
             for title, recipe in recipes.items():
-                kept = {seed for (of, _, seed), key in made.arms.items() if of == title and store.records(key)}
+                there = {(arm, seed) for (of, arm, seed), key in made.arms.items() if of == title and key in recorded}
                 matched = made.scale.speeds is None or any(arm.match for arm in recipe.arms)
-                if not matched or (recipe.arms and not kept):
+                # One arm, such as a parent that other recipes share, is no table.
+                if not matched or (recipe.arms and len({arm for arm, _ in there}) <= (0 if measures else 1)):
                     continue
                 at = made.scale if recipe.arms else scale_named(made.scale.base)  # without arms there is no length
                 if (title, at.name) in alone:
@@ -103,13 +105,14 @@ def _rendered(folder: Path, recipes: dict[str, Recipe] | None) -> Iterator[tuple
                 alone |= set() if recipe.arms else {(title, at.name)}
                 # Each with its own seeds: what another recipe was run with is not lacking here.
                 one = {title: recipe}
-                of = plan(one, at, data=fingerprint, seeds=sorted(kept) or seeds, examples=store.examples())
+                kept = sorted({seed for _, seed in there}) or seeds
+                of = plan(one, at, data=fingerprint, seeds=kept, examples=examples)
                 rendered = render(title, recipe, of, store, plan_measurements(one, of))
                 # Arms of its lesser table alone are no table.
                 if (recipe.columns and len(rendered.ran) > 1 and any(rendered.headline())) or rendered.measured:
                     names = {arm.name for arm in rendered.ran}
                     keys = {key for (_, arm, _), key in of.arms.items() if arm in names}
-                    found.append((rendered, of, {key for key in keys if store.records(key)}))
+                    found.append((rendered, of, keys & recorded))
             yield from _unlike(found)
 
 

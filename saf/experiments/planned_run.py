@@ -218,7 +218,10 @@ def run_key(
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_USUAL = FreezeConfig()
+
+
 def _is_default(name: str, value: Any) -> bool:
     """Return whether a setting of freezing is what it would be anyway, so that writing it down makes no other run."""
     group, _, field_name = name.partition(".")
-    return group == "freeze" and field_name != "rate" and getattr(FreezeConfig(), field_name, None) == value
+    return group == "freeze" and field_name != "rate" and getattr(_USUAL, field_name, None) == value

@@ -103,6 +103,10 @@ class Store:
         again = sorted(path for path in first.parent.glob(f"{key}-*.json"))
         return [self._read(path, key) for path in (*([first] if first.exists() else ()), *again)]
 
+    def recorded(self) -> frozenset[str]:
+        """Return the keys of all runs that have a record, which is not read."""
+        return frozenset(path.stem.partition("-")[0] for path in self.folder.glob("records/*.json"))
+
     def _read(self, path: Path, key: str) -> dict[str, Any]:
         """Return one record of a run."""
         record = read_result(path, advice=ADVICE)

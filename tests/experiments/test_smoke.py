@@ -22,6 +22,7 @@ from saf.records.files import read_json
 from saf.train.checkpoint import checkpoint_hash
 from saf.train.loop import EXIT_STOPPED
 
+pytestmark = pytest.mark.slow
 RECIPES = open_recipes()
 if find_spec("lm_eval") is None:
     del RECIPES["qwen_zeroshot"]  # what it measures needs the extra `eval`

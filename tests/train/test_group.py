@@ -43,7 +43,10 @@ STORIES = {
 KINDS = ("ddp", "fsdp")
 SHAPE = {"num_layers": 2, "num_heads": 4, "hidden_size": 32}
 
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed"),
+]
 
 
 def config(folder: str, name: str, settings: dict, **changes) -> TrainConfig:
