@@ -12,8 +12,6 @@ EXTRAS := dev,hf,data,triton,eval
 CODE := saf tests tools $(wildcard examples recipes)
 PYTEST_ARGS ?=
 WORKERS ?= 2
-# A file is one process' work; tests/conftest.py says which files begin.
-PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 OLDEST := transformers==5.17.0 "huggingface_hub<2" httpx httpcore anyio sniffio regex
 
 help: ## List these targets
@@ -27,11 +25,11 @@ demo: $(READY) ## The main job at toy size on a CPU: pretrain, freeze at the mid
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) ## All tests that need no GPU
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu $(PARALLEL) $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 oldest: $(READY) ## Tests of models of transformers with the oldest version that is supported
 	@test -d build/oldest || $(PYTHON) -m pip install -q --no-deps --target build/oldest $(OLDEST)
-	@OMP_NUM_THREADS=1 PYTHONPATH=build/oldest $(BIN)/python -m pytest tests/adapters tests/integrations $(PARALLEL) $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 PYTHONPATH=build/oldest $(BIN)/python -m pytest tests/adapters tests/integrations -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(READY) ## Everything that is checked without running tests: format, lint, types, layers, rules, documents
 	$(BIN)/ruff format --check $(CODE)
