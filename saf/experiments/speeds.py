@@ -14,7 +14,7 @@ from typing import Any
 from saf.bench.harness.arms import PRUNED
 from saf.bench.harness.timing import UPDATE
 from saf.errors import InputError
-from saf.records.result import read_result
+from saf.train.allowance import accepted_pairs
 
 CHARGE_SECONDS = 28.3
 """What freezing is charged with, seconds of the paper's run: compiling 124M anew takes 28, freezing it 0.3."""
@@ -68,11 +68,7 @@ class Speeds:
         """
         found: list[Speed] = []
         for path in files:
-            record = read_result(path)
-            if record["kind"] != "update":
-                raise InputError(f"{path} is a result of {record['kind']!r}; expected one of `saf bench update`")
-            called = (row for row in record["rows"] if row["variant"] == UPDATE)
-            rows = [row for row in called if row["role"] in ("frozen", "pruned") and not row["refused"]]
+            rows = [row for row in accepted_pairs(path) if row["variant"] == UPDATE]
             if not rows:
                 raise InputError(f"{path} has no accepted speed of frozen or pruned heads; measure again")
             # Of several kernels the first is the one that ratios are stated for.
@@ -84,7 +80,7 @@ class Speeds:
                     way=row["backend"],
                     rate=row["rate"],
                     ratio=row["ratio"],
-                    model=row.get("model") or record["settings"]["model"],
+                    model=row["model"],
                     source=str(path),
                 )
                 for row in rows

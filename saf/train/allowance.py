@@ -115,6 +115,18 @@ def match(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     return {**record, "clock": config.match_clock, "allowance": asdict(allowance)}
 
 
+def accepted_pairs(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of `saf bench update` that tell the speed of frozen or pruned heads, not refused.
+
+    Raises InputError for a file that is none.
+    """
+    record = read_result(path, advice="name the file that `saf bench update --out` wrote")
+    if record["kind"] != "update":
+        raise InputError(f"{path} is a result of {record['kind']!r}; expected one of `saf bench update`")
+    rows = [row for row in record["rows"] if row["role"] in ("frozen", "pruned") and not row["refused"]]
+    return [{**row, "model": row.get("model") or record["settings"].get("model")} for row in rows]
+
+
 def _check_source(path: Path, speed: float) -> None:
     """Raise InputError for a speed's file that holds no accepted pair of updates of this speed, to its third digit.
 
@@ -122,13 +134,7 @@ def _check_source(path: Path, speed: float) -> None:
     """
     if path.suffix != ".json":
         return
-    record = read_result(path, advice="name the file that `saf bench update --out` wrote")
-    if record["kind"] != "update":
-        raise InputError(
-            f"match_speed_source {path} is a result of {record['kind']!r}; name one of `saf bench update`, whose pairs "
-            "measured the speed"
-        )
-    pairs = [row for row in record["rows"] if row["role"] in ("frozen", "pruned") and not row["refused"]]
+    pairs = accepted_pairs(path)
     if not any(abs(row["ratio"] - speed) <= SPEED_DIGITS for row in pairs):
         held = ", ".join(f"{row['ratio']:.4f} ({row['rate']:.0%} {row['backend']})" for row in pairs) or "none accepted"
         raise InputError(
