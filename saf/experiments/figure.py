@@ -108,10 +108,7 @@ def _content(figure: Figure, rendered: "Rendered") -> str | None:
     upward = {title: Scale.of(_values(every if figure.alike else lines.values())) for title, lines in panels.items()}
     width = (WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
     parts = legend(0, 50, listed)
-    if any(dot.reach for dots in every for dot in dots):
-        told = rendered.values.values()
-        seeds = any(value is not None and value.error is not None for row in told for value in row.values())
-        off = "standard error over seeds" if seeds else "95% over held-out windows or questions"
+    if off := _told_reaches(figure, rendered):
         parts.append(label(0, _size() - 4, f"Upright lines: {off}.", css="small"))
     for place, (title, lines) in enumerate(panels.items()):
         ticks = list(dict.fromkeys(tick for line in figure.panels[title].values() for tick in line))
@@ -124,6 +121,16 @@ def _content(figure: Figure, rendered: "Rendered") -> str | None:
             aside = 0.0 if figure.joined else _ASIDE * (at - (len(lines) - 1) / 2)
             parts += _drawn(panel, dots, colours[name], aside=aside, joined=figure.joined)
     return "".join(parts)
+
+
+def _told_reaches(figure: Figure, rendered: "Rendered") -> str:
+    """Return what a figure's numbers may be off by, in words; "" where it has none that is known."""
+    places = (place for lines in figure.panels.values() for line in lines.values() for place in line.values())
+    found = [rendered.values.get(arm, {}).get(column) for arm, column in places]
+    of_seeds = {value.error is not None for value in found if value is not None and value.reach is not None}
+    windows = "95% over held-out windows or questions"
+    over = {True: "standard error over seeds", False: f"of one seed {windows}" if True in of_seeds else windows}
+    return "; ".join(over[kind] for kind in sorted(of_seeds, reverse=True))
 
 
 def _values(lines: Iterable[Sequence[_Dot]]) -> list[float | None]:

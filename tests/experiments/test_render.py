@@ -315,6 +315,17 @@ def test_a_figure_has_a_dot_a_number_its_reach_and_the_papers_ring(recipe, make_
         assert "95% over held-out windows" in drawing
 
 
+def test_a_figure_of_several_seeds_and_of_one_says_which_its_lines_are_of(recipe, make_plan, store, trainer):
+    made = make_plan(made_up=drawn_by(recipe), seeds=(1, 2))
+    carry_out(made, store, trainer)
+    table = render("made_up", drawn_by(recipe), made, store)
+    assert "Upright lines: standard error over seeds." in figure_picture(table.recipe.figures[0], table)
+    store.record_file(made.arms["made_up", "b", 2]).unlink()
+    table = render("made_up", drawn_by(recipe), made, store)
+    said = "Upright lines: standard error over seeds; of one seed 95% over held-out windows or questions."
+    assert said in figure_picture(table.recipe.figures[0], table)
+
+
 def test_a_figure_of_one_number_is_none(recipe, make_plan, store, trainer):
     made = make_plan(made_up=drawn_by(recipe), arms=("a",))
     carry_out(made, store, trainer)
