@@ -17,7 +17,11 @@ from saf.experiments.speeds import OWN_CLOCK
 from saf.records.paper import Source
 
 # In the order in which a budget is best spent: the ends first.
-CONTEXTS = {4_096: ("4K", (0.25, 0.5, 0.1)), 16_384: ("16K", (0.25, 0.5)), 8_192: ("8K", (0.25, 0.5))}
+CONTEXTS = {
+    4_096: ("4K", (0.25, 0.5, 0.1, 0.75)),
+    16_384: ("16K", (0.25, 0.5, 0.75)),
+    8_192: ("8K", (0.25, 0.5)),
+}
 ASKED = (0.25, 0.5)
 """The rates that the question is of; others come last."""
 # At the paper's scale, as its controls: every one of the lowest heads must fit, none is substituted.

@@ -18,6 +18,8 @@ QWEN_OP = (
     "saf bench op --shape qwen3-4b --parts layer --directions forward --graphs off --backends toeplitz --pairs 4"
     " --no-profile"
 )
+QWEN_SECONDS = (("2048x4", 60), ("2048x8", 70), ("4096x4", 75), ("4096x8", 95), ("8192x4", 100), ("8192x8", 160))
+ATTENTION = "saf bench attention --model qwen3-4b --backends toeplitz --rates 0.1 0.2 0.3 0.5 0.75 --settle-ms 100"
 QWEN_POINTS = "2048x4 2048x8 4096x4 4096x8 8192x4 8192x8"
 QWEN_LAYER = f"{QWEN_OP} --points {QWEN_POINTS}"
 DECODE = "saf bench decode --graphs on --rates 0.25 0.5 --others --no-free --precompile --pairs 5 --no-profile"
@@ -152,6 +154,14 @@ ENTRIES = {
         f"{QWEN_OP.replace('--graphs off', '--graphs on').replace('--backends toeplitz', '--backends toeplitz fused')}"
         " --points 2048x4 4096x4 8192x4 --rates 0.1 0.3 0.75 --others flash --no-free",
     ),
+    # Where prompts of Qwen3-4B spend what frozen heads can save: projections inside, MLPs left out.
+    **{
+        f"attention-qwen3-{kernel}-{point}": Entry(
+            seconds, f"{ATTENTION} --points {point} --kernels {kernel} --others{others} --pairs 6 --no-profile"
+        )
+        for point, seconds in QWEN_SECONDS
+        for kernel, others in (("cudnn", " flash"), ("flash", ""))
+    },
     "update-native-long": Entry(
         320, f"saf bench update --points 8192x10x2 16384x5x2 --warmup 3 --pairs 5 --no-free --pruned {PAIRED}"
     ),
@@ -186,6 +196,11 @@ ENTRIES = {
         150, f"saf bench update --points 4096x8x4 --pairs 8 --repeats 1 --no-free --pruned {PAIRED}"
     ),
     "update-16k": Entry(165, f"saf bench update --points 16384x2x4 --pairs 7 --repeats 1 --no-free --pruned {PAIRED}"),
+    "update-16k-rates": Entry(
+        120,
+        f"saf bench update --points 16384x2x4 --pairs 6 --repeats 1 --no-free --pruned"
+        f" {PAIRED.replace('0.25 0.5', '0.75')}",
+    ),
     "update-8k": Entry(150, f"saf bench update --points 8192x4x4 --pairs 6 --repeats 1 --no-free --pruned {PAIRED}"),
     # Calls of few tokens apart, with PyTorch's choice of kernel: pinned heads do not take the launch that calls do.
     "prefill-b1": Entry(110, f"saf bench prefill --points 4096x1 --graphs on --pairs 6 {PAIRED}"),
@@ -252,6 +267,7 @@ REHEARSALS = {
     "saf bench prefill --model qwen3-4b": (
         f"{_MODEL} --model llama-124m --num-layers 1 --points 32x1 --graphs off --precisions fp32"
     ),
+    "saf bench attention": f"{_ONCE} --kernels auto --others --model llama-124m --num-layers 1 --points 32x1",
     "saf bench decode": f"{_MODEL} --model llama-124m --num-layers 1 --points 32x1 --graphs off",
     "saf bench finetune": (
         f"{_ONCE} --compile off --kernels auto --num-layers 1 --length 128 --max-tokens 128 --batch-size 2"

@@ -25,6 +25,9 @@ Removed = Mapping[str, Mapping[int, Mapping[str, Tensor]]]
 class Site(Protocol):
     """Say what a site is: one attention layer with its projections, by role, and its frozen heads."""
 
+    attention: Any
+    """The layer's module."""
+
     @property
     def layout(self) -> HeadLayout:
         """Return the order of the heads."""

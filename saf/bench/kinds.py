@@ -10,6 +10,7 @@ from saf.bench.harness.kind import Benchmark, Kind, SpeedKind
 from saf.bench.harness.measured import Group
 from saf.bench.harness.recorder import Say, say_on_stderr
 from saf.bench.harness.settings import BenchSettings
+from saf.bench.model.attention import AttentionKind
 from saf.bench.model.compiling import CompileKind
 from saf.bench.model.decode import DecodeKind
 from saf.bench.model.finetune import FinetuneKind
@@ -22,7 +23,7 @@ from saf.errors import InputError
 from saf.machine.processes import group_place
 
 MODEL_KINDS: dict[str, ModelKind[Any]] = {
-    kind.name: kind for kind in (UpdateKind(), FinetuneKind(), PrefillKind(), DecodeKind())
+    kind.name: kind for kind in (UpdateKind(), FinetuneKind(), PrefillKind(), AttentionKind(), DecodeKind())
 }
 """Those whose arms are whole models, which may run in processes of their own."""
 SPEED_KINDS: dict[str, SpeedKind[Any]] = {**MODEL_KINDS, OperatorKind.name: OperatorKind()}

@@ -9,6 +9,7 @@ from saf.bench.accuracy.errors import ErrorSettings
 from saf.bench.freezing.settings import CalibrationSettings
 from saf.bench.harness.settings import BenchSettings
 from saf.bench.kinds import BENCHMARKS, measure
+from saf.bench.model.attention import AttentionSettings
 from saf.bench.model.decode import DecodeSettings
 from saf.bench.model.finetune import FinetuneUpdateSettings
 from saf.bench.model.prefill import PrefillSettings
@@ -80,6 +81,14 @@ class Prefill(_Bench, PrefillSettings):
 
 
 @dataclass(kw_only=True)
+class Attention(_Bench, AttentionSettings):
+    """Time a model's attention layers alone, projections inside, one after another as the model calls them.
+
+    Ratios are the baseline's time over the arm's: above 1 the arm is faster.
+    """
+
+
+@dataclass(kw_only=True)
 class Decode(_Bench, DecodeSettings):
     """Time one more token of every sequence after a filled cache of fixed size, and tell the cache's bytes.
 
@@ -116,6 +125,7 @@ COMMANDS = {
     "update": Update,
     "finetune": Finetune,
     "prefill": Prefill,
+    "attention": Attention,
     "decode": Decode,
     "errors": Errors,
     "calibration": Calibration,

@@ -48,10 +48,13 @@ class ModelShape:
         """Return the layout of a layer with these heads frozen."""
         return HeadLayout(self.num_heads, self.num_kv_heads, tuple(sorted(frozen)))
 
+    def attention_entries(self, layout: HeadLayout) -> int:
+        """Return the matrix entries of one attention layer: queries of live heads, keys that they read, the rest."""
+        return self.hidden_size * self.head_dim * sum(map(len, layout.rows.values()))
+
     def layer_entries(self, layout: HeadLayout) -> int:
-        """Return the matrix entries of one layer: queries of live heads, keys that they read, the rest whole."""
-        heads = sum(map(len, layout.rows.values()))
-        return self.hidden_size * (self.head_dim * heads + self.mlp_matrices * self.mlp_size)
+        """Return the matrix entries of one decoder layer: its attention's, and the MLP's."""
+        return self.attention_entries(layout) + self.hidden_size * self.mlp_matrices * self.mlp_size
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes in the words of transformers' configurations."""

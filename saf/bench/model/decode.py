@@ -18,7 +18,7 @@ from saf.bench.harness.shape import ModelShape
 from saf.bench.harness.timing import ways_of
 from saf.bench.harness.work import Work
 from saf.bench.model.measuring import ModelKind
-from saf.bench.model.models import ModelPlan, PassSettings, build_model
+from saf.bench.model.models import ModelPlan, PassSettings, build_model, dtype_of
 from saf.bench.model.passes import Passes
 from saf.errors import InputError
 from saf.heads import HeadLayout
@@ -30,7 +30,6 @@ from saf.settings import documented
 
 OTHERS = ("cudnn", "efficient", "math")
 """Kernels of ordinary attention beside PyTorch's choice: those that take a mask, which a cache of fixed size needs."""
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @documented
@@ -54,12 +53,6 @@ class DecodeSettings(PassSettings):
     """Of weights and cache; bf16 on CUDA, fp32 on CPU."""
     graphs: Literal["off", "on", "both"] = "both"
     """Call the model, replay a CUDA graph of it, or both; calls alone on CPU."""
-
-
-def dtype_of(settings: DecodeSettings, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and cache."""
-    usual = "bf16" if device.type == "cuda" else "fp32"
-    return DTYPES[usual if settings.dtype == "auto" else settings.dtype]
 
 
 class Step(nn.Module):
@@ -96,7 +89,7 @@ def decode_passes(settings: DecodeSettings, point: Point, arm: Arm, pool: GraphP
     """Return the steps of one model after one filled cache, ready to be warmed up."""
     execution = Execution.of(settings.device, compile=settings.compile)
     device, plan = execution.device, ModelPlan.of(settings, point.length)
-    model = build_model(plan, arm, device=device, dtype=dtype_of(settings, device)).eval()
+    model = build_model(plan, arm, device=device, dtype=dtype_of(settings.dtype, device)).eval()
     generator = torch.Generator().manual_seed(settings.seed)
     step = Step(model, point.batch_size, point.length, plan.shape.vocab_size, generator)
     if execution.compile:
@@ -186,4 +179,4 @@ class DecodeKind(ModelKind[DecodeSettings]):
 
 
 def _dtype(settings: DecodeSettings) -> torch.dtype:
-    return dtype_of(settings, Execution.of(settings.device, compile=settings.compile).device)
+    return dtype_of(settings.dtype, Execution.of(settings.device, compile=settings.compile).device)

@@ -20,6 +20,13 @@ from saf.models import GPT, GPTConfig
 from saf.surgery import finalize_, install_, prune_
 
 Placement = Literal["early", "even", "groups"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def dtype_of(asked: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights by its name, "auto" for what is usual on a device: bfloat16 on CUDA."""
+    usual = "bf16" if device.type == "cuda" else "fp32"
+    return DTYPES[usual if asked == "auto" else asked]
 
 
 @dataclass(kw_only=True)
