@@ -11,6 +11,7 @@ from saf.errors import CompareError
 from saf.evaluate.paired import block_length, bootstrap_means, mean_and_standard_error
 from saf.experiments.columns import AGAINST, COLUMNS, OWN, REFERENCE, Column, Record, Row
 from saf.experiments.recipe import Arm, Recipe
+from saf.selection import budget
 
 Records = dict[str, dict[int, list[dict[str, Any]]]]
 """By arm and seed, the records of a run: one, or one for each training of it."""
@@ -46,6 +47,7 @@ class Rows:
         self._apart: set[str] = set()
         self._busy: set[str] = set()
         self._other_heads: set[str] = set()
+        self._fewer_heads: dict[str, str] = {}
         self._draws: dict[tuple[str, int], Tensor] = {}
 
     def values(self, arm: Arm) -> dict[str, Value | None]:
@@ -53,6 +55,10 @@ class Rows:
         found = {}
         if any(self._has_other_heads(arm, own[0], seed) for seed, own in self.records[arm.name].items()):
             self._other_heads.add(arm.name)
+        if fewer := list(
+            filter(None, (self._fewer(arm, own[0], seed) for seed, own in self.records[arm.name].items()))
+        ):
+            self._fewer_heads[arm.name] = "{} of {}".format(*min(fewer))
         for name in self.recipe.columns:
             column, seeds = COLUMNS[name], self.records[arm.name]
             runs = {seed: self._runs(arm, own[0], seed, column) for seed, own in seeds.items()}
@@ -76,6 +82,9 @@ class Rows:
                 self._other_heads
             ),
             "Left out, since heads that cost nothing would not save so much, so that the machine was busy": self._busy,
+            "Given what the speed of a rate buys, with fewer heads than it asks for, so that tokens are too many": {
+                f"{name} (as few as {count})" for name, count in self._fewer_heads.items()
+            },
         }
         return [f"{words}: {', '.join(sorted(arms))}." for words, arms in told.items() if arms]
 
@@ -96,6 +105,18 @@ class Rows:
             (one.get("intervention") or {}).get("heads") for one in (own, _of_one_training(own, candidates))
         )
         return sorted(mine or []) != sorted(theirs or [])
+
+    def _fewer(self, arm: Arm, own: Record, seed: int) -> tuple[int, int] | None:
+        """Return how many heads a run that was given a speed has frozen or pruned, and how many the speed is of.
+
+        None where they are as many, or no speed of a rate was given.
+        """
+        chosen = self.records.get(arm.heads or "", {}).get(seed) or [own]
+        rate = _of_one_training(own, chosen)["settings"].get("freeze.rate")
+        if rate is None or "match_speed" not in own["settings"] or "num_heads" not in own:
+            return None
+        changed, asked = len((own.get("intervention") or {}).get("heads") or ()), budget(rate, own["num_heads"])
+        return (changed, asked) if changed < asked else None
 
     def _runs(self, arm: Arm, own: Record, seed: int, column: Column) -> dict[str, Record] | None:
         """Return the records that a column needs of one seed by what they are; None when one is missing."""

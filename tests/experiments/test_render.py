@@ -214,6 +214,22 @@ def test_a_table_whose_longer_training_is_a_loss_says_so(matched_table, seeds, l
     assert ("RAISE PERPLEXITY HERE (more: by 0.34% for 1% more)" in first) is bool(worse)
 
 
+@pytest.mark.parametrize(("frozen", "speed", "told"), [(15, 1.2, True), (16, 1.2, False), (15, None, False)])
+def test_heads_fewer_than_those_that_a_speed_is_of_are_told(
+    matched, matched_table, store, make_plan, frozen, speed, told
+):
+    """A speed of a quarter of 64 heads buys too much for 15."""
+    table = matched_table()
+    path = store.record_file(make_plan(made_up=matched).arms["made_up", "frozen", 1])
+    record = read_json(path)
+    record["settings"] |= {} if speed is None else {"match_speed": speed}
+    record |= {"num_heads": 64, "intervention": {"heads": [[0, head] for head in range(frozen)]}}
+    write_json(path, record)
+    table = render("made_up", matched, make_plan(made_up=matched), store)
+    words = "with fewer heads than it asks for, so that tokens are too many: frozen (as few as 15 of 16)."
+    assert any(words in note for note in table.tables()[0].notes) == told
+
+
 def test_exchanged_changes_are_made_in_each_seed_first(matched_table):
     value = matched_table(seeds=(1, 2)).values["frozen"]["paper_exchange"]
     tokens = 100 * math.expm1(0.02)
