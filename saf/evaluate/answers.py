@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import binomtest
 from torch import Tensor
 
 from saf.adapters import language_model
@@ -134,6 +133,8 @@ def mcnemar(gained: int, lost: int) -> float:
     >>> round(mcnemar(1, 6), 4), mcnemar(0, 0)
     (0.125, 1.0)
     """
+    from scipy.stats import binomtest  # half a second to load, which no training needs
+
     return 1.0 if gained + lost == 0 else float(binomtest(gained, gained + lost).pvalue)
 
 
