@@ -279,21 +279,40 @@ def test_a_backend_where_no_head_is_frozen_is_refused():
         assert mixed_attention(query.bfloat16(), query, query, None).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("", "ieee"),
-        ("torch.set_float32_matmul_precision('high')", "tf32"),
-        ("torch.backends.cuda.matmul.allow_tf32 = True", "tf32"),
-        ("torch.backends.fp32_precision = 'tf32'", "tf32"),
-        ("torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'", "ieee"),
-    ],
-)
-def test_tf32_is_used_only_where_pytorch_may(setting, expected):
-    """Every switch of PyTorch counts, in a process of its own: some refuse to be read once others were set."""
-    code = f"import torch; {setting}\nfrom saf.ops.operator import product_precision as f; print(f(torch.float32))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == [expected]
+PRECISIONS = {
+    "": "ieee",
+    "torch.set_float32_matmul_precision('high')": "tf32",
+    "torch.backends.cuda.matmul.allow_tf32 = True": "tf32",
+    "torch.backends.fp32_precision = 'tf32'": "tf32",
+    "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
+}
+FORKS = """
+import os, sys, torch
+for setting in sys.argv[1:]:
+    if not (child := os.fork()):
+        exec(setting)
+        from saf.ops.operator import product_precision
+        print(product_precision(torch.float32), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, setting
+"""
+
+
+@pytest.fixture(scope="module")
+def precisions() -> dict[str, str]:
+    """What each setting leads to, in a process of its own: some refuse to be read once others were set.
+
+    The processes are forked off one that has imported PyTorch and nothing else.
+    """
+    words = [sys.executable, "-c", FORKS, *PRECISIONS]
+    run = subprocess.run(words, capture_output=True, text=True, check=True)
+    return dict(zip(PRECISIONS, run.stdout.split(), strict=True))
+
+
+@pytest.mark.parametrize(("setting", "expected"), PRECISIONS.items())
+def test_tf32_is_used_only_where_pytorch_may(precisions, setting, expected):
+    """Every switch of PyTorch counts."""
+    assert precisions[setting] == expected
 
 
 def test_heads_are_joined_by_position_and_part_again_in_the_backward_pass(generator, monkeypatch):

@@ -3,9 +3,8 @@ import json
 import os
 import random
 import resource
-import subprocess
-import sys
-import textwrap
+import signal
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -234,27 +233,25 @@ def test_other_write_errors_pass_through(tmp_path, model, optimizer, monkeypatch
     assert os.listdir(tmp_path) == []
 
 
+def killed_during_a_write(folder: Path, moment: str) -> None:
+    """Write a checkpoint, and die in the middle of the next; for a process of its own."""
+    model = GPT(preset("tiny", vocab_size=64, num_layers=1, hidden_size=32, max_length=16))
+    optimizer = build_optimizer(model)
+    write(folder, 1, model, optimizer)
+    owner, name = (Path, "rename") if moment == "rename" else (module, moment)
+    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    write(folder, 2, model, optimizer)
+
+
 @pytest.mark.parametrize("moment", ["write_manifest", "rename"])
 def test_killed_during_a_write(tmp_path, moment):
     """A process killed in the middle leaves a folder that nobody takes for a checkpoint."""
-    code = f"""
-    import os, pathlib, saf.train.checkpoint as c
-    from saf.models import GPT, preset
-    from saf.train.optimizer import build_optimizer
-    model = GPT(preset("tiny", vocab_size=64, num_layers=1, hidden_size=32, max_length=16))
-    optimizer = build_optimizer(model)
-    folder = pathlib.Path({str(tmp_path)!r})
-    state = {{"update": 1, "model": model.config.to_dict()}}
-    c.save_checkpoint(folder / "step-1", model, optimizer, state=state)
-    kill = lambda *a, **k: os.kill(os.getpid(), 9)
-    if {moment!r} == "rename":
-        pathlib.Path.rename = kill
-    else:
-        c.write_manifest = kill
-    c.save_checkpoint(folder / "step-2", model, optimizer, state=state | {{"update": 2}})
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == -9, done.stderr
+    context = get_context("forkserver")  # what both import is imported once
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=killed_during_a_write, args=(tmp_path, moment))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2
     assert latest(tmp_path) == tmp_path / "step-1"
     assert open_checkpoint(tmp_path / "step-1").update == 1
