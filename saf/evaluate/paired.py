@@ -133,8 +133,9 @@ def bootstrap_means(values: Tensor, *, block: int = 1, resamples: int = RESAMPLE
     means = []
     while resamples > 0:
         rows = min(resamples, max(1, _RESAMPLES_AT_ONCE // count))
-        first = torch.randint(count, (rows, -(-count // block)), generator=generator)
-        drawn = (first[..., None] + torch.arange(block)).flatten(1)[:, :count] % count
+        drawn = torch.randint(count, (rows, -(-count // block)), generator=generator)
+        if block > 1:
+            drawn = (drawn[..., None] + torch.arange(block)).flatten(1)[:, :count] % count
         means.append(values[drawn].mean(dim=1))
         resamples -= rows
     return torch.cat(means)

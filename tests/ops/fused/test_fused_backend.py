@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 PROGRAM = """
+import tests.quick_interpreter
 import torch
 import saf.ops.backends.fused as fused
 from saf.errors import UnsupportedError

@@ -147,6 +147,7 @@ def test_on_this_machine_it_is_left_to_the_device():
 
 
 PROGRAM = """
+import tests.quick_interpreter
 import torch
 from saf.ops import FrozenHeads, mixed_attention
 from tests.ops.projected import projected_attention
