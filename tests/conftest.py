@@ -77,6 +77,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_wait_for_disks() -> Iterator[None]:
+    """Let the system write files when it likes: no test cuts the power, and a recipe's runs alone wait 4,000 times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Real corpora, tokenizers and patterns, in a folder beside the repository that not every checkout has."""
