@@ -1,10 +1,11 @@
-"""Processes on this machine that are a group, as torchrun starts them."""
+"""Processes on this machine: single ones, and those that are a group, as torchrun starts them."""
 
 import gc
 import os
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -33,19 +34,27 @@ def brisk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainLossProposer, "observe", shown)
 
 
+def begun(work: Callable[..., None], *arguments: Any, module: str = "") -> BaseProcess:
+    """Begin `work(*arguments)` in a process of its own and return it; what it needs is of its module or of another one.
+
+    It is forked off a process that has imported what `work` needs, once for all of them: importing PyTorch and this
+    project in each takes longer than what most of them do.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([module or work.__module__])
+    process = context.Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
 def together(count: int, work: Callable[..., None], *arguments: Any, codes: Sequence[int] = ()) -> None:
     """Call `work(rank, *arguments)` in so many processes of one group; each ends with its code, 0 where none is given.
 
-    They are forked off a process that has imported what `work` needs, once for all of them: importing PyTorch and this
-    project in each takes longer than what most groups do. The store by which they find one another is this process's,
-    as it is torchrun's: it listens at a port before anybody is told of it, so that no other process can take that port.
+    The store by which they find one another is this process's, as it is torchrun's: it listens at a port before anybody
+    is told of it, so that no other process can take that port.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = get_context("forkserver")
-    context.set_forkserver_preload([work.__module__])
-    processes = [context.Process(target=_one, args=(rank, count, store.port, work, arguments)) for rank in range(count)]
-    for each in processes:
-        each.start()
+    processes = [begun(_one, rank, count, store.port, work, arguments, module=work.__module__) for rank in range(count)]
     ends = time.monotonic() + SECONDS
     for each in processes:
         each.join(max(0.0, ends - time.monotonic()))

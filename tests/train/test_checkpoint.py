@@ -4,7 +4,6 @@ import os
 import random
 import resource
 import signal
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ from saf.train.checkpoint import (
     step_name,
 )
 from saf.train.optimizer import build_optimizer, optimizer_state, set_learning_rate_, step_if_finite_
+from tests.train.group import begun
 
 FILES = ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json", "state.json")
 
@@ -246,10 +246,7 @@ def killed_during_a_write(folder: Path, moment: str) -> None:
 @pytest.mark.parametrize("moment", ["write_manifest", "rename"])
 def test_killed_during_a_write(tmp_path, moment):
     """A process killed in the middle leaves a folder that nobody takes for a checkpoint."""
-    context = get_context("forkserver")  # what both import is imported once
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=killed_during_a_write, args=(tmp_path, moment))
-    process.start()
+    process = begun(killed_during_a_write, tmp_path, moment)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2

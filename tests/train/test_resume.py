@@ -1,8 +1,5 @@
-import json
 import random
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,8 +17,9 @@ from saf.records.files import LineLog, read_json, read_lines
 from saf.records.folders import lock_folder
 from saf.records.run import RecordedRun
 from saf.schedules import Gradual
-from saf.train import continue_from, latest, pretrain
+from saf.train import TrainConfig, continue_from, latest, pretrain
 from saf.train.checkpoint import save_checkpoint
+from tests.train.group import begun
 from tests.train.killed import Killed, die_at
 
 
@@ -128,27 +126,29 @@ def test_killed_while_saving(settings, uninterrupted, outcome, monkeypatch, call
     assert outcome(config.out) == expected
 
 
+def resumed(config: TrainConfig) -> None:
+    """Train from the newest checkpoint; for a process of its own."""
+    torch.set_num_threads(1)
+    pretrain(config, resume=True)
+
+
 @pytest.mark.slow
 def test_killed_process_resumes(settings, uninterrupted, outcome):
     """SIGKILL at moments nobody chose, until the run is through."""
     freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0)
     expected = outcome(uninterrupted(settings(freeze=freeze), "frozen"))
     config = settings(freeze=freeze, keep=0)
-    code = (
-        "import sys, json, torch; torch.set_num_threads(1);"
-        "from saf.train import TrainConfig, pretrain;"
-        "pretrain(TrainConfig.from_dict(json.loads(sys.argv[1])), resume=True)"
-    )
-    command = [sys.executable, "-c", code, json.dumps(config.to_dict())]
     rng = random.Random(0)
     for _ in range(2):
-        process = subprocess.Popen(command)
-        while process.poll() is None and not read_lines(metrics_of(config)):
+        process = begun(resumed, config)
+        while process.is_alive() and not read_lines(metrics_of(config)):
             time.sleep(0.005)
         time.sleep(rng.uniform(0.0, 0.15))
         process.kill()
-        process.wait()
-    assert subprocess.run(command).returncode == 0
+        process.join()
+    process = begun(resumed, config)
+    process.join()
+    assert process.exitcode == 0
     assert outcome(config.out) == expected
 
 
