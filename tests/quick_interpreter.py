@@ -2,9 +2,9 @@
 
 A launch puts the interpreter's functions in place of the language's, and so does every call of a device function in it,
 at a third of all its time. Here a launch does so once for each file of functions. Every sum and product of integers is
-computed again in 64 bits and compared with its bounds, at another third, by a check that is then left out because nobody
-asked for debugging: here it is left out before. What a type says of itself is found out once for each name, and what a
-tensor says of its shape once for each shape, at a tenth. It computes the same, by the same functions; without the
+computed again in 64 bits and compared with its bounds, at another third, by a check whose outcome is told only where
+debugging was asked for: here it is left out elsewhere. What a type says of itself is found out once for each name, and
+what a tensor says of its shape once for each shape, at a tenth. It computes the same by the same functions; without the
 interpreter, or with one that is built otherwise, nothing is changed.
 """
 
@@ -48,6 +48,7 @@ def _patching(patch, scope, executor):
 
 def _checking(check, options):
     """Return a check of integers that is done where its outcome is told."""
+
     def check_where_it_is_told(*arguments):
         if options.debug:
             check(*arguments)
