@@ -34,6 +34,10 @@ CRASHES_COMPILED = (
     "segmentation fault inside torch's compiler: pass disable_compile=True, or take the growing one (offloaded)"
 )
 
+OTHER_HEADS = "the cache was made for other frozen heads; make a new one"
+FILLED_BY = "_saf_layouts"
+"""The name in a cache of what tells which heads its layers were filled beside."""
+
 STREAMS_WAIT = (5, 20)
 """The first version of transformers whose stream of offloaded layers waits for the device's own (docs/log.md)."""
 
@@ -84,13 +88,14 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
     sliding windows; for any that was filled, or made room in, for other heads; for a quantised one of a layer that
     keeps no keys.
     """
-    layers: Any = getattr(past_key_values, "layers", ())
+    if (layers := getattr(past_key_values, "layers", None)) is None:
+        return
     if index < len(layers) and is_quantised(layers[index]) and not layout.num_live:
         raise UnsupportedError(NOT_QUANTISED)
-    if index >= len(layers):
-        return
-    if not hasattr(layers[index], "max_cache_len"):
-        _check_heads(layers[index], index, layout)
+    if index >= len(layers) or not hasattr(layers[index], "max_cache_len"):
+        if index < len(layers):
+            _check_heads(layers[index], index, layout)
+        _check_filled(past_key_values, index, layout)
         return
     if any(past_key_values.is_sliding):
         raise UnsupportedError(NO_WINDOWS)
@@ -98,7 +103,7 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
     # Its class is not asked for where code is compiled: a cache that was filled has its rooms.
     if (made_for := getattr(layer, "layout", None)) is not None:
         if made_for is not layout and made_for != layout:
-            raise UnsupportedError("the cache was made for other frozen heads; make a new one")
+            raise UnsupportedError(OTHER_HEADS)
     elif len(keys) != len(values) or not layout.num_live:
         if layer.is_initialized:
             raise UnsupportedError(
@@ -121,6 +126,19 @@ def _check_heads(layer: Any, index: int, layout: HeadLayout) -> None:
             f"and {kept[1]}: it was filled by a model with other heads, or by prefix tuning (peft), which counts them "
             "by the configuration; make a new one, or tune by LoRA or prompts"
         )
+
+
+def _check_filled(past_key_values: Any, index: int, layout: HeadLayout) -> None:
+    """Raise UnsupportedError where a layer of a growing cache was filled beside other heads than it keeps, as many.
+
+    Compiled code, which would be compiled anew for every cache, goes unchecked.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if past_key_values.get_seq_length(index) == 0:
+        vars(past_key_values).setdefault(FILLED_BY, {})[index] = layout
+    elif (before := vars(past_key_values).get(FILLED_BY, {}).get(index, layout)) is not layout and before != layout:
+        raise UnsupportedError(OTHER_HEADS)
 
 
 def check_offloading(device: torch.device) -> None:

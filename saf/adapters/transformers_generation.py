@@ -76,21 +76,25 @@ def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, 
     return torch.nn.functional.pad(attention_mask, (0, places - attention_mask.shape[1]))
 
 
-def mask_of_pad_tokens(model: Any, *inputs: Any, **options: Any) -> Tensor:
+def mask_of_pad_tokens(model: Any, inputs: Tensor, generation_config: Any, *rest: Any, **options: Any) -> Tensor:
     """Return the mask that `generate` makes of which tokens are padding, where it is given none.
 
-    Raises InputError before anything is computed where frozen heads cannot go on after it. It waits for the device.
+    An assistant is given none by transformers 5.23, whatever mask its main model has. What it proposes is checked by
+    that model, so it may take tokens behind the first real one for real. Raises InputError before anything is computed
+    where frozen heads of any other model cannot go on after the mask. It waits for the device.
     """
-    mask = type(model)._prepare_attention_mask_for_generation(model, *inputs, **options)
+    made = type(model)._prepare_attention_mask_for_generation
+    mask = made(model, inputs, generation_config, *rest, **options)
+    if getattr(generation_config, "is_assistant", False):
+        return mask.cummax(-1).values
     try:
         left_padding(mask)
         left_padding(torch.nn.functional.pad(mask, (0, 1), value=1))  # with the token that comes next
     except InputError as error:
         raise InputError(
-            "generate was given no attention_mask and made one of which tokens are pad_token_id, as some versions do "
-            "for an assistant_model whatever mask they are given. Such tokens stand behind or between others here, and "
-            "frozen heads know padding on the left alone: pad there, or, where they are real tokens, pass "
-            "pad_token_id=eos_token_id to generate, by which it makes no mask"
+            "generate was given no attention_mask and made one of which tokens are pad_token_id. Such tokens stand "
+            "behind or between others here, and frozen heads know padding on the left alone: pad there, or, where they "
+            "are real tokens, pass an attention_mask of ones, or pad_token_id=eos_token_id, by which it makes none"
         ) from error
     return mask
 
@@ -119,11 +123,16 @@ def candidates_within(model: Any, *, generation_config: Any, **options: Any) -> 
     """
     check_assistant(generation_config=generation_config, **options)
     proposer = type(model)._get_candidate_generator(model, generation_config=generation_config, **options)
-    propose, most = proposer.get_candidates, generation_config.max_length - 1
+    propose, most, config = proposer.get_candidates, generation_config.max_length - 1, model.base_model.config
 
     def get_candidates(input_ids: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
         """Return the tokens `[1, T]` so far with those that are proposed, and the logits of these, if known."""
-        tokens, logits = propose(input_ids, *rest, **more)
+        layers = getattr(config, "num_hidden_layers", None)
+        try:
+            tokens, logits = propose(input_ids, *rest, **more)
+        finally:
+            if layers is not None:  # of which an early exit has fewer, and leaves so many where it raises
+                config.num_hidden_layers = layers
         tokens = tokens[:, : max(most, input_ids.shape[1])]
         return tokens, None if logits is None else logits[:, : tokens.shape[1] - input_ids.shape[1]]
 

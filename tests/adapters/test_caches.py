@@ -110,8 +110,9 @@ def test_a_cache_of_fixed_size_serves_frozen_heads_and_the_model_once_they_are_u
     before, function = model.generate(ids, **options), model.config._attn_implementation
     freeze(model)
     if family.startswith("gemma"):
-        with pytest.raises(UnsupportedError, match="sliding window take a cache that grows"):
-            model.generate(ids, **options)
+        for chunks in ({}, {"prefill_chunk_size": 3}):
+            with pytest.raises(UnsupportedError, match="sliding window take a cache that grows"):
+                model.generate(ids, **options | chunks)
     else:
         growing = model.generate(ids, **options | {"cache_implementation": None})
         assert torch.equal(model.generate(ids, **options), growing)

@@ -24,8 +24,6 @@ ROWS = 3
 SETTINGS = {"eos_token_id": None, "suppress_tokens": [0]}
 """Padding is told by its token where a helping model generates."""
 NEW = 7
-MASKS_FOR_ASSISTANTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
-"""transformers 5.23 makes an assistant model's mask of which tokens are padding; 5.17 does not."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -271,7 +269,9 @@ def test_pad_tokens_within_a_prompt_or_behind_it_are_refused_where_they_make_a_m
     freeze(assistant, HeadSet([(0, 0), (0, 1), (2, 2)]))
     given, options = torch.ones_like(ids), {"do_sample": False, "assistant_model": assistant}
     greedy = generate(model, ids, given, do_sample=False)
-    refused = r"for an assistant_model .* pass pad_token_id=eos_token_id to generate"
+    refused = (
+        r"made one of which tokens are pad_token_id\. .* pass an attention_mask of ones, or pad_token_id=eos_token_id"
+    )
     behind = torch.cat([tokens(1, 9, seed=6), torch.zeros(1, 2, dtype=torch.long)], 1)
     passes = []
     watched = model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -282,13 +282,38 @@ def test_pad_tokens_within_a_prompt_or_behind_it_are_refused_where_they_make_a_m
     assert not passes
     with pytest.raises(InputError, match=r"between real ones; to go on after a prompt, pad on the left$"):
         model(ids, attention_mask=(ids > 0).long())
-    if MASKS_FOR_ASSISTANTS:
-        with pytest.raises(InputError, match=refused):
-            generate(model, ids, given, **options)
-    else:
+    # transformers 5.23 makes an assistant's mask of which tokens are padding, whatever the model's is; 5.17 does not.
+    for options["pad_token_id"] in (model.generation_config.pad_token_id, model.generation_config.eos_token_id):
         assert torch.equal(generate(model, ids, given, **options), greedy)
-    options["pad_token_id"] = model.generation_config.eos_token_id
-    assert torch.equal(generate(model, ids, given, **options), greedy)
+
+
+def test_pad_tokens_that_a_model_generates_do_not_stop_its_assistant(frozen):
+    """Every token that the frozen model says is one of padding."""
+    family, model = frozen
+    ids, assistant = tokens(1, 9, seed=6), make(family)
+    freeze(assistant, HeadSet([(0, 0), (0, 1), (2, 2)]))
+    greedy = generate(model, ids, torch.ones_like(ids), do_sample=False)
+    said = int(greedy[0, -NEW + 1])
+    options = {"do_sample": False, "pad_token_id": said, "assistant_model": assistant}
+    assert torch.equal(generate(model, ids, torch.ones_like(ids), **options), greedy)
+
+
+def test_an_early_exit_that_raises_leaves_the_model_its_layers(frozen):
+    _, model = frozen
+    ids = tokens(1, 9, seed=6)
+    with torch.no_grad():
+        before = model(ids).logits
+
+    class Stops(transformers.LogitsProcessor):
+        def __call__(self, *_):
+            raise ValueError("stopped")
+
+    options = {"do_sample": False, "assistant_early_exit": 1, "logits_processor": [Stops()]}
+    with pytest.raises((ValueError, TypeError)):  # the latter from transformers 5.17, whose early exits fail
+        generate(model, ids, torch.ones_like(ids), **options)
+    assert model.config.num_hidden_layers == len(model.base_model.layers)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
 
 
 def test_a_cache_given_by_hand_goes_on_in_steps_of_any_size(frozen):
@@ -399,6 +424,23 @@ def test_keys_and_values_of_a_step_are_read_where_they_lie(frozen):
     own = {(length, layer.keys.shape[-1]) for layer in cache.layers}
     copies = [(shape, name) for shape, name in made if tuple(shape[-2:]) in own and "index_copy" not in name]
     assert not copies
+
+
+def test_a_growing_cache_goes_on_beside_the_heads_that_it_was_filled_beside_alone():
+    """Other ones are as many, so that the cache's sizes do not tell them apart."""
+    model, ids = make("qwen3"), tokens(1, 9, seed=9)
+    freeze(model, HeadSet([(0, 0), (2, 1)]))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+        saf.uninstall_(model)
+        freeze(model, HeadSet([(0, 1), (2, 1)]))
+        with pytest.raises(UnsupportedError, match="made for other frozen heads"):
+            model(ids[:, 4:], past_key_values=cache)
+        cache.crop(-cache.get_seq_length())
+        model(ids[:, :4], past_key_values=cache)
+        stepped = model(ids[:, 4:], past_key_values=cache).logits
+        torch.testing.assert_close(stepped, model(ids, use_cache=False).logits[:, 4:])
 
 
 def test_a_cache_that_cannot_be_right_is_refused(frozen):

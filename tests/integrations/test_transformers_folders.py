@@ -338,6 +338,10 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     (tmp_path / "two" / "saf.json").unlink()
     with pytest.raises(CheckpointError, match=r"config.json tells of frozen heads, and saf.json or .* is missing"):
         opened(tmp_path / "two")
+    make("llama").save_pretrained(tmp_path / "ordinary")
+    told = transformers.AutoConfig.from_pretrained(tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"the config that was given tells of frozen heads, .* leave config out"):
+        opened(tmp_path / "ordinary", config=told)
     with pytest.raises(UnsupportedError, match="quantise the model once it is open"):
         opened(tmp_path / "one", quantization_config={})
     with pytest.raises(CheckpointError, match=r"import saf\.integrations\.transformers, then from_pretrained"):

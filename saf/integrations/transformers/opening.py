@@ -76,7 +76,7 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
                 "a folder with frozen heads is opened in its own weights; quantise the model once it is open"
             )
         told = options.pop("output_loading_info", False)
-        folder = _folder(name, options)
+        folder = _folder(cls, name, options)
         state = read_json(folder / STATE, error=CheckpointError)
         check_sums(folder, state)
         tensors = read_tensors(folder / TENSORS, error=CheckpointError)
@@ -151,12 +151,20 @@ def _is_marked(cls: Any, name: Any, config: Any, options: dict[str, Any]) -> boo
     return mark_of(config) is not None
 
 
-def _folder(name: Any, options: dict[str, Any]) -> Path:
-    """Return the folder, on this machine, that holds both files about the heads of a model."""
+def _folder(cls: Any, name: Any, options: dict[str, Any]) -> Path:
+    """Return the folder, on this machine, that holds both files about the heads of a model.
+
+    Raises CheckpointError for one without them, which its own configuration or the one that was given tells of.
+    """
     places = {each: options[each] for each in _HUB if options.get(each) is not None}
     found = [
         cached_file(name, each, _raise_exceptions_for_missing_entries=False, **places) for each in (STATE, TENSORS)
     ]
+    if None in found and not _is_marked(cls, name, None, options):
+        raise CheckpointError(
+            f"{name}: the config that was given tells of frozen heads, and {STATE} and {TENSORS} are not both there; "
+            "open the folder that this config is of, or leave config out"
+        )
     if None in found:
         raise CheckpointError(
             f"{name}: config.json tells of frozen heads, and {STATE} or {TENSORS} is missing beside it; copy them from "
