@@ -168,7 +168,7 @@ def attend(
         attention_mask = attention_mask.mask
     documents = attention_mask if isinstance(attention_mask, Documents) else None
     places = attention_mask if isinstance(attention_mask, Places) else None
-    if documents is None:
+    if documents is None and module.layer_idx == 0:  # once a pass: it may wait for the device
         check_begins(cu_seq_lens_q, value)
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     positions = value.shape[-2] if documents is None else documents.longest
