@@ -112,8 +112,8 @@ class Rows:
         None where they are as many, or no speed of a rate was given.
         """
         chosen = self.records.get(arm.heads or "", {}).get(seed) or [own]
-        rate = _of_one_training(own, chosen)["settings"].get("freeze.rate")
-        if rate is None or "match_speed" not in own["settings"] or "num_heads" not in own:
+        told, given = ((one.get("settings") or {}) for one in (_of_one_training(own, chosen), own))
+        if (rate := told.get("freeze.rate")) is None or "match_speed" not in given or "num_heads" not in own:
             return None
         changed, asked = len((own.get("intervention") or {}).get("heads") or ()), budget(rate, own["num_heads"])
         return (changed, asked) if changed < asked else None
