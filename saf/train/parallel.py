@@ -18,8 +18,6 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -29,6 +27,7 @@ from saf.machine.execution import Execution
 from saf.machine.processes import done_once, group_place, talk
 from saf.models.gpt import DecoderLayer
 from saf.train.optimizer import state_of_parameter
+from saf.train.shares import is_share
 
 Value = TypeVar("Value")
 
@@ -205,6 +204,8 @@ class Shards(_Several):
 
         Raises UnsupportedError for what `check_shards` refuses.
         """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which loads for half a second
+
         frozen = [site.frozen for site in adapter_for(model).sites() if site.frozen is not None]
         check_shards(execution, trained_patterns=any(heads.trainable for heads in frozen))
         sharded = _sharing_weights(model)
@@ -293,6 +294,8 @@ def _sharing_weights(model: nn.Module) -> nn.Module:
 
 def _sharded_optimizer(optimizer: AdamW, own: Mapping[nn.Parameter, nn.Parameter], mesh: DeviceMesh) -> AdamW:
     """Return an AdamW of the sharded parameters with the settings and the state that `optimizer` has."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     groups = [{**group, "params": [own[each] for each in group["params"]]} for group in optimizer.param_groups]
     found = AdamW(groups, fused=True)
     for parameter, share in own.items():
@@ -308,7 +311,7 @@ def _sharded_optimizer(optimizer: AdamW, own: Mapping[nn.Parameter, nn.Parameter
 
 def _full(tensor: Tensor) -> Tensor:
     """Return a tensor put together from its shards, or itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return cast(Any, tensor).full_tensor() if is_share(tensor) else tensor
 
 
 class _Calling(nn.Module):

@@ -2,7 +2,8 @@
 
 PyTorch's distributed checkpoint does both. Its writer pickles what is no tensor into a file that is named safetensors,
 so nothing but tensors is handed to it. The header of a file says where its pieces lie in the whole; a file that one
-process wrote has no such header, and is read the same way.
+process wrote has no such header, and is read the same way. What of PyTorch is for shares alone is loaded where there
+are some: it takes as long as half of PyTorch itself.
 """
 
 import warnings
@@ -11,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch import Tensor, distributed, nn
 from torch.optim import AdamW
 
 from saf.errors import CheckpointError
@@ -24,9 +20,18 @@ from saf.machine.processes import agreed, done_once, gathered, group_place
 from saf.train.optimizer import MOMENTS, STEP
 
 
+def is_share(tensor: Tensor) -> bool:
+    """Return whether a tensor is held in shares, which those of a group of processes are alone."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def in_shares(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether processes hold some of the tensors in shares."""
-    return any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    return any(map(is_share, tensors.values()))
 
 
 def write_shares(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -37,6 +42,9 @@ def write_shares(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> list
     """
     if wrong := [key for key, value in tensors.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(f"{name} files hold tensors alone; {wrong[0]} is {type(tensors[wrong[0]]).__name__}")
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     own = folder / f".{name}"  # the writer names its files itself
     writer = HuggingFaceStorageWriter(str(own), save_distributed=True)
     _carried_out(lambda: save(dict(tensors), storage_writer=writer))
@@ -53,7 +61,7 @@ def write_shares(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> list
 
 def read_shares(folder: Path, name: str) -> dict[str, Tensor]:
     """Return the whole tensors of the files that `write_shares` made, on the CPU, in this process alone."""
-    kept = HuggingFaceStorageReader(str(folder)).read_metadata()
+    kept = _reader(folder).read_metadata()
     of = {index.fqn for index, at in kept.storage_data.items() if Path(at.relative_path).name.startswith(f"{name}-")}
     known: dict[str, Any] = {each: kept.state_dict_metadata[each] for each in sorted(of)}
     tensors = {each: torch.empty(one.size, dtype=one.properties.dtype) for each, one in known.items()}
@@ -69,7 +77,7 @@ def fill_shares_(model: nn.Module, optimizer: AdamW | None, folder: Path) -> Non
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
     wanted: dict[str, Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
-    kept = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    kept = _reader(folder).read_metadata().state_dict_metadata
     for name, parameter in parameters.items():
         if optimizer is None or f"{name}.{STEP}" not in kept:
             continue
@@ -79,9 +87,18 @@ def fill_shares_(model: nn.Module, optimizer: AdamW | None, folder: Path) -> Non
     _read_(wanted, folder)
 
 
+def _reader(folder: Path) -> Any:
+    """Return what reads the files of a folder."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    return HuggingFaceStorageReader(str(folder))
+
+
 def _read_(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill tensors from the files of a folder; of those in shares, every process fills its own."""
-    reader, alone = HuggingFaceStorageReader(str(folder)), not in_shares(tensors)
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader, alone = _reader(folder), not in_shares(tensors)
     try:
         _carried_out(lambda: load(tensors, storage_reader=reader, no_dist=alone))
     except (RuntimeError, ValueError, KeyError) as error:
@@ -90,6 +107,8 @@ def _read_(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def _carried_out(work: Callable[[], object]) -> None:
     """Do work of the distributed checkpoint; of what fails in any process, raise the first failure in all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
         # It says that one process alone reads or writes, which is what was asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
