@@ -27,7 +27,7 @@ from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
 import saf
-from saf.adapters.transformers_folder import folder_hash
+from saf.adapters.transformers.folder import folder_hash
 from saf.data import TokenData, calibration_windows
 from saf.evaluate.compare import compare_evaluations
 from saf.evaluate.perplexity import evaluate_perplexity

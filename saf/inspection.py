@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from saf.adapters.transformers_folder import folder_hash, weight_files
+from saf.adapters.transformers.folder import folder_hash, weight_files
 from saf.data import TokenData
 from saf.errors import CheckpointError
 from saf.freezing.storage import storage_report

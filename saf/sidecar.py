@@ -10,7 +10,7 @@ from torch import nn
 
 from saf.adapters import Adapter, adapter_for
 from saf.adapters.description import STATE, TENSORS, described, described_beside, write_description
-from saf.adapters.transformers_folder import OPENS
+from saf.adapters.transformers.folder import OPENS
 from saf.arguments import checked
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig

@@ -7,8 +7,8 @@ from torch import nn
 
 from saf.adapters.adapter import Adapter, LanguageModel, Removed, Rows, Site, find_rows, rows_of
 from saf.adapters.gpt import GPTAdapter
-from saf.adapters.transformers_adapter import FAMILIES, TransformersAdapter
-from saf.adapters.transformers_model import TransformersModel
+from saf.adapters.transformers.adapter import FAMILIES, TransformersAdapter
+from saf.adapters.transformers.model import TransformersModel
 from saf.errors import UnsupportedError
 
 ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter, TransformersAdapter)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.adapters.transformers_folder import folder_hash, tell_cost_
+from saf.adapters.transformers.folder import folder_hash, tell_cost_
 from saf.arguments import at_least
 from saf.cli.command import Command
 from saf.cli.output import show

@@ -105,7 +105,7 @@ def test_tokens_of_offloaded_caches_are_those_of_passes_without_one(frozen, impl
 def test_an_offloaded_cache_of_fixed_size_is_refused_where_its_steps_would_be_compiled(frozen, padded, monkeypatch):
     _, model = frozen
     with monkeypatch.context() as on_gpu:
-        on_gpu.setattr("saf.adapters.transformers_cache.STREAMS_WAIT", (5, 0))  # whichever version is installed
+        on_gpu.setattr("saf.adapters.transformers.cache.STREAMS_WAIT", (5, 0))  # whichever version is installed
         on_gpu.setattr(type(model), "device", torch.device("cuda"))
         on_gpu.setattr(type(model), "forward", lambda *_, **__: pytest.fail("a pass was run"))
         with pytest.raises(UnsupportedError, match=r"segmentation fault .*: pass disable_compile=True"):
@@ -137,7 +137,7 @@ def test_offloaded_caches_are_refused_where_their_copies_race(
 def test_an_offloaded_cache_made_by_hand_is_refused_before_it_is_filled(frozen, padded, monkeypatch):
     _, model = frozen
     cache = DynamicCache(offloading=True)
-    monkeypatch.setattr("saf.adapters.transformers_attention.check_offloading", _refuse)
+    monkeypatch.setattr("saf.adapters.transformers.attention.check_offloading", _refuse)
     with pytest.raises(UnsupportedError, match="on cpu"):
         model(padded[0], past_key_values=cache)
     assert not cache.get_seq_length()

@@ -5,7 +5,7 @@ import torch
 
 import saf
 from saf.adapters import adapter_for
-from saf.adapters.transformers_cache import STREAMS_WAIT
+from saf.adapters.transformers.cache import STREAMS_WAIT
 from saf.bench.harness.kernels import kernels_of
 from saf.bench.harness.synthetic import synthetic_patterns
 from saf.errors import UnsupportedError

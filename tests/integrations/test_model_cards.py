@@ -9,7 +9,7 @@ import torch
 
 import saf
 from saf.adapters import adapter_for
-from saf.adapters.transformers_folder import folder_hash, section, tell_cost_, with_section
+from saf.adapters.transformers.folder import folder_hash, section, tell_cost_, with_section
 from saf.heads import HeadSet
 from tests.transformers_models import FAMILIES, freeze, make, tokens
 

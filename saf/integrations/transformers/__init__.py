@@ -15,7 +15,7 @@ takes.
 
 from transformers.utils.import_utils import is_accelerate_available
 
-from saf.adapters.transformers_cache import cache_bytes
+from saf.adapters.transformers.cache import cache_bytes
 from saf.integrations.transformers.assistants import ask_assistants
 from saf.integrations.transformers.callback import FreezeCallback
 from saf.integrations.transformers.opening import open_frozen_folders

@@ -7,7 +7,7 @@ would refuse those beyond its patterns in the middle of the text. A model with f
 from functools import cache, wraps
 from typing import Any
 
-from saf.adapters.transformers_generation import CANDIDATES, check_assistant
+from saf.adapters.transformers.generation import CANDIDATES, check_assistant
 
 
 @cache

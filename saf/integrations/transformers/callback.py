@@ -16,8 +16,8 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
-from saf.adapters.transformers_entrance import covered
-from saf.adapters.transformers_folder import mark_of
+from saf.adapters.transformers.entrance import covered
+from saf.adapters.transformers.folder import mark_of
 from saf.arguments import check
 from saf.calibration.capture import check_vocabulary
 from saf.errors import CheckpointError, InputError, UnsupportedError

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from saf.adapters import TransformersAdapter, adapter_for, longest_input
-from saf.adapters.transformers_adapter import FAMILIES
-from saf.adapters.transformers_folder import CAUSAL, folder_hash, tell_of_event_, weight_files
+from saf.adapters.transformers.adapter import FAMILIES
+from saf.adapters.transformers.folder import CAUSAL, folder_hash, tell_of_event_, weight_files
 from saf.calibration import plan_calibration
 from saf.data import TokenData, begun_with, calibration_windows
 from saf.data.text_data import TextData

@@ -18,8 +18,8 @@ from transformers.utils.import_utils import is_peft_available
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
-from saf.adapters.transformers_attention import state_of
-from saf.adapters.transformers_folder import forget_heads_, holds_heads, mark_of
+from saf.adapters.transformers.attention import state_of
+from saf.adapters.transformers.folder import forget_heads_, holds_heads, mark_of
 from saf.errors import CheckpointError, UnsupportedError
 from saf.ops.frozen_layout import LAYOUT, compare_told
 from saf.records.files import read_json, read_tensors

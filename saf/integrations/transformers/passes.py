@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import DataCollatorWithFlattening
 
-from saf.adapters.transformers_mask import (
+from saf.adapters.transformers.mask import (
     beyond_window,
     check_begins,
     check_documents,

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerState
 
 from saf.adapters import adapter_for
-from saf.adapters.transformers_folder import mark_of
+from saf.adapters.transformers.folder import mark_of
 from saf.errors import InputError, SafError, SafWarning
 from saf.heads import EDITED, HeadSet
 from saf.records.events import EventRecord

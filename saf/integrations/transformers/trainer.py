@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
-from saf.adapters.transformers_attention import idle_tensors
-from saf.adapters.transformers_folder import (
+from saf.adapters.transformers.attention import idle_tensors
+from saf.adapters.transformers.folder import (
     CARD,
     forget_heads_,
     holds_heads,

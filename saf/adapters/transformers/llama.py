@@ -1,6 +1,6 @@
 """Llama and models like it: separate projections, rotary positions, grouped queries or not, biases or not."""
 
-from saf.adapters.family import Family
+from saf.adapters.transformers.family import Family
 
 SEPARATE = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 

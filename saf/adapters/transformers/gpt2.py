@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.adapters.family import CONV1D, Family
+from saf.adapters.transformers.family import CONV1D, Family
 from saf.heads import HeadLayout
 
 

@@ -1,7 +1,7 @@
 """What a family of transformers' models says of its attention layers: all that the adapter asks, as one `Family`.
 
 A model's own forward pass stays. It reads the number of heads off the projections' sizes, so fewer query rows flow
-through to the attention function, which is ours (`saf.adapters.transformers_attention`). A family whose forward pass
+through to the attention function, which is ours (`saf.adapters.transformers.attention`). A family whose forward pass
 takes these numbers from elsewhere tells them (`tell_sizes`) or brings a forward pass for layers with edited heads.
 """
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saf.adapters.documents import Documents, documents_told
-from saf.adapters.transformers_cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places, left_padded
+from saf.adapters.transformers.cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places, left_padded
 from saf.errors import InputError, UnsupportedError
 from saf.ops.positions import Places, assert_later, left_padding
 from saf.ops.streams import captured

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.adapters.transformers_attention import state_of
-from saf.adapters.transformers_cache import CRASHES_COMPILED, NOT_QUANTISED, check_offloading
-from saf.adapters.transformers_entrance import covered
+from saf.adapters.transformers.attention import state_of
+from saf.adapters.transformers.cache import CRASHES_COMPILED, NOT_QUANTISED, check_offloading
+from saf.adapters.transformers.entrance import covered
 from saf.errors import InputError, UnsupportedError
 from saf.ops.positions import left_padding
 

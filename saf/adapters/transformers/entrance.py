@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters.transformers_mask import check_one_sequence_a_row, longest_document
+from saf.adapters.transformers.mask import check_one_sequence_a_row, longest_document
 from saf.errors import InputError
 from saf.ops.frozen_heads import FrozenHeads, beyond_patterns
 

@@ -16,12 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from saf.adapters.adapter import Adapter, Removed, Sink
 from saf.adapters.description import check_plain_weights
-from saf.adapters.family import CONV1D, Family
-from saf.adapters.gemma import GEMMA2, GEMMA3
-from saf.adapters.gpt2 import GPT2
-from saf.adapters.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from saf.adapters.phi3 import PHI3
-from saf.adapters.transformers_attention import (
+from saf.adapters.transformers.attention import (
     NAME,
     attach_state,
     choose_forward,
@@ -33,8 +28,9 @@ from saf.adapters.transformers_attention import (
     replaced_forward,
     state_of,
 )
-from saf.adapters.transformers_entrance import watch_entrance
-from saf.adapters.transformers_folder import (
+from saf.adapters.transformers.entrance import watch_entrance
+from saf.adapters.transformers.family import CONV1D, Family
+from saf.adapters.transformers.folder import (
     UPLOAD,
     mark_,
     mark_of,
@@ -43,8 +39,12 @@ from saf.adapters.transformers_folder import (
     unmark_,
     watch_owners,
 )
-from saf.adapters.transformers_generation import GENERATED, watch_generation
-from saf.adapters.transformers_model import TransformersModel
+from saf.adapters.transformers.gemma import GEMMA2, GEMMA3
+from saf.adapters.transformers.generation import GENERATED, watch_generation
+from saf.adapters.transformers.gpt2 import GPT2
+from saf.adapters.transformers.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from saf.adapters.transformers.model import TransformersModel
+from saf.adapters.transformers.phi3 import PHI3
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout
 from saf.ops import FrozenHeads

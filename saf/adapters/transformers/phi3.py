@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.adapters.family import SETTINGS, Family
-from saf.adapters.llama import WINDOW
-from saf.adapters.transformers_attention import attend, state_of
-from saf.adapters.transformers_mask import Mask
+from saf.adapters.transformers.attention import attend, state_of
+from saf.adapters.transformers.family import SETTINGS, Family
+from saf.adapters.transformers.llama import WINDOW
+from saf.adapters.transformers.mask import Mask
 
 
 def forward(

@@ -5,8 +5,8 @@ Heads of a layer with a sliding window stay ordinary: a pattern of all positions
 
 from dataclasses import replace
 
-from saf.adapters.family import SETTINGS, Family
-from saf.adapters.llama import SEPARATE, WINDOWS
+from saf.adapters.transformers.family import SETTINGS, Family
+from saf.adapters.transformers.llama import SEPARATE, WINDOWS
 
 GEMMA2 = Family(
     name="Gemma 2",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
-from saf.adapters.family import Family
-from saf.adapters.transformers_cache import Beginning, check_offloading, filled, make_room
-from saf.adapters.transformers_mask import Mask, check_begins, check_one_sequence_a_row, no_padding, padding_mask
+from saf.adapters.transformers.cache import Beginning, check_offloading, filled, make_room
+from saf.adapters.transformers.family import Family
+from saf.adapters.transformers.mask import Mask, check_begins, check_one_sequence_a_row, no_padding, padding_mask
 from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
