@@ -64,7 +64,7 @@ def summary_table(
     elsewhere = len({(finding.what, finding.where) for finding in found[trained:]}) - len(quoted)
     found = [*found[:trained], *measured]
     newest: dict[tuple[str, str], dict[float, Finding]] = {}
-    for finding in sorted(found, key=lambda each: each.date):
+    for finding in sorted((each for each in found if each.rate in RATES), key=lambda each: each.date):
         newest.setdefault((finding.what, finding.where), {})[finding.rate] = finding
     # What is measured stands in the order of the document, its points by their numbers.
     place = {what: number for number, what in enumerate(dict.fromkeys(finding.what for finding in found))}

@@ -6,8 +6,9 @@ from saf.bench import measure
 from saf.bench.accuracy.errors import ErrorSettings
 from saf.bench.freezing.settings import CalibrationSettings
 from saf.records.files import to_json
+from saf.records.table import Cell
 from saf.report.record_parts import body_of
-from saf.report.results_summary import summary_table
+from saf.report.results_summary import Finding, summary_table
 from tests.report.test_results import tables
 
 
@@ -53,6 +54,19 @@ def test_the_summary_says_that_weights_were_not_trained(intervention):
         record = intervention | {"rows": [row | weights for row in rows]}
         (found,) = summary_table([], [("calibration", record)]).rows
         assert (found[0], found[3]) == (what, "54.86 ± 6.04 s")
+
+
+def test_the_summary_names_the_file_of_the_shares_that_it_shows():
+    """A newer file with another share of heads has no column, and is not where these numbers stand."""
+    others = [
+        Finding(what="perplexity", where="here", rate=rate, ours=ours, quoted=None, date=date, source=Cell(text=file))
+        for rate, ours, date, file in ((0.25, "-1", "1", "one"), (0.5, "-2", "2", "two"), (0.75, "-3", "3", "three"))
+    ]
+    beyond = Finding(
+        what="perplexity", where="there", rate=0.75, ours="-4", quoted=None, date="4", source=Cell(text="four")
+    )
+    (row,) = summary_table([], [], [*others, beyond]).rows
+    assert row == ("perplexity", "here", "-1", "–", "-2", "–", Cell(text="two"))
 
 
 def test_disagreeing_collections_have_no_ratio(intervention):
