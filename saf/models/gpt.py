@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from saf.arguments import check, checked, shown
@@ -51,6 +52,20 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class _Undrawn(TorchFunctionMode):
+    """Leave weights as they come from memory where modules would draw them.
+
+    A model on the device "meta", which draws nothing either, takes code that loads PyTorch's compiler, for seconds.
+    """
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        """Return what is to be drawn as it is; call anything else."""
+        named = named or {}
+        if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return named["tensor"] if "tensor" in named else args[0]
+        return function(*args, **named)
+
+
 class GPT(nn.Module):
     """Model text causally with attention heads that can be frozen."""
 
@@ -69,9 +84,8 @@ class GPT(nn.Module):
     @checked
     def undrawn(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
         """Return a model whose weights hold anything, for others to be loaded or drawn; nothing is drawn here."""
-        with torch.device("meta"):
+        with torch.device(device), _Undrawn():
             model = cls(config)
-        model.to_empty(device=device)
         if model.rotary is not None:  # computed, not loaded
             model.rotary = Rotary(config.head_dim, config.max_length).to(device)
         return model

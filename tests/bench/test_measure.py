@@ -30,9 +30,10 @@ def test_update(tmp_path):
 
 
 @pytest.mark.slow
-def test_update_in_fresh_processes():
-    settings = UpdateSettings(
-        model="tiny", points=("16x1x1",), rates=(0.0,), fresh=True, profile=False, **{**SMALL, "pairs": 1}
+def test_every_block_in_a_fresh_process():
+    """Of prompts: a first step of an optimiser would load PyTorch's compiler in each, for three seconds."""
+    settings = PrefillSettings(
+        model="tiny", points=("16x1",), rates=(0.0,), fresh=True, profile=False, **{**SMALL, "pairs": 1}
     )
     record = measure(settings)
     assert record["left_out"] == []

@@ -70,24 +70,29 @@ RECOMPILES = 64
 
 
 @contextmanager
-def clean_process() -> Iterator[None]:
+def clean_process(*, compiles: bool = True) -> Iterator[None]:
     """Begin a point with an empty compiler and allocator cache, and leave them so.
 
     Compiled forward and backward graphs are always traced here: the attention kernel that an arm pins is no part
-    of the key under which the cache of such graphs would hand them to another arm.
+    of the key under which the cache of such graphs would hand them to another arm. Where nothing is compiled the
+    compiler is left alone: loading it takes seconds, in a fresh process for every block.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
-        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
-        _forget()
+        if compiles:
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
+            traced = torch._functorch.config.patch(enable_autograd_cache=False)  # type: ignore[attr-defined]
+            stack.enter_context(traced)
+        _forget(compiles=compiles)
         try:
             yield
         finally:
-            _forget()
+            _forget(compiles=compiles)
 
 
-def _forget() -> None:
-    torch._dynamo.reset()
+def _forget(*, compiles: bool) -> None:
+    """Empty the compiler's cache, where it is in use, and that of the device's memory."""
+    if compiles:
+        torch._dynamo.reset()
     if torch.cuda.is_available():
         gc.collect()  # of what still holds the device's memory
         torch.cuda.empty_cache()

@@ -99,7 +99,7 @@ class ModelKind(SpeedKind[Asked]):
 
         precision = point.precision or context.execution.precision
         fields = {"model": plan.name, "point": point.to_dict()}
-        with clean_process():
+        with clean_process(compiles=context.execution.compile):
             context.runner(point.name, fields, sixteen_bit=precision != "fp32").run(
                 comparisons,
                 build,

@@ -22,6 +22,7 @@ from saf.bench.harness.recorder import in_short
 from saf.bench.harness.settings import Point
 from saf.bench.kinds import MODEL_KINDS
 from saf.machine.cuda_graphs import GraphPool
+from saf.machine.execution import Execution
 
 PARENT_SECONDS = 1.0
 """Between two looks at whether the parent lives: seldom enough to leave timed blocks alone."""
@@ -37,7 +38,8 @@ def measure(specification: dict[str, Any]) -> dict[str, Any]:
     """
     kind = MODEL_KINDS[specification["kind"]]
     settings = kind.settings.from_dict(specification["settings"])
-    with clean_process(), free_backend():
+    compiles = Execution.of(settings.device, compile=settings.compile).compile
+    with clean_process(compiles=compiles), free_backend():
         subject = kind.build(settings, Point(**specification["point"]), Arm(**specification["arm"]), GraphPool())
         subject.warm_up()
         if specification.get("only_compile"):
