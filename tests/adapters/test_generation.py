@@ -1,5 +1,6 @@
 """Every way to generate with frozen heads yields the tokens of passes that compute everything anew."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -282,13 +283,13 @@ def test_pad_tokens_within_a_prompt_or_behind_it_are_refused_where_they_make_a_m
     assert not passes
     with pytest.raises(InputError, match=r"between real ones; to go on after a prompt, pad on the left$"):
         model(ids, attention_mask=(ids > 0).long())
-    # transformers 5.23 makes an assistant's mask of which tokens are padding, whatever the model's is; 5.17 does not.
+    # Where the model's mask is of ones, transformers 5.23 makes its assistant's of which tokens are padding.
     for options["pad_token_id"] in (model.generation_config.pad_token_id, model.generation_config.eos_token_id):
         assert torch.equal(generate(model, ids, given, **options), greedy)
 
 
 def test_pad_tokens_that_a_model_generates_do_not_stop_its_assistant(frozen):
-    """Every token that the frozen model says is one of padding."""
+    """Some token that the frozen model says is the one of padding."""
     family, model = frozen
     ids, assistant = tokens(1, 9, seed=6), make(family)
     freeze(assistant, HeadSet([(0, 0), (0, 1), (2, 2)]))
@@ -426,21 +427,27 @@ def test_keys_and_values_of_a_step_are_read_where_they_lie(frozen):
     assert not copies
 
 
-def test_a_growing_cache_goes_on_beside_the_heads_that_it_was_filled_beside_alone():
-    """Other ones are as many, so that the cache's sizes do not tell them apart."""
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize("others", [[(0, 1), (2, 1)], [(0, 0)], [(1, 0), (2, 1)]], ids=["moved", "fewer", "elsewhere"])
+def test_a_cache_goes_on_beside_the_heads_that_it_was_filled_beside_alone(others, fixed):
+    """With grouped queries a layer keeps as many keys whichever of its heads are frozen."""
     model, ids = make("qwen3"), tokens(1, 9, seed=9)
     freeze(model, HeadSet([(0, 0), (2, 1)]))
-    cache = DynamicCache(config=model.config)
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH) if fixed else DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :4], past_key_values=cache)
+        twin = copy.deepcopy(model)
+        model(ids[:, 4:5], past_key_values=cache)
+        twin(ids[:, 5:6], past_key_values=cache)  # its heads are the same
         saf.uninstall_(model)
-        freeze(model, HeadSet([(0, 1), (2, 1)]))
+        freeze(model, HeadSet(others))
         with pytest.raises(UnsupportedError, match="made for other frozen heads"):
-            model(ids[:, 4:], past_key_values=cache)
-        cache.crop(-cache.get_seq_length())
-        model(ids[:, :4], past_key_values=cache)
-        stepped = model(ids[:, 4:], past_key_values=cache).logits
-        torch.testing.assert_close(stepped, model(ids, use_cache=False).logits[:, 4:])
+            model(ids[:, 6:], past_key_values=cache)
+        if not fixed:
+            cache.crop(-cache.get_seq_length())
+            model(ids[:, :4], past_key_values=cache)
+            stepped = model(ids[:, 4:], past_key_values=cache).logits
+            torch.testing.assert_close(stepped, model(ids, use_cache=False).logits[:, 4:])
 
 
 def test_a_cache_that_cannot_be_right_is_refused(frozen):

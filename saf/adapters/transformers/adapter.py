@@ -277,6 +277,9 @@ class TransformersAdapter(TransformersModel, Adapter):
         """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
         self._watch_entrances()
+        everywhere = tuple(layout_of(attention) for attention in self._attention)
+        for state in states:
+            state.everywhere = everywhere
         before = next((state.before for state in states if state.before is not None), None)
         if not all(state.layout.ordinary for state in states):
             if before is None:

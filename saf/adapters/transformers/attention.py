@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
-from saf.adapters.transformers.cache import Beginning, check_offloading, filled, make_room
+from saf.adapters.transformers.cache import Beginning, check_filled, check_offloading, filled, make_room
 from saf.adapters.transformers.family import Family
 from saf.adapters.transformers.mask import Mask, check_begins, check_one_sequence_a_row, no_padding, padding_mask
 from saf.errors import UnsupportedError
@@ -41,6 +41,8 @@ class HeadState(TellsLayout):
         """SDPA kernel of live heads, see `mixed_attention`."""
         self.before: str | None = None
         """The model's attention function before heads were frozen."""
+        self.everywhere: tuple[HeadLayout, ...] | None = None
+        """The heads of all layers of the model, once some are edited."""
 
     @property
     def idle(self) -> bool:
@@ -101,7 +103,8 @@ def layout_of(attention: Any) -> HeadLayout:
 def before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
     """Make room in a cache of fixed size.
 
-    Raises UnsupportedError where other code than ours is about to attend, and as `make_room` and `check_offloading`.
+    Raises UnsupportedError where other code than ours is about to attend, and as `make_room`, `check_filled` and
+    `check_offloading`.
     """
     name = module.config._attn_implementation
     if not module.saf.layout.ordinary and name != NAME:
@@ -113,6 +116,7 @@ def before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
         if getattr(cache, "offloading", False):
             check_offloading(next(module.parameters()).device)
         make_room(cache, module.layer_idx, module.saf.layout)
+        check_filled(cache, module.layer_idx, module.saf.everywhere)
 
 
 def check_layout(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

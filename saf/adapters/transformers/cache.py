@@ -35,8 +35,8 @@ CRASHES_COMPILED = (
 )
 
 OTHER_HEADS = "the cache was made for other frozen heads; make a new one"
-FILLED_BY = "_saf_layouts"
-"""The name in a cache of what tells which heads its layers were filled beside."""
+FILLED_BY = "_saf_heads"
+"""The name in a cache of what tells beside which heads it was filled."""
 
 STREAMS_WAIT = (5, 20)
 """The first version of transformers whose stream of offloaded layers waits for the device's own (docs/log.md)."""
@@ -92,10 +92,10 @@ def make_room(past_key_values: Any, index: int, layout: HeadLayout) -> None:
         return
     if index < len(layers) and is_quantised(layers[index]) and not layout.num_live:
         raise UnsupportedError(NOT_QUANTISED)
-    if index >= len(layers) or not hasattr(layers[index], "max_cache_len"):
-        if index < len(layers):
-            _check_heads(layers[index], index, layout)
-        _check_filled(past_key_values, index, layout)
+    if index >= len(layers):
+        return
+    if not hasattr(layers[index], "max_cache_len"):
+        _check_heads(layers[index], index, layout)
         return
     if any(past_key_values.is_sliding):
         raise UnsupportedError(NO_WINDOWS)
@@ -128,17 +128,19 @@ def _check_heads(layer: Any, index: int, layout: HeadLayout) -> None:
         )
 
 
-def _check_filled(past_key_values: Any, index: int, layout: HeadLayout) -> None:
-    """Raise UnsupportedError where a layer of a growing cache was filled beside other heads than it keeps, as many.
+def check_filled(past_key_values: Any, index: int, heads: tuple[HeadLayout, ...] | None) -> None:
+    """Raise UnsupportedError where a cache was filled beside other heads than `heads`, those of all layers now.
 
-    Compiled code, which would be compiled anew for every cache, goes unchecked.
+    Sizes do not tell: with grouped queries a layer keeps as many keys whichever of its heads are frozen. What filled it
+    is kept in the cache, but of ordinary models and of compiled code, which would be compiled anew for every cache.
     """
-    if torch.compiler.is_compiling():
+    if heads is None or torch.compiler.is_compiling() or not hasattr(past_key_values, "layers"):
         return
-    if past_key_values.get_seq_length(index) == 0:
-        vars(past_key_values).setdefault(FILLED_BY, {})[index] = layout
-    elif (before := vars(past_key_values).get(FILLED_BY, {}).get(index, layout)) is not layout and before != layout:
+    length, kept = past_key_values.get_seq_length(index), vars(past_key_values)
+    begins = not isinstance(length, Tensor) and length == 0  # of one of fixed size that is in use it is a tensor
+    if not begins and (before := kept.get(FILLED_BY, heads)) is not heads and before != heads:
         raise UnsupportedError(OTHER_HEADS)
+    kept[FILLED_BY] = heads
 
 
 def check_offloading(device: torch.device) -> None:

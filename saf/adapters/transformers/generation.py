@@ -79,7 +79,7 @@ def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, 
 def mask_of_pad_tokens(model: Any, inputs: Tensor, generation_config: Any, *rest: Any, **options: Any) -> Tensor:
     """Return the mask that `generate` makes of which tokens are padding, where it is given none.
 
-    An assistant is given none by transformers 5.23, whatever mask its main model has. What it proposes is checked by
+    An assistant is given none by transformers 5.23 where its main model's is all ones. What it proposes is checked by
     that model, so it may take tokens behind the first real one for real. Raises InputError before anything is computed
     where frozen heads of any other model cannot go on after the mask. It waits for the device.
     """

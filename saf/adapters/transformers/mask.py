@@ -47,8 +47,9 @@ def padding_mask(
     if fixed and rest.get("local_size") is not None:
         raise UnsupportedError(NO_WINDOWS)
     if not fixed and kv_offset + kv_length != q_offset + q_length:
-        # A cache of fixed size that was filled by no pass yet, as for prompts in chunks, looks so, too.
-        windows = f"; and {NO_WINDOWS}" if window_of(rest.get("config")) else ""
+        # More keys than tokens are those of a cache of fixed size that prompts in chunks begin to fill.
+        more = kv_offset + kv_length > q_offset + q_length
+        windows = f"; and {NO_WINDOWS}" if more and window_of(rest.get("config")) else ""
         raise UnsupportedError(
             "with frozen heads the keys must end where the tokens end: give an attention_mask as long as the input"
             + windows

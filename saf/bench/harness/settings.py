@@ -11,7 +11,7 @@ MICRO_BATCHES = 15
 """Of an update whose point does not say: the paper's, 491,520 tokens at its contexts and sequences."""
 QWEN_POINTS = tuple((length, size) for size in (4, 8) for length in (2048, 4096, 8192))
 QWEN_RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
-"""Both of the paper's table of Qwen3-4B: operators measure its attention alone, prefill the whole model."""
+"""Both of the paper's table of Qwen3-4B: op measures its heads alone, attention its layers, prefill the whole model."""
 
 
 @dataclass(kw_only=True)

@@ -1,1 +1,1 @@
-"""Benchmarks of whole models: updates, prefill and decoding."""
+"""Benchmarks of whole models: updates, prefill, attention layers and decoding."""

@@ -4,6 +4,7 @@ Projections, norms, positions, heads and the output product are inside, as the m
 is more than their mixing, so this stands between `saf bench op`, heads without projections, and `saf bench prefill`.
 """
 
+import gc
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -108,6 +109,8 @@ class AttentionKind(ModelKind[AttentionSettings]):
         generator = torch.Generator().manual_seed(settings.seed)
         drawn = random_tokens(1, point.batch_size, point.length, plan.shape.vocab_size, generator, device)
         layers = AttentionLayers(model, drawn[0][0].contiguous())
+        del model
+        gc.collect()  # edited models are in cycles, whose other weights would stay
 
         def call() -> Tensor:
             with torch.no_grad():

@@ -34,7 +34,7 @@ class ModelSettings(SpeedSettings):
     """Hold what benchmarks of whole models take."""
 
     model: str = "124m"
-    """Preset of the model's shape; qwen3-4b and llamas, of transformers, for prefill and decoding alone."""
+    """Preset of the model's shape; qwen3-4b and llamas, of transformers, for prefill, attention and decode alone."""
     num_layers: int | None = None
     """Layers, instead of the preset's: compiling all of a large model takes minutes."""
     placement: Placement = "early"
@@ -109,7 +109,9 @@ class ModelPlan:
     def config(self) -> GPTConfig:
         """Return the configuration of this project's decoder; raise InputError for another family."""
         if self.shape.gpt is None:
-            raise InputError(f"{self.settings.model} can be measured by prefill and decode alone; take another --model")
+            raise InputError(
+                f"{self.settings.model} can be measured by prefill, attention and decode alone; take another --model"
+            )
         return self.shape.gpt
 
     @property

@@ -1,5 +1,7 @@
 """The attention layers of small models, timed alone: they compute what they compute inside the model."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from saf.bench.kinds import measure
 from saf.bench.model.attention import AttentionKind, AttentionLayers, AttentionSettings
 from saf.bench.model.models import ModelPlan, build_model
 from saf.errors import InputError
+from saf.machine.cuda_graphs import GraphPool
 
 LENGTH = 24
 SIZES = {"num_layers": 3, "num_heads": 4, "head_dim": 16, "hidden_size": 24, "vocab_size": 50, "mlp_size": 40}
@@ -51,6 +54,27 @@ def test_layers_compute_what_they_compute_in_the_model(model, arm):
     with torch.no_grad():
         layers.layers = layers.layers[:1]
         torch.testing.assert_close(layers(), inside, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "arm", [Arm("auto"), Arm("auto", "toeplitz", 0.5), Arm("auto", "pruned", 0.5)], ids=lambda arm: arm.name
+)
+def test_no_other_weights_stay(model, arm, monkeypatch):
+    """Peak memory of an arm is that of its attention layers."""
+    rest = []
+
+    def built(*args, **options):
+        made = build_model(*args, **options)
+        rest.extend(weakref.ref(part) for name, part in made.named_modules() if name.endswith("mlp"))
+        return made
+
+    monkeypatch.setattr("saf.bench.model.attention.build_model", built)
+    subject = AttentionKind().build(settings(model), Point(LENGTH, 2), arm, GraphPool())
+    assert rest
+    assert not [part for part in rest if part() is not None]
+    subject.warm_up()
+    assert subject.timed_block("call") > 0
 
 
 def test_every_layer_runs_once_a_pass():

@@ -109,7 +109,7 @@ def test_what_is_not_measured_says_so():
     with pytest.raises(UnsupportedError, match="flex is measured in this project's decoder only"):
         build_model(ModelPlan.of(settings(), LENGTH), Arm("flex"), device=CPU)
     asked = UpdateSettings(model="qwen3-4b", device="cpu", compile="off")
-    with pytest.raises(InputError, match="qwen3-4b can be measured by prefill and decode alone"):
+    with pytest.raises(InputError, match="qwen3-4b can be measured by prefill, attention and decode alone"):
         UpdateKind().build(asked, Point(LENGTH, 1, 1), Arm("auto"), GraphPool())
     with pytest.raises(InputError, match=r"unknown model 'qwen4'; expected one of .*'qwen3-4b'"):
         ModelPlan.of(settings(model="qwen4"), LENGTH)
