@@ -4,6 +4,9 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test oldest check parity fix gpu sanitize clean
 
+# What Python has compiled is kept, as it is by default: tests start hundreds of processes that would compile it again.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
