@@ -25,6 +25,12 @@ def test_import_saf_loads_no_optional_package_and_leaves_cuda_alone():
     assert run_fresh(code).split() == ["[]", "False"]
 
 
+def test_a_model_to_be_filled_and_training_load_neither_the_compiler_nor_what_shards_need():
+    made = "from saf.models import GPT, preset; GPT.undrawn(preset('tiny', vocab_size=8))"
+    loaded = "[name for name in ('torch._dynamo', 'torch.distributed.fsdp') if name in sys.modules]"
+    assert run_fresh(f"import sys, saf.train; {made}; print({loaded})") == "[]"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["pretrian"]])
 def test_what_the_command_says_by_itself_needs_no_torch(arguments):
     code = f"import sys; from saf.cli import main; main({arguments}); print('torch' in sys.modules, file=sys.stderr)"
