@@ -85,10 +85,7 @@ class GPT(nn.Module):
     def undrawn(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
         """Return a model whose weights hold anything, for others to be loaded or drawn; nothing is drawn here."""
         with torch.device(device), _Undrawn():
-            model = cls(config)
-        if model.rotary is not None:  # computed, not loaded
-            model.rotary = Rotary(config.head_dim, config.max_length).to(device)
-        return model
+            return cls(config)
 
     @checked
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -17,11 +17,13 @@ class Rotary(nn.Module):
     sin: Tensor
 
     def __init__(self, head_dim: int, max_length: int):
+        """Compute them on the CPU, so that every device has the same, also one without float64."""
         super().__init__()
-        frequency = BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        angle = torch.arange(max_length, dtype=torch.float64)[:, None] * frequency
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        exact = {"dtype": torch.float64, "device": "cpu"}
+        frequency = BASE ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
+        angle = torch.arange(max_length, **exact)[:, None] * frequency
+        for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
+            self.register_buffer(name, table.float().to(torch.get_default_device()), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         """Follow the module to another device; in 16 bits the angles of late positions would be lost."""

@@ -81,6 +81,18 @@ def test_a_later_token_changes_no_earlier_logit(position):
     assert not torch.equal(before[:, 12:], after[:, 12:])
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_to_be_filled_is_where_it_is_asked_for_with_its_rotations_and_draws_nothing(device):
+    before = torch.get_rng_state()
+    config = preset("tiny", vocab_size=8, max_length=16)
+    model = GPT.undrawn(config, device)
+    assert {one.device.type for one in (*model.parameters(), *model.buffers())} == {device}
+    assert torch.equal(torch.get_rng_state(), before)
+    if device == "cpu":
+        made = GPT(config).rotary
+        assert all(torch.equal(one, other) for one, other in zip(model.rotary.buffers(), made.buffers(), strict=True))
+
+
 def test_rotary_scores_depend_on_distance_only():
     from saf.models.rotary import Rotary, rotate
 
