@@ -1,7 +1,9 @@
 """The errors `saf` raises on purpose; every message says what was expected, what came and what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from inspect import signature
+from typing import Any
 
 
 class SafError(Exception):
@@ -64,6 +66,28 @@ def nearest(name: object, names: Iterable[str]) -> str | None:
     near = get_close_matches(given, list(by_lower), n=1)
     near = near or [one for one in by_lower if len(given) >= SHORTEST and given in one]
     return by_lower[near[0]] if near else None
+
+
+def check_name(setting: str, value: object, names: Iterable[str]) -> None:
+    """Raise InputError unless the value of a setting is one of `names`."""
+    if value not in (known := list(names)):
+        raise InputError(f"{setting} must be one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
+
+
+def check_keywords(owner: str, options: Iterable[str], function: Callable[..., Any]) -> list[str]:
+    """Return the keyword-only arguments of a function; raise InputError for `options` that are none of them."""
+    known = [each.name for each in signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    if unknown := [name for name in options if name not in known]:
+        raise InputError(f"{owner} takes {', '.join(known) or 'no options'}; got {', '.join(unknown)}")
+    return known
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it, in one short line; of a tensor its dtype and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}... ({type(value).__name__})"
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:

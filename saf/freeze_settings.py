@@ -6,25 +6,22 @@ from typing import Annotated
 
 import tyro
 
-from saf.arguments import above, at_least, check_fields
 from saf.errors import CheckpointError, InputError
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Device, Precision
 from saf.scores import score_name
-from saf.settings import FLAT, documented
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences that a score reads where no number is asked for."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFreezing:
     """Say which checkpoint's heads are frozen, how, on what text, and where the new checkpoint goes."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (step-N), a run (its newest one), or a model of transformers: its folder, or its name on the hub."""
-    config: Annotated[FreezeConfig, FLAT]
+    config: FreezeConfig
     """How heads are frozen."""
     out: Path
     """The new checkpoint or model's folder; the event is recorded among its files, in events.jsonl."""
@@ -33,21 +30,21 @@ class CheckpointFreezing:
     tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
     bos: bool = False
     """Begin each sequence with the token that begins a text (BOS) of the tokenizer of a model of transformers."""
-    sequences: Annotated[int, at_least(1)] = 32
+    sequences: int = 32
     """Calibration sequences."""
-    length: Annotated[int | None, at_least(1)] = None
+    length: int | None = None
     """Their length in tokens; when None the run's, or as many as a model of transformers takes."""
     allow_shorter: bool = False
     """Accept a length below that; the model then takes no longer input."""
-    batch_size: Annotated[int, at_least(1)] = 8
+    batch_size: int = 8
     """Sequences in a forward pass."""
-    heldout_sequences: Annotated[int | None, at_least(1)] = None
+    heldout_sequences: int | None = None
     """Sequences of the controller partition that output-aware scores read, and no other score; 32 when None."""
-    calibration_seed: Annotated[int | None, at_least(0)] = None
+    calibration_seed: int | None = None
     """Of the choice of calibration sequences; the run's, or 0, when None."""
     calibration: Path | None = None
     """Keep each layer's measurement in this folder once it is finished, and go on from those found there."""
-    capture_gb: Annotated[float | None, above(0)] = None
+    capture_gb: float | None = None
     """Most memory for queries and keys kept at once, GB; half of what is free when None."""
     finalize: bool = False
     """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
@@ -58,7 +55,9 @@ class CheckpointFreezing:
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used, or has no effect."""
-        check_fields(self)
+        for name in ("sequences", "length", "batch_size", "heldout_sequences"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InputError(f"{name} must be at least 1, got {value}")
         if self.heldout_sequences is not None and "outputs" not in self.config.needs:
             score = score_name(self.config.score)
             raise InputError(f"heldout_sequences has no effect: score {score!r} reads none of them; leave it out")

@@ -6,12 +6,9 @@ from functools import cached_property
 from operator import index
 from typing import Any
 
-from saf.arguments import Where, check, check_fields, checked, shown
-from saf.errors import InputError
+from saf.errors import InputError, shown
 
 Head = tuple[int, int]
-HEADS = Where("each once, layers and heads from 0", lambda heads: _are_heads(heads))
-"""Of heads in settings, in any order."""
 
 
 class HeadSet:
@@ -53,7 +50,6 @@ class HeadSet:
         """Return `[[layer, head], ...]` for JSON files."""
         return [[layer, head] for layer, head in self._heads]
 
-    @checked
     def in_layer(self, layer: int) -> list[int]:
         """Return the ascending head ids of one layer."""
         return [head for at, head in self._heads if at == layer]
@@ -115,20 +111,11 @@ def roles_of(name: str) -> tuple[str, ...]:
     return tuple(role_of(name).split("_"))
 
 
-def _are_heads(heads: Iterable[Head]) -> bool:
-    pairs = list(map(tuple, heads))
-    return len(set(pairs)) == len(pairs) and all(min(pair) >= 0 for pair in pairs)
-
-
 def head_pairs(heads: Any) -> list[Head]:
     """Return `(layer, head)` pairs in the order given; raise InputError for anything else than whole numbers."""
     if isinstance(heads, HeadSet):
         return list(heads)
-    check("heads", heads, Iterable)
-    pairs = list(heads)
-    for pair in pairs:
-        check("each of heads", pair, Head)
-    return [(index(layer), index(head)) for layer, head in pairs]
+    return [(index(layer), index(head)) for layer, head in heads]
 
 
 @dataclass(frozen=True)
@@ -148,7 +135,6 @@ class HeadLayout:
 
     def __post_init__(self):
         """Raise InputError when heads do not divide into groups, an id does not exist or is of two kinds."""
-        check_fields(self)
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"num_heads {self.num_heads} must be positive and divide into num_kv_heads {self.num_kv_heads}"

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for, longest_input
-from saf.arguments import check, checked
 from saf.errors import InputError, UnsupportedError
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
 from saf.machine.execution import own_program
@@ -52,7 +51,6 @@ class Prefill:
     Matrix products of all graphs share scratch memory: replay them one after another, not on two streams at once.
     """
 
-    @checked
     def __init__(self, model: nn.Module, *, batch_size: int, length: int, compile: bool = True, autocast: bool = True):
         """Compile and capture `[batch_size, length]`; `autocast` runs float32 weights in bfloat16.
 
@@ -89,7 +87,6 @@ class Prefill:
 
         Raises InputError for ids of another shape, and for what are no whole numbers.
         """
-        check("input_ids", input_ids, Tensor)
         if tuple(input_ids.shape) != self._shape:
             raise InputError(f"captured for {list(self._shape)} token ids; got {list(input_ids.shape)}: capture again")
         if input_ids.is_floating_point() or input_ids.dtype == torch.bool:

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from saf.arguments import checked, shown
-from saf.errors import InputError, SelectionError
+from saf.errors import InputError, SelectionError, shown
 from saf.heads import Head, HeadSet, head_pairs
 
 Unit = tuple[Head, ...]
@@ -165,7 +164,6 @@ def _limits(scores: Tensor, most: Limits | None) -> list[int]:
     return [min(by_layer.get(layer, count), count) for layer, count in enumerate(live)]
 
 
-@checked
 def select(
     scores: Tensor,
     rate: float | None = None,

@@ -11,7 +11,6 @@ from torch import nn
 from saf.adapters import Adapter, adapter_for
 from saf.adapters.description import STATE, TENSORS, described, described_beside, write_description
 from saf.adapters.transformers.folder import OPENS
-from saf.arguments import checked
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.models import GPT, GPTConfig
 from saf.records.files import check_file, read_json, read_tensors, write_json, write_tensors
@@ -24,7 +23,6 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
 
 
-@checked
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write `saf.json` and `saf.safetensors` (patterns, removed rows) and, for the project's GPT, the weights.
 
@@ -55,7 +53,6 @@ def save(model: nn.Module, folder: str | Path) -> None:
         raise CheckpointError(f"{reason}: {folder} is as it was; free some space, then save again") from error
 
 
-@checked
 def load(
     model_or_folder: nn.Module | str | Path, folder: str | Path | None = None, *, backend: str | None = None
 ) -> nn.Module:

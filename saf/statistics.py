@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saf.arguments import check_fields, checked, shown
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError, InputError, shown
 from saf.heads import HeadSet, head_pairs
 from saf.records.files import entries_hash, read_metadata, read_tensors, tensors_hash, write_tensors
 
@@ -73,7 +72,6 @@ class AttentionStatistics:
 
     def __post_init__(self):
         """Raise InputError unless the tensors have the shapes that belong together."""
-        check_fields(self)
         heads = self.variance.shape
         if self.length < 1 or self.num_sequences < 1:
             raise InputError(f"length and num_sequences must be at least 1; got {self.length} and {self.num_sequences}")
@@ -112,7 +110,6 @@ class AttentionStatistics:
         """Return whether each head was measured, `[L, H]`."""
         return ~self.variance.isnan()
 
-    @checked
     def take(self, name: str, heads: Iterable[tuple[int, int]]) -> Tensor:
         """Return what was collected under `name` for `heads`, in their order, `[F, ...]`.
 
@@ -130,7 +127,6 @@ class AttentionStatistics:
         return self.collected[name][[self.collected_heads.index(head) for head in wanted]]
 
     @classmethod
-    @checked
     def join(cls, parts: Sequence["AttentionStatistics"]) -> "AttentionStatistics":
         """Merge statistics of different heads of the same sequences; raise InputError when they overlap or differ."""
         if not parts:
@@ -164,7 +160,6 @@ class AttentionStatistics:
             positions=first.positions,
         )
 
-    @checked
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, whole or not at all."""
         names = ("length", "num_sequences", "sequences_hash", "lengths", "positions")
@@ -177,7 +172,6 @@ class AttentionStatistics:
         write_tensors(Path(path), tensors, {"saf": json.dumps(meta)})
 
     @classmethod
-    @checked
     def load(cls, path: str | Path) -> "AttentionStatistics":
         """Read a file written by `save`; raise CheckpointError when it is missing, damaged or another kind of file."""
         advice = "expected a file that AttentionStatistics.save wrote"

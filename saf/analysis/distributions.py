@@ -17,7 +17,7 @@ from saf.analysis.row_models import SCALE
 from saf.arguments import SHARE, Where, above, at_least
 from saf.calibration import calibrate
 from saf.errors import InputError
-from saf.heads import HEADS, Head, HeadSet
+from saf.heads import Head, HeadSet
 from saf.records import paper
 from saf.records.quantities import MISSING
 from saf.records.table import Part, Table
@@ -39,7 +39,7 @@ class Distributions(ModelSettings):
     """Sequences of the calibration partition."""
     fitted: Annotated[float, Where("a share in (0, 1)", lambda share: 0 < share < 1)] = 0.6
     """Share of the sequences that the models are fitted to; the others are held out."""
-    heads: Annotated[tuple[Head, ...], HEADS] = ()
+    heads: tuple[Head, ...] = ()
     """Heads to look at, those of lowest variance at --rate when none; on the command line 0:3 1:11 or a file:
     JSON pairs, or events.jsonl."""
     rate: Annotated[float, SHARE] = 0.25

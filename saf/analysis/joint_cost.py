@@ -15,7 +15,7 @@ from saf.calibration.capture import Batch, check_heads, read_batches
 from saf.evaluate.paired import paired_delta_ppl
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import make_patterns
-from saf.heads import HEADS, Head, HeadSet
+from saf.heads import Head, HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
 from saf.records.quantities import MISSING, signed
@@ -29,9 +29,9 @@ from saf.statistics import AttentionStatistics
 class JointCost(ModelSettings):
     """Freeze two head sets, each as a whole: their immediate costs on the same windows, and their overlap."""
 
-    first: Annotated[tuple[Head, ...], HEADS]
+    first: tuple[Head, ...]
     """Heads; on the command line 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
-    second: Annotated[tuple[Head, ...], HEADS]
+    second: tuple[Head, ...]
     """The other set, written the same way."""
     windows: Annotated[int, at_least(1)] = 16
     """Windows of the controller partition to measure on."""

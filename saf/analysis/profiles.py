@@ -14,7 +14,7 @@ from saf.arguments import at_least
 from saf.calibration import latter_half
 from saf.calibration.capture import Batch, evaluation_mode, read_batches
 from saf.errors import InputError
-from saf.heads import HEADS, Head, HeadSet
+from saf.heads import Head, HeadSet
 from saf.ops.live import capped, score_scale
 from saf.records import paper
 from saf.records.quantities import number
@@ -31,7 +31,7 @@ LOCAL = 64
 class Profiles(ModelSettings):
     """Measure how heads spread their attention, selected heads against unselected ones of the same layers."""
 
-    selected: Annotated[tuple[Head, ...], HEADS] = ()
+    selected: tuple[Head, ...] = ()
     """Heads to compare with the others; on the command line 0:3 1:11 or a file: JSON pairs, or events.jsonl."""
     windows: Annotated[int, at_least(1)] = 128
     """Windows of the controller partition to measure on."""

@@ -3,20 +3,18 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Site
 from saf.adapters.documents import documents_told
-from saf.arguments import Where
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
 
-_OF_TEXT = "of text, saf.integrations.transformers.text_sequences makes them"
-Batch = Annotated[Tensor | Mapping[str, Any], Where(f"of token ids [B, T] ({_OF_TEXT})", lambda _: True)]
-"""Calibration sequences of one length, or padded ones with their mask; `Where` is said when something else came."""
+Batch = Tensor | Mapping[str, Any]
+"""Token ids `[B, T]`, or a mapping with `input_ids` and, of padded sequences, their `attention_mask`."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -97,7 +95,7 @@ def read_rows(batches: Iterable[Batch]) -> tuple[list[Tensor], list[list[int]]]:
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
             raise InputError(
                 "batches must be token ids, integer tensors [B, T] or mappings with such input_ids; got "
-                f"{_kind(tokens)}; {_OF_TEXT}"
+                f"{_kind(tokens)}; of text, saf.integrations.transformers.text_sequences makes them"
             )
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         ids.append(tokens.long().cpu())

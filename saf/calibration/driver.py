@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, adapter_for
-from saf.arguments import checked
 from saf.calibration.capture import (
     Batch,
     Sequences,
@@ -28,7 +27,6 @@ from saf.machine.stopwatch import Stopwatch
 from saf.statistics import AttentionStatistics
 
 
-@checked
 def calibrate(
     model: nn.Module,
     batches: Iterable[Batch],

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Adapter, Rows, Site, adapter_for, rows_of
-from saf.arguments import checked
 from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_rows, read_targets
 from saf.errors import CheckpointError, InputError
 
@@ -33,7 +32,6 @@ class QKGradient:
     >>> saf.score(statistics, "qk_gradient", gradient=gradient.scores()) # doctest: +SKIP
     """
 
-    @checked
     def __init__(self, model: nn.Module, *, beta: float = BETA):
         if not 0 <= beta < 1:
             raise InputError(f"beta is the weight of the past, in [0, 1); got {beta}")
@@ -69,7 +67,6 @@ class QKGradient:
         rows = [[None if value != value else value for value in row] for row in self._average.tolist()]
         return {"beta": self.beta, "updates": self.updates, "average": rows}
 
-    @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`; raise CheckpointError when it belongs to another shape of model or beta."""
         try:
@@ -113,7 +110,6 @@ def _block_norms(rows: Rows, head_dim: int) -> Tensor:
     return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=wide).double()
 
 
-@checked
 def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | None = None) -> Tensor:
     """Return the importance I of Eq. (19), `[L, H]` float64 on the CPU; NaN for frozen heads.
 

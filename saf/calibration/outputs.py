@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for, unwrap
-from saf.arguments import checked
 from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
 from saf.calibration.watch import Modules, Seen, modules_of, values_of, watch
 from saf.errors import InputError, UnsupportedError
@@ -16,7 +15,6 @@ from saf.scores.outputs import HeadOutputs
 from saf.statistics import AttentionStatistics
 
 
-@checked
 def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: AttentionStatistics) -> HeadOutputs:
     """Measure the contributions C of all live heads, and those of `C~ = mean pattern · V · W_O` in their place.
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from saf.adapters import Adapter, Site, adapter_for
-from saf.arguments import checked
 from saf.calibration.capture import Batch, Sequences, Wanted, check_heads, read_sequences
 from saf.calibration.collect import COLLECT_BYTES, collection_bytes, latter_half
 from saf.calibration.layer import obstacle, strip_bytes
@@ -85,7 +84,6 @@ class CalibrationPlan:
         )
 
 
-@checked
 def plan_calibration(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -171,7 +169,6 @@ def plan_for(
     return plan
 
 
-@checked
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
     """Return of how many heads `collect` can be kept at once on the CPU, in half of what is free; one at least."""
     itemsize = 8 if adapter_for(model).dtype == torch.float64 else 4

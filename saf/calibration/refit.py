@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for, rows_of, unwrap
-from saf.arguments import checked
 from saf.calibration.capture import Batch, check_heads, check_vocabulary, evaluation_mode, read_sequences
 from saf.calibration.watch import Seen, modules_of, values_of, watch
 from saf.errors import InputError
@@ -20,7 +19,6 @@ RIDGE = 1e-2
 """How much a change of the columns counts beside the error, as a share of the mean square of what the heads put out."""
 
 
-@checked
 def refit_output(
     model: nn.Module, batches: Iterable[Batch], heads: Iterable[Head], patterns: Pattern | Sequence[Pattern]
 ) -> dict[Head, Tensor]:

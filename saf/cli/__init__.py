@@ -5,8 +5,8 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from saf.errors import SafError, SafWarning, nearest
@@ -16,42 +16,45 @@ COMMANDS = {
     "data": "prepare text as token shards (data prepare), or look into such a folder (data info)",
     "pretrain": "train one arm: ordinary, frozen, or continued from a checkpoint",
     "finetune": "train a checkpoint on questions with choices, and measure its accuracy",
-    "freeze": "freeze heads of a checkpoint and write a new checkpoint",
+    "freeze": "freeze heads of a checkpoint or Hugging Face model and write a new one",
     "evaluate": "held-out perplexity of a model, and its accuracy on zero-shot tasks",
     "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",
-    "report": "one self-contained HTML page about runs or benchmarks; a document of all results",
-    "run": "train what a table or figure of the paper needs, and render it; alone, list the recipes",
-    "analyze": "what single heads cost, which scores foretell it, profiles, geometry, fits, distributions, zero-shot",
+    "report": "one self-contained HTML page about runs or a model",
     "inspect": "what a checkpoint, run, data folder or saved model holds; verifies its sums",
-    "bench": "speed, memory and accuracy: each number beside its baseline and its bound or budget",
+    "bench": "speed and memory of operators, updates, prompts and decoding beside ordinary attention",
     "doctor": "versions, devices, and which backend would run here and why",
 }
-GROUPS = ("data", "analyze", "bench")
-"""Commands that are several; their module has COMMANDS, by name, and any other's its COMMAND."""
 TRAINING = ("pretrain", "finetune")
 KEPT = ". Checkpoints, if there are any, stay: go on with the same command and --resume"
-"""What else is told of commands that train when they end early."""
+"""The end of an error's message where training stops early."""
 EXIT_ERROR = 2
-"""What tyro and most programs end with for words that cannot be used."""
+"""The exit code of tyro, and of most programs, for words that cannot be used."""
 EXIT_INTERRUPTED = 130
 """What shells report for SIGINT: 128 and the signal's number."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for an error explained on stderr, 130 when interrupted."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage(), file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else EXIT_ERROR
-    if arguments[0] in ("-V", "--version"):
+    words = list(sys.argv[1:] if words is None else words)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else EXIT_ERROR
+    if words[0] in ("-V", "--version"):
         from saf import __version__
 
         print(f"saf {__version__}")
         return 0
-    name, *rest = arguments
-    called = invocation.set(tuple(arguments))
+    name, *rest = words
+    if name not in COMMANDS:
+        near = nearest(name, COMMANDS)
+        hint = f"did you mean `saf {near}`?" if near else "`saf --help` lists the commands."
+        print(f"saf: there is no command {name!r}; {hint}", file=sys.stderr)
+        return EXIT_ERROR
+    called = invocation.set(tuple(words))
     try:
-        return _run(name, rest)
+        with _plain_warnings(name):
+            _command(name, rest).run()
+        return 0
     except SafError as error:
         if not error.heard:
             print(f"saf {name}: {error}", file=sys.stderr)
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"saf {name}: {_explain(name, error)}", file=sys.stderr)
+        print(f"saf {name}: {_explain(error)}{KEPT if name in TRAINING else ''}", file=sys.stderr)
         return EXIT_ERROR
     finally:
         invocation.reset(called)
@@ -77,50 +80,34 @@ def usage() -> str:
     return "\n".join([head, "commands:", *lines, "", "`saf COMMAND --help` lists a command's settings."])
 
 
-def _teller(name: str, command: Any, otherwise: Callable[..., None]) -> Callable[..., None]:
-    """Return what shows a warning of the project as a plain line, settings as flags, and `otherwise` any other."""
-    from saf.cli.command import in_flags
+def _command(name: str, words: list[str]) -> Any:
+    """Return the command object that the words ask for: of its module `parse_words`, or its dataclass `Command`."""
+    from saf.cli.parsing import parse
 
-    def tell(message: Warning | str, category: type[Warning], *rest: Any) -> None:
-        if issubclass(category, SafWarning):
-            print(f"saf {name}: {in_flags(str(message), command)}", file=sys.stderr)
-        else:
-            otherwise(message, category, *rest)
-
-    return tell
-
-
-def _run(name: str, rest: list[str]) -> int:
-    """Run the named command, or print how a group of commands is used; return the exit status."""
-    if name not in COMMANDS:
-        return _unknown(name, list(COMMANDS), "saf")
     module = importlib.import_module(f"saf.cli.{name}")
-    if name not in GROUPS:
-        return _call(module.COMMAND, rest, f"saf {name}")
-    if not rest or rest[0] in ("-h", "--help"):
-        print(_group_usage(name, module), file=sys.stdout if rest else sys.stderr)
-        return 0 if rest else EXIT_ERROR
-    if rest[0] not in module.COMMANDS:
-        return _unknown(rest[0], list(module.COMMANDS), f"saf {name}")
-    return _call(module.COMMANDS[rest[0]], rest[1:], f"saf {name} {rest[0]}")
+    if hasattr(module, "parse_words"):
+        return module.parse_words(words)
+    return parse(module.Command, words, prog=f"saf {name}")
 
 
-def _call(command: Any, rest: list[str], prog: str) -> int:
-    """Parse the words into the command's settings and run it; errors and warnings name flags instead of fields."""
-    from saf.cli.command import in_flags
-
+@contextmanager
+def _plain_warnings(name: str) -> Iterator[None]:
+    """Show the project's own warnings as one line on stderr, without Python's file and line number."""
     with warnings.catch_warnings():
-        warnings.showwarning = _teller(prog.split()[1], command, warnings.showwarning)
-        try:
-            command.from_words(rest, prog=prog).run()
-        except SafError as error:
-            error.args = (in_flags(str(error), command),)
-            raise
-    return 0
+        otherwise = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            if issubclass(category, SafWarning):
+                print(f"saf {name}: {message}", file=sys.stderr)
+            else:
+                otherwise(message, category, *rest)
+
+        warnings.showwarning = show
+        yield
 
 
-def _explain(name: str, error: OSError) -> str:
-    """Say which path the system refused, why, what to do, and what is left of a run."""
+def _explain(error: OSError) -> str:
+    """Return which path the system refused, why, and what to do."""
     advice = {
         errno.ENOSPC: "Free some space, or write to another disk",
         errno.EDQUOT: "Free some space, or write to another disk",
@@ -133,17 +120,4 @@ def _explain(name: str, error: OSError) -> str:
         errno.EISDIR: "Choose another name: this one is a folder",
     }.get(error.errno or 0, "Check the path, or choose another one")
     where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}. {advice}{KEPT if name in TRAINING else ''}"
-
-
-def _group_usage(name: str, module: ModuleType) -> str:
-    width = max(10, *(len(sub) + 2 for sub in module.COMMANDS))
-    lines = [f"  {sub:<{width}}{(command.__doc__ or '').splitlines()[0]}" for sub, command in module.COMMANDS.items()]
-    return "\n".join([f"usage: saf {name} COMMAND ...", "", "commands:", *lines])
-
-
-def _unknown(name: str, known: list[str], prog: str) -> int:
-    near = nearest(name, known)
-    hint = f"did you mean `{prog} {near}`?" if near else f"`{prog} --help` lists the commands."
-    print(f"{prog}: there is no command {name!r}; {hint}", file=sys.stderr)
-    return EXIT_ERROR
+    return f"{where}{error.strerror or error}. {advice}"

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 import tyro
 
 from saf.adapters.transformers.folder import folder_hash, tell_cost_
-from saf.arguments import at_least
-from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
@@ -26,7 +24,7 @@ from saf.records.table import Part, Table
 
 
 @dataclass(kw_only=True)
-class Compare(Command):
+class Command:
     """Tell what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
     Of two finetuned runs it tells what they answer differently, paired by question, of two runs of recall paired by
@@ -46,9 +44,9 @@ class Compare(Command):
     evaluations also the precision."""
     card: Path | None = None
     """Folder of the frozen model of transformers, whose model card (README.md) is told the change of perplexity."""
-    resamples: Annotated[int, at_least(1)] = RESAMPLES
+    resamples: int = RESAMPLES
     """Bootstrap draws of windows."""
-    seed: Annotated[int, at_least(0)] = 0
+    seed: int = 0
     """Seed of the draws."""
     json: bool = False
     """Print JSON instead of a table."""
@@ -137,6 +135,3 @@ class Compare(Command):
             "windows": f"{record['windows']:,}",
         }
         return Table.facts(f"{self.frozen} against {self.ordinary}", rows, notes=pair_words(record))
-
-
-COMMAND = Compare

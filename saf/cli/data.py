@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.cli.command import Command
 from saf.cli.output import show
 from saf.data import PARTITIONS, DataIndex
 from saf.data.config import PrepareConfig
@@ -15,18 +14,17 @@ from saf.data.sources import LEFT_OUT_FILE, read_left_out
 from saf.data.token_data import TokenData
 from saf.models import PRESETS
 from saf.records.table import Part, Table
-from saf.settings import FLAT
 from saf.train import TrainConfig
 
 
 @dataclass(kw_only=True)
-class DataPrepare(Command):
+class Prepare:
     """Make a data folder of token shards from text: read, tokenise, divide into partitions, shuffle."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = ("python",)
     """`python` (its own library's text), files of text, .jsonl, .csv, .tsv or .parquet, each but the last also as .gz
     or .zst, folders of such files, folders saved by `datasets`, or OWNER/NAME[:CONFIG[:SPLIT]] of Hugging Face."""
-    settings: Annotated[PrepareConfig, FLAT]
+    settings: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes]
     """How text becomes token shards."""
     out: str
     """Folder to make; it appears only once it is complete."""
@@ -42,7 +40,7 @@ class DataPrepare(Command):
 
 
 @dataclass(kw_only=True)
-class DataInfo(Command):
+class Info:
     """Show what a data folder holds, checking its files."""
 
     folder: Annotated[str, tyro.conf.Positional]
@@ -61,7 +59,7 @@ class DataInfo(Command):
 
 SHOWN = 20
 """Rows of the table of what was left out: what a terminal shows beside the table of partitions."""
-COMMANDS = {"prepare": DataPrepare, "info": DataInfo}
+Command = Prepare | Info
 
 
 def _shown(folder: str, index: DataIndex, *, as_json: bool) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from saf.adapters import FAMILIES
-from saf.cli.command import Command
 from saf.cli.output import show
 from saf.machine.survey import compilers, devices, package_version
 from saf.ops import explain
@@ -27,7 +26,7 @@ OPTIONAL = {
 
 
 @dataclass(kw_only=True)
-class Doctor(Command):
+class Command:
     """Show versions, devices, compilers, families of models, which backend frozen heads would run on, and why."""
 
     json: bool = False
@@ -48,9 +47,6 @@ class Doctor(Command):
         }
         show(result, *_tables(result), as_json=self.json)
         return result
-
-
-COMMAND = Doctor
 
 
 def backends() -> list[dict[str, Any]]:

@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from saf.analysis.model import SILENT, Watch
-from saf.arguments import at_least
-from saf.cli.command import Command
 from saf.cli.output import say, show
 from saf.data.text_data import TextData
 from saf.errors import InputError
@@ -25,7 +23,7 @@ from saf.tasks.zero_shot import TaskName
 
 
 @dataclass(kw_only=True)
-class Evaluate(Command):
+class Command:
     """Measure the perplexity of a model on held-out text it was neither trained nor tuned on, and zero-shot accuracy.
 
     Tasks are lm-eval's, with its prompts and metrics (`pip install 'saf[eval]'`). A model of transformers answers
@@ -43,7 +41,7 @@ class Evaluate(Command):
     """Zero-shot tasks to answer beside."""
     task_data: Path | None = None
     """Folder of the tasks' public files, such as hellaswag/hellaswag_val.jsonl; those of the hub if not given."""
-    questions: Annotated[int | None, at_least(1)] = None
+    questions: int | None = None
     """Only so many questions of each task."""
     too_long: TooLong = "refuse"
     """What to do with questions longer than the model takes: refuse them, or cut their beginning, as lm-eval does."""
@@ -55,11 +53,11 @@ class Evaluate(Command):
     bos: bool = False
     """Begin each window of text with the token that begins a text (BOS) of the model's tokenizer; a model that was
     trained to find one, as Gemma and Llama, is itself again with it. Tasks have it as the tokenizer adds it."""
-    length: Annotated[int | None, at_least(1)] = None
+    length: int | None = None
     """Tokens of context in a window of text, and at most in a question (the model's longest)."""
-    batch_size: Annotated[int, at_least(1)] = 8
+    batch_size: int = 8
     """Windows in a forward pass, or sequences of one length."""
-    limit: Annotated[int | None, at_least(1)] = None
+    limit: int | None = None
     """Stop after this many windows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
@@ -71,7 +69,6 @@ class Evaluate(Command):
 
     def __post_init__(self):
         """Raise InputError for a flag that would have no effect."""
-        super().__post_init__()
         for name, given in (("task-data", self.task_data), ("questions", self.questions)):
             if given is not None and not self.tasks:
                 raise InputError(f"--{name} has no effect without --tasks; name some")
@@ -175,9 +172,6 @@ def _check_own(folder: Path) -> None:
     others = sorted({path.name for path in folder.iterdir()} - own) if folder.exists() else []
     if others:
         raise InputError(f"{folder} holds {others[0]}, which `saf evaluate` did not write; give --out a new folder")
-
-
-COMMAND = Evaluate
 
 
 def _by_place(found: list[list[float]]) -> dict[str, str]:

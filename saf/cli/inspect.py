@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import tyro
 
 from saf.calibration.plan import readable
-from saf.cli.command import Command
 from saf.cli.output import show
 from saf.errors import CheckpointError
 from saf.inspection import inspect
@@ -17,7 +16,7 @@ from saf.records.table import Part, Table
 
 
 @dataclass(kw_only=True)
-class Inspect(Command):
+class Command:
     """Show what a checkpoint, run, data folder or saved model holds, checking every recorded sum."""
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -32,9 +31,6 @@ class Inspect(Command):
         if damaged := [entry["problem"] for entry in found.get("checkpoints", []) if entry["problem"]]:
             raise CheckpointError("; ".join(damaged))
         return found
-
-
-COMMAND = Inspect
 
 
 def _checkpoint_tables(found: Mapping[str, Any]) -> list[Part]:

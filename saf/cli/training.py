@@ -1,89 +1,123 @@
-"""What commands that train a run share: its settings as flags, how it ends or stops, and the table of its result."""
+"""What `saf pretrain` and `saf finetune` share: their flags, how a run ends or stops, and the table of its result."""
 
 import sys
-from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Self
 
-from saf.cli.command import Command
-from saf.cli.freeze import check_freezing
+import tyro
+
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate.recall import not_learnt, recall_tables
-from saf.freezing.config import BUDGETS
+from saf.freezing.config import BUDGETS, FreezeConfig
 from saf.machine.processes import is_first, joined
 from saf.records.events import beside_earlier, head_counts, heads_in_words
 from saf.records.quantities import seconds, signed
 from saf.records.table import Table
-from saf.settings import FLAT
-from saf.tasks import TextTask
+from saf.schedules import OneTime, Schedule
+from saf.tasks import FinetuneSettings, TextTask
 from saf.train import EXIT_STOPPED, TrainConfig
 from saf.train.clock import LOST
 
-OF_TEXT = ("sampler", "calibration_source", "token_losses")
-"""Settings of a run that no task but text reads."""
+NOTHING_FROZEN = FreezeConfig(rate=0.0)
+"""The default of the command line: no flag says how many heads are frozen."""
+FIRST = (
+    *("data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr"),
+    *("seed", "device", "freeze.rate", "freeze.score", "freeze.operation", "schedule", "json"),
+)
+"""The flags that `--help` shows."""
 
 
 @dataclass(kw_only=True)
-class Training(Command):
-    """Train a run in a folder of its own, or go on with it, and show its result."""
+class TrainFlags(TrainConfig):
+    """Hold the settings of a run as flags: groups in place of None, and nothing checked before all words are read."""
 
-    settings: Annotated[TrainConfig, FLAT]
-    """Of the run."""
+    freeze: FreezeConfig = field(default_factory=lambda: NOTHING_FROZEN)
+    """How heads are frozen; nothing is without a rate, a count or heads."""
+    schedule: Schedule = field(default_factory=OneTime)
+    """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come."""
+    finetuning: Annotated[FinetuneSettings | None, tyro.conf.Suppress] = None
+    """What finetuning on questions with choices adds."""
     resume: bool = False
     """Go on from the newest checkpoint in --out, with the run's own settings."""
     json: bool = False
     """Print the result as JSON instead of a table."""
 
-    @abstractmethod
-    def train(self) -> dict[str, Any]:
-        """Train, and return result.json, or where a signal stopped it."""
+    def __post_init__(self):
+        """Leave checks to `settings`: tyro makes instances of defaults, too."""
+        self.config: TrainConfig = self
 
-    def run(self) -> dict[str, Any]:
-        """Train, print the result and return it; exits with code 75 when a signal stopped the run."""
-        with joined(self.settings.device):
-            result = self.train()
-            if is_first():
-                self._tell(result)
-        if "stopped_at" in result:
-            raise SystemExit(EXIT_STOPPED)
-        return result
+    @classmethod
+    def of(cls, config: TrainConfig) -> Self:
+        """Return the flags of a run's settings."""
+        values = {each.name: getattr(config, each.name) for each in fields(TrainConfig)}
+        values["freeze"] = config.freeze or NOTHING_FROZEN
+        values["schedule"] = config.schedule or OneTime()
+        return cls(**values)
 
-    def _tell(self, result: dict[str, Any]) -> None:
-        """Print the result, or where the run stopped."""
-        if "stopped_at" not in result:
-            show(result, result_table(result), *recall_tables(result), as_json=self.json)
-            return
-        print(
-            f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
-            "Go on with the same command and --resume",
-            file=sys.stderr,
-        )
+    def settings(self) -> TrainConfig:
+        """Return the settings of a new run; raise InputError for those that cannot be used, or have no effect."""
+        values = {each.name: getattr(self, each.name) for each in fields(TrainConfig)}
+        default = TrainFlags(data="", out="")
+        check_effects(self, {name for name in values if values[name] != getattr(default, name)})
+        return TrainConfig(**{**values, "freeze": frozen(self.freeze)})
 
 
-def check_freeze_words(given: Mapping[str, Any], *, freezes: bool) -> None:
-    """Raise InputError for words about freezing none of which, nor the settings before, say how many heads."""
-    check_freezing(given)
-    if given and not given.keys() & set(BUDGETS) and not freezes:
-        raise InputError(f"--freeze.{next(iter(given)).replace('_', '-')} needs --freeze.rate beside it")
+def frozen(freeze: FreezeConfig) -> FreezeConfig | None:
+    """Return the settings of freezing that flags give; None where none says how many heads.
 
-
-def check_effects(own: Mapping[str, Any], *, task: str, freezes: bool) -> None:
-    """Raise InputError for words that would be silently without effect in a run of the task (docs/schedules.md).
-
-    `own` is what words give, `freezes` whether the settings that they change say already how many heads are frozen.
-    Settings of calibration and evaluation are not refused in an ordinary run: arms that go on from it, or are finetuned
-    like it, take them over.
+    Raises InputError for flags of freezing without a number of heads, or with several.
     """
-    schedule = own.get("schedule")
-    if schedule is not None and schedule.name is not None and not (own.get("freeze") or freezes):
+    budgets = [name for name in BUDGETS if getattr(freeze, name) not in (None, 0.0)]
+    if len(budgets) > 1:
+        raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(budgets)}")
+    given = [each.name for each in fields(freeze) if getattr(freeze, each.name) != getattr(NOTHING_FROZEN, each.name)]
+    if given and not budgets:
+        raise InputError(f"--freeze.{given[0].replace('_', '-')} needs --freeze.rate beside it")
+    return freeze if budgets else None
+
+
+def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
+    """Return the settings, by name, in which flags differ from those that a parent or a run to resume has."""
+    names = [each.name for each in fields(TrainConfig)]
+    changes = {name: getattr(flags, name) for name in names if getattr(flags, name) != getattr(default, name)}
+    check_effects(flags, changes.keys())
+    if "freeze" in changes:
+        changes["freeze"] = frozen(flags.freeze)
+    return changes
+
+
+def check_effects(flags: TrainFlags, given: Collection[str]) -> None:
+    """Raise InputError for a flag that would have no effect (docs/schedules.md); `given` names those that words set."""
+    if "schedule" in given and flags.freeze == NOTHING_FROZEN:
         raise InputError(
-            "--schedule and --freeze-at say when heads are frozen, and nothing says how many: add --freeze.rate (or "
-            "--freeze.count, --freeze.heads), or leave them out; --save-at saves a checkpoint for arms to go on from"
+            "--schedule says when heads are frozen, and nothing says how many: add --freeze.rate (or --freeze.count, "
+            "--freeze.heads), or leave it out; --save-at saves a checkpoint for arms to go on from"
         )
-    if task != TextTask.name and (of_text := [f"--{name.replace('_', '-')}" for name in OF_TEXT if name in own]):
+    of_text = [name for name in ("sampler", "calibration_source", "token_losses") if name in given]
+    if flags.task != TextTask.name and of_text:
         raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
+
+
+def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[str, Any]:
+    """Train in the group of processes that is there, show the result and return it.
+
+    Exits with code 75 when a signal stopped the run.
+    """
+    with joined(flags.config.device):
+        result = train()
+        if is_first() and "stopped_at" in result:
+            print(
+                f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
+                "Go on with the same command and --resume",
+                file=sys.stderr,
+            )
+        elif is_first():
+            show(result, result_table(result), *recall_tables(result), as_json=flags.json)
+    if "stopped_at" in result:
+        raise SystemExit(EXIT_STOPPED)
+    return result
 
 
 def _accuracy(result: dict[str, Any]) -> str:

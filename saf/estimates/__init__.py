@@ -6,8 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from saf.arguments import check, checked, keyword_hints
-from saf.errors import InputError, did_you_mean
+from saf.errors import InputError, check_keywords, did_you_mean
 from saf.estimates.dirichlet import dirichlet
 from saf.estimates.gaussian import gaussian
 from saf.estimates.mean import dense_mean, mean
@@ -58,14 +57,12 @@ __all__ = [
 ]
 
 
-@checked
 def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
     """Return what `calibrate(collect=...)` must keep for a pattern; raise InputError for an unknown name."""
     kind = _kind(name)
     return kind.collect_compact if storage == "compact" and kind.compact is not None else kind.collect
 
 
-@checked
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
     """Return what a pattern's compact form is fitted to, for `heads` in order.
 
@@ -81,7 +78,6 @@ def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "
     return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
 
-@checked
 def exact_pattern(
     statistics: AttentionStatistics, heads: Iterable[Head], name: str, **options: Any
 ) -> CompactPattern | None:
@@ -93,7 +89,6 @@ def exact_pattern(
     return None if kind.exact is None else kind.exact(statistics, _some(heads), **given)
 
 
-@checked
 def dense_pattern(
     statistics: AttentionStatistics,
     heads: Iterable[Head],
@@ -120,14 +115,10 @@ def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
     `seed` may be given to all patterns. Raises InputError for other options and for what is no seed.
     """
-    known = keyword_hints(_kind(name).dense)
-    if unknown := [key for key in options if key not in known and key != "seed"]:
-        raise InputError(f"pattern {name!r} takes {sorted(known) or 'no options'}; got {unknown}")
+    known = check_keywords(f"pattern {name!r}", options.keys() - {"seed"}, _kind(name).dense)
     given = {key: value for key, value in options.items() if key in known}
     if "seed" in given:
         given["seed"] = seed_of(given["seed"])
-    for key, value in given.items():
-        check(key, value, known[key])
     return given
 
 

@@ -1,11 +1,8 @@
 """The Dirichlet sample: every row drawn as a whole, with the mean pattern as its mean (paper, Eq. 18)."""
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
-from saf.arguments import Where, above
 from saf.estimates.sampling import causal_mask, causal_softmax, stream_of
 from saf.heads import HeadSet
 from saf.statistics import AttentionStatistics
@@ -27,8 +24,8 @@ def dirichlet(
     heads: HeadSet,
     *,
     seed: int = 0,
-    scale: Annotated[float, above(0)] = SCALE,
-    bounds: Annotated[tuple[float, float], Where("ascending, above 0", lambda pair: 0 < pair[0] <= pair[1])] = BOUNDS,
+    scale: float = SCALE,
+    bounds: tuple[float, float] = BOUNDS,
 ) -> Tensor:
     """Return one draw for each of `heads`, `[F, T, T]`, rows from Dirichlet(c m) with m the row of the mean pattern.
 

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saf.arguments import fits
 from saf.errors import InputError
 
 Seed = int | torch.Generator
@@ -20,7 +19,7 @@ def seed_of(seed: Seed) -> int:
     """
     if isinstance(seed, torch.Generator):
         return int(torch.randint(1 << 53, (), generator=seed, device=seed.device))
-    number = operator.index(seed) if fits(seed, int) else -1
+    number = operator.index(seed)
     if number < 0:
         raise InputError(f"a seed is an integer from 0 on, or a torch.Generator to draw one from; got {seed!r}")
     return number

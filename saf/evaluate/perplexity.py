@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import language_model
-from saf.arguments import checked
 from saf.calibration.capture import evaluation_mode
 from saf.data import PARTITIONS, TokenData, begun_with, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
@@ -24,7 +23,6 @@ from saf.records.result import read_result, result_header
 WRITTEN = ("evaluation.json", FILE)
 
 
-@checked
 def evaluate_perplexity(
     model: nn.Module,
     data: TokenData,

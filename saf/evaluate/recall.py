@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saf.arguments import checked
 from saf.calibration.capture import evaluation_mode
 from saf.errors import DivergenceError, InputError
 from saf.machine.execution import Execution, autocast
@@ -50,7 +49,6 @@ class Recalled:
         }
 
 
-@checked
 def answer_queries(
     model: GPT, inputs: Tensor, targets: Tensor, *, batch_size: int = 4, precision: str = "auto"
 ) -> Recalled:

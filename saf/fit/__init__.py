@@ -6,12 +6,11 @@ how far a fit is from its target, `certificate` the evidence, `structured` the f
 
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 from torch import Tensor
 
-from saf.arguments import check, checked, keyword_hints
-from saf.errors import InputError, SafWarning
+from saf.errors import SafWarning, check_keywords, check_name
 from saf.fit.adam import fit_adam
 from saf.fit.certificate import TOLERANCE, Certificate, certify
 from saf.fit.dense import fit_dense
@@ -19,7 +18,6 @@ from saf.fit.objective import MAX_FIT_KL, accepted, check_targets, fit_kl, fit_l
 from saf.fit.proportional import fit_proportional
 from saf.fit.structured import CONSTANT_AFTER, check_constant_after, fit_variants
 from saf.patterns import CompactPattern
-from saf.settings import OneOf
 
 __all__ = [
     "CONSTANT_AFTER",
@@ -47,7 +45,6 @@ FITTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 }
 
 
-@checked
 def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any) -> CompactPattern:
     """Return the compact patterns closest to targets with these marginals, in canonical gauge, float64.
 
@@ -75,11 +72,10 @@ def warn_of_missed(certificate: Certificate, fitter: str) -> None:
             f"{missed} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
             f"{certificate.tolerance:g} (worst {worst:.2g}); allow more sweeps, or look at their KL",
             SafWarning,
-            stacklevel=4,  # past `checked`
+            stacklevel=3,
         )
 
 
-@checked
 def fit_with_certificate(
     eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any
 ) -> tuple[CompactPattern, Certificate]:
@@ -106,10 +102,5 @@ def fit_with_certificate(
 
 def check_fitter_options(fitter: str, options: dict[str, Any]) -> None:
     """Raise InputError for an unknown fitter, and for options that it does not take or values that it cannot use."""
-    check("fitter", fitter, Annotated[str, OneOf(FITTERS)])
-    known = keyword_hints(FITTERS[fitter])
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise InputError(f"fitter {fitter!r} takes {', '.join(known)}; got {', '.join(unknown)}")
-    for name, value in options.items():
-        check(name, value, known[name])
+    check_name("fitter", fitter, FITTERS)
+    check_keywords(f"fitter {fitter!r}", options, FITTERS[fitter])

@@ -1,11 +1,8 @@
 """The paper's fitter: a fixed number of Adam steps on Eq. (4) from the marginals alone."""
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
-from saf.arguments import above, at_least
 from saf.fit.objective import initial_parameters
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
@@ -17,8 +14,8 @@ def fit_adam(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    steps: Annotated[int, at_least(1)] = STEPS,
-    learning_rate: Annotated[float, above(0)] = LEARNING_RATE,
+    steps: int = STEPS,
+    learning_rate: float = LEARNING_RATE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.arguments import checked
 from saf.fit.objective import marginals
 from saf.patterns import CompactPattern
 
@@ -71,7 +70,6 @@ def pool_tail(values: Tensor, first: int | None) -> Tensor:
     return torch.cat([values[..., :first], values[..., first:].sum(-1, keepdim=True)], -1)
 
 
-@checked
 def certify(
     pattern: CompactPattern,
     eta_abs: Tensor,

@@ -1,12 +1,9 @@
 """The oracle: Newton's method on Eq. (4) with every row formed, for short lengths; shares no code with the tiles."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
-
-from saf.arguments import above, at_least
 
 # A hundred times the rounding of a loss of a few nats, and a bound that ends what does not converge: round numbers.
 _DECREASE, _MOST_STEPS = 1e-13, 200
@@ -20,9 +17,9 @@ def fit_dense(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    tolerance: Annotated[float, above(0)] = _DECREASE,
-    max_steps: Annotated[int, at_least(1)] = _MOST_STEPS,
-    alpha_constant_after: Annotated[int | None, at_least(0)] = None,
+    tolerance: float = _DECREASE,
+    max_steps: int = _MOST_STEPS,
+    alpha_constant_after: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
 

@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from saf.arguments import checked
 from saf.errors import InputError
 from saf.patterns import CompactPattern
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums
@@ -20,7 +19,6 @@ _CONSISTENCY = 1e-3
 _TILTS = 3
 
 
-@checked
 def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two marginals `[..., T]` in float64 with rounding errors of their sums removed.
 
@@ -77,13 +75,11 @@ def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(eta_rel), (eta_rel / count).clamp(min=FLOOR).log()
 
 
-@checked
 def fit_loss(alpha: Tensor, rho: Tensor, log_z: Tensor, eta_abs: Tensor, eta_rel: Tensor) -> Tensor:
     """Return Eq. (4): the row-averaged cross-entropy in nats, `[...]`, for inputs `[..., T]`."""
     return (log_z - eta_abs * alpha - eta_rel * rho).mean(-1)
 
 
-@checked
 def marginals(pattern: CompactPattern) -> tuple[Tensor, Tensor]:
     """Return the pattern's column sums (by key) and diagonal sums (by distance), each `[..., T]` float64."""
     alpha, rho, log_row = pattern.alpha.double(), pattern.rho.double(), -pattern.log_z.double()
@@ -91,7 +87,6 @@ def marginals(pattern: CompactPattern) -> tuple[Tensor, Tensor]:
     return columns, (log_diagonal_sums(log_row, alpha) + rho).exp()
 
 
-@checked
 def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entropy: Tensor) -> Tensor:
     """Return the row-averaged KL(target || pattern) in nats, `[...]`.
 
@@ -108,7 +103,6 @@ def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entrop
     return loss - row_entropy.double()
 
 
-@checked
 def accepted(kl: Tensor, *, max_fit_kl: float = MAX_FIT_KL) -> Tensor:
     """Return which fits pass, bool in the shape of `kl` (nats per row, of `fit_kl`); NaN never passes.
 

@@ -7,12 +7,10 @@ that raises the loss is replaced by the plain sweep, which cannot raise it.
 """
 
 from dataclasses import dataclass, fields
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from saf.arguments import above, at_least
 from saf.fit.certificate import TOLERANCE, meaningful, pool_tail
 from saf.fit.objective import fit_loss, initial_parameters
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
@@ -33,10 +31,10 @@ def fit_proportional(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    tolerance: Annotated[float, above(0)] = TOLERANCE,
-    max_sweeps: Annotated[int, at_least(1)] = _MOST_SWEEPS,
-    memory: Annotated[int, at_least(0)] = _MEMORY,
-    alpha_constant_after: Annotated[int | None, at_least(0)] = None,
+    tolerance: float = TOLERANCE,
+    max_sweeps: int = _MOST_SWEEPS,
+    memory: int = _MEMORY,
+    alpha_constant_after: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the sweeps taken `[N]` for targets `[N, T]` (of `check_targets`).
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from saf.arguments import checked
 from saf.errors import InputError
 
 CONSTANT_AFTER = 16
@@ -10,7 +9,6 @@ CONSTANT_AFTER = 16
 144 heads a constant is closer to unseen sequences (docs/log.md)."""
 
 
-@checked
 def check_constant_after(after: int, length: int, *, name: str = "alpha_constant_after") -> None:
     """Raise InputError unless alpha can be held constant from key `after` on in patterns of `length` tokens."""
     # Up to a quarter of the keys, the canonical gauge keeps a constant tail constant.
@@ -18,7 +16,6 @@ def check_constant_after(after: int, length: int, *, name: str = "alpha_constant
         raise InputError(f"{name} must lie in [0, T/4), T = {length}; got {after}: give {(length - 1) // 4} or less")
 
 
-@checked
 def fit_variants(length: int, *, constant_after: int | None = CONSTANT_AFTER) -> dict[str, dict[str, Any]]:
     """Return the fitter's options of the `free` and of the `structured` fit, by name; None leaves the second out.
 

@@ -232,5 +232,5 @@ def accept(
         reason = f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {kind}"
         more, in_all = (" more", f"; {before + len(choose)} are {kind} in all") if before else ("", "")
         message = f"only {len(choose)} of {choose.total}{more} heads could be {kind}: {reason}{in_all}"
-        warnings.warn(message, SafWarning, stacklevel=7)
+        warnings.warn(message, SafWarning, stacklevel=6)
     return {head: made[head] for head in HeadSet(choose)}, rejected

@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args
 
-from saf.arguments import check_fields
-from saf.errors import InputError
+from saf.errors import InputError, check_name
 from saf.estimates import PATTERNS, Storage, check_options
 from saf.estimates.sampling import Seed, seed_of
-from saf.fit import FITTERS, check_fitter_options
+from saf.fit import check_fitter_options
 from saf.fit.structured import check_constant_after
 from saf.freezing.heldout import check_heldout
-from saf.heads import HEADS, Head, HeadSet, head_pairs
+from saf.heads import Head, HeadSet, head_pairs
 from saf.records.events import MADE
 from saf.scores import SCORES, Score, needed_by, score_name
 from saf.selection import budget
-from saf.settings import OneOf, documented
 
 HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 """Settings that are heads, pairs (layer, head)."""
@@ -45,7 +43,6 @@ def fits_nothing(storage: Storage, pattern: str) -> str | None:
     return None if PATTERNS[pattern].exact is None else f"pattern={pattern!r} is compact by nature"
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class FreezeConfig:
     """Hold the settings of one event that freezes or prunes heads; raise InputError for a value that cannot be used."""
@@ -58,34 +55,34 @@ class FreezeConfig:
     still live: on a model with frozen heads k more are frozen."""
     count: int | None = None
     """Freeze so many heads, whatever rate says."""
-    score: Annotated[str | Score, OneOf(SCORES)] = "variance"
+    score: str | Score = "variance"
     """Heads with the lowest score are frozen first; a name or, in Python, a function of the statistics."""
-    pattern: Annotated[str, OneOf(PATTERNS)] = "mean"
+    pattern: str = "mean"
     """What a frozen head's attention is replaced by."""
     storage: Storage = "compact"
     """How patterns are kept: fitted key and distance logits, or every entry, in float32 (dense) or, in half the memory
     but with rows that miss one by up to 0.004, in bfloat16."""
-    fitter: Annotated[str, OneOf(FITTERS)] = "proportional"
+    fitter: str = "proportional"
     """How compact patterns are fitted."""
     max_fit_kl: float = 0.2
     """Largest row-averaged KL from the pattern to its compact fit, in nats; other heads are skipped."""
     strict: bool = False
     """Refuse when one of the k lowest heads does not fit, instead of taking the next one, or fewer may be chosen: the
     latter alone of heads to prune, which are not fitted."""
-    heads: Annotated[tuple[Head, ...] | None, HEADS] = None
+    heads: tuple[Head, ...] | None = None
     """Exactly these heads (layer, head), whatever rate says and they score; refused when one does not fit. On the
     command line 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""
-    exclude: Annotated[tuple[Head, ...], HEADS] = ()
+    exclude: tuple[Head, ...] = ()
     """Heads that stay live, written the same way."""
-    only: Annotated[tuple[Head, ...] | None, HEADS] = None
+    only: tuple[Head, ...] | None = None
     """Heads that may be chosen, written the same way; all of them when None."""
     below: float | None = None
     """Choose only heads that score less than this."""
     max_per_layer: int | None = None
     """Most heads to freeze in a layer; any number when None."""
-    match: Annotated[str | None, OneOf(SCORES)] = None
+    match: str | None = None
     """Freeze as many heads in each layer as this score would choose: the paper's control, with a random score."""
-    match_heads: Annotated[tuple[Head, ...] | None, HEADS] = None
+    match_heads: tuple[Head, ...] | None = None
     """Freeze as many heads in each layer as this list has, written as heads are: that control beside another run."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
@@ -107,7 +104,12 @@ class FreezeConfig:
 
     def __post_init__(self):
         """Check names and ranges."""
-        check_fields(self)
+        check_name("operation", self.operation, get_args(Operation))
+        check_name("storage", self.storage, get_args(Storage))
+        check_name("pattern", self.pattern, PATTERNS)
+        for name in ("score", "match"):
+            if isinstance(value := getattr(self, name), str):
+                check_name(name, value, SCORES)
         self._check_pruning()
         budget(self.rate, 1)
         for name in HEAD_LISTS:

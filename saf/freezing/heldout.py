@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
-from saf.arguments import checked
 from saf.calibration import calibrate
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import InputError
@@ -30,7 +29,6 @@ class HeldOutFit:
     """From the same pattern of the other half, which the fit never saw."""
 
 
-@checked
 def fit_heldout(
     model: nn.Module,
     batches: Iterable[Batch],

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for, rows_of
-from saf.arguments import checked
 from saf.calibration import calibrate, calibrate_together, heads_at_a_time, refit_output
 from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
 from saf.errors import SafWarning
@@ -42,7 +41,6 @@ from saf.surgery import check_editable, install_, prune_, uninstall_
 from saf.surgery.edit import value_dtypes
 
 
-@checked
 def freeze_(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -294,12 +292,12 @@ def _warn_of_length(length: int, longest: int | None) -> None:
             f"calibration has {length} tokens, the model is made for {longest}: attention is measured beyond its "
             f"context, and patterns will cover {length} tokens; calibrate on {longest} tokens unless this is meant",
             SafWarning,
-            stacklevel=7,  # as below
+            stacklevel=6,  # as below
         )
     if longest is not None and length < longest:
         warnings.warn(
             f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "
             f"than {length} tokens are refused; calibrate on {longest} tokens to keep them",
             SafWarning,
-            stacklevel=7,  # past _checked, done_once and `checked`, at the caller of freeze_
+            stacklevel=6,  # past _checked and done_once, at the caller of freeze_
         )

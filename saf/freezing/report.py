@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.arguments import checked
 from saf.errors import InputError
 from saf.freezing.config import BUDGETS
 from saf.freezing.heldout import HeldOutFit
@@ -134,7 +133,6 @@ class FreezeReport:
             tensors |= {name: vector.float() for name, vector in self.patterns.vectors().items()}
         return tensors
 
-    @checked
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:
         """Record this event, with `extra` values, in the `events.jsonl` of an existing folder, and its tensors.
 

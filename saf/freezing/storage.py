@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from saf.adapters import adapter_for
-from saf.arguments import checked
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 
@@ -36,7 +35,6 @@ class StorageReport:
         return ", ".join(f"{name.replace('_', ' ')} {size:.3g} GB" for name, size in sizes)
 
 
-@checked
 def storage_report(
     heads: nn.Module | Iterable[Head],
     *,

@@ -7,31 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from types import FunctionType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from saf.arguments import Where
 from saf.errors import InputError, UnsupportedError
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off", "layers"]
 PRECISIONS = ("auto", "fp32", "bf16")
-
-
-def _is_device(name: torch.device | str) -> bool:
-    """Return whether PyTorch knows a device of this name; whether one is there is another question."""
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
-    return True
-
-
-TorchDevice = Annotated[torch.device | str, Where("that PyTorch knows", _is_device)]
-"""What functions take for a device."""
 
 
 @dataclass(frozen=True)

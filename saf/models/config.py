@@ -1,10 +1,11 @@
 """Shapes of the paper's decoder."""
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args
 
-from saf.arguments import at_least, check_fields, checked
-from saf.errors import InputError, did_you_mean
+from saf.errors import InputError, check_name, did_you_mean
+
+Position = Literal["rope", "learned"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +19,13 @@ class GPTConfig:
     hidden_size: int
     max_length: int
     """Longest input, in tokens."""
-    position: Literal["rope", "learned"] = "rope"
+    position: Position = "rope"
     """Rotary positions (base 10,000) or learned absolute ones."""
     mlp_ratio: int = 4
 
     def __post_init__(self):
         """Check that every size is positive and heads divide the hidden size."""
-        check_fields(self)
+        check_name("position", self.position, get_args(Position))
         for name, value in asdict(self).items():
             if name != "position" and value < 1:
                 raise InputError(f"{name} must be a whole number, at least 1; got {value!r}")
@@ -46,8 +47,7 @@ class GPTConfig:
         positions = self.max_length if self.position == "learned" else 0
         return layers + (self.vocab_size + positions + 1) * width
 
-    @checked
-    def flops_per_token(self, length: Annotated[int, at_least(0)]) -> float:
+    def flops_per_token(self, length: int) -> float:
         """Return FLOPs of forward and backward per token of a model whose heads are all live, at so many tokens.
 
         6 per weight of every matrix product (the tied embedding counts once, as the output), and 6 * length per
@@ -63,7 +63,6 @@ class GPTConfig:
         return asdict(self)
 
     @classmethod
-    @checked
     def from_dict(cls, values: dict[str, Any]) -> "GPTConfig":
         """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
         try:
@@ -84,7 +83,6 @@ PRESETS = {
 }
 
 
-@checked
 def preset(name: str, **overrides: Any) -> GPTConfig:
     """Return a preset with some fields changed; raise InputError for an unknown name or field.
 

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from saf.arguments import check, checked, shown
-from saf.errors import InputError
+from saf.errors import InputError, shown
 from saf.models.attention import Attention, plain_weight
 from saf.models.config import GPTConfig
 from saf.models.rotary import Rotary
@@ -69,7 +68,6 @@ class _Undrawn(TorchFunctionMode):
 class GPT(nn.Module):
     """Model text causally with attention heads that can be frozen."""
 
-    @checked
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -81,13 +79,11 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    @checked
     def undrawn(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
         """Return a model whose weights hold anything, for others to be loaded or drawn; nothing is drawn here."""
         with torch.device(device), _Undrawn():
             return cls(config)
 
-    @checked
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew: normal with std 0.02, residual projections divided by sqrt(2 layers); norms are one.
 
@@ -109,8 +105,6 @@ class GPT(nn.Module):
 
     def embedded(self, input_ids: Tensor, start: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return what the first layer reads of `input_ids [B, T]`: `[B, T, C]`, and the rotation by position."""
-        if not isinstance(input_ids, Tensor):
-            check("input_ids", input_ids, Tensor)
         if input_ids.dim() != 2 or input_ids.is_floating_point():
             raise InputError(
                 f"input_ids must be whole numbers [batch, positions]; got {input_ids.dtype} {tuple(input_ids.shape)}"
@@ -153,8 +147,6 @@ class GPT(nn.Module):
         Raises InputError for ids, targets or padding that cannot be used, and for padding told twice.
         """
         if attention_mask is not None:
-            if not isinstance(attention_mask, Tensor):
-                check("attention_mask", attention_mask, Tensor)
             if start is not None:
                 raise InputError("attention_mask and start both tell where rows begin; give one of them")
             if attention_mask.shape != input_ids.shape:
@@ -163,8 +155,6 @@ class GPT(nn.Module):
             start = left_padding(attention_mask)
         elif start is not None:
             check_start(start, *input_ids.shape, wait=True)
-        if not (targets is None or isinstance(targets, Tensor)):
-            check("targets", targets, Tensor)
         if targets is not None and (targets.is_floating_point() or targets.dtype == torch.bool):
             raise InputError(f"targets must be whole numbers; got {shown(targets)}")
         hidden = self.hidden(input_ids, start, activation_checkpointing=activation_checkpointing)
@@ -175,7 +165,6 @@ class GPT(nn.Module):
     @torch.no_grad()
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the log-probability of every target token, `[B, T]` float32, in nats."""
-        check("targets", targets, Tensor)
         return linear_log_probs(self.hidden(input_ids), self.embed.weight, targets)
 
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.arguments import check, checked
 from saf.errors import InputError
-from saf.machine.execution import TorchDevice
 from saf.ops.backend import PreparedHeads, Tables
 from saf.ops.backends import BACKENDS, check_trainable, choose_backend
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
@@ -43,14 +41,13 @@ class FrozenHeads(PreparedHeads):
         self._static: dict[torch.dtype, dict[str, Any]] = {}
 
     @classmethod
-    @checked
     def from_patterns(
         cls,
         pattern: Pattern | Sequence[Pattern],
         *,
         backend: str = "auto",
         dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
-        device: TorchDevice = "cpu",
+        device: torch.device | str = "cpu",
         kv_head: Sequence[int] | Tensor | None = None,
     ) -> "FrozenHeads":
         """Prepare patterns over `[F, T]`, in head order, for values of `dtype` (one or several).
@@ -66,7 +63,6 @@ class FrozenHeads(PreparedHeads):
             raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         slots = None if kv_head is None else tuple(kv_head.tolist() if isinstance(kv_head, Tensor) else kv_head)
-        check("kv_head", slots, tuple[int, ...] | None)
         if slots is not None and min(slots, default=0) < 0:
             raise InputError(f"kv_head names value heads from 0; got {slots}")
         slots = None if slots is None else tuple(map(index, slots))
@@ -149,8 +145,6 @@ class FrozenHeads(PreparedHeads):
 
     def check_call(self, value: Tensor, backend: str) -> None:
         """Raise InputError for values of a wrong shape, too long or not where the tables are, or another backend."""
-        if not isinstance(value, Tensor):
-            check("value", value, Tensor)
         if value.dim() != 4 or not value.shape[-2]:
             raise InputError(
                 "value must be [batch, heads, positions, head_dim] with one position at least; got shape "

@@ -4,7 +4,6 @@ What comes out in two parts is joined (`mixed_attention`), left apart (`split_at
 parts (`attention_products`); `frozen_attention` computes frozen heads alone.
 """
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saf.arguments import check, shown
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError, UnsupportedError, shown
 from saf.ops.backend import Call, PreparedHeads
 from saf.ops.backends import BACKENDS
 from saf.ops.heads import cached_order, flat_heads, join_heads, live_value_heads, take_heads
@@ -47,12 +45,6 @@ def _checked(
     projection: Tensor | None = None,
 ) -> Call:
     """Return the call of a layer; raise InputError or UnsupportedError for one that no way computes."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        given = {"query": query, "key": key, "value": value}
-        for name, one in given.items():
-            check(name, one, Tensor)
-    if scale is not None and not (isinstance(scale, float) and -math.inf < scale < math.inf):
-        check("scale", scale, float)
     frozen_slots: tuple[int, ...] = ()
     start = _checked_padding(value, start, places)
     if frozen is not None:
@@ -250,8 +242,6 @@ def frozen_attention(
     length = value.shape[-2]
     if rows is None:
         rows = length
-    elif not isinstance(rows, int) or isinstance(rows, bool):
-        check("rows", rows, int)
     if not 0 <= rows <= length:
         raise InputError(f"rows are the last of {length} positions; got {rows}")
     if places is not None:

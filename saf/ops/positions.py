@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saf.arguments import check
 from saf.errors import InputError
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -40,8 +39,6 @@ def check_start(start: Tensor, batch: int, length: int, *, wait: bool) -> None:
 
     Values go unchecked in compiled code, and on another device unless the host may `wait` for it.
     """
-    if not isinstance(start, Tensor):
-        check("start", start, Tensor)
     if start.shape != (batch,) or start.dtype not in INTEGERS:
         raise InputError(f"start must be integers [{batch}], one a row; got {start.dtype} {list(start.shape)}")
     if torch.compiler.is_compiling() or not (wait or start.device.type == "cpu"):

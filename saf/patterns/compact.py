@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saf.arguments import check_fields, checked
 from saf.errors import InputError
-from saf.machine.execution import TorchDevice
 from saf.patterns.log_sums import log_row_sums
 from saf.patterns.pattern import check_prefix, index_leading, split_leading, told
 
@@ -40,7 +38,6 @@ class CompactPattern:
 
     def __post_init__(self):
         """Raise InputError unless the three tensors are floating and share one shape `[..., T]`, T >= 1."""
-        check_fields(self)
         shapes = [list(tensor.shape) for tensor in (self.alpha, self.rho, self.log_z)]
         if shapes[0] != shapes[1] or shapes[0] != shapes[2] or not shapes[0] or shapes[0][-1] == 0:
             raise InputError(f"alpha, rho and log_z must share one shape [..., T], T >= 1; got {shapes}")
@@ -50,7 +47,6 @@ class CompactPattern:
             raise InputError(f"{' and '.join(unusable)} must be finite")
 
     @classmethod
-    @checked
     def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":
         """Build from alpha and rho `[..., T]`, kept as given; log_z is computed from them in float64.
 
@@ -64,7 +60,6 @@ class CompactPattern:
             return cls(alpha, rho, log_row_sums(alpha.double(), rho.double()))
 
     @classmethod
-    @checked
     def stack(cls, patterns: Sequence["CompactPattern"]) -> "CompactPattern":
         """Join patterns of one shape along a new first dimension."""
         if not patterns:
@@ -97,15 +92,13 @@ class CompactPattern:
             raise TypeError("a single pattern has no len(); use .length for its T")
         return self.shape[0]
 
-    @checked
-    def to(self, *, dtype: torch.dtype | None = None, device: TorchDevice | None = None) -> "CompactPattern":
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "CompactPattern":
         """Move, or convert alpha and rho to `dtype`; log_z stays float64 and follows the rounded values."""
         alpha, rho = (tensor.to(device=device, dtype=dtype) for tensor in (self.alpha, self.rho))
         if dtype is None or dtype == self.alpha.dtype or torch.promote_types(dtype, self.alpha.dtype) == dtype:
             return CompactPattern(alpha, rho, self.log_z.to(device=device))
         return CompactPattern.from_parameters(alpha, rho)
 
-    @checked
     def prefix(self, length: int) -> "CompactPattern":
         """Return the pattern of the first `length` positions; each row keeps its normaliser."""
         check_prefix(length, self.length)

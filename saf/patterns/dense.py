@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saf.arguments import check_fields, checked
 from saf.errors import InputError
-from saf.machine.execution import TorchDevice
 from saf.patterns.pattern import check_prefix, index_leading, split_leading, told
 
 # How far a row's sum may be from one: what rounding T entries to the dtype can add up to, with room.
@@ -31,7 +29,6 @@ class DensePattern:
 
     def __post_init__(self):
         """Raise InputError naming the first property that does not hold."""
-        check_fields(self)
         weights = self.weights
         if weights.ndim < 2 or weights.shape[-1] != weights.shape[-2] or weights.shape[-1] == 0:
             raise InputError(f"expected weights [..., T, T], T >= 1; got {list(weights.shape)}")
@@ -49,7 +46,6 @@ class DensePattern:
             )
 
     @classmethod
-    @checked
     def stack(cls, patterns: Sequence["DensePattern"]) -> "DensePattern":
         """Join patterns of one shape along a new first dimension; raise InputError for none or several shapes."""
         if len({(pattern.weights.shape, pattern.weights.dtype) for pattern in patterns}) != 1:
@@ -74,12 +70,10 @@ class DensePattern:
         """Index the leading dimensions; raise InputError for an index that would reach into positions."""
         return DensePattern(index_leading(self.weights, index, kept=2))
 
-    @checked
-    def to(self, *, dtype: torch.dtype | None = None, device: TorchDevice | None = None) -> "DensePattern":
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DensePattern":
         """Move or round the weights."""
         return DensePattern(self.weights.to(device=device, dtype=dtype))
 
-    @checked
     def prefix(self, length: int) -> "DensePattern":
         """Return the pattern of the first `length` positions."""
         check_prefix(length, self.length)

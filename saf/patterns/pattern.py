@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 import torch
 from torch import Tensor
 
-from saf.arguments import check, shown
-from saf.errors import InputError, OutOfRangeError
+from saf.errors import InputError, OutOfRangeError, shown
 
 if TYPE_CHECKING:
     from saf.patterns.compact import CompactPattern
@@ -75,10 +74,6 @@ def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern
     """Return one pattern a head from a batched pattern `[F, ...]`, or from a list of patterns of any kinds."""
     # Patterns first: indexing makes a batched one iterable too.
     given = [patterns] if isinstance(patterns, Pattern) else patterns
-    check("patterns", given, Iterable)
-    given = list(given)
-    for one in given:
-        check("each of patterns", one, Pattern)
     return [single for pattern in given for single in pattern.singles()]
 
 
@@ -92,7 +87,6 @@ def told(pattern: Any, tensor: Tensor) -> str:
 
 def check_prefix(length: int, longest: int) -> None:
     """Raise InputError unless a pattern over `longest` positions has a prefix of `length`."""
-    check("length", length, int)
     if not 1 <= length <= longest:
         raise InputError(f"prefix must have 1 to {longest} positions; got length {length}")
 

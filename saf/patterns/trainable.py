@@ -6,9 +6,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from saf.arguments import checked
 from saf.errors import InputError, UnsupportedError
-from saf.machine.execution import TorchDevice
 from saf.patterns.compact import CompactPattern
 from saf.patterns.pattern import Pattern
 
@@ -23,7 +21,6 @@ class TrainablePattern(nn.Module):
     trainable: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ("alpha", "rho")
 
-    @checked
     def __init__(self, alpha: Tensor, rho: Tensor):
         """Take the logits as given; raise InputError unless both are float32 or both float64, of one shape `[T]`."""
         super().__init__()
@@ -39,9 +36,8 @@ class TrainablePattern(nn.Module):
         self.rho = nn.Parameter(rho.detach().clone())
 
     @classmethod
-    @checked
     def of(
-        cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: TorchDevice = "cpu"
+        cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "TrainablePattern":
         """Start from a pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it.
 

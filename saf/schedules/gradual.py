@@ -3,22 +3,16 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.heads import Head
 from saf.schedules.schedule import Event, Freeze, Outcome, check_moment, check_state, update_at
-from saf.settings import documented
 
 
-@documented
 @dataclass(frozen=True)
 class Gradual:
     """Choose all heads at the first of several events, and freeze them by ascending score, a nearly equal part at each.
 
     Each group's patterns are measured and fitted at its own event; a head whose fit is not accepted there stays live.
-
-    >>> Gradual(begin=0.5, end=0.6, groups=5).events(5_000)
-    (2500, 2625, 2750, 2875, 3000)
     """
 
     name: ClassVar[str] = "gradual"
@@ -39,10 +33,13 @@ class Gradual:
             raise InputError(f"groups of a gradual schedule is a whole number from 1; got groups={self.groups!r}")
         if type(self.begin) is type(self.end) and self.begin > self.end:
             raise InputError(f"a gradual schedule ends where it begins or later; got {self}")
-        check_fields(self)
 
     def events(self, updates: int) -> tuple[int, ...]:
-        """Return after how many of `updates` updates each group comes; raise InputError when there are fewer."""
+        """Return after how many of `updates` updates each group comes; raise InputError when there are fewer.
+
+        >>> Gradual(begin=0.5, end=0.6, groups=5).events(5_000)
+        (2500, 2625, 2750, 2875, 3000)
+        """
         begin, end = self.first_update(updates), update_at("end", self.end, updates)
         if begin > end:
             raise InputError(f"of {updates} updates, {self} begins after update {begin} and ends after update {end}")

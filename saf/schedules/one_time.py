@@ -1,40 +1,34 @@
 """The paper's default: one event, near the middle of training."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from saf.arguments import at_least, check_fields, checked
 from saf.errors import CheckpointError
 from saf.schedules.schedule import Event, Freeze, Outcome, check_moment, check_state, update_at
-from saf.settings import Flag, documented
 
 
-@documented
 @dataclass(frozen=True)
 class OneTime:
-    """Freeze once, at a fixed moment; an ordinary arm saves a checkpoint there, to branch from.
-
-    >>> OneTime(at=0.5).first_update(5_000)
-    2500
-    """
+    """Freeze once, at a fixed moment; an ordinary arm saves a checkpoint there, to branch from."""
 
     name: ClassVar[str] = "one_time"
     chooses_once: ClassVar[bool] = True
     several_events: ClassVar[bool] = False
-    at: Annotated[int | float, Flag("freeze-at")] = 0.5
+    at: int | float = 0.5
     """When: a whole number of updates, or a share of all of them, also where a run gets time and does more or fewer."""
 
     def __post_init__(self):
         """Raise InputError for a moment that no run has."""
-        check_fields(self)
         check_moment(self.name, "at", self.at)
 
-    @checked
-    def first_update(self, updates: Annotated[int, at_least(0)]) -> int:
-        """Return after how many of `updates` updates the event comes; raise InputError when there are fewer."""
+    def first_update(self, updates: int) -> int:
+        """Return after how many of `updates` updates the event comes; raise InputError when there are fewer.
+
+        >>> OneTime(at=0.5).first_update(5_000)
+        2500
+        """
         return update_at("at", self.at, updates)
 
-    @checked
     def start(self, *, updates: int, heads: int, limit: int) -> "OneTimeProposer":
         """Return the state machine of a run of `updates` updates, which freezes what its settings ask for."""
         return OneTimeProposer(self.first_update(updates))

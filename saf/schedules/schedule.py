@@ -6,13 +6,11 @@ run keeps: it observes losses, proposes events, and hears what came of each.
 
 import math
 from dataclasses import dataclass
-from inspect import get_annotations
 from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol
 
 from saf.errors import CheckpointError, InputError
 from saf.heads import Head, HeadSet
-from saf.settings import Flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +144,8 @@ class Timetable(Protocol):
 
 
 def setting_of_moment(schedule: Timetable) -> str:
-    """Return the setting that says when a schedule's first event comes, `at` or `begin`, as messages name it.
-
-    A setting with a flag of its own is named as that; of a schedule without either the schedule is.
-    """
-    settings = get_annotations(type(schedule))
-    name = next((name for name in ("at", "begin") if name in settings), None)
-    if name is None:
-        return f"schedule.{schedule.name}"
-    flags = [mark.name for mark in getattr(settings[name], "__metadata__", ()) if isinstance(mark, Flag)]
-    return flags[0].replace("-", "_") if flags else f"schedule.{schedule.name}.{name}"
+    """Return the setting that says when a schedule's first event comes, as its flag is called."""
+    return next((f"schedule.{name}" for name in ("at", "begin") if hasattr(schedule, name)), "schedule")
 
 
 def check_moment(schedule: str, name: str, value: Any) -> None:

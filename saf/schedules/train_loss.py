@@ -10,7 +10,6 @@ from itertools import pairwise
 from statistics import fmean, linear_regression
 from typing import Any, ClassVar
 
-from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.schedules.schedule import (
     Event,
@@ -22,7 +21,6 @@ from saf.schedules.schedule import (
     check_state,
     group_size,
 )
-from saf.settings import documented
 
 # Below 32 losses the first variance is off by more than a quarter; 1% of a long run is past the steepest fall.
 _BURN_IN = (32, 0.01)
@@ -35,7 +33,6 @@ _MOST_UNDONE = 2
 """A second step that was not absorbed says that no further one will be."""
 
 
-@documented
 @dataclass(frozen=True)
 class TrainLoss:
     """Freeze a small group whenever the training loss has levelled off, and undo it unless the loss recovers.
@@ -60,7 +57,6 @@ class TrainLoss:
         check_number(self.name, "multiplier", self.multiplier, above=True)
         for name in ("group", "cap"):
             check_number(self.name, name, getattr(self, name), above=True, high=1)
-        check_fields(self)
 
     def first_update(self, updates: int) -> None:
         """Return None: the loss decides when the first event comes."""

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from saf.arguments import check_fields
 from saf.errors import InputError
 from saf.schedules.schedule import (
     Event,
@@ -18,22 +17,17 @@ from saf.schedules.schedule import (
     group_size,
     update_at,
 )
-from saf.settings import documented
 
 BATCHES = 8
 """Controller batches around each event: fixed ones, so that a difference of two losses is paired."""
 
 
-@documented
 @dataclass(frozen=True)
 class ValidationBudget:
     """Freeze a small group at each of several checks, and undo it where that costs more than the budget has left.
 
     A group is the live heads of lowest score. Its cost is the increase of the loss on fixed controller batches,
     measured right before and after. The settings of freezing say how many heads may be frozen in all.
-
-    >>> ValidationBudget(budget=0.01).checks(5_000)[:3]
-    (2500, 2750, 3000)
     """
 
     name: ClassVar[str] = "validation_budget"
@@ -59,10 +53,13 @@ class ValidationBudget:
             raise InputError(f"checks of a {self.name} schedule are some updates apart; got every={self.every!r}")
         for name in ("group", "cap"):
             check_number(self.name, name, getattr(self, name), above=True, high=1)
-        check_fields(self)
 
     def checks(self, updates: int) -> tuple[int, ...]:
-        """Return after how many of `updates` updates each check comes; raise InputError when there are fewer."""
+        """Return after how many of `updates` updates each check comes; raise InputError when there are fewer.
+
+        >>> ValidationBudget(budget=0.01).checks(5_000)[:3]
+        (2500, 2750, 3000)
+        """
         first = self.first_update(updates)
         if first >= updates:
             raise InputError(

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.arguments import check, checked, keyword_hints, shown
-from saf.errors import InputError, did_you_mean
+from saf.errors import InputError, did_you_mean, shown
 from saf.scores.forward_kl import forward_kl
 from saf.scores.gate_taylor import gate_taylor
 from saf.scores.gradient_veto import gradient_veto
@@ -52,7 +51,6 @@ HOW_TO_COLLECT = {
 __all__ = ["HOW_TO_COLLECT", "SCORES", "HeadOutputs", "Score", "needed_by", "score", "score_name"]
 
 
-@checked
 def score(statistics: AttentionStatistics, name: str | Score = "variance", **needed: Any) -> Tensor:
     """Return the score `[L, H]` by which heads are frozen in ascending order; NaN for heads already frozen.
 
@@ -68,10 +66,6 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **nee
         raise InputError(f"score {score_name(name)!r} needs {', '.join(missing)}: {advice}")
     if isinstance(name, str) and (unknown := set(needed) - set(parameters)):
         raise InputError(f"score {name!r} takes {sorted(parameters) or 'the statistics alone'}; got {sorted(unknown)}")
-    if isinstance(name, str):
-        for key, hint in keyword_hints(function).items():
-            if key in needed:
-                check(key, needed[key], hint)
     values = function(statistics, **needed)
     shape = list(statistics.variance.shape)
     if not isinstance(values, Tensor) or list(values.shape) != shape:

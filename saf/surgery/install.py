@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Site, adapter_for, rows_of
-from saf.arguments import checked
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
@@ -14,7 +13,6 @@ from saf.surgery.edit import carry_out_, check_live, check_unwrapped, editing, l
 from saf.surgery.optimizer import check_group, unwrap_optimizer
 
 
-@checked
 @editing
 def install_(
     model: nn.Module,

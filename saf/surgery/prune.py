@@ -6,13 +6,11 @@ import torch
 from torch import nn
 
 from saf.adapters import adapter_for
-from saf.arguments import checked
 from saf.heads import Head, HeadSet
 from saf.surgery.edit import carry_out_, check_live, check_unwrapped, editing, layers_with, patterns_of, plan_edit
 from saf.surgery.optimizer import unwrap_optimizer
 
 
-@checked
 @editing
 def prune_(
     model: nn.Module, heads: HeadSet | Iterable[Head], *, optimizer: torch.optim.Optimizer | None = None

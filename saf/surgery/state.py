@@ -141,7 +141,7 @@ def apply_(
             f"the model's weights differ from those saved with the frozen heads ({listed}): load the state dict of the "
             "frozen model now",
             SafWarning,
-            stacklevel=5,  # past the wrapper of edits and `checked`, at the caller of load
+            stacklevel=4,  # past the wrapper of edits, at the caller of load
         )
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from saf.adapters import adapter_for
-from saf.arguments import checked
 from saf.errors import InputError
 from saf.heads import EDITED, Head, HeadSet
 from saf.surgery.edit import (
@@ -21,7 +20,6 @@ from saf.surgery.edit import (
 from saf.surgery.optimizer import check_left_behind, unwrap_optimizer
 
 
-@checked
 @editing
 def uninstall_(
     model: nn.Module, heads: HeadSet | Iterable[Head] | None = None, *, optimizer: torch.optim.Optimizer | None = None
@@ -59,7 +57,6 @@ def uninstall_(
     carry_out_(edits, optimizer)
 
 
-@checked
 def finalize_(model: nn.Module) -> None:
     """Forget the rows kept for undoing; frozen heads stay frozen, and pruned ones are gone."""
     for site in adapter_for(model).sites():

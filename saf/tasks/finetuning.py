@@ -10,28 +10,27 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from saf.arguments import Where, at_least, check_fields
 from saf.data import Tokenizer
-from saf.errors import CheckpointError, DataError, InputError, SafWarning
+from saf.errors import CheckpointError, DataError, InputError, SafWarning, check_name
 from saf.evaluate.answers import NO_TARGET, answer, loss_of, padded, summary, write_answers
 from saf.machine.execution import Execution
 from saf.machine.processes import done_once
 from saf.models import GPT
-from saf.settings import documented
 from saf.tasks.examples import Encoded, Found, encode_examples, examples_hash, read_examples, stratified
 from saf.tasks.task import FetchedAhead, TaskSettings, inputs_and_targets
 
+TooLong = Literal["leave_out", "shorten", "refuse"]
+Judge = Literal["test", "development"]
 _ORDER = 17
 """The random stream of the order of examples; `saf.data.windows` has others."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings:
     """Hold what finetuning adds to the settings of a run, whose `data` is the file of training examples."""
@@ -40,25 +39,32 @@ class FinetuneSettings:
     """File of the examples that accuracy is measured on."""
     tokenizer: str = ""
     """Folder of the tokenizer that the parent was trained with: its data folder."""
-    max_tokens: Annotated[int, at_least(2)] = 512
+    max_tokens: int = 512
     """Most tokens of an example with its answer."""
-    too_long: Literal["leave_out", "shorten", "refuse"] = "leave_out"
+    too_long: TooLong = "leave_out"
     """What becomes of longer examples: left out, their text (never question or answer) shortened at its end, or
     refused. Files other than the project's own layouts are shortened only where they have a "question"."""
-    development: Annotated[float, Where("a share above 0 and below 1", lambda share: 0 < share < 1)] = 0.1
+    development: float = 0.1
     """Share of the training file, stratified by answer, that nothing is trained on: epochs are chosen and decisions
     during a run are made by it."""
-    split_seed: Annotated[int, at_least(0)] = 0
+    split_seed: int = 0
     """Of that share, and of a part of the file; the run's own seed orders the rest."""
-    most_examples: Annotated[int | None, at_least(1)] = None
+    most_examples: int | None = None
     """Use a part of the training file of so many examples where it has more, stratified by answer, the same for every
     seed of a run; those of it that are too long are left out."""
-    judge: Literal["test", "development"] = "test"
+    judge: Judge = "test"
     """Examples that the final report is of; development where epochs are chosen."""
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
-        check_fields(self)
+        check_name("too_long", self.too_long, get_args(TooLong))
+        check_name("judge", self.judge, get_args(Judge))
+        if self.max_tokens < 2:
+            raise InputError(f"max_tokens must be at least 2, got {self.max_tokens}")
+        if not 0 < self.development < 1:
+            raise InputError(f"development must be a share above 0 and below 1, got {self.development}")
+        if self.most_examples is not None and self.most_examples < 1:
+            raise InputError(f"most_examples must be at least 1, got {self.most_examples}")
 
 
 class FinetuneTask:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saf.arguments import check_fields
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.evaluate.recall import NO_TARGET, RECALL, Recalled, answer_queries, not_learnt, recall_conditions
 from saf.machine.execution import Execution, device_name
@@ -26,7 +25,6 @@ from saf.machine.processes import done_once
 from saf.models import GPT
 from saf.records.files import read_json, write_json
 from saf.records.result import result_header
-from saf.settings import documented
 from saf.tasks.task import FetchedAhead, TaskSettings, inputs_and_targets
 
 TEST_SEED = 800_001
@@ -43,7 +41,6 @@ class _Stream(IntEnum):
     HELDOUT = 4
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class MQARSettings:
     """Hold the settings of associative recall; the defaults are the paper's."""
@@ -73,7 +70,6 @@ class MQARSettings:
 
     def __post_init__(self):
         """Raise InputError naming the first setting that cannot be used."""
-        check_fields(self)
         for name in ("test_examples", "development"):
             if getattr(self, name) < 1:
                 raise InputError(f"mqar.{name} must be at least 1; got {getattr(self, name)}")

@@ -3,23 +3,20 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args
 
-from saf.arguments import check_fields
-from saf.errors import InputError
+from saf.errors import InputError, check_name
 from saf.freezing.config import FreezeConfig, fits_nothing
 from saf.machine.execution import Compile, Device, Precision
 from saf.models import PRESETS
 from saf.ops.live import KERNELS
 from saf.schedules import (
-    SCHEDULES,
     OneTime,
     Schedule,
     schedule_from_dict,
     schedule_to_dict,
     setting_of_moment,
 )
-from saf.settings import FLAT, OneKindOf, OneOf, documented
 from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
 from saf.train.sharing import ParallelKind
 
@@ -28,9 +25,23 @@ LearningRateBy = Literal["update", "elapsed"]
 Graphs = Literal["auto", "on", "off"]
 MatchClock = Literal["everything", "warm", "scaled"]
 CalibrationSource = Literal["auto", "calibration", "train"]
+_CHOICES = {
+    "task": TASKS,
+    "model": PRESETS,
+    "kernel": ("auto", *KERNELS),
+    "lr_by": get_args(LearningRateBy),
+    "match_clock": get_args(MatchClock),
+    "sampler": get_args(Sampler),
+    "device": get_args(Device),
+    "precision": get_args(Precision),
+    "compile": get_args(Compile),
+    "graphs": get_args(Graphs),
+    "parallel": get_args(ParallelKind),
+    "calibration_source": get_args(CalibrationSource),
+}
+"""Settings that are one of several names."""
 
 
-@documented
 @dataclass(kw_only=True)
 class TrainConfig:
     """Hold the settings of one arm; raises InputError naming the field that cannot be used."""
@@ -39,10 +50,10 @@ class TrainConfig:
     """Folder made by `saf data prepare`; to finetune, the file of training examples."""
     out: str
     """Folder of the run; new, or the one to resume."""
-    task: Annotated[str, OneOf(TASKS)] = "text"
+    task: str = "text"
     """What the run trains on and is judged by: text is pretraining on every token, mqar associative recall, the others
     questions with choices (docs/tasks.md)."""
-    finetuning: Annotated[FinetuneSettings | None, FLAT] = None
+    finetuning: FinetuneSettings | None = None
     """What finetuning on questions with choices adds; None for another task."""
     mqar: MQARSettings = field(default_factory=MQARSettings)
     """The examples of associative recall, where that is the task."""
@@ -52,7 +63,7 @@ class TrainConfig:
     fresh: bool = False
     """Take nothing but weights and heads of the parent: optimiser, updates, clock and place in the data begin anew, as
     for another task."""
-    model: Annotated[str, OneOf(PRESETS)] = "tiny"
+    model: str = "tiny"
     """Preset of the model's shape."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the preset to change, on the command line such as: num_layers 2 position learned. The vocabulary is the
@@ -124,7 +135,7 @@ class TrainConfig:
     parallel: ParallelKind = "auto"
     """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
     saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
-    kernel: Annotated[str, OneOf(KERNELS, also=("auto",))] = "auto"
+    kernel: str = "auto"
     """Attention kernel of live heads, fa3 and fa4 where their packages are installed; auto is PyTorch's own choice."""
     eval_every: int = 250
     """Updates between controller evaluations; 0 for none."""
@@ -152,7 +163,7 @@ class TrainConfig:
     freeze: FreezeConfig | None = None
     """How heads are frozen; None is the ordinary arm. On the command line nothing is frozen without a rate, a count or
     heads."""
-    schedule: Annotated[Schedule | None, OneKindOf(SCHEDULES)] = field(default_factory=OneTime)
+    schedule: Schedule | None = field(default_factory=OneTime)
     """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come, with None nowhere."""
     calibration_sequences: int = 32
     """Windows to calibrate on."""
@@ -166,7 +177,8 @@ class TrainConfig:
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
-        check_fields(self)
+        for name, choices in _CHOICES.items():
+            check_name(name, getattr(self, name), choices)
         self.betas = (float(self.betas[0]), float(self.betas[1]))
         self.save_at = tuple(float(share) for share in self.save_at)
         self.report_at = tuple(self.report_at)

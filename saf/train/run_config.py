@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from saf.arguments import checked
 from saf.errors import InputError
 from saf.machine.execution import Execution
 from saf.models import GPTConfig, preset
@@ -139,7 +138,6 @@ def _changes(name: str, before: Any, asked: Any) -> Iterator[str]:
         yield f"{name}: the run has {before!r}, got {asked!r}"
 
 
-@checked
 def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> TrainConfig:
     """Return the settings of a run that starts at checkpoint `parent`: those of its run, but for `changes`.
 

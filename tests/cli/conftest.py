@@ -45,7 +45,10 @@ def saf(capsys):
 
     def run(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
         return code, *capsys.readouterr()
 
     return run

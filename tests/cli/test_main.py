@@ -1,5 +1,4 @@
 import errno
-import importlib
 import json
 import os
 import subprocess
@@ -10,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from saf.cli import COMMANDS, GROUPS, main, usage
-from saf.cli.pretrain import Pretrain
+from saf.cli import COMMANDS, main, usage
 from saf.errors import InputError, SafWarning
 from saf.records.files import write_json
 from saf.records.provenance import command
@@ -31,17 +29,11 @@ def test_no_command_shows_help_as_an_error(saf):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_and_a_description(saf, name, capsys):
-    module = importlib.import_module(f"saf.cli.{name}")
-    if name in GROUPS:
-        assert saf(name, "--help")[0] == 0
-        return
+def test_every_command_has_help(name, capsys):
     with pytest.raises(SystemExit) as stop:
         main([name, "--help"])
-    out = capsys.readouterr().out
     assert stop.value.code == 0
-    assert "--json" in out
-    assert module.COMMAND.__doc__.split("\n")[0].split(",")[0].split()[0] in out
+    assert f"usage: saf {name}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -49,18 +41,10 @@ def test_every_command_has_help_and_a_description(saf, name, capsys):
     [
         (["evalute"], "saf: there is no command 'evalute'; did you mean `saf evaluate`?"),
         (["xyzzy"], "saf: there is no command 'xyzzy'; `saf --help` lists the commands."),
-        (["data", "prepair"], "saf data: there is no command 'prepair'; did you mean `saf data prepare`?"),
     ],
 )
 def test_an_unknown_command_is_explained(saf, arguments, message):
     assert saf(*arguments) == (2, "", f"{message}\n")
-
-
-def test_a_group_without_a_command_lists_its_own(saf):
-    code, _, err = saf("data")
-    assert code == 2
-    assert "prepare" in err
-    assert "info" in err
 
 
 def test_an_error_is_one_message_without_a_traceback(saf, tmp_path):
@@ -88,7 +72,7 @@ def test_an_interrupt_is_130(saf, monkeypatch):
     def interrupted(name, rest):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("saf.cli._run", interrupted)
+    monkeypatch.setattr("saf.cli._command", interrupted)
     assert saf("doctor") == (130, "", "saf doctor: interrupted\n")
 
 
@@ -98,7 +82,7 @@ def test_an_error_that_another_process_tells_of_is_not_told_twice(saf, monkeypat
     def failing(name, rest):
         raise error
 
-    monkeypatch.setattr("saf.cli._run", failing)
+    monkeypatch.setattr("saf.cli._command", failing)
     assert saf("doctor") == (2, "", "saf doctor: too few\n")
     error.heard = True
     assert saf("doctor") == (2, "", "")
@@ -120,7 +104,7 @@ def test_what_the_system_refuses_is_one_message(saf, monkeypatch, name, number, 
     def refused(name, rest):
         raise OSError(number, os.strerror(number), "some/file")
 
-    monkeypatch.setattr("saf.cli._run", refused)
+    monkeypatch.setattr("saf.cli._command", refused)
     code, out, err = saf(name)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"saf {name}: some/file: {os.strerror(number)}. {advice}")
@@ -149,7 +133,7 @@ def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, monkeypatch
 def test_a_record_tells_the_arguments_that_the_command_was_given(saf, monkeypatch):
     recorded = []
     monkeypatch.setattr("sys.argv", ["demo.py"])
-    monkeypatch.setattr("saf.cli._run", lambda name, rest: recorded.append(command()) or 0)
+    monkeypatch.setattr("saf.cli._command", lambda name, rest: SimpleNamespace(run=lambda: recorded.append(command())))
     assert saf("pretrain", "--out", "a run")[0] == 0
     assert recorded == ["saf pretrain --out 'a run'"]
     recorded = []
@@ -164,7 +148,7 @@ def test_a_bug_keeps_its_traceback(saf, monkeypatch):
     def broken(name, rest):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("saf.cli._run", broken)
+    monkeypatch.setattr("saf.cli._command", broken)
     with pytest.raises(ZeroDivisionError):
         saf("doctor")
 
@@ -214,13 +198,10 @@ def test_doctor_says_what_is_missing(saf, saf_json, monkeypatch):
     assert "for what is missing: pip install 'saf[hf]'" in saf("doctor")[1]
 
 
-def test_a_warning_names_flags_as_an_error_does(monkeypatch, capsys):
+def test_a_warning_is_one_plain_line(monkeypatch, capsys):
     def warn():
-        warnings.warn("ask for fewer with calibration_sequences", SafWarning, stacklevel=2)
+        warnings.warn("ask for fewer calibration_sequences", SafWarning, stacklevel=2)
 
-    def from_words(cls, words, *, prog=None):
-        return SimpleNamespace(run=warn)
-
-    monkeypatch.setattr(Pretrain, "from_words", classmethod(from_words))
+    monkeypatch.setattr("saf.cli._command", lambda name, words: SimpleNamespace(run=warn))
     assert main(["pretrain"]) == 0
-    assert capsys.readouterr().err == "saf pretrain: ask for fewer with --calibration-sequences\n"
+    assert capsys.readouterr().err == "saf pretrain: ask for fewer calibration_sequences\n"

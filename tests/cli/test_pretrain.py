@@ -1,17 +1,14 @@
 import json
 import re
-from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 
 from saf.cli import main
-from saf.cli.pretrain import Pretrain
+from saf.cli.pretrain import parse_words
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.records.files import read_json
-from saf.schedules import SCHEDULES, Gradual, OneTime, TrainLoss, ValidationBudget
-from saf.settings import documented
+from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.train import TrainConfig
 
 SHAPE = "--model-overrides num_layers 2 num_heads 4 hidden_size 32 --length 32 --batch-size 4"
@@ -32,11 +29,11 @@ def data(tmp_path_factory):
 
 
 def parse(*words):
-    return Pretrain.from_words([str(word) for word in words])
+    return parse_words([str(word) for word in words])
 
 
 def test_options_left_out_are_the_defaults(tmp_path):
-    config = parse("--data", "d", "--out", tmp_path).settings
+    config = parse("--data", "d", "--out", tmp_path).config
     assert config == TrainConfig(data="d", out=str(tmp_path))
 
 
@@ -44,8 +41,8 @@ def test_options_arrive_in_the_settings(tmp_path):
     config = parse(
         *f"--data d --out {tmp_path} --updates 50 --peak-lr 1e-3 --warmup 5 --betas 0.8 0.9 --sampler random".split(),
         *["--model", "124m", "--model-overrides", "num_layers", "2", "position", "learned", "--no-tensorboard"],
-        *["--freeze.rate", "0.5", "--freeze.max-fit-kl", "0.3", "--freeze.strict", "--freeze-at", "0.25"],
-    ).settings
+        *["--freeze.rate", "0.5", "--freeze.max-fit-kl", "0.3", "--freeze.strict", "--schedule.at", "0.25"],
+    ).config
     assert config == TrainConfig(
         data="d",
         out=str(tmp_path),
@@ -65,122 +62,42 @@ def test_options_arrive_in_the_settings(tmp_path):
 
 @pytest.mark.parametrize(("text", "kind"), [("100", int), ("0.5", float)])
 def test_moments_are_whole_updates_or_shares(tmp_path, text, kind):
-    config = parse("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25, "--freeze-at", text).settings
+    config = parse("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25, "--schedule.at", text).config
     assert type(config.schedule.at) is kind
-
-
-@documented
-@dataclass(frozen=True)
-class Late:
-    """Freeze once, some updates before the end."""
-
-    name: ClassVar[str] = "quite_late"
-    chooses_once: ClassVar[bool] = True
-    several_events: ClassVar[bool] = False
-    updates_left: int
-    """Updates after the event."""
-    worst_loss: float = 9.0
-    """Nats per target above which nothing is frozen."""
-
-    def first_update(self, updates: int) -> int:
-        return updates - self.updates_left
-
-    def start(self, *, updates: int, heads: int, limit: int):
-        return OneTime(at=self.first_update(updates)).start(updates=updates, heads=heads, limit=limit)
-
-
-@pytest.fixture
-def late(monkeypatch):
-    """Have a second schedule in the registry, and nowhere else."""
-    monkeypatch.setitem(SCHEDULES, Late.name, Late)
-    return ["--schedule", Late.name, "--schedule.quite-late.updates-left", "1"]
-
-
-def test_a_schedule_is_chosen_by_name_and_has_flags_of_its_own(late, tmp_path):
-    assert parse("--data", "d", "--out", tmp_path).settings.schedule == OneTime()
-    common = ("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25)
-    assert parse(*common, "--schedule", "one_time").settings.schedule == OneTime()
-    assert parse(*common, *late).settings.schedule == Late(updates_left=1)
-    config = parse(*common, *late, "--schedule.quite-late.worst-loss", "3").settings
-    assert config.schedule == Late(updates_left=1, worst_loss=3.0)
-    assert config.to_dict()["schedule"] == {"name": "quite_late", "updates_left": 1, "worst_loss": 3.0}
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert parse("--data", "d", "--out", tmp_path, "--schedule", "None").settings.schedule is None
 
 
 @pytest.mark.parametrize(
     ("words", "schedule"),
     [
-        ("gradual --schedule.gradual.end 0.7 --schedule.gradual.groups 3", Gradual(end=0.7, groups=3)),
-        ("validation_budget --schedule.validation-budget.budget 0.02", ValidationBudget(budget=0.02)),
-        ("train_loss --schedule.train-loss.multiplier 1.5", TrainLoss(multiplier=1.5)),
+        ("schedule:gradual --schedule.end 0.7 --schedule.groups 3", Gradual(end=0.7, groups=3)),
+        ("schedule:validation-budget --schedule.budget 0.02", ValidationBudget(budget=0.02)),
+        ("schedule:train-loss --schedule.multiplier 1.5", TrainLoss(multiplier=1.5)),
     ],
 )
 def test_every_schedule_has_flags_made_of_its_fields(words, schedule, tmp_path):
-    config = parse("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25, "--schedule", *words.split()).settings
+    config = parse("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25, *words.split()).config
     assert config.schedule == schedule
 
 
-def test_a_flag_of_a_schedule_that_was_not_chosen_is_refused(late, tmp_path):
-    for words, message in (
-        (late[2:], "--schedule.quite-late.updates-left belongs to --schedule quite_late, and the schedule is one_time"),
-        ([*late, "--freeze-at", 3], "--freeze-at belongs to --schedule one_time, and the schedule is quite_late"),
-        (["--schedule", "None", "--freeze-at", 3], "--freeze-at belongs to .*, and the schedule is None"),
-        (late[:2], "--schedule quite_late needs --schedule.quite-late.updates-left"),
-        ([*late[:3], "None"], "--schedule quite_late needs --schedule.quite-late.updates-left"),
-        (["--schedule", "one_time", "--freeze-at", "1.5"], "a share in"),
-    ):
-        with pytest.raises(InputError, match=message):
-            parse("--data", "d", "--out", tmp_path, *words)
-
-
-def test_the_help_shows_every_schedule(late, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        parse("--help")
-    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--schedule {None,one_time,gradual,validation_budget,train_loss,quite_late}" in printed
-    assert "Freeze once, some updates before the end." in printed
-    assert "--freeze-at INT|FLOAT When: a whole number of updates, or a share of all of them, also where" in printed
-    assert "--schedule.quite-late.updates-left {None}|INT Updates after the event. (required)" in printed
-    with pytest.raises(SystemExit):
-        parse("--schedule", "never")
-    assert "quite_late" in "".join(capsys.readouterr())
-
-
-def test_a_run_that_goes_on_keeps_its_schedule(late, data, tmp_path):
+def test_a_run_that_goes_on_keeps_its_schedule(data, tmp_path):
     first, frozen = tmp_path / "first", ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10)
-    parse("--data", data, "--out", first, *SMALL, *late, *frozen).run()
-    recorded = read_json(first / "config.json")
-    assert recorded["settings"]["schedule"] == {"name": "quite_late", "updates_left": 1, "worst_loss": 9.0}
-    assert parse("--out", first, "--resume").settings.schedule == Late(updates_left=1)
-    changed = parse("--out", first, "--resume", "--schedule.quite-late.worst-loss", 2).settings
-    assert changed.schedule == Late(updates_left=1, worst_loss=2.0)
+    parse("--data", data, "--out", first, *SMALL, *frozen, "schedule:gradual", "--schedule.groups", 2).run()
+    assert parse("--out", first, "--resume").config.schedule == Gradual(groups=2)
     parent = ("--parent", first / "checkpoints" / "step-3", "--out", tmp_path / "second")
-    assert parse(*parent).settings.schedule == Late(updates_left=1)
-    parent = (*parent, "--freeze.rate", 0.25)
-    assert parse(*parent, "--schedule", "one_time", "--freeze-at", 4).settings.schedule == OneTime(at=4)
-
-
-def test_where_nothing_was_scheduled_the_flags_of_a_schedule_choose_it(data, tmp_path):
-    parse("--data", data, "--out", tmp_path, *SMALL, "--schedule", "None").run()
-    assert parse("--out", tmp_path, "--resume").settings.schedule is None
-    again = ("--out", tmp_path, "--resume", "--freeze.rate", 0.25)
-    assert parse(*again, "--freeze-at", 4).settings.schedule == OneTime(at=4)
-
-
-PRUNED = ("--freeze.operation", "prune")
+    assert parse(*parent).config.schedule == Gradual(groups=2)
+    assert parse(*parent, *frozen).config.schedule == OneTime(at=3)
+    chosen = parse(*parent, *frozen, "schedule:one-time", "--schedule.at", 4)
+    assert chosen.config.schedule == OneTime(at=4)
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--freeze-at", "0.25"], "--schedule and --freeze-at say when .* nothing says how many: add --freeze.rate"),
-        (["--schedule", "gradual"], "nothing says how many"),
-        (["--schedule", "one_time"], "nothing says how many"),
-        (["--task", "mqar", "--sampler", "random"], "--sampler has an effect on text alone"),
-        (["--task", "mqar", "--no-token-losses"], "--token-losses has an effect on text alone"),
+        (["--schedule.at", "0.25"], "nothing says how many: add --freeze.rate"),
+        (["schedule:gradual"], "nothing says how many"),
+        (["--task", "mqar", "--sampler", "random"], "sampler has an effect on text alone"),
+        (["--task", "mqar", "--no-token-losses"], "token_losses has an effect on text alone"),
         (["--freeze.max-fit-kl", "1"], "--freeze.max-fit-kl needs --freeze.rate"),
-        (["--freeze.rate", "0.25", *PRUNED, "--freeze.pattern", "mean"], "have no patterns.* leave pattern out"),
         (["--rewarm", "3"], "rewarm must be 0 in a run without events"),
         (["--compile-ahead"], "compile_ahead has an effect only where heads are frozen"),
     ],
@@ -216,7 +133,7 @@ def test_a_run_as_parent_is_its_newest_checkpoint_when_it_begins_and_when_it_is_
     result = parse("--parent", run, "--out", on, "--updates", 5, "--quiet").run()
     assert result["provenance"]["checkpoints"]["parent"] == read_json(run / "checkpoints/step-4/manifest.json")["hash"]
     again = parse("--parent", run, "--out", on, "--resume")
-    assert again.settings.parent == str(run / "checkpoints" / "step-4")
+    assert again.config.parent == str(run / "checkpoints" / "step-4")
     assert again.run()["report_loss"] == result["report_loss"]
     with pytest.raises(InputError, match="cannot resume with other settings"):
         parse("--parent", on, "--out", on, "--resume").run()
@@ -268,7 +185,7 @@ def test_help_shows_the_settings_that_words_change(data, tmp_path, capsys, monke
     parse("--data", data, "--out", tmp_path / "run", *SMALL, "--peak-lr", 0.03125).run()
     for words in (("--out", tmp_path / "run", "--resume"), ("--parent", tmp_path / "run/checkpoints/step-2")):
         with pytest.raises(SystemExit) as stop:
-            parse(*words, "--out", tmp_path / "run", "--help")
+            parse(*words, "--out", tmp_path / "run", "--help-all")
         printed = capsys.readouterr().out
         assert stop.value.code == 0
         assert "(default: 0.03125)" in printed
@@ -279,7 +196,7 @@ def test_help_shows_the_settings_that_words_change(data, tmp_path, capsys, monke
 def test_resuming_with_the_same_settings_said_again(data, tmp_path):
     freeze = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10)
     first = parse("--data", data, "--out", tmp_path, *SMALL, *freeze).run()
-    again = parse("--out", tmp_path, "--resume", "--freeze.max-fit-kl", 10, "--freeze-at", 0.5).run()
+    again = parse("--out", tmp_path, "--resume", "--freeze.max-fit-kl", 10, "--schedule.at", 0.5).run()
     assert again["report_loss"] == first["report_loss"]
     with pytest.raises(InputError, match=r"cannot resume with other settings \(freeze.max_fit_kl: "):
         parse("--out", tmp_path, "--resume", "--freeze.max-fit-kl", 9).run()

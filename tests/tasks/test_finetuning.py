@@ -8,7 +8,6 @@ import pytest
 import tokenizers
 import torch
 
-from saf.cli.finetune import COMMAND
 from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning
 from saf.evaluate.answers import answer, loss_of, mcnemar, padded, summary
@@ -263,14 +262,6 @@ def test_settings_that_cannot_be_used_are_refused(task):
             task(**wrong)
     with pytest.raises(InputError, match="finetuning must be left out with task='text'"):
         TrainConfig(data="d", out="o", finetuning=FinetuneSettings(test="t", tokenizer="d"))
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"), [("development", "-1"), ("most-examples", "0"), ("split-seed", "-2"), ("max-tokens", "1")]
-)
-def test_a_flag_that_cannot_be_used_is_named_before_a_missing_parent(flag, value):
-    with pytest.raises(InputError, match=f"{flag.replace('-', '_')} must be"):
-        COMMAND.from_words([f"--{flag}", value])
 
 
 def test_answers_are_those_of_each_question_alone_in_float64(task):

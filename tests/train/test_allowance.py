@@ -12,8 +12,6 @@ import saf.train.events
 import saf.train.loop as loop
 import saf.train.run
 import saf.train.updater
-from saf.cli.command import in_flags
-from saf.cli.pretrain import Pretrain
 from saf.errors import InputError
 from saf.evaluate.compare import compare_runs
 from saf.freezing.config import FreezeConfig
@@ -240,7 +238,7 @@ def test_an_arm_by_its_own_clock_that_used_more_than_was_left_is_refused(referen
 
 def test_moments_of_an_arm_by_its_own_clock(reference, now):
     """They are shares of updates, of which an arm may do fewer than its reference."""
-    for schedule, name in ((OneTime(at=1.0), "freeze_at"), (Gradual(begin=12, end=12), "schedule.gradual.begin")):
+    for schedule, name in ((OneTime(at=1.0), "schedule.at"), (Gradual(begin=12, end=12), "schedule.begin")):
         with pytest.raises(InputError, match=rf"one whose first event \({name}\) comes before the end, updates=12"):
             arm(reference, "never", freeze=FREEZE, schedule=schedule)
     now.update = 4.0
@@ -328,9 +326,8 @@ def test_a_speed_stands_in_the_file_that_it_is_said_to_be_from(reference, now, t
 def test_a_moment_that_a_measured_speed_never_reaches_is_refused_at_the_start(reference, now, speed, moment, told):
     given = {"match_speed": speed, "match_speed_source": "x", "freeze": FREEZE}
     config = arm(reference, "late", schedule=OneTime(at=moment), **given)
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=told):
         pretrain(config)
-    assert in_flags(str(caught.value), Pretrain).startswith("with --match-speed=0.5 the arm does 3 updates")
     assert not Path(config.out).exists()
     assert pretrain(replace(config, schedule=OneTime(at=8)))["updates"] == 9
 

@@ -125,7 +125,7 @@ def test_all_arms_see_the_same_examples_and_heads_can_be_frozen_or_pruned_during
 @pytest.mark.parametrize("parent", ["trained", "ordinary"])
 def test_trained_patterns_train_on_a_task_and_do_not_decay(command, parents, parent):
     """Whatever the weight decay is, the first update moves patterns to the same bits; matrices it does not."""
-    now = ["--calibration-sequences", "2", "--freeze-at", "0", "--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"]
+    now = ["--calibration-sequences", "2", "--schedule.at", "0", "--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"]
     freeze = [*now, "--freeze.trainable"] if parent == "ordinary" else []
     for decay in ("0", "0.5"):
         one = ("--epochs", "1", "--save-every", "1", "--keep", "0", "--peak-lr", "1e-3", "--weight-decay", decay)
@@ -260,9 +260,9 @@ def test_runs_of_different_tasks_are_told_from_one_another(command, parents, tmp
 
 
 def test_a_changing_rate_cannot_choose_epochs(files, parents, tmp_path):
-    from saf.cli.finetune import Finetune
+    from saf.cli.finetune import parse_words
 
     words = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl"), "--warmup", "0.1"]
-    given = Finetune.from_words([*words, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")])
+    given = parse_words([*words, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")])
     with pytest.raises(InputError, match="constant rate"):
         given.run()

@@ -12,7 +12,7 @@ import torch
 import saf.train.loop as loop
 from saf.calibration import gate_gradients
 from saf.cli import main
-from saf.cli.finetune import Finetune
+from saf.cli.finetune import parse_words
 from saf.errors import CheckpointError, CompareError, InputError, SafWarning
 from saf.evaluate.compare_recall import compare_recall, paired_tests, recall_comparison_tables
 from saf.evaluate.recall import not_learnt
@@ -185,7 +185,11 @@ def test_a_checkpoint_is_finetuned_on_recall_and_other_arms_like_it(finetuned, c
 
 
 def test_patterns_train_in_finetuning_on_recall_and_do_not_decay(finetuned):
-    words = ["--task", "mqar", "--updates", "1", "--peak-lr", "1e-3", "--freeze-at", "0", *FREEZE, "--freeze.trainable"]
+    words = ["--task=mqar", "--updates=1", "--peak-lr=1e-3", "--schedule.at=0", *FREEZE, "--freeze.trainable"]
+        *["--task", "mqar", "--updates", "1", "--peak-lr", "1e-3", "--schedule.at", "0"],
+        *FREEZE,
+        "--freeze.trainable",
+    ]
     folders = [finetuned(f"decay {decay}", *words, *WORDS, "--weight-decay", decay) for decay in (0, 0.5)]
     assert_patterns_train_without_decay(*(folder / "checkpoints" / "step-1" for folder in folders), 0.5)
     # Of the parent's patterns, too, with a new optimiser.
@@ -304,12 +308,12 @@ def test_words_that_recall_has_no_use_for_are_refused_and_tests_follow_the_conte
     parent = finetuned("ordinary", "--task", "mqar", "--updates", "4", *WORDS).parent / "text/checkpoints/step-2"
     start = ["--task", "mqar", "--parent", str(parent), "--out", str(tmp_path / "run")]
     with pytest.raises(InputError, match="--test is of tasks with files of examples"):
-        Finetune.from_words([*start, "--test", "file"])
+        parse_words([*start, "--test", "file"])
     with pytest.raises(InputError, match="whose examples come once"):
-        Finetune.from_words([*start, "--epochs", "2"]).run()
+        parse_words([*start, "--epochs", "2"]).run()
     with pytest.raises(InputError, match="expected a finished run of recall"):
-        Finetune.from_words([*start, *WORDS, "--mqar.ordinary", str(tmp_path)]).run()
-    assert Finetune.from_words(start).settings.mqar.tests == ()
+        parse_words([*start, *WORDS, "--mqar.ordinary", str(tmp_path)]).run()
+    assert parse_words(start).config.mqar.tests == ()
     assert MQARSettings().within(2_048).tests == MQARSettings().tests[:-1]
     with pytest.warns(SafWarning, match="the tests of 4,096 tokens are left out"):
         MQARTask(SimpleNamespace(mqar=MQARSettings().within(2_048)), length=2_048)

@@ -161,9 +161,9 @@ def test_an_arm_goes_on_from_a_parent_at_the_updates_of_the_whole_schedule(setti
 @pytest.mark.parametrize(
     ("early", "now", "name"),
     [
-        (OneTime(at=0.25), OneTime(at=6), "freeze_at"),
-        (GRADUAL, Gradual(begin=6, end=9, groups=2), "schedule.gradual.begin"),
-        (ValidationBudget(begin=0.25), ValidationBudget(begin=6), "schedule.validation_budget.begin"),
+        (OneTime(at=0.25), OneTime(at=6), "schedule.at"),
+        (GRADUAL, Gradual(begin=6, end=9, groups=2), "schedule.begin"),
+        (ValidationBudget(begin=0.25), ValidationBudget(begin=6), "schedule.begin"),
     ],
 )
 def test_a_first_moment_that_is_over_is_told_with_the_schedules_own_setting(settings, finished, early, now, name):
@@ -208,8 +208,8 @@ def test_gradual_keeps_conditions_on_all_heads(settings):
 def test_a_finished_run_goes_on_with_a_later_intervention_and_rates_of_its_own(settings, finished, capsys):
     parent = finished(settings(), "ordinary") / "checkpoints" / "step-12"
     words = f"--parent {parent} --out {settings('later').out} --updates 16 --lr-start 12 --peak-lr 6e-5 --warmup 0"
-    frozen = "--freeze.rate 0.5 --freeze.max-fit-kl 10 --schedule gradual --schedule.gradual.groups 2"
-    moments = "--schedule.gradual.begin 12 --schedule.gradual.end 14 --quiet"
+    frozen = "--freeze.rate 0.5 --freeze.max-fit-kl 10 "
+    moments = "--quiet schedule:gradual --schedule.groups 2 --schedule.begin 12 --schedule.end 14"
     assert main(["pretrain", *words.split(), *frozen.split(), *moments.split()]) == 0
     told = capsys.readouterr().out
     assert "4 by 2 events, the first after update 12" in told

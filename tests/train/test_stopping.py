@@ -122,7 +122,7 @@ def test_terminated_command_tells_how_to_go_on(settings):
     config = settings(updates=100_000, save_every=0, eval_every=0)
     words = f"--data {config.data} --out {config.out} --updates 100000 --length 32 --batch-size 4".split()
     words += ["--eval-every", "0", "--model-overrides", "num_layers", "1", "hidden_size", "32", "--no-tensorboard"]
-    code = "import sys; from saf.cli.pretrain import Pretrain; Pretrain.from_words(sys.argv[1:]).run()"
+    code = "import sys; from saf.cli.pretrain import parse_words; parse_words(sys.argv[1:]).run()"
     process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
     metrics = Path(config.out, "metrics.jsonl")
     while process.poll() is None and not (metrics.exists() and metrics.read_text()):

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saf.arguments import shown
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout
 from saf.ops.heads import cached_order, take_heads
 from saf.ops.positions import Places, left_padding

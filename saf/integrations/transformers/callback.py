@@ -7,7 +7,7 @@ between two updates, after the checkpoint of the state before it: a run that res
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers.entrance import covered
 from saf.adapters.transformers.folder import mark_of
-from saf.arguments import check
 from saf.calibration.capture import check_vocabulary
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freezing.choice import check_heads_of, check_room
@@ -32,8 +31,7 @@ from saf.machine.execution import Execution
 from saf.machine.processes import agreed
 from saf.records.events import EventRecord
 from saf.records.files import read_json, read_tensors, tensors_hash, to_json
-from saf.schedules import SCHEDULES, OneTime, Outcome, Proposer, Schedule, schedule_to_dict
-from saf.settings import OneKindOf
+from saf.schedules import OneTime, Outcome, Proposer, Schedule, schedule_to_dict
 from saf.sidecar import check_sums
 from saf.surgery import check_editable, restore_, uninstall_
 from saf.surgery.optimizer import unwrap_optimizer
@@ -157,14 +155,11 @@ class FreezeCallback(Editing, ExportableState):
         Raises:
             InputError: Settings that are none.
         """
-        check("config", config, FreezeConfig)
         self.config = config
         self.schedule: Schedule = OneTime() if schedule is None else schedule
-        check("schedule", self.schedule, Annotated[Schedule, OneKindOf(SCHEDULES)])
         if calibration is None:
             raise InputError("calibration must be token tensors [B, T], rows of a data set, or texts; got None")
         for name, value in (("sequences", sequences), ("batch_size", batch_size), ("length", length)):
-            check(name, value, int | None if name == "length" else int)
             if value is not None and value < 1:
                 raise InputError(f"{name} is a whole number from 1; got {value}")
         self._given = {"calibration": calibration, "heldout": heldout}

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from saf.arguments import checked
 from saf.errors import InputError, UnsupportedError, did_you_mean
-from saf.machine.execution import TorchDevice
 from saf.ops.backend import Backend
 from saf.ops.backends.fused import Fused
 from saf.ops.backends.reference import Reference
@@ -18,7 +16,6 @@ AUTO_ORDER = ("toeplitz", "reference")
 """What `"auto"` tries in turn. `fused` is the paper's execution, kept to be measured: `toeplitz` is faster."""
 
 
-@checked
 def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool = False) -> str:
     """Return a backend's name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
 
@@ -62,8 +59,7 @@ def check_trainable(name: str, patterns: Sequence[TrainablePattern], dtypes: Seq
             raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
 
 
-@checked
-def explain(device: TorchDevice = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
+def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
     """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
     device = torch.device(device)
     lines = [f"rule: the first of {', '.join(AUTO_ORDER)} that supports the device and the dtype"]
