@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from saf.errors import InputError
 from saf.estimates.sampling import causal_mask, causal_softmax, stream_of
 from saf.heads import HeadSet
 from saf.statistics import AttentionStatistics
@@ -32,6 +33,8 @@ def dirichlet(
     The moment estimate of c is multiplied by `scale` and kept within `bounds`. Rows whose mean is nearly one-hot, or
     that hardly vary over the sequences, are their mean. Raises InputError unless scale > 0 and 0 < bounds, ascending.
     """
+    if not (scale > 0 and 0 < bounds[0] <= bounds[1]):
+        raise InputError(f"scale must be above 0 and bounds ascending above 0, got {scale} and {bounds}")
     mean, variance = statistics.take("mean", heads), statistics.take("row_variance", heads)
     causal = causal_mask(mean.shape[-1])
     drawn = []

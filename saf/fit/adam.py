@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from saf.errors import InputError
 from saf.fit.objective import initial_parameters
 from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
@@ -20,8 +21,10 @@ def fit_adam(
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
 
     Adam's defaults otherwise, no early stop. The gradient is fitted less target marginals over T, from tiles in
-    the log domain: an FFT loses rows with a small normaliser.
+    the log domain: an FFT loses rows with a small normaliser. Raises InputError for no steps, or steps of no length.
     """
+    if steps < 1 or not learning_rate > 0:
+        raise InputError(f"steps must be at least 1 and learning_rate above 0, got {steps} and {learning_rate}")
     alpha, rho = initial_parameters(eta_rel)
     length = alpha.shape[-1]
     optimizer = torch.optim.Adam([alpha, rho], lr=learning_rate, foreach=False)

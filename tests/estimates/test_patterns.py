@@ -115,13 +115,12 @@ def test_wrong_requests_are_refused(make_logits, make_statistics, heads):
     found = make_statistics(make_logits())
     for arguments, options, message in [
         ((heads, "median"), {}, "unknown pattern 'median'"),
-        ((heads, "gaussian"), {"scale": 2}, r"'gaussian' takes \['seed'\]; got \['scale'\]"),
+        ((heads, "gaussian"), {"scale": 2}, "'gaussian' takes seed; got scale"),
         ((heads, "mean"), {"scale": 2}, "'mean' takes no options"),
         (([], "mean"), {}, "at least one head"),
-        ((heads, "dirichlet"), {"scale": 0}, "scale must be .* above 0"),
-        ((heads, "dirichlet"), {"bounds": (2, 1)}, "bounds must be .* ascending, above 0"),
+        ((heads, "dirichlet"), {"scale": 0}, "scale must be above 0"),
+        ((heads, "dirichlet"), {"bounds": (2, 1)}, "bounds ascending above 0"),
         ((heads, "gaussian"), {"seed": -1}, "integer from 0 on, or a torch.Generator .*; got -1"),
-        ((heads, "dirichlet"), {"seed": 0.5}, "got 0.5"),
     ]:
         for make in (dense_pattern, target):
             with pytest.raises(InputError, match=message):

@@ -100,14 +100,12 @@ def test_no_heads_give_no_patterns():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fitter": "fft"}, "one of proportional, adam, dense; got 'fft'"),
+        ({"fitter": "fft"}, "one of proportional, adam, dense, got 'fft'"),
         ({"steps": 5}, "takes tolerance, max_sweeps, memory, alpha_constant_after; got steps"),
         ({"fitter": "adam", "tolerance": 1.0}, "takes steps, learning_rate; got tolerance"),
-        ({"fitter": "adam", "steps": 0}, "^steps must be .* at least 1; got 0"),
-        ({"fitter": "dense", "max_steps": 0}, "max_steps must be .* at least 1; got 0"),
-        ({"tolerance": 0.0}, "tolerance must be .* above 0; got 0"),
+        ({"fitter": "adam", "steps": 0}, "steps must be at least 1"),
         ({"alpha_constant_after": 5}, r"\[0, T/4\), T = 20; got 5"),
-        ({"alpha_constant_after": -1}, "alpha_constant_after must be .* at least 0; got -1"),
+        ({"alpha_constant_after": -1}, r"\[0, T/4\)"),
     ],
 )
 def test_unknown_fitters_and_options_are_refused(make_target, options, message):

@@ -202,7 +202,5 @@ def test_bad_shapes_are_refused():
         preset("7b")
     with pytest.raises(InputError, match="no field num_layer; its fields are vocab_size, num_layers, num_heads"):
         preset("tiny", num_layer=2)
-    with pytest.raises(InputError, match="num_layers must be a whole number; got 'two'"):
-        preset("tiny", num_layers="two")
     with pytest.raises(InputError, match="num_layers must be a whole number, at least 1"):
         small(num_layers=0)
